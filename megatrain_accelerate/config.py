@@ -1,0 +1,131 @@
+"""The settings of a run: one dataclass, filled from the yaml section ``megatrain_config`` or by ``enable()``."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from megatrain_accelerate.errors import ConfigError
+
+STEP_SCHEDULES = ("auto", "deferred", "backward", "serial")
+
+
+@dataclasses.dataclass(frozen=True)
+class MegatrainConfig:
+    """Settings of megatrain_accelerate. Every field has a default; an unknown key is an error.
+
+    Raises:
+        ConfigError: a value has the wrong type or lies outside its range.
+    """
+
+    slots: int = 2
+    """Device buffers that hold one streamed layer's weights each; at least 2 (one computes, one is filled)."""
+
+    gradient_slots: int = 2
+    """Device buffers that hold one layer's gradients each until their copy to the host is over; at least 1."""
+
+    step_schedule: str = "auto"
+    """When the optimizer's arithmetic runs. ``deferred``: after ``step()``, a layer at a time, before the layer is
+    fetched again. ``backward``: as soon as a layer's gradient is on the host; only right without gradient clipping.
+    ``serial``: inside ``step()``. ``auto``: ``backward`` under a Trainer whose ``max_grad_norm`` is 0 and which
+    doesn't accumulate, else ``deferred``. All give the same bits."""
+
+    host_threads: int | None = None
+    """Threads of the fused host kernels; by default the CPUs that this process may use, less two for the launcher."""
+
+    host_memory_gib: float | None = None
+    """Host memory that the process may take, in GiB; by default what the cgroup and the machine have free."""
+
+    huge_pages: bool = True
+    """Ask for transparent huge pages for the host store."""
+
+    pin_memory: bool = True
+    """Register weights and gradients of the host store with the GPU driver (page-locked, exact size)."""
+
+    max_nonfinite_steps: int = 5
+    """Steps with a non-finite gradient norm in a row that are skipped before the run stops with an error."""
+
+    layer_classes: tuple[str, ...] = ()
+    """Class names of the modules that stream; by default what the model names in ``_no_split_modules``."""
+
+    def __post_init__(self) -> None:
+        self._check_int("slots", minimum=2)
+        self._check_int("gradient_slots", minimum=1)
+        self._check_int("max_nonfinite_steps", minimum=1)
+        if self.host_threads is not None:
+            self._check_int("host_threads", minimum=1)
+        if self.host_memory_gib is not None:
+            if isinstance(self.host_memory_gib, bool) or not isinstance(self.host_memory_gib, (int, float)):
+                raise ConfigError(f"megatrain_config.host_memory_gib must be a number of GiB, got {self.host_memory_gib!r}")
+            if self.host_memory_gib <= 0:
+                raise ConfigError(f"megatrain_config.host_memory_gib must be above 0, got {self.host_memory_gib}")
+        for name in ("huge_pages", "pin_memory"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"megatrain_config.{name} must be true or false, got {getattr(self, name)!r}")
+        if self.step_schedule not in STEP_SCHEDULES:
+            raise ConfigError(
+                f"megatrain_config.step_schedule must be one of {', '.join(STEP_SCHEDULES)}; got {self.step_schedule!r}"
+            )
+        if isinstance(self.layer_classes, str) or not all(isinstance(name, str) for name in self.layer_classes):
+            raise ConfigError(f"megatrain_config.layer_classes must be a list of class names, got {self.layer_classes!r}")
+        object.__setattr__(self, "layer_classes", tuple(self.layer_classes))
+
+    def _check_int(self, name: str, minimum: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"megatrain_config.{name} must be a whole number, got {value!r}")
+        if value < minimum:
+            raise ConfigError(f"megatrain_config.{name} must be at least {minimum}, got {value}")
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any] | None) -> MegatrainConfig:
+        """Builds the settings from a yaml section or a dict.
+
+        Raises:
+            ConfigError: a key is unknown (the message names the nearest one) or a value is out of range.
+        """
+        if settings is None:
+            return cls()
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"megatrain_config must be a mapping of settings, got {type(settings).__name__}: {settings!r}")
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in settings:
+            if key not in known:
+                nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+                hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+                raise ConfigError(f"megatrain_config has no setting {key!r}; {hint}known settings: {', '.join(known)}")
+        return cls(**settings)
+
+    def to_json(self) -> str:
+        """The settings as one line of JSON, the form in which the launcher hands them to the training processes."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> MegatrainConfig:
+        """Reverse of :meth:`to_json`.
+
+        Raises:
+            ConfigError: the text isn't JSON, or :meth:`from_mapping` refuses its content.
+        """
+        try:
+            settings = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"the megatrain settings handed to this process are not JSON: {text!r}") from error
+        return cls.from_mapping(settings)
+
+
+def usable_cpu_count() -> int:
+    """CPUs that this process may use: affinity and the cgroup's quota, divided by the local processes."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+        if quota != "max":
+            count = min(count, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass
+    return max(1, count // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

@@ -1,0 +1,35 @@
+"""Exceptions of megatrain_accelerate. Each message says what happened, the numbers, and the remedy."""
+
+from __future__ import annotations
+
+
+class MegatrainError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(MegatrainError, ValueError):
+    """A setting is unknown, malformed, or contradicts another one."""
+
+
+class UnsupportedError(MegatrainError, NotImplementedError):
+    """A valid request that this package can't honour (yet); the message says what to use instead."""
+
+
+class HostMemoryError(MegatrainError, MemoryError):
+    """The run doesn't fit the host memory, or the memory can't be registered with the GPU driver."""
+
+
+class StateError(MegatrainError, RuntimeError):
+    """An object was asked for a move that its present state forbids; the message names both states."""
+
+
+class StepWorkerError(MegatrainError, RuntimeError):
+    """The optimizer's host thread failed; ``__cause__`` holds the original exception."""
+
+
+class NonFiniteGradientError(MegatrainError, FloatingPointError):
+    """The gradient norm was not finite for too many steps in a row."""
+
+
+class PatchError(MegatrainError, RuntimeError):
+    """A function of Accelerate or Transformers isn't what the integration was written for."""

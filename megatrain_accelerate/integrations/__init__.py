@@ -1,0 +1,1 @@
+"""Hooks into Accelerate and Transformers; the only place that knows their internals."""

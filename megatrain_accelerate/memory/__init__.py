@@ -1,0 +1,1 @@
+"""Host memory: the home of weights, master residuals, moments and gradients."""

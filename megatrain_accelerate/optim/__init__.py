@@ -1,0 +1,1 @@
+"""The fused optimizer on the host and the threads that run it."""

@@ -1,0 +1,1 @@
+"""Which modules stream, and how much memory a run will take."""

@@ -1,0 +1,1 @@
+"""The streaming engine: slots, prefetch, the autograd node of a layer, gradient offload."""
