@@ -33,3 +33,7 @@ class NonFiniteGradientError(MegatrainError, FloatingPointError):
 
 class PatchError(MegatrainError, RuntimeError):
     """A function of Accelerate or Transformers isn't what the integration was written for."""
+
+
+class KernelError(MegatrainError, RuntimeError):
+    """The compiled host kernels are missing, can't be loaded, or were called with tensors that don't fit them."""

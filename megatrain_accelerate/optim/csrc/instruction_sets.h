@@ -1,0 +1,70 @@
+// Run-time choice of the instruction set for loops that the compiler vectorises.
+//
+// A job is a struct with `void range(int64_t begin, int64_t end) const`, marked MEGATRAIN_INLINE. run_range<Job>()
+// compiles its loop once per instruction set. The bits don't depend on the choice: the library is built with
+// -ffp-contract=off, every fused multiply-add is written out as __builtin_fmaf, and add, multiply, divide and square
+// root are correctly rounded by IEEE 754 at every vector width. The baseline of x86-64 has no FMA instruction and calls
+// libm's fmaf(), which is exact but slow; it is there for machines older than 2013 and for the tests.
+//
+// (GCC's target_clones isn't used: it dispatches "arch=haswell" by the exact CPU model, needs GCC 12 for
+// "arch=x86-64-v3", needs ifunc from the C library, and can't be told to run a smaller set for a test.)
+#pragma once
+
+#include <cstdint>
+
+#include "thread_pool.h"
+
+#define MEGATRAIN_INLINE inline __attribute__((always_inline))
+
+namespace megatrain {
+
+enum InstructionSet : int { kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
+
+inline InstructionSet best_instruction_set() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+      return kAvx512;
+    }
+    return kAvx2;
+  }
+#endif
+  return kBaseline;
+}
+
+template <class Job>
+void run_range_baseline(const void* job, int64_t begin, int64_t end) {
+  static_cast<const Job*>(job)->range(begin, end);
+}
+
+#if defined(__x86_64__)
+template <class Job>
+__attribute__((target("avx2,fma"))) void run_range_avx2(const void* job, int64_t begin, int64_t end) {
+  static_cast<const Job*>(job)->range(begin, end);
+}
+
+template <class Job>
+__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))) void run_range_avx512(
+    const void* job, int64_t begin, int64_t end) {
+  static_cast<const Job*>(job)->range(begin, end);
+}
+#endif
+
+// The loop of `Job` compiled for `set`. On other processors than x86-64 the baseline is all there is (NEON and its FMA
+// are part of the baseline of aarch64).
+template <class Job>
+RangeFunction range_function([[maybe_unused]] InstructionSet set) {
+#if defined(__x86_64__)
+  if (set == kAvx512) {
+    return run_range_avx512<Job>;
+  }
+  if (set == kAvx2) {
+    return run_range_avx2<Job>;
+  }
+#endif
+  return run_range_baseline<Job>;
+}
+
+}  // namespace megatrain

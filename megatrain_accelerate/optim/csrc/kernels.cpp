@@ -1,0 +1,146 @@
+// The C interface of the host kernels, called by kernel.py through ctypes. Pointers are to contiguous host memory that
+// doesn't overlap, counts are elements; kernel.py has checked both.
+#include <cstdint>
+#include <cstring>
+#include <exception>
+
+#include "adamw.h"
+#include "instruction_sets.h"
+#include "split_master.h"
+#include "thread_pool.h"
+
+namespace megatrain {
+namespace {
+
+// Raised whenever a signature or AdamConstants changes, so that a stale library is noticed and not called.
+constexpr int kInterfaceVersion = 1;
+
+// Elements a chunk: small enough to balance the threads, large enough to forget the counter. A multiple of 64, so that
+// no two chunks share a cache line of an aligned array.
+constexpr int64_t kGrain = 128 * 1024;
+
+// Bytes a chunk of zero(): two huge pages.
+constexpr int64_t kZeroGrainBytes = 4 * 1024 * 1024;
+
+struct Kernels {
+  Kernels(int threads, InstructionSet set) : pool(threads), instruction_set(set) {}
+
+  template <class Job>
+  void run(const Job& job, int64_t count, int64_t grain = kGrain) {
+    pool.run(range_function<Job>(instruction_set), &job, count, grain);
+  }
+
+  ThreadPool pool;
+  InstructionSet instruction_set;
+};
+
+struct AccumulateBf16Job {
+  uint16_t* destination;
+  const uint16_t* source;
+
+  MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
+    uint16_t* __restrict__ to = destination;
+    const uint16_t* __restrict__ from = source;
+    for (int64_t i = begin; i < end; ++i) {
+      to[i] = float_to_bf16(bf16_to_float(to[i]) + bf16_to_float(from[i]));
+    }
+  }
+};
+
+struct AccumulateFloatJob {
+  float* destination;
+  const float* source;
+
+  MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
+    float* __restrict__ to = destination;
+    const float* __restrict__ from = source;
+    for (int64_t i = begin; i < end; ++i) {
+      to[i] = to[i] + from[i];
+    }
+  }
+};
+
+struct ZeroJob {
+  char* bytes;
+
+  MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
+    std::memset(bytes + begin, 0, static_cast<size_t>(end - begin));
+  }
+};
+
+}  // namespace
+}  // namespace megatrain
+
+using megatrain::AdamConstants;
+using megatrain::InstructionSet;
+using megatrain::Kernels;
+
+#define MEGATRAIN_EXPORT extern "C" __attribute__((visibility("default")))
+
+MEGATRAIN_EXPORT int megatrain_interface_version() { return megatrain::kInterfaceVersion; }
+
+// The largest instruction set that this machine has: 0 baseline, 1 AVX2 and FMA, 2 AVX-512.
+MEGATRAIN_EXPORT int megatrain_best_instruction_set() { return megatrain::best_instruction_set(); }
+
+// Null when the threads can't be started. `instruction_set` must not exceed megatrain_best_instruction_set().
+MEGATRAIN_EXPORT Kernels* megatrain_create(int threads, int instruction_set) {
+  try {
+    return new Kernels(threads, static_cast<InstructionSet>(instruction_set));
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+MEGATRAIN_EXPORT void megatrain_destroy(Kernels* kernels) {
+  // In a forked child there are no threads to join, and joining would wait for ever: the object is left behind.
+  if (kernels->pool.owned_by_this_process()) {
+    delete kernels;
+  }
+}
+
+MEGATRAIN_EXPORT void megatrain_adamw_split(Kernels* kernels, uint16_t* hi, int16_t* lo, float* m, float* v,
+                                            const uint16_t* grad, int64_t count, AdamConstants constants) {
+  if (constants.l2 != 0.0f) {
+    kernels->run(megatrain::AdamSplitJob<true>{hi, lo, m, v, grad, constants}, count);
+  } else {
+    kernels->run(megatrain::AdamSplitJob<false>{hi, lo, m, v, grad, constants}, count);
+  }
+}
+
+MEGATRAIN_EXPORT void megatrain_adamw_fp32(Kernels* kernels, float* weight, float* m, float* v, const float* grad,
+                                           int64_t count, AdamConstants constants) {
+  if (constants.l2 != 0.0f) {
+    kernels->run(megatrain::AdamFloatJob<true>{weight, m, v, grad, constants}, count);
+  } else {
+    kernels->run(megatrain::AdamFloatJob<false>{weight, m, v, grad, constants}, count);
+  }
+}
+
+MEGATRAIN_EXPORT void megatrain_stream_probe(Kernels* kernels, uint16_t* hi, int16_t* lo, float* m, float* v,
+                                             const uint16_t* grad, int64_t count) {
+  kernels->run(megatrain::StreamProbeJob{hi, lo, m, v, grad}, count);
+}
+
+MEGATRAIN_EXPORT void megatrain_accumulate_bf16(Kernels* kernels, uint16_t* destination, const uint16_t* source,
+                                                int64_t count) {
+  kernels->run(megatrain::AccumulateBf16Job{destination, source}, count);
+}
+
+MEGATRAIN_EXPORT void megatrain_accumulate_fp32(Kernels* kernels, float* destination, const float* source,
+                                                int64_t count) {
+  kernels->run(megatrain::AccumulateFloatJob{destination, source}, count);
+}
+
+MEGATRAIN_EXPORT void megatrain_split(Kernels* kernels, const float* master, uint16_t* hi, int16_t* lo,
+                                      int64_t count) {
+  kernels->run(megatrain::SplitJob{master, hi, lo}, count);
+}
+
+MEGATRAIN_EXPORT void megatrain_join(Kernels* kernels, const uint16_t* hi, const int16_t* lo, float* master,
+                                     int64_t count) {
+  kernels->run(megatrain::JoinJob{hi, lo, master}, count);
+}
+
+MEGATRAIN_EXPORT void megatrain_zero(Kernels* kernels, char* bytes, int64_t byte_count) {
+  kernels->run(megatrain::ZeroJob{bytes}, byte_count, megatrain::kZeroGrainBytes);
+}

@@ -1,0 +1,86 @@
+// The split fp32 master: the bf16 weight that is streamed, plus a signed 16-bit residual.
+//
+//   bits of the fp32 master = (hi << 16) + sign_extend(lo)        in 32-bit integer arithmetic, modulo 2**32
+//   hi = (bits + 0x8000) >> 16,  lo = bits - (hi << 16)
+//
+// `hi` is the master rounded to bf16, to nearest with ties away from zero (the bits are sign and magnitude, so adding
+// half a unit rounds the magnitude up). Ties to even, torch's rule for float -> bfloat16, can't be stored: around an
+// even hi both ties round inward, so 65,537 masters would share that hi, and 16 bits tell 65,536 apart. With ties away
+// from zero each hi has exactly 65,536 masters, lo covers [-32768, 32767], and the pair is invertible for every one of
+// the 2**32 patterns: normal, denormal, infinite or NaN. The two rules differ only for a master exactly halfway between
+// two bf16 numbers, one pattern in 65,536.
+//
+// A finite master above bf16's largest finite number (3.39e38) has hi = infinity, as under torch's rule. hi of an exact
+// infinity is that infinity.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "instruction_sets.h"
+
+namespace megatrain {
+
+MEGATRAIN_INLINE uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+MEGATRAIN_INLINE float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+MEGATRAIN_INLINE float join_master(uint16_t hi, int16_t lo) {
+  return float_of((static_cast<uint32_t>(hi) << 16) + static_cast<uint32_t>(static_cast<int32_t>(lo)));
+}
+
+MEGATRAIN_INLINE uint16_t master_hi(uint32_t bits) { return static_cast<uint16_t>((bits + 0x8000u) >> 16); }
+
+// lo = bits - (hi << 16) modulo 2**32 lies in [-32768, 32767], so its low 16 bits, which are those of `bits`, are all.
+MEGATRAIN_INLINE int16_t master_lo(uint32_t bits) { return static_cast<int16_t>(bits & 0xffffu); }
+
+MEGATRAIN_INLINE float bf16_to_float(uint16_t bits) { return float_of(static_cast<uint32_t>(bits) << 16); }
+
+// Round to nearest, ties to even, as torch rounds float -> bfloat16; a NaN becomes the quiet NaN 0x7fc0.
+MEGATRAIN_INLINE uint16_t float_to_bf16(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return static_cast<uint16_t>(value != value ? 0x7fc0u : rounded);
+}
+
+struct SplitJob {
+  const float* master;
+  uint16_t* hi;
+  int16_t* lo;
+
+  MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
+    const float* __restrict__ from = master;
+    uint16_t* __restrict__ to_hi = hi;
+    int16_t* __restrict__ to_lo = lo;
+    for (int64_t i = begin; i < end; ++i) {
+      const uint32_t bits = bits_of(from[i]);
+      to_hi[i] = master_hi(bits);
+      to_lo[i] = master_lo(bits);
+    }
+  }
+};
+
+struct JoinJob {
+  const uint16_t* hi;
+  const int16_t* lo;
+  float* master;
+
+  MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
+    const uint16_t* __restrict__ from_hi = hi;
+    const int16_t* __restrict__ from_lo = lo;
+    float* __restrict__ to = master;
+    for (int64_t i = begin; i < end; ++i) {
+      to[i] = join_master(from_hi[i], from_lo[i]);
+    }
+  }
+};
+
+}  // namespace megatrain

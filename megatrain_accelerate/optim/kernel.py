@@ -1,0 +1,373 @@
+"""The fused host kernels: AdamW on split fp32 masters, and the few loops around it, on a pool of C++ threads.
+
+The **split master** is the pair (bf16 weight, int16 residual) in place of an fp32 weight; ``csrc/split_master.h``
+defines it. It holds every fp32 bit pattern exactly, and its first half is what streams to the GPU. That half is the
+master rounded to nearest with ties *away from zero* (``tensor.to(torch.bfloat16)`` takes ties to even, which 16 residual
+bits can't encode), so the two differ where a master lies exactly halfway between two bf16 numbers.
+
+**What is bit-equal to torch.** Weights, ``exp_avg`` and ``exp_avg_sq`` equal those of ``torch.optim.AdamW`` and
+``torch.optim.Adam`` with ``foreach=False, fused=False`` on fp32 CPU tensors, for any number of steps and any length, up
+to one operation: the square root. Measured with torch 2.13 on x86-64, whose AVX2 and AVX-512 kernels agree with each
+other bit for bit, with no difference between the vectorised body and the tail:
+
+- ``lerp_``, ``addcmul_`` and ``add(alpha=)`` use one fused multiply-add each, ``addcdiv_`` and ``div`` none; division by
+  a scalar is a true division; scalars are computed in double and rounded to float once;
+- ``sqrt`` goes to MKL, which rounds about 1% of the results to the neighbour of the nearest float (1 ulp). Here
+  it is the correctly rounded one of IEEE 754, as in torch's own vectorised ``fused=True`` kernel. So ``exp_avg``
+  and ``exp_avg_sq`` are equal as they stand, and weights are equal with ``Tensor.sqrt`` replaced by an IEEE square root;
+  without that a fraction of the weights is off by an ulp of the update.
+
+With ``ATEN_CPU_CAPABILITY=default`` (no FMA) torch differs from its own AVX2 results, and so from these.
+
+Results don't depend on the number of threads, on chunk boundaries or on the instruction set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+import pathlib
+import weakref
+from typing import Any
+
+import torch
+
+from megatrain_accelerate.config import usable_cpu_count
+from megatrain_accelerate.errors import ConfigError, KernelError
+
+LIBRARY_PATH = pathlib.Path(__file__).with_name("_host_kernels.so")
+INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
+
+_INTERFACE_VERSION = 1
+_REBUILD = (
+    "build it with `pip install --force-reinstall --no-deps .` in a checkout of this package (needs a C++ compiler)"
+)
+
+
+class _AdamConstants(ctypes.Structure):
+    """Mirror of ``AdamConstants`` in ``csrc/adamw.h``; ctypes rounds each double to float."""
+
+    _fields_ = (
+        ("gradient_factor", ctypes.c_float),
+        ("decay", ctypes.c_float),
+        ("l2", ctypes.c_float),
+        ("one_minus_beta1", ctypes.c_float),
+        ("beta2", ctypes.c_float),
+        ("one_minus_beta2", ctypes.c_float),
+        ("correction2_sqrt", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("negative_step_size", ctypes.c_float),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamArguments:
+    """The constants of one optimizer step.
+
+    Raises:
+        ConfigError: a value is outside the range that ``torch.optim.AdamW`` accepts, or ``step`` is below 1.
+    """
+
+    lr: float
+    """Learning rate of this step."""
+
+    beta1: float
+    """Decay of the first moment, in [0, 1)."""
+
+    beta2: float
+    """Decay of the second moment, in [0, 1)."""
+
+    eps: float
+    """Added to the denominator, after the bias correction."""
+
+    weight_decay: float
+    """Decoupled decay (AdamW) or L2 penalty (Adam), by ``decoupled``."""
+
+    step: int
+    """Number of this step, counted from 1: the exponent of the bias correction."""
+
+    clip_factor: float = 1.0
+    """Multiplied into the gradient, as fp32, before everything else: what ``clip_grad_norm_`` does to fp32 gradients."""
+
+    decoupled: bool = True
+    """True: AdamW, ``weight *= 1 - lr * weight_decay``. False: Adam, ``grad += weight_decay * weight``."""
+
+    maximize: bool = False
+    """Ascend instead of descend: the sign of the gradient is turned after clipping."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "weight_decay", "clip_factor"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0.0):
+                raise ConfigError(f"AdamArguments.{name} must be finite and not below 0, got {value}")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            if not 0.0 <= value < 1.0:
+                raise ConfigError(f"AdamArguments.{name} must be in [0, 1), got {value}")
+        if self.step < 1:
+            raise ConfigError(f"AdamArguments.step counts from 1, got {self.step}")
+
+    def to_constants(self) -> _AdamConstants:
+        """The scalars of the loop, in double precision in the order of ``torch/optim/adam.py``, then rounded once."""
+        bias_correction1 = 1 - self.beta1**self.step
+        bias_correction2 = 1 - self.beta2**self.step
+        return _AdamConstants(
+            gradient_factor=-self.clip_factor if self.maximize else self.clip_factor,
+            decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
+            l2=0.0 if self.decoupled else self.weight_decay,
+            one_minus_beta1=1 - self.beta1,
+            beta2=self.beta2,
+            one_minus_beta2=1 - self.beta2,
+            correction2_sqrt=bias_correction2**0.5,
+            eps=self.eps,
+            negative_step_size=-(self.lr / bias_correction1),
+        )
+
+
+def default_thread_count() -> int:
+    """The CPUs that this process may use, less two for the launcher and the copies where there are more than four."""
+    cpus = usable_cpu_count()
+    return cpus - 2 if cpus > 4 else max(1, cpus)
+
+
+class HostKernels:
+    """The compiled kernels and the threads that run them.
+
+    All tensors are contiguous, on the CPU, of any shape; those of one call have the same number of elements N, from
+    0 to beyond 2**32, and don't overlap. Each call returns when the work is done; the GIL is free meanwhile. Calls from
+    several threads are served one after the other. After a fork the child computes alone, on its calling thread.
+    Autograd doesn't see the writes: no version counter moves.
+
+    Args:
+        threads: threads that work on a call, the caller included; :func:`default_thread_count` by default.
+        instruction_set: a name in :data:`INSTRUCTION_SETS`, for tests; by default the best that the machine has.
+
+    Raises:
+        KernelError: the library is missing, stale or can't be loaded, or the machine lacks ``instruction_set``.
+        ConfigError: ``threads`` is below 1.
+    """
+
+    def __init__(self, threads: int | None = None, instruction_set: str | None = None) -> None:
+        self._threads = default_thread_count() if threads is None else threads
+        if self._threads < 1:
+            raise ConfigError(f"HostKernels needs at least 1 thread, got {self._threads}")
+        self._library = _load_library()
+        best: int = self._library.megatrain_best_instruction_set()
+        chosen = best if instruction_set is None else _instruction_set_index(instruction_set, best)
+        self._instruction_set = INSTRUCTION_SETS[chosen]
+        self._handle: int | None = self._library.megatrain_create(self._threads, chosen)
+        if self._handle is None:
+            raise KernelError(
+                f"could not start {self._threads} threads for the host kernels; lower megatrain_config.host_threads "
+                "or raise the limit of threads (`ulimit -u`, the container's pids limit)"
+            )
+        self._finalizer = weakref.finalize(self, self._library.megatrain_destroy, self._handle)
+
+    @property
+    def threads(self) -> int:
+        """Threads that work on a call, the caller included."""
+        return self._threads
+
+    @property
+    def instruction_set(self) -> str:
+        """Which compiled variant runs: a name in :data:`INSTRUCTION_SETS`. All give the same bits."""
+        return self._instruction_set
+
+    def close(self) -> None:
+        """Ends the threads. No call may be in progress; later calls raise. Closing twice is fine."""
+        self._handle = None
+        self._finalizer()
+
+    def adamw_split(
+        self,
+        hi_bf16: torch.Tensor,
+        residual_int16: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad_bf16: torch.Tensor,
+        arguments: AdamArguments,
+    ) -> None:
+        """One AdamW (or Adam) step on split masters, in place, in one pass of 26 bytes of traffic a parameter.
+
+        Args:
+            hi_bf16: (N) bfloat16 weights, updated.
+            residual_int16: (N) int16 residuals, updated; join(hi, residual) is the fp32 master.
+            exp_avg: (N) float32 first moment, updated.
+            exp_avg_sq: (N) float32 second moment, updated.
+            grad_bf16: (N) bfloat16 gradient, read.
+            arguments: the constants of the step.
+
+        Raises:
+            KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
+        """
+        handle, count = self._check(
+            hi_bf16=(hi_bf16, torch.bfloat16),
+            residual_int16=(residual_int16, torch.int16),
+            exp_avg=(exp_avg, torch.float32),
+            exp_avg_sq=(exp_avg_sq, torch.float32),
+            grad_bf16=(grad_bf16, torch.bfloat16),
+        )
+        pointers = (tensor.data_ptr() for tensor in (hi_bf16, residual_int16, exp_avg, exp_avg_sq, grad_bf16))
+        self._library.megatrain_adamw_split(handle, *pointers, count, arguments.to_constants())
+
+    def adamw_fp32(
+        self,
+        weight: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad: torch.Tensor,
+        arguments: AdamArguments,
+    ) -> None:
+        """One AdamW (or Adam) step on plain fp32 weights with fp32 gradients, in place; all (N) float32.
+
+        Raises:
+            KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
+        """
+        handle, count = self._check(
+            weight=(weight, torch.float32),
+            exp_avg=(exp_avg, torch.float32),
+            exp_avg_sq=(exp_avg_sq, torch.float32),
+            grad=(grad, torch.float32),
+        )
+        pointers = (tensor.data_ptr() for tensor in (weight, exp_avg, exp_avg_sq, grad))
+        self._library.megatrain_adamw_fp32(handle, *pointers, count, arguments.to_constants())
+
+    def accumulate(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """``dst += src``, both (N) bfloat16 or both (N) float32; in bfloat16 with the rounding of torch's ``add_``.
+
+        Raises:
+            KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
+        """
+        if dst.dtype not in (torch.bfloat16, torch.float32):
+            raise KernelError(f"accumulate: dst must be torch.bfloat16 or torch.float32, got {dst.dtype}")
+        handle, count = self._check(dst=(dst, dst.dtype), src=(src, dst.dtype))
+        is_bf16 = dst.dtype == torch.bfloat16
+        run = self._library.megatrain_accumulate_bf16 if is_bf16 else self._library.megatrain_accumulate_fp32
+        run(handle, dst.data_ptr(), src.data_ptr(), count)
+
+    def split(self, master_fp32: torch.Tensor, hi: torch.Tensor, residual: torch.Tensor) -> None:
+        """Writes the split of (N) float32 masters to (N) bfloat16 ``hi`` and (N) int16 ``residual``.
+
+        Raises:
+            KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
+        """
+        handle, count = self._check(
+            master_fp32=(master_fp32, torch.float32), hi=(hi, torch.bfloat16), residual=(residual, torch.int16)
+        )
+        self._library.megatrain_split(handle, master_fp32.data_ptr(), hi.data_ptr(), residual.data_ptr(), count)
+
+    def join(self, hi: torch.Tensor, residual: torch.Tensor, master_fp32_out: torch.Tensor) -> None:
+        """Writes the (N) float32 masters that (N) bfloat16 ``hi`` and (N) int16 ``residual`` stand for.
+
+        Raises:
+            KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
+        """
+        handle, count = self._check(
+            hi=(hi, torch.bfloat16), residual=(residual, torch.int16), master_fp32_out=(master_fp32_out, torch.float32)
+        )
+        self._library.megatrain_join(handle, hi.data_ptr(), residual.data_ptr(), master_fp32_out.data_ptr(), count)
+
+    def zero(self, tensor: torch.Tensor) -> None:
+        """Fills a tensor of any dtype with zero bytes, on all threads: also the way to touch new memory first.
+
+        Raises:
+            KernelError: the tensor isn't a contiguous CPU tensor, or the kernels are closed.
+        """
+        handle, count = self._check(tensor=(tensor, tensor.dtype))
+        self._library.megatrain_zero(handle, tensor.data_ptr(), count * tensor.element_size())
+
+    def stream_probe(
+        self,
+        hi: torch.Tensor,
+        residual: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad: torch.Tensor,
+    ) -> None:
+        """The memory traffic of :meth:`adamw_split` with trivial arithmetic, for benchmarks; overwrites its arguments.
+
+        Raises:
+            KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
+        """
+        handle, count = self._check(
+            hi=(hi, torch.bfloat16),
+            residual=(residual, torch.int16),
+            exp_avg=(exp_avg, torch.float32),
+            exp_avg_sq=(exp_avg_sq, torch.float32),
+            grad=(grad, torch.bfloat16),
+        )
+        pointers = (tensor.data_ptr() for tensor in (hi, residual, exp_avg, exp_avg_sq, grad))
+        self._library.megatrain_stream_probe(handle, *pointers, count)
+
+    def _check(self, **tensors: tuple[torch.Tensor, torch.dtype]) -> tuple[int, int]:
+        """The pool's handle and the common length N, after all that C++ can't check itself."""
+        if self._handle is None:
+            raise KernelError("the host kernels are closed; make a new HostKernels")
+        first_name, (first, _) = next(iter(tensors.items()))
+        for name, (tensor, dtype) in tensors.items():
+            if tensor.dtype != dtype:
+                raise KernelError(f"{name} must be {dtype}, got {tensor.dtype}")
+            if tensor.device.type != "cpu":
+                raise KernelError(f"{name} must be in host memory, got a tensor on {tensor.device}; copy it first")
+            if not tensor.is_contiguous():
+                raise KernelError(
+                    f"{name} must be contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}; "
+                    "pass the flat buffer or tensor.contiguous()"
+                )
+            if tensor.numel() != first.numel():
+                raise KernelError(
+                    f"{name} has {tensor.numel():,} elements and {first_name} has {first.numel():,}; they must agree"
+                )
+        return self._handle, first.numel()
+
+
+def _instruction_set_index(name: str, best: int) -> int:
+    if name not in INSTRUCTION_SETS:
+        raise KernelError(f"instruction_set must be one of {', '.join(INSTRUCTION_SETS)}; got {name!r}")
+    index = INSTRUCTION_SETS.index(name)
+    if index > best:
+        raise KernelError(f"this machine can't run {name!r} kernels; the best it has is {INSTRUCTION_SETS[best]!r}")
+    return index
+
+
+def _load_library() -> Any:
+    """Opens the library and declares its functions; the loader keeps one copy a process.
+
+    Raises:
+        KernelError: the file is missing, can't be loaded, or is of another version than this file.
+    """
+    if not LIBRARY_PATH.exists():
+        raise KernelError(f"the compiled host kernels are missing: no file {LIBRARY_PATH}. Remedy: {_REBUILD}")
+    try:
+        library = ctypes.CDLL(str(LIBRARY_PATH))
+        library.megatrain_interface_version.restype = ctypes.c_int
+        version = library.megatrain_interface_version()
+    except (OSError, AttributeError) as error:
+        raise KernelError(f"the compiled host kernels can't be loaded: {error}. Remedy: {_REBUILD}") from error
+    if version != _INTERFACE_VERSION:
+        raise KernelError(
+            f"the compiled host kernels have interface version {version}, this package needs {_INTERFACE_VERSION}: "
+            f"they are from another build. Remedy: {_REBUILD}"
+        )
+    handle, pointer, count, number = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    library.megatrain_best_instruction_set.argtypes = []
+    library.megatrain_best_instruction_set.restype = number
+    library.megatrain_create.argtypes = [number, number]
+    library.megatrain_create.restype = handle
+    signatures: dict[str, list[Any]] = {
+        "destroy": [handle],
+        "adamw_split": [handle, *[pointer] * 5, count, _AdamConstants],
+        "adamw_fp32": [handle, *[pointer] * 4, count, _AdamConstants],
+        "stream_probe": [handle, *[pointer] * 5, count],
+        "accumulate_bf16": [handle, *[pointer] * 2, count],
+        "accumulate_fp32": [handle, *[pointer] * 2, count],
+        "split": [handle, *[pointer] * 3, count],
+        "join": [handle, *[pointer] * 3, count],
+        "zero": [handle, pointer, count],
+    }
+    for name, types in signatures.items():
+        function = getattr(library, f"megatrain_{name}")
+        function.argtypes = types
+        function.restype = None
+    return library
