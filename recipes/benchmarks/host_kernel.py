@@ -1,0 +1,159 @@
+"""Speed of the fused host AdamW against the memory's own speed and against torch's fused CPU AdamW.
+
+    python recipes/benchmarks/host_kernel.py --parameters 200000000 --threads 1 2 --json host_kernel.json
+
+For each number of threads it prints:
+
+- ``adamw_split``: the step on split masters (26 bytes of memory traffic a parameter);
+- ``stream_probe``: the same arrays read and written with trivial arithmetic: the bound that the memory sets;
+- ``adamw_fp32``: the step on plain fp32 weights and gradients (28 bytes);
+- ``torch fused``: ``torch.optim.AdamW(fused=True)`` on the same fp32 tensors (28 bytes, no bf16 weights written).
+
+G parameters/s is the figure to size a run with; "of probe" is the kernel's GB/s over the probe's. Memory is huge-page
+backed (``mmap`` with ``MADV_HUGEPAGE``), as the host store's is. Rounds of the two loops on the same arrays alternate
+and the best round counts, so that a neighbour on the machine disturbs both alike. 1 GB = 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import mmap
+import time
+from collections.abc import Callable
+
+import torch
+
+from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
+from megatrain_accelerate.units import GB
+
+BYTES_SPLIT = 26
+BYTES_FP32 = 28
+ARGUMENTS = AdamArguments(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=100)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measured loop."""
+
+    name: str
+    threads: int
+    seconds: float
+    giga_parameters_per_s: float
+    gigabytes_per_s: float
+    of_probe: float
+
+
+def huge_page_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor in an anonymous mapping that asks for huge pages; the mapping lives as long as the tensor."""
+    mapping = mmap.mmap(-1, max(1, count * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=dtype, count=count)
+
+
+def best_seconds(loops: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """The shortest time of each loop over alternating rounds, after one round that doesn't count."""
+    best = dict.fromkeys(loops, float("inf"))
+    for index in range(rounds + 1):
+        for name, loop in loops.items():
+            begin = time.perf_counter()
+            loop()
+            if index > 0:
+                best[name] = min(best[name], time.perf_counter() - begin)
+    return best
+
+
+def states(kernels: HostKernels, count: int, *dtypes: torch.dtype) -> list[torch.Tensor]:
+    """Flat tensors of zeros, first touched by the threads that will work on them."""
+    tensors = [huge_page_tensor(count, dtype) for dtype in dtypes]
+    for tensor in tensors:
+        kernels.zero(tensor)
+    return tensors
+
+
+def split_seconds(kernels: HostKernels, parameters: int, rounds: int) -> dict[str, float]:
+    """The step on split masters and the probe, on the same arrays."""
+    half, single = torch.bfloat16, torch.float32
+    hi, residual, exp_avg, exp_avg_sq, grad = states(kernels, parameters, half, torch.int16, single, single, half)
+    grad.fill_(1e-3)
+    return best_seconds(
+        {
+            "adamw_split": lambda: kernels.adamw_split(hi, residual, exp_avg, exp_avg_sq, grad, ARGUMENTS),
+            "stream_probe": lambda: kernels.stream_probe(hi, residual, exp_avg, exp_avg_sq, grad),
+        },
+        rounds,
+    )
+
+
+def fp32_seconds(kernels: HostKernels, parameters: int, rounds: int) -> dict[str, float]:
+    """The step on fp32 weights and torch's fused one, on the same arrays."""
+    weight, exp_avg, exp_avg_sq, grad = states(kernels, parameters, *[torch.float32] * 4)
+    grad.fill_(1e-3)
+    parameter = torch.nn.Parameter(weight)
+    parameter.grad = grad
+    optimizer = torch.optim.AdamW([parameter], lr=ARGUMENTS.lr, weight_decay=ARGUMENTS.weight_decay, fused=True)
+    # The states that torch would make itself lie in small pages; the comparison is of the loops.
+    optimizer.state[parameter] = {"step": torch.tensor(100.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    return best_seconds(
+        {
+            "adamw_fp32": lambda: kernels.adamw_fp32(weight, exp_avg, exp_avg_sq, grad, ARGUMENTS),
+            "torch fused": lambda: optimizer.step(),
+        },
+        rounds,
+    )
+
+
+def measure(parameters: int, threads: int, rounds: int) -> list[Row]:
+    """The four rows for one number of threads."""
+    torch.set_num_threads(threads)
+    kernels = HostKernels(threads)
+    seconds = split_seconds(kernels, parameters, rounds) | fp32_seconds(kernels, parameters, rounds)
+    kernels.close()
+
+    probe_rate = parameters * BYTES_SPLIT / seconds["stream_probe"]
+    rows = []
+    for name, elapsed in seconds.items():
+        rate = parameters * (BYTES_SPLIT if name in ("adamw_split", "stream_probe") else BYTES_FP32) / elapsed
+        rows.append(Row(name, threads, elapsed, parameters / elapsed / 1e9, rate / GB, rate / probe_rate))
+    return rows
+
+
+def main() -> None:
+    """Reads the arguments, measures, prints the table, writes the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, default=100_000_000, help="elements of each array")
+    parser.add_argument("--threads", type=int, nargs="+", default=[HostKernels().threads], help="thread counts to try")
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each loop")
+    parser.add_argument("--json", metavar="FILE", help="write the rows, and what they were measured with, to FILE")
+    options = parser.parse_args()
+    if options.parameters < 1 or options.rounds < 1 or min(options.threads) < 1:
+        parser.error("--parameters, --rounds and --threads must be at least 1")
+
+    instruction_set = HostKernels(1).instruction_set
+    print(f"{options.parameters:,} parameters, {instruction_set} kernels, torch {torch.__version__}")
+    print(f"{'loop':<14}{'threads':>8}{'ms':>10}{'G params/s':>12}{'GB/s':>8}{'of probe':>10}")
+    rows: list[Row] = []
+    for threads in options.threads:
+        for row in measure(options.parameters, threads, options.rounds):
+            print(
+                f"{row.name:<14}{row.threads:>8}{row.seconds * 1e3:>10.1f}{row.giga_parameters_per_s:>12.3f}"
+                f"{row.gigabytes_per_s:>8.1f}{row.of_probe:>10.0%}",
+                flush=True,
+            )
+            rows.append(row)
+    if options.json:
+        document = {
+            "parameters": options.parameters,
+            "rounds": options.rounds,
+            "instruction_set": instruction_set,
+            "torch": torch.__version__,
+            "rows": [dataclasses.asdict(row) for row in rows],
+        }
+        with open(options.json, "w") as file:
+            json.dump(document, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()
