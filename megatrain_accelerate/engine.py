@@ -1,0 +1,273 @@
+"""From a user's model to a running engine: discovery, budget, adoption layer by layer, proxies, hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.errors import StepWorkerError, UnsupportedError
+from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
+from megatrain_accelerate.memory.host_limits import require_host_bytes
+from megatrain_accelerate.memory.host_store import HostUnit, planned_host_bytes
+from megatrain_accelerate.optim.host_optimizer import HostStep
+from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.step_worker import StepWorker
+from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers
+from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.layer_function import OutputRecorder
+from megatrain_accelerate.streaming.meter import Meter
+from megatrain_accelerate.streaming.proxy import install_proxy, note_checkpointing_ignored, remove_proxy
+from megatrain_accelerate.streaming.resident import ResidentGroup
+from megatrain_accelerate.streaming.runtime import StreamingRuntime
+from megatrain_accelerate.streaming.streams import Streams
+
+logger = logging.getLogger(__name__)
+
+_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine of a prepared model, or None."""
+    return _engines.get(model)
+
+
+def all_engines() -> list[Engine]:
+    """The engines of all prepared models that are alive."""
+    return list(_engines.values())
+
+
+def compute_dtype(name: str, parameter: nn.Parameter, bf16: bool, keep_fp32: Sequence[str]) -> torch.dtype:
+    """The dtype in which a parameter computes.
+
+    Args:
+        name: qualified name in the model.
+        parameter: as loaded.
+        bf16: whether the run's mixed precision is bf16; fp32 weights are then rounded for compute and keep fp32 masters.
+        keep_fp32: parts of names that the model wants in fp32 (transformers' ``_keep_in_fp32_modules_strict``).
+
+    Raises:
+        UnsupportedError: fp16, fp64, quantised or integer weights.
+    """
+    if parameter.dtype not in (torch.float32, torch.bfloat16):
+        raise UnsupportedError(
+            f"parameter {name} has dtype {parameter.dtype}; only float32 and bfloat16 weights can be trained with fp32 "
+            "masters. Load the model with dtype=torch.bfloat16 or torch.float32 (fp16 and quantised weights are refused)"
+        )
+    if any(part in name.split(".") for part in keep_fp32):
+        return parameter.dtype
+    return torch.bfloat16 if bf16 else parameter.dtype
+
+
+class Engine:
+    """The streaming engine of one model, attached to it.
+
+    Adopting frees the model's own memory layer by layer, so that the host never holds more than the store, one layer
+    and a constant. The engine doesn't hold the model; it dies with it.
+
+    Args:
+        model: on the CPU. Its parameters keep identity, name and shape; layers' data moves to the host store, the
+            rest to the device.
+        device: where it computes.
+        config: the settings.
+        bf16: whether the run's mixed precision is bf16.
+        training: False for evaluation: no gradients, masters or moments.
+        show_progress: draw a progress bar while adopting (the main process).
+        recorder: see :class:`OutputRecorder`.
+
+    Raises:
+        UnsupportedError: the model can't stream; the message says why.
+        HostMemoryError: it doesn't fit; raised before anything is allocated.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        config: MegatrainConfig,
+        *,
+        bf16: bool,
+        training: bool,
+        show_progress: bool = True,
+        recorder: OutputRecorder | None = None,
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.optimizer_driver: HostStep | None = None
+        discovery = discover_layers(model, config.layer_classes)
+        self._handles: list[Any] = []
+        self._dtypes = self._choose_dtypes(model, bf16)
+        self.planned_bytes = self._require_memory(discovery, training)
+        register = config.pin_memory and device.type == "cuda"
+        streams = Streams(device)
+        meter = Meter(streams)
+        self.kernels = HostKernels(config.host_threads)
+        make_unit = functools.partial(
+            HostUnit, kernels=self.kernels, huge_pages=config.huge_pages, register=register
+        )
+        layers: list[StreamedLayer] = []
+        groups: list[ResidentGroup] = []
+        with self._progress(discovery, show_progress) as progress:
+            for name, module in discovery.layers:
+                parameters = list(module.named_parameters())
+                unit = make_unit(name, parameters, [self._dtypes[id(parameter)] for _, parameter in parameters])
+                index = len(layers)
+                forward = install_proxy(module, functools.partial(self._run_layer, index))
+                for state in unit.states:
+                    state.parameter.data = state.weight
+                    state.seen_version = state.parameter._version
+                layers.append(StreamedLayer(index, name, module, forward, unit))
+                progress.update(unit.layout.parameter_count)
+            for spec in discovery.residents:
+                unit = make_unit(spec.name, spec.parameters, [self._dtypes[id(p)] for _, p in spec.parameters])
+                group = ResidentGroup(
+                    spec.name,
+                    spec.modules,
+                    unit,
+                    comes_after_layers=spec.comes_after_layers,
+                    streams=streams,
+                    meter=meter,
+                )
+                groups.append(group)
+                progress.update(unit.layout.parameter_count)
+        for module in model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[key] = buffer.to(device)
+        self.runtime = StreamingRuntime(
+            layers,
+            groups,
+            streams=streams,
+            meter=meter,
+            kernels=self.kernels,
+            worker=StepWorker(),
+            config=config,
+            register=register,
+            recorder=recorder,
+        )
+        self.training = False
+        if training:
+            self.enable_training()
+        self._hook(model)
+        _engines[model] = self
+
+    def enable_training(self) -> None:
+        """Makes what gradients need, on the host and on the device. Does nothing the second time."""
+        if not self.training:
+            self.training = True
+            for unit in self.runtime.units:
+                unit.allocate_gradients()
+            self.runtime.offloader.allocate_slots()
+
+    def matches(self, model: nn.Module) -> bool:
+        """Whether the model still has the parameters, and the frozen ones among them, that were adopted."""
+        parameters = list(model.parameters())
+        states = [self.runtime.state_of(parameter) for parameter in parameters]
+        return len({id(p) for p in parameters}) == sum(len(unit.states) for unit in self.runtime.units) and all(
+            state is not None and state.entry.spec.trainable == parameter.requires_grad
+            for state, parameter in zip(states, parameters, strict=True)
+        )
+
+    def _run_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.runtime.run_layer(self.runtime.layers[index], args, kwargs)
+
+    def _choose_dtypes(self, model: nn.Module, bf16: bool) -> dict[int, torch.dtype]:
+        keep: set[str] = set()
+        for module in model.modules():
+            keep.update(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+        return {
+            id(parameter): compute_dtype(name, parameter, bf16, sorted(keep))
+            for name, parameter in model.named_parameters()
+        }
+
+    def _require_memory(self, discovery: Discovery, training: bool) -> dict[str, int]:
+        groups = [list(module.named_parameters()) for _, module in discovery.layers]
+        groups += [list(spec.parameters) for spec in discovery.residents]
+        layouts = [
+            FlatLayout(
+                ParameterSpec(name, tuple(p.shape), self._dtypes[id(p)], p.requires_grad)
+                for name, p in group
+            )
+            for group in groups
+        ]
+        parts = planned_host_bytes(layouts, training)
+        own = sum(p.nbytes for group in groups for _, p in group if p.device.type == "cpu")
+        require_host_bytes(sum(parts.values()), own, parts, self.config.host_memory_gib)
+        self.parameter_count = sum(layout.parameter_count for layout in layouts)
+        return parts
+
+    def _progress(self, discovery: Discovery, show: bool) -> Any:
+        return tqdm(
+            total=self.parameter_count,
+            desc=f"megatrain: adopting {len(discovery.layers)} layers",
+            unit="param",
+            unit_scale=True,
+            disable=not show,
+            leave=False,
+        )
+
+    def _hook(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if module.__dict__.get("gradient_checkpointing"):
+                module.gradient_checkpointing = False
+                note_checkpointing_ignored()
+            # Whoever reads the weights as a whole sees all steps that were taken.
+            self._handles.append(module.register_state_dict_pre_hook(_Hook(self.runtime.drain)))
+        self._handles.append(model.register_load_state_dict_pre_hook(_Hook(self.runtime.drain)))
+        for group in self.runtime.groups:
+            for module in group.modules:
+                self._handles.append(module.register_forward_pre_hook(_Hook(group.before_use)))
+
+    def drain(self) -> None:
+        """Blocks until all weights are those of the last step, and takes over weights written from outside."""
+        self.runtime.drain()
+        self.runtime.refresh_if_written()
+
+    def host_bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of the host store now, by what they hold."""
+        total: dict[str, int] = {}
+        for unit in self.runtime.units:
+            for kind, count in unit.host_bytes_by_kind().items():
+                total[kind] = total.get(kind, 0) + count
+        return total
+
+    def device_bytes_by_kind(self) -> dict[str, int]:
+        """Bytes that the engine holds on the device, by what they hold."""
+        return {
+            "slots": self.runtime.prefetcher.device_bytes,
+            "gradient_slots": self.runtime.offloader.device_bytes,
+            "resident": sum(group.device_bytes for group in self.runtime.groups),
+        }
+
+    def close(self) -> None:
+        """Detaches the engine: a plain model stays, with its weights in ordinary host memory, in full precision."""
+        with contextlib.suppress(StepWorkerError):
+            self.runtime.drain()
+        for handle in self._handles:
+            handle.remove()
+        for layer in self.runtime.layers:
+            remove_proxy(layer.module, layer.forward)
+        self.runtime.close()
+        self.kernels.close()
+
+
+class _Hook:
+    """A module hook that calls a function of the engine without arguments. Copies and pickles of it do nothing."""
+
+    def __init__(self, function: Callable[[], None] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if self._function is not None:
+            self._function()
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()

@@ -1,0 +1,192 @@
+"""What a prepared model, optimizer and clipping mean to Accelerate while the plugin is active."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain_accelerate.activation import active_config
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.engine import Engine, all_engines, engine_of
+from megatrain_accelerate.errors import ConfigError, UnsupportedError
+from megatrain_accelerate.integrations.output_recording import CapturedOutputs
+from megatrain_accelerate.optim.host_optimizer import FusedStep, adopt_optimizer
+
+logger = logging.getLogger(__name__)
+
+_ENGINES = "_megatrain_engines"
+_WAITING = "_megatrain_waiting_optimizers"
+
+
+def _engines(accelerator: Any) -> list[Engine]:
+    return accelerator.__dict__.setdefault(_ENGINES, [])
+
+
+def after_accelerator_init(accelerator: Any) -> None:
+    """Checks that this Accelerator can be served.
+
+    Raises:
+        ConfigError: there is no GPU and the CPU wasn't asked for.
+        UnsupportedError: fp16, fp8, whole-model compilation, or several processes.
+    """
+    if accelerator.device.type not in ("cuda", "cpu"):
+        raise UnsupportedError(f"megatrain streams to CUDA devices; this run's device is {accelerator.device}")
+    asked_for_cpu = getattr(accelerator.state, "_cpu", False)
+    if accelerator.device.type == "cpu" and not asked_for_cpu:
+        raise ConfigError(
+            "megatrain found no CUDA device. Check the driver (`nvidia-smi`) and torch's build "
+            "(torch.cuda.is_available()), or ask for the CPU, which is for tests and a first look: `use_cpu: true` in the "
+            "yaml, `--use_cpu` on a Trainer script, or ACCELERATE_USE_CPU=true"
+        )
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise UnsupportedError(
+            f"mixed_precision={accelerator.mixed_precision!r} can't be used with megatrain: its gradients need loss "
+            "scaling, which the deferred step doesn't do. Use mixed_precision: bf16 (masters and moments are fp32 in any case)"
+        )
+    if accelerator.num_processes > 1:
+        raise UnsupportedError(
+            f"megatrain trains on one GPU in one process so far, and this run has {accelerator.num_processes}; set "
+            "num_processes: 1"
+        )
+    plugin = getattr(accelerator.state, "dynamo_plugin", None)
+    if plugin is not None and str(getattr(plugin.backend, "value", plugin.backend)).upper() != "NO":
+        raise UnsupportedError(
+            "torch_compile of the whole model can't be used with megatrain, which swaps weights under the model; leave "
+            "torch_compile (dynamo_backend) off"
+        )
+
+
+def _config() -> MegatrainConfig:
+    config = active_config()
+    assert config is not None, "called without an active plugin"
+    return config
+
+
+def prepare_model(
+    original: Callable[..., nn.Module],
+    accelerator: Any,
+    model: nn.Module,
+    device_placement: bool | None = None,
+    evaluation_mode: bool = False,
+) -> nn.Module:
+    """Attaches the engine, then lets Accelerate do its bookkeeping and autocast, without placement and wrapping.
+
+    Raises:
+        UnsupportedError: the model can't stream.
+        HostMemoryError: it doesn't fit.
+    """
+    engine = engine_of(model)
+    if engine is not None and not engine.matches(model):
+        logger.warning("megatrain: parameters were added, replaced, frozen or unfrozen since the model was prepared; it is adopted anew")
+        engine.close()
+        engine = None
+    if engine is None:
+        if getattr(model, "hf_device_map", None):
+            raise UnsupportedError(
+                "the model was loaded with a device_map and is spread over devices; megatrain places weights itself: "
+                "load it with from_pretrained without device_map"
+            )
+        engine = Engine(
+            model,
+            accelerator.device,
+            _config(),
+            bf16=accelerator.mixed_precision == "bf16",
+            training=not evaluation_mode,
+            show_progress=accelerator.is_local_main_process,
+            recorder=CapturedOutputs.for_installed_transformers(),
+        )
+        engine.runtime.gradients_complete = lambda: bool(accelerator.gradient_state.sync_gradients)
+    elif not evaluation_mode:
+        engine.enable_training()
+    if not evaluation_mode and accelerator.gradient_accumulation_steps > 1:
+        engine.runtime.offloader.prepare_accumulation()
+    if engine not in _engines(accelerator):
+        _engines(accelerator).append(engine)
+    prepared = original(accelerator, model, device_placement=False, evaluation_mode=True)
+    _adopt_waiting(accelerator)
+    return prepared
+
+
+def prepare_optimizer(
+    original: Callable[..., Any], accelerator: Any, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+) -> Any:
+    """Makes the optimizer step on the host store of its model, now or when the model is prepared.
+
+    Raises:
+        UnsupportedError: it holds parameters that the model doesn't train, or has state already.
+    """
+    if not getattr(optimizer, "_is_accelerate_prepared", False):
+        accelerator.__dict__.setdefault(_WAITING, []).append(optimizer)
+        _adopt_waiting(accelerator)
+    return original(accelerator, optimizer, device_placement=False)
+
+
+def _adopt_waiting(accelerator: Any) -> None:
+    waiting = accelerator.__dict__.get(_WAITING, [])
+    for optimizer in list(waiting):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for engine in _engines(accelerator):
+            if any(engine.runtime.state_of(parameter) is not None for parameter in parameters):
+                waiting.remove(optimizer)
+                schedule = engine.config.step_schedule
+                driver = adopt_optimizer(optimizer, engine.runtime, "deferred" if schedule == "auto" else schedule)
+                engine.optimizer_driver = driver
+                break
+
+
+def follow_clipping(engine: Engine, clips: bool) -> None:
+    """Lets the steps run in backward where the settings leave the choice and gradients aren't clipped."""
+    driver = engine.optimizer_driver
+    if engine.config.step_schedule == "auto" and isinstance(driver, FusedStep):
+        driver.set_schedule("deferred" if clips else "backward")
+
+
+def clip_grad_norm(
+    original: Callable[..., Any],
+    accelerator: Any,
+    parameters: Iterable[torch.Tensor] | torch.Tensor,
+    max_norm: float,
+    norm_type: float = 2,
+) -> Any:
+    """The gradients' global norm, known since backward; the clip factor is folded into the fused step."""
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    for engine in _engines(accelerator):
+        if float(norm_type) == 2.0 and all(engine.runtime.norms.row(parameter) is not None for parameter in trained):
+            return engine.runtime.clip_grad_norm(trained, float(max_norm)).to(accelerator.device)
+    for engine in _engines(accelerator):
+        engine.runtime.collect_gradients()
+    return original(accelerator, parameters, max_norm, norm_type)
+
+
+def free_memory(original: Callable[..., Any], accelerator: Any, *objects: Any) -> Any:
+    """Forgets the engines of this Accelerator, after their last steps are applied."""
+    for engine in _engines(accelerator):
+        engine.drain()
+    accelerator.__dict__.pop(_ENGINES, None)
+    accelerator.__dict__.pop(_WAITING, None)
+    return original(accelerator, *objects)
+
+
+def drain(model: nn.Module | None = None) -> None:
+    """Blocks until every step that was taken is applied to the weights that Python sees.
+
+    Args:
+        model: a prepared model; all prepared models if None.
+
+    Raises:
+        UnsupportedError: the model isn't prepared.
+        StepWorkerError: a step failed.
+    """
+    if model is None:
+        for engine in all_engines():
+            engine.drain()
+        return
+    found = engine_of(model)
+    if found is None:
+        raise UnsupportedError("drain() was given a model that accelerator.prepare() hasn't seen with megatrain active")
+    found.drain()

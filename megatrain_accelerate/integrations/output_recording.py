@@ -1,0 +1,78 @@
+"""Side channels of transformers' layers: tensors that inner modules record while a layer runs (router logits).
+
+transformers 5 collects them with hooks in a context variable (transformers/utils/output_capturing.py). Recorded inside
+a streamed layer's graph-less forward they would carry no gradient, and an auxiliary loss on them would train nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass
+class _Token:
+    keys: list[str]
+    collected: dict[str, Any]
+    lengths: dict[str, int]
+    reset: Any = None
+    places: list[tuple[list[Any], int]] = dataclasses.field(default_factory=list)
+
+
+class CapturedOutputs:
+    """Makes what transformers' capturing hooks record inside a layer outputs of the layer's autograd node.
+
+    Args:
+        collector: transformers' ``output_capturing._active_collector``.
+    """
+
+    def __init__(self, collector: Any) -> None:
+        self._collector = collector
+
+    @classmethod
+    def for_installed_transformers(cls) -> CapturedOutputs | None:
+        """The recorder, or None for a version that hands such tensors through the layers' return values."""
+        try:
+            from transformers.utils import output_capturing
+        except ImportError:
+            return None
+        collector = getattr(output_capturing, "_active_collector", None)
+        return cls(collector) if collector is not None else None
+
+    def start(self, replay_of: _Token | None) -> _Token | None:
+        """See :class:`~megatrain_accelerate.streaming.layer_function.OutputRecorder`."""
+        if replay_of is not None:
+            token = _Token(replay_of.keys, {key: [] for key in replay_of.keys}, {})
+            token.reset = self._collector.set(token.collected)
+            return token
+        collected = self._collector.get()
+        if collected is None:
+            return None
+        # Hidden states are recorded on the layers themselves, outside the node.
+        keys = [key for key, value in collected.items() if isinstance(value, list)]
+        return _Token(keys, collected, {key: len(collected[key]) for key in keys})
+
+    def finish(self, token: _Token | None) -> list[torch.Tensor]:
+        """See :class:`~megatrain_accelerate.streaming.layer_function.OutputRecorder`."""
+        if token is None:
+            return []
+        if token.reset is not None:
+            self._collector.reset(token.reset)
+        recorded = []
+        for key in token.keys:
+            values = token.collected[key]
+            for place in range(token.lengths.get(key, 0), len(values)):
+                if isinstance(values[place], torch.Tensor):
+                    token.places.append((values, place))
+                    recorded.append(values[place])
+        return recorded
+
+    def publish(self, token: _Token | None, tensors: list[torch.Tensor]) -> None:
+        """See :class:`~megatrain_accelerate.streaming.layer_function.OutputRecorder`."""
+        if token is not None:
+            for (values, place), tensor in zip(token.places, tensors, strict=True):
+                values[place] = tensor
+            # The node holds the token: its outputs must not hang on it, or activations live until the next collection.
+            token.collected, token.places = {}, []

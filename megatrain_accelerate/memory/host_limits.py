@@ -1,0 +1,100 @@
+"""How much host memory this process may still take: the machine's, the cgroup's, or the user's figure."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+
+from megatrain_accelerate.errors import HostMemoryError
+from megatrain_accelerate.units import GIB
+
+CONSTANT_OVERHEAD_BYTES = 2 * GIB
+"""Host memory outside the store that a plan allows for: the interpreter, torch, CUDA's context and libraries."""
+
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _reclaimable_bytes(stat: Path) -> int:
+    """Page cache that the kernel gives up before it refuses memory, from a cgroup's ``memory.stat``."""
+    try:
+        fields = dict(line.split() for line in stat.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
+
+
+def cgroup_available_bytes(root: Path = _CGROUP_ROOT, membership: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Free memory of the tightest cgroup above this process (version 2 or 1), or None without a limit."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    free: list[int] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit_name, usage_name = root, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            base, limit_name, usage_name = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = base / path.strip("/")
+        # Inside a container the path may name a group of the host that isn't mounted; its root is then ours.
+        for folder in (group, *group.parents):
+            limit, usage = _read_number(folder / limit_name), _read_number(folder / usage_name)
+            if limit is not None and usage is not None and limit < 1 << 60:
+                free.append(limit - usage + _reclaimable_bytes(folder / "memory.stat"))
+            if folder == base:
+                break
+    return max(0, min(free)) if free else None
+
+
+def available_host_bytes(host_memory_gib: float | None = None) -> int:
+    """Bytes that this process may still allocate.
+
+    Args:
+        host_memory_gib: the user's figure for the whole process, in GiB; what the process holds already is taken off.
+            It overrides what the machine reports, since some virtual machines grow their memory as it is used.
+    """
+    if host_memory_gib is not None:
+        return max(0, int(host_memory_gib * GIB) - psutil.Process().memory_info().rss)
+    available = psutil.virtual_memory().available
+    cgroup = cgroup_available_bytes()
+    available = available if cgroup is None else min(available, cgroup)
+    return available // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def require_host_bytes(required: int, freed: int, parts: dict[str, int], host_memory_gib: float | None) -> None:
+    """Refuses a run that doesn't fit, before anything is allocated.
+
+    Args:
+        required: bytes that the host store will take.
+        freed: bytes of the model's own memory that adopting it gives back.
+        parts: what ``required`` is made of, for the message.
+        host_memory_gib: the user's figure, see :func:`available_host_bytes`.
+
+    Raises:
+        HostMemoryError: with the numbers and the remedy.
+    """
+    available = available_host_bytes(host_memory_gib)
+    if required + CONSTANT_OVERHEAD_BYTES <= available + freed:
+        return
+    split = ", ".join(f"{name} {count / GIB:.2f} GiB" for name, count in parts.items() if count)
+    source = "megatrain_config.host_memory_gib" if host_memory_gib is not None else "the machine or its cgroup"
+    raise HostMemoryError(
+        f"the model's weights and optimizer states take {required / GIB:.2f} GiB of host memory ({split}) and "
+        f"{CONSTANT_OVERHEAD_BYTES / GIB:.0f} GiB are kept for everything else, but {source} leaves "
+        f"{(available + freed) / GIB:.2f} GiB (of which {freed / GIB:.2f} GiB are the loaded model's own). "
+        "Take a machine or a limit with more memory, freeze a part of the model (2 bytes a parameter), train LoRA "
+        "adapters, or set megatrain_config.host_memory_gib if the machine has more than it reports"
+    )

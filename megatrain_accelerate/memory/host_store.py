@@ -1,0 +1,200 @@
+"""The host store: the home of weights, fp32 masters, moments and gradients, unit by unit.
+
+A bf16 weight's fp32 master is split: the bf16 half that streams to the GPU and a 16-bit signed residual, so that
+``master bits == (weight bits << 16) + residual`` exactly. An fp32 weight is its own master.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.memory.flat_layout import FlatEntry, FlatLayout, ParameterSpec
+from megatrain_accelerate.memory.host_memory import HostMemory
+from megatrain_accelerate.optim.kernel import HostKernels
+
+
+@dataclasses.dataclass
+class ParameterState:
+    """One parameter in the store, as views of its unit's flat buffers. ``None`` where a frozen one has nothing.
+
+    ``weight`` (its shape, bf16 or fp32), ``gradient`` (the same), ``residual`` (int16), ``exp_avg`` and
+    ``exp_avg_sq`` (fp32), each with a storage of its own.
+    """
+
+    parameter: nn.Parameter
+    entry: FlatEntry
+    weight: torch.Tensor
+    residual: torch.Tensor | None
+    gradient: torch.Tensor | None = None
+    exp_avg: torch.Tensor | None = None
+    exp_avg_sq: torch.Tensor | None = None
+    seen_version: int = -1
+    """``_version`` of the parameter when the master last agreed with its weight."""
+
+    @property
+    def name(self) -> str:
+        """Name within the unit."""
+        return self.entry.spec.name
+
+
+class HostUnit:
+    """Owner of one unit's host memory: a streamed layer's, or a resident group's.
+
+    Writers: adoption, the step worker (weights, residuals, moments), the d2h stream or the step worker (gradients),
+    and whoever writes to the parameters from outside (``load_state_dict``). Readers: the h2d stream (weights), the
+    step worker. :attr:`version` changes whenever a device copy of the weights becomes stale.
+
+    Args:
+        name: for messages and traces.
+        parameters: (name, parameter) of the unit, each parameter once, in model order.
+        dtypes: the dtype in which each of them computes.
+        kernels: the host kernels.
+        huge_pages, register: see :class:`HostMemory`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        dtypes: Sequence[torch.dtype],
+        *,
+        kernels: HostKernels,
+        huge_pages: bool,
+        register: bool,
+    ) -> None:
+        self.name = name
+        self._kernels = kernels
+        self._huge_pages = huge_pages
+        self._register = register
+        self.layout = FlatLayout(
+            ParameterSpec(key, tuple(parameter.shape), dtype, parameter.requires_grad)
+            for (key, parameter), dtype in zip(parameters, dtypes, strict=True)
+        )
+        self.version = 0
+        self._weight_memory = self._allocate(self.layout.weight_bytes, register)
+        self.weights = self._weight_memory.tensor(0, (self.layout.weight_bytes,), torch.uint8)
+        """Flat weights, uint8: what one copy moves to a slot."""
+        self._gradient_memory: HostMemory | None = None
+        self.gradients: torch.Tensor | None = None
+        """Flat gradients, uint8: what one copy brings from a gradient slot. None before :meth:`allocate_gradients`."""
+        self._residual_memory = self._allocate(2 * self.layout.split_elements, False)
+        self.residuals = self._residual_memory.tensor(0, (self.layout.split_elements,), torch.int16)
+        self.exp_avgs: torch.Tensor | None = None
+        self.exp_avg_sqs: torch.Tensor | None = None
+        self.states = [
+            self._adopt(parameter, entry) for (_, parameter), entry in zip(parameters, self.layout.entries, strict=True)
+        ]
+        self._weight_memory.register()
+
+    def _allocate(self, size_bytes: int, register: bool) -> HostMemory:
+        memory = HostMemory(size_bytes, huge_pages=self._huge_pages, register=register and size_bytes > 0)
+        self._kernels.zero(memory.tensor(0, (memory.size_bytes,), torch.uint8))
+        return memory
+
+    def _adopt(self, parameter: nn.Parameter, entry: FlatEntry) -> ParameterState:
+        spec = entry.spec
+        residual = None
+        weight = self._weight_memory.tensor(entry.weight_offset, spec.shape, spec.dtype)
+        if entry.has_residual and entry.state_offset is not None:
+            residual = self._residual_memory.tensor(2 * entry.state_offset, spec.shape, torch.int16)
+        state = ParameterState(parameter, entry, weight, residual)
+        self.write_master(state, parameter.detach())
+        return state
+
+    def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
+        """Sets a parameter's master (and so its weight) from ``value``: same shape, any floating dtype and device.
+
+        Raises:
+            UnsupportedError: ``value`` has no data or isn't a floating tensor.
+        """
+        if value.is_meta:
+            raise UnsupportedError(
+                f"parameter {self.name}.{state.name} is on the meta device and has no values; load the model on the CPU "
+                "(from_pretrained without device_map) before it is prepared"
+            )
+        if not value.is_floating_point():
+            raise UnsupportedError(f"parameter {self.name}.{state.name} has dtype {value.dtype}; only floating weights train")
+        if value.data_ptr() != state.weight.data_ptr():
+            value = value.to("cpu").contiguous()
+            if state.residual is not None and value.dtype == torch.float32:
+                self._kernels.split(value, state.weight, state.residual)
+                return
+            state.weight.copy_(value)
+        if state.residual is not None:
+            state.residual.zero_()
+
+    def read_master(self, state: ParameterState) -> torch.Tensor:
+        """A new fp32 tensor with the parameter's master, in its shape; for a frozen one, its weight."""
+        if state.residual is None:
+            return state.weight.float() if state.weight.dtype != torch.float32 else state.weight.clone()
+        master = torch.empty(state.weight.shape, dtype=torch.float32)
+        self._kernels.join(state.weight, state.residual, master)
+        return master
+
+    def allocate_gradients(self) -> None:
+        """Makes the gradients' memory, registered. Does nothing if it exists, or if all parameters are frozen."""
+        size = self.layout.gradient_bytes
+        if self._gradient_memory is not None or not size:
+            return
+        self._gradient_memory = self._allocate(size, self._register)
+        self._gradient_memory.register()
+        self.gradients = self._gradient_memory.tensor(0, (size,), torch.uint8)
+        for state in self.states:
+            spec = state.entry.spec
+            if spec.trainable:
+                state.gradient = self._gradient_memory.tensor(state.entry.weight_offset, spec.shape, spec.dtype)
+
+    def allocate_moments(self) -> None:
+        """Makes the fused optimizer's fp32 moments, zero; zeroes them if they exist."""
+        elements = self.layout.state_elements
+        if self.exp_avgs is None or self.exp_avg_sqs is None:
+            self._moment_memory = self._allocate(8 * elements, False)
+            self.exp_avgs = self._moment_memory.tensor(0, (elements,), torch.float32)
+            self.exp_avg_sqs = self._moment_memory.tensor(4 * elements, (elements,), torch.float32)
+            for state in self.states:
+                offset, shape = state.entry.state_offset, state.entry.spec.shape
+                if offset is not None:
+                    state.exp_avg = self._moment_memory.tensor(4 * offset, shape, torch.float32)
+                    state.exp_avg_sq = self._moment_memory.tensor(4 * (elements + offset), shape, torch.float32)
+        else:
+            self._kernels.zero(self.exp_avgs)
+            self._kernels.zero(self.exp_avg_sqs)
+
+    def host_bytes_by_kind(self) -> dict[str, int]:
+        """Bytes that the unit holds now, by what they hold."""
+        return {
+            "weights": self.layout.weight_bytes,
+            "gradients": self.layout.gradient_bytes if self.gradients is not None else 0,
+            "residuals": 2 * self.layout.split_elements,
+            "moments": 8 * self.layout.state_elements if self.exp_avgs is not None else 0,
+        }
+
+    def release(self) -> None:
+        """Gives the parameters back to ordinary memory, with their masters' full precision, and lets the store go."""
+        for state in self.states:
+            state.parameter.grad = None
+            state.parameter.data = self.read_master(state) if state.residual is not None else state.weight.clone()
+        self.close()
+
+    def close(self) -> None:
+        """Unregisters the memory; it is unmapped when the last view of it dies."""
+        self._weight_memory.close()
+        if self._gradient_memory is not None:
+            self._gradient_memory.close()
+
+
+def planned_host_bytes(layouts: Iterable[FlatLayout], training: bool) -> dict[str, int]:
+    """Bytes that units of these layouts will take with the fused optimizer, by what they hold."""
+    parts = {"weights": 0, "gradients": 0, "residuals": 0, "moments": 0}
+    for layout in layouts:
+        parts["weights"] += layout.weight_bytes
+        parts["residuals"] += 2 * layout.split_elements
+        if training:
+            parts["gradients"] += layout.gradient_bytes
+            parts["moments"] += 8 * layout.state_elements
+    return parts

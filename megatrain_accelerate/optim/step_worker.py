@@ -1,0 +1,114 @@
+"""The host thread that runs optimizer work in order, and the tickets by which others wait for it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from megatrain_accelerate.errors import StepWorkerError
+
+
+class Ticket:
+    """A claim on one piece of submitted work."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._done = threading.Event()
+        self._cause: BaseException | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the work is over, well or badly."""
+        return self._done.is_set()
+
+    def finish(self, cause: BaseException | None = None) -> None:
+        """Called by the worker, once."""
+        self._cause = cause
+        self._done.set()
+
+    def wait(self) -> None:
+        """Blocks until the work is over.
+
+        Raises:
+            StepWorkerError: the work, or work before it, failed; ``__cause__`` is the original exception.
+        """
+        self._done.wait()
+        if self._cause is not None:
+            raise StepWorkerError(
+                f"the host optimizer failed before or in {self.name!r}: {type(self._cause).__name__}: {self._cause}. "
+                "Weights after this step are not valid; resume from the last checkpoint"
+            ) from self._cause
+
+
+class StepWorker:
+    """One named thread with one queue; it owns the order of all writes to the host store.
+
+    After a failure the work that was queued behind it is not run, and every waiter gets the first cause: a step that
+    was half applied must not be built upon.
+    """
+
+    def __init__(self, name: str = "megatrain-step-worker") -> None:
+        self._queue: queue.SimpleQueue[tuple[Ticket, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._last_ticket: Ticket | None = None
+        self.busy_seconds = 0.0
+        """Time spent in work since the start; read by the telemetry."""
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            ticket, work = item
+            if self._failure is None:
+                start = time.perf_counter()
+                try:
+                    work()
+                except BaseException as error:
+                    self._failure = error
+                self.busy_seconds += time.perf_counter() - start
+            ticket.finish(self._failure)
+            del item, ticket, work  # a closure may hold device memory
+
+    def submit(self, name: str, work: Callable[[], None]) -> Ticket:
+        """Queues ``work`` behind everything submitted before.
+
+        Raises:
+            StepWorkerError: earlier work failed, or the worker is closed.
+        """
+        self.raise_if_failed()
+        if self._closed:
+            raise StepWorkerError(f"the host optimizer's thread was closed; {name!r} can't be run")
+        ticket = Ticket(name)
+        self._last_ticket = ticket
+        self._queue.put((ticket, work))
+        return ticket
+
+    def raise_if_failed(self) -> None:
+        """Raises what failed in the thread.
+
+        Raises:
+            StepWorkerError: with the original exception as ``__cause__``.
+        """
+        if self._failure is not None:
+            ticket = Ticket("the next step")
+            ticket.finish(self._failure)
+            ticket.wait()
+
+    def drain(self) -> None:
+        """Blocks until everything submitted is over.
+
+        Raises:
+            StepWorkerError: some of it failed.
+        """
+        if self._last_ticket is not None:
+            self._last_ticket.wait()
+
+    def close(self) -> None:
+        """Lets queued work finish and ends the thread. Further calls do nothing."""
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+            self._thread.join()

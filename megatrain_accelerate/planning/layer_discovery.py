@@ -1,0 +1,136 @@
+"""Which modules of a model stream, and which parameters stay resident."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch import nn
+
+from megatrain_accelerate.errors import UnsupportedError
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidentSpec:
+    """Parameters that one module owns outside all layers, and every module that reads one of them (ties)."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+    comes_after_layers: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Discovery:
+    """The model, taken apart: (name, module) of each layer in model order, and the resident parameters."""
+
+    layers: tuple[tuple[str, nn.Module], ...]
+    residents: tuple[ResidentSpec, ...]
+
+
+def _declared_classes(model: nn.Module) -> set[str]:
+    """Class names in ``_no_split_modules`` of the model and of every model inside it (transformers)."""
+    names: set[str] = set()
+    for module in model.modules():
+        declared = getattr(module, "_no_split_modules", None)
+        if isinstance(declared, (list, tuple, set)):
+            names.update(declared)
+    return names
+
+
+def _outermost(model: nn.Module, wanted: set[int]) -> list[tuple[str, nn.Module]]:
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer, _ in found[-1:])
+        if id(module) in wanted and not inside and next(module.parameters(), None) is not None:
+            found.append((name, module))
+    return found
+
+
+def _repeated_modules(model: nn.Module, classes: set[str] | None) -> set[int]:
+    """Ids of members of a ``ModuleList`` or ``Sequential`` with at least two members of one class, in ``classes``."""
+    wanted: set[int] = set()
+    for container in model.modules():
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+            continue
+        members = [child for child in container if next(child.parameters(), None) is not None]
+        if classes is None:
+            counts = {type(child): sum(type(other) is type(child) for other in members) for child in members}
+            wanted.update(id(child) for child in members if counts[type(child)] > 1)
+        else:
+            wanted.update(id(child) for child in members if type(child).__name__ in classes)
+    return wanted
+
+
+def discover_layers(model: nn.Module, layer_classes: Sequence[str] = ()) -> Discovery:
+    """Finds the streaming units of ``model``.
+
+    Layers are the outermost repeated modules of the classes that the user or the model (``_no_split_modules``) names;
+    for a model that names none, the members of its outermost module lists with two or more members of one class.
+
+    Args:
+        model: the model as handed to ``accelerator.prepare()``.
+        layer_classes: class names from ``megatrain_config.layer_classes``; they override what the model names.
+
+    Raises:
+        UnsupportedError: no layer was found, or layers share parameters with each other or with other modules.
+    """
+    if layer_classes:
+        classes = set(layer_classes)
+        wanted = {id(module) for module in model.modules() if type(module).__name__ in classes}
+    else:
+        wanted = _repeated_modules(model, _declared_classes(model)) or _repeated_modules(model, None)
+    layers = _outermost(model, wanted)
+    if not layers:
+        named = f" of class {', '.join(layer_classes)}" if layer_classes else ""
+        raise UnsupportedError(
+            f"{type(model).__name__} has no repeated layers{named} that could stream (no `_no_split_modules` and no "
+            "nn.ModuleList with two or more modules of one class). Name the classes of its blocks in "
+            "megatrain_config.layer_classes, or train it without the plugin"
+        )
+    in_layers = _owners_in_layers(layers)
+    return Discovery(tuple(layers), tuple(_residents(model, layers, in_layers)))
+
+
+def _owners_in_layers(layers: Sequence[tuple[str, nn.Module]]) -> dict[int, str]:
+    """Layer name by id of each parameter in it; refuses parameters that two layers share."""
+    owners: dict[int, str] = {}
+    for name, layer in layers:
+        for key, parameter in layer.named_parameters():
+            if owners.setdefault(id(parameter), name) != name:
+                raise UnsupportedError(
+                    f"layers {owners[id(parameter)]} and {name} share the parameter {key!r}; tied layers can't stream yet"
+                )
+    return owners
+
+
+def _residents(
+    model: nn.Module, layers: Sequence[tuple[str, nn.Module]], in_layers: dict[int, str]
+) -> list[ResidentSpec]:
+    first_layer, _ = layers[0]
+    inside = {id(module) for _, layer in layers for module in layer.modules()}
+    readers: dict[int, list[nn.Module]] = {}
+    outside: list[tuple[str, nn.Module, bool]] = []
+    layers_seen = False
+    for name, module in model.named_modules():
+        layers_seen = layers_seen or name == first_layer
+        if id(module) in inside:
+            continue
+        outside.append((name, module, layers_seen))
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) in in_layers:
+                raise UnsupportedError(
+                    f"parameter {name}.{key} is shared with layer {in_layers[id(parameter)]}; a weight that is tied to "
+                    "one inside a layer can't stream yet"
+                )
+            readers.setdefault(id(parameter), []).append(module)
+    residents, taken = [], set()
+    for name, module, after in outside:
+        own = [(k, p) for k, p in module._parameters.items() if p is not None and id(p) not in taken]
+        taken.update(id(parameter) for _, parameter in own)
+        if own:
+            modules = {id(reader): reader for _, parameter in own for reader in readers[id(parameter)]}
+            residents.append(ResidentSpec(name, tuple(modules.values()), tuple(own), after))
+    return residents

@@ -1,0 +1,63 @@
+"""In which order layers run: learned from the calls, used to know what to fetch next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Tape:
+    """The layer calls of one forward pass, by layer index. Its autograd nodes know their position on it."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+
+class CallOrder:
+    """Predicts the next layers from the last complete forward pass.
+
+    A wrong prediction costs a copy, never a result: the prefetcher fetches what is really asked for.
+
+    Args:
+        layer_count: number of layers; before the first pass they are expected in index order.
+    """
+
+    def __init__(self, layer_count: int) -> None:
+        self._expected = list(range(layer_count))
+        self._tape = Tape()
+        self._first: int | None = None
+
+    def record(self, index: int) -> tuple[Tape, int]:
+        """Notes a forward call; returns the pass's tape and the call's position on it."""
+        if not self._tape.calls or index == self._first:
+            if self._tape.calls:
+                self._expected = self._tape.calls
+            self._tape = Tape()
+            self._first = index
+        self._tape.calls.append(index)
+        return self._tape, len(self._tape.calls) - 1
+
+    def calls_of(self, index: int) -> int:
+        """How often the layer was called in the pass that is being recorded."""
+        return self._tape.calls.count(index)
+
+    def after_forward(self, tape: Tape, position: int, count: int, backward_follows: bool) -> Sequence[int]:
+        """Indices expected after the forward call at ``position``, nearest first, ``count`` of them."""
+        index = tape.calls[position]
+        try:
+            place = position if self._expected[position] == index else self._expected.index(index)
+        except (IndexError, ValueError):
+            return ()
+        following = self._expected[place + 1 : place + 1 + count]
+        if len(following) < count:
+            # The end of the pass: backward starts with the layers that ran last, evaluation with the first.
+            turn = tape.calls[::-1] if backward_follows else self._expected
+            following = following + list(turn[: count - len(following)])
+        return following
+
+    def after_backward(self, tape: Tape, position: int, count: int, forward_follows: bool) -> Sequence[int]:
+        """Indices expected after the backward of the call at ``position``."""
+        start = max(0, position - count)
+        following = tape.calls[start:position][::-1]
+        if len(following) < count and forward_follows:
+            following = following + self._expected[: count - len(following)]
+        return following

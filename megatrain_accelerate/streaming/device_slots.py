@@ -1,0 +1,103 @@
+"""Device buffers that persist: weight slots and gradient slots, with their states and events.
+
+Nothing here is ever freed or allocated within a step; events order the reuse, so ``record_stream`` isn't needed.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+
+from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.memory.flat_layout import FlatLayout
+from megatrain_accelerate.streaming.streams import Streams
+
+
+class SlotState(enum.Enum):
+    """What a slot's buffer means to the thread that issues work (the device may lag behind)."""
+
+    EMPTY = "empty"
+    FILLED = "filled"
+    """A copy into it was issued; ``params_copied_event`` says when it is over."""
+    IN_USE = "in use"
+    """Kernels that read it are being issued."""
+
+
+_ALLOWED = {
+    (SlotState.EMPTY, SlotState.FILLED),
+    (SlotState.FILLED, SlotState.FILLED),
+    (SlotState.FILLED, SlotState.EMPTY),
+    (SlotState.FILLED, SlotState.IN_USE),
+    (SlotState.IN_USE, SlotState.FILLED),
+}
+
+
+class WeightSlot:
+    """One layer's weights on the device.
+
+    Owner: the prefetcher. Writer: the h2d stream. Reader: the compute stream. May be written again once
+    ``compute_finished_event`` is over. Layout: the flat layout of the layer that it holds, from byte 0.
+
+    Args:
+        index: for messages.
+        size_bytes: bytes of the largest layer.
+        streams: the engine's streams.
+    """
+
+    def __init__(self, index: int, size_bytes: int, streams: Streams) -> None:
+        self.index = index
+        self.buffer = torch.empty(size_bytes, dtype=torch.uint8, device=streams.device)
+        self.state = SlotState.EMPTY
+        self.holder: tuple[int, int] | None = None
+        """(layer index, version of the unit's weights) that the buffer holds or is being filled with."""
+        self.last_used = 0
+        self.params_copied_event = streams.event()
+        self.compute_finished_event = streams.event()
+        self._views: dict[object, list[torch.Tensor]] = {}
+
+    def move_to(self, state: SlotState) -> None:
+        """The one place where a slot changes its state.
+
+        Raises:
+            StateError: the move isn't allowed; the message names both states.
+        """
+        if (self.state, state) not in _ALLOWED:
+            raise StateError(f"weight slot {self.index} can't go from {self.state.value!r} to {state.value!r}")
+        self.state = state
+
+    def views(self, layout: FlatLayout) -> list[torch.Tensor]:
+        """The buffer as the layout's tensors, in entry order. Made once for each layout."""
+        views = self._views.get(layout.key)
+        if views is None:
+            views = self._views[layout.key] = layout.views(self.buffer)
+        return views
+
+
+class GradientSlot:
+    """One layer's gradients on the device until they are on the host.
+
+    Owner: the gradient offloader. Writer: the compute stream. Reader: the d2h stream. May be written again once
+    ``grads_copied_event`` is over. Layout: the trainable prefix of the layer's flat layout.
+
+    Args:
+        size_bytes: bytes of the largest layer's gradients.
+        parameter_count: the most trainable parameters that one layer has.
+        streams: the engine's streams.
+    """
+
+    def __init__(self, size_bytes: int, parameter_count: int, streams: Streams) -> None:
+        # Zeros, so that the padding between parameters carries no non-finite values to the host.
+        self.buffer = torch.zeros(size_bytes, dtype=torch.uint8, device=streams.device)
+        self.norms = torch.zeros(parameter_count, dtype=torch.float32, device=streams.device)
+        """2-norms of the gradients in the buffer, in entry order; copied to the host with them."""
+        self.grads_ready_event = streams.event()
+        self.grads_copied_event = streams.event()
+        self._views: dict[object, list[torch.Tensor]] = {}
+
+    def views(self, layout: FlatLayout) -> list[torch.Tensor]:
+        """The buffer as the layout's trainable tensors, in entry order."""
+        views = self._views.get(layout.key)
+        if views is None:
+            views = self._views[layout.key] = layout.views(self.buffer, trainable_only=True)
+        return views

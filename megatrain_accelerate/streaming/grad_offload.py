@@ -1,0 +1,273 @@
+"""Gradients to the host: device slots, one copy a layer, accumulation over micro-batches, and their norms.
+
+The norms are taken on the device, gradient by gradient, while the gradients are still there, and travel with them; so
+the global norm is known on the host when backward ends, without another pass over the gradients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.memory.host_memory import HostMemory
+from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
+from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.step_worker import StepWorker, Ticket
+from megatrain_accelerate.streaming.device_slots import GradientSlot
+from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.meter import Meter
+from megatrain_accelerate.streaming.streams import Streams
+
+
+def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """2-norms in fp32 of tensors of one device, computed as ``torch.nn.utils.clip_grad_norm_`` does on fp32 gradients."""
+    if gradients[0].is_cuda:
+        return list(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
+    return [torch.linalg.vector_norm(gradient.float(), 2.0) for gradient in gradients]
+
+
+class NormTable:
+    """Host table of the last gradient norm of every trainable parameter.
+
+    Owner: the runtime. Writers: the d2h stream, the step worker. Reader: the launching thread, after backward.
+
+    Args:
+        units: all units, streamed and resident.
+        register: page-lock the table.
+    """
+
+    def __init__(self, units: Sequence[HostUnit], register: bool) -> None:
+        self._start: dict[int, int] = {}
+        self._row: dict[int, int] = {}
+        count = 0
+        for unit in units:
+            self._start[id(unit)] = count
+            for state in unit.states:
+                if state.entry.spec.trainable:
+                    self._row[id(state.parameter)] = count
+                    count += 1
+        self._memory = HostMemory(4 * max(1, count), huge_pages=False, register=register)
+        self._memory.register()
+        self.norms = self._memory.tensor(0, (max(1, count),), torch.float32)
+        self._noted: dict[int, tuple[int, int]] = {}
+
+    def note(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """The parameter's row holds, or will hold once its copy is over, the norm of ``gradient`` as it is now."""
+        self._noted[id(parameter)] = (gradient.data_ptr(), gradient._version)
+
+    def is_current(self, parameter: torch.Tensor) -> bool:
+        """Whether the row is the norm of ``parameter.grad``; not so if somebody wrote to it or replaced it."""
+        gradient = parameter.grad
+        return gradient is not None and self._noted.get(id(parameter)) == (gradient.data_ptr(), gradient._version)
+
+    def forget(self) -> None:
+        """No row is valid any more: the gradients were consumed by a step."""
+        self._noted.clear()
+
+    def of_unit(self, unit: HostUnit) -> torch.Tensor:
+        """The unit's rows: one for each trainable entry, in entry order."""
+        start = self._start[id(unit)]
+        return self.norms[start : start + len(unit.layout.trainable_entries)]
+
+    def row(self, parameter: torch.Tensor) -> int | None:
+        """The row of a parameter, or None if it isn't a trained one of this model."""
+        return self._row.get(id(parameter))
+
+    def close(self) -> None:
+        """Unregisters the table."""
+        self._memory.close()
+
+
+class _Staging:
+    """A host buffer for gradients that are to be added to earlier ones. Owner: the offloader. Writer: the d2h stream.
+
+    Reader: the step worker, until ``ticket`` is done.
+    """
+
+    def __init__(self, size_bytes: int, register: bool) -> None:
+        self.memory = HostMemory(size_bytes, huge_pages=True, register=register)
+        self.memory.register()
+        self.buffer = self.memory.tensor(0, (size_bytes,), torch.uint8)
+        self.ticket: Ticket | None = None
+
+
+class GradientOffloader:
+    """Owner of the gradient slots and of the way from a layer's backward to ``parameter.grad`` on the host.
+
+    Args:
+        layers: all streamed layers.
+        slots: number of gradient slots.
+        streams, worker, kernels, meter: the engine's.
+        norms: table that gets the norms.
+        register: page-lock the staging buffers.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[StreamedLayer],
+        slots: int,
+        *,
+        streams: Streams,
+        worker: StepWorker,
+        kernels: HostKernels,
+        meter: Meter,
+        norms: NormTable,
+        register: bool,
+    ) -> None:
+        self._streams = streams
+        self._worker = worker
+        self._kernels = kernels
+        self._meter = meter
+        self._norms = norms
+        self._register = register
+        self._largest = max((layer.unit.layout.gradient_bytes for layer in layers), default=0)
+        self._most_parameters = max((len(layer.unit.layout.trainable_entries) for layer in layers), default=0)
+        self._slot_count = slots if self._largest else 0
+        self.slots: list[GradientSlot] = []
+        self._next_slot = 0
+        self._staging: list[_Staging] = []
+        self._next_staging = 0
+        self._last_copied_event = streams.event()
+        self._last_ticket: Ticket | None = None
+        self.on_layer_done: Callable[[StreamedLayer, Callable[[], None]], None] | None = None
+        """Called with a layer and a function that blocks until its gradients are on the host; set by the optimizer
+        when a layer's step may run in backward."""
+
+    def allocate_slots(self) -> None:
+        """Makes the gradient slots. Does nothing when they exist; a run that only evaluates needs none."""
+        if not self.slots:
+            self.slots = [
+                GradientSlot(self._largest, self._most_parameters, self._streams) for _ in range(self._slot_count)
+            ]
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of all gradient slots."""
+        return sum(slot.buffer.numel() for slot in self.slots)
+
+    def offload(self, layer: StreamedLayer, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Sends a layer's gradients to the host and sets or adds to ``parameter.grad`` there.
+
+        Args:
+            layer: the layer whose backward made them.
+            gradients: one per trainable entry, in entry order; None where the parameter had no part in the loss.
+        """
+        unit = layer.unit
+        trainable = [state for state in unit.states if state.entry.spec.trainable]
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        if not present:
+            return
+        if not self.slots:
+            raise StateError(
+                f"layer {layer.name} got a gradient but the model was prepared for evaluation only; prepare it with "
+                "accelerator.prepare(model) (evaluation_mode=False) to train it"
+            )
+        # WAR: a step that is still to be applied reads the gradients of the pass before.
+        layer.gate.wait()
+        slot = self.slots[self._next_slot]
+        self._next_slot = (self._next_slot + 1) % len(self.slots)
+        with record_function(f"megatrain::offload_gradients ({layer.name})"):
+            # WAR: the copy of the layer that used this slot last may still read it.
+            self._meter.compute_waits_for(slot.grads_copied_event)
+            views = slot.views(unit.layout)
+            torch._foreach_copy_([views[i] for i in present], [gradients[i] for i in present])
+            norms = torch.stack(gradient_norms([views[i] for i in present]))
+            if len(present) == len(trainable):
+                slot.norms[: len(present)].copy_(norms)
+            else:
+                slot.norms[torch.tensor(present, device=norms.device)] = norms
+            slot.grads_ready_event.record(self._streams.compute_stream)
+        parameters = [trainable[i].parameter for i in present]
+        if len(present) == len(trainable) and all(parameter.grad is None for parameter in parameters):
+            assert unit.gradients is not None
+            wait = self._copy_out(slot, layer, unit.gradients, self._norms.of_unit(unit)).synchronize
+        else:
+            ticket = self._add_on_host(slot, layer, [trainable[i] for i in present], present)
+            self._last_ticket = ticket
+            wait = ticket.wait
+        for i in present:
+            if trainable[i].parameter.grad is None:
+                trainable[i].parameter.grad = trainable[i].gradient
+            gradient = trainable[i].parameter.grad
+            assert gradient is not None
+            self._norms.note(trainable[i].parameter, gradient)
+        if self.on_layer_done is not None:
+            self.on_layer_done(layer, wait)
+
+    def _copy_out(self, slot: GradientSlot, layer: StreamedLayer, target: torch.Tensor, norms: torch.Tensor | None) -> Any:
+        """Issues the copy; returns an event of its own, since the slot's may be recorded again before it is waited for."""
+        d2h_stream = self._streams.d2h_stream
+        size = layer.unit.layout.gradient_bytes
+        with self._streams.on(d2h_stream), record_function(f"megatrain::copy_gradients ({layer.name})"):
+            # RAW: the copy must see the finished gradients.
+            d2h_stream.wait_event(slot.grads_ready_event)
+            target[:size].copy_(slot.buffer[:size], non_blocking=True)
+            if norms is not None:
+                norms.copy_(slot.norms[: norms.numel()], non_blocking=True)
+            slot.grads_copied_event.record(d2h_stream)
+            self._last_copied_event = self._streams.event()
+            self._last_copied_event.record(d2h_stream)
+        self._meter.counters.d2h_bytes += size
+        return self._last_copied_event
+
+    def _add_on_host(
+        self, slot: GradientSlot, layer: StreamedLayer, states: list[ParameterState], rows: list[int]
+    ) -> Ticket:
+        staging = self._take_staging()
+        copied_event = self._copy_out(slot, layer, staging.buffer, None)
+        views = layer.unit.layout.views(staging.buffer, trainable_only=True)
+        targets = [(state, state.parameter.grad, views[row], row) for state, row in zip(states, rows, strict=True)]
+        norms = self._norms.of_unit(layer.unit)
+
+        def add() -> None:
+            copied_event.synchronize()
+            for state, earlier, new, row in targets:
+                assert state.gradient is not None
+                if earlier is None:
+                    state.gradient.copy_(new)
+                elif earlier.data_ptr() == state.gradient.data_ptr():
+                    self._kernels.accumulate(state.gradient, new)
+                else:  # somebody assigned a tensor of their own
+                    earlier.add_(new)
+                total = state.gradient if earlier is None else earlier
+                norms[row] = gradient_norms([total])[0]
+                self._norms.note(state.parameter, total)
+
+        staging.ticket = self._worker.submit(f"accumulate ({layer.name})", add)
+        return staging.ticket
+
+    def _take_staging(self) -> _Staging:
+        self.prepare_accumulation()
+        staging = self._staging[self._next_staging]
+        self._next_staging = (self._next_staging + 1) % len(self._staging)
+        if staging.ticket is not None and not staging.ticket.is_done:
+            start = time.perf_counter()
+            staging.ticket.wait()
+            self._meter.counters.optimizer_wait_ms += 1e3 * (time.perf_counter() - start)
+        return staging
+
+    def prepare_accumulation(self) -> None:
+        """Allocates the staging buffers, so that none is pinned within a step. Does nothing when they exist."""
+        if not self._staging and self._largest:
+            self._staging = [_Staging(self._largest, self._register) for _ in range(2)]
+
+    def wait(self) -> None:
+        """Blocks until every gradient is on the host and added up.
+
+        Raises:
+            StepWorkerError: adding failed.
+        """
+        self._last_copied_event.synchronize()
+        if self._last_ticket is not None:
+            self._last_ticket.wait()
+            self._last_ticket = None
+
+    def close(self) -> None:
+        """Unregisters the staging buffers."""
+        for staging in self._staging:
+            staging.memory.close()

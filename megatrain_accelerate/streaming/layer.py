@@ -1,0 +1,105 @@
+"""A streamed layer: a module of the user's model whose weights live in a host unit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.memory.host_store import HostUnit
+from megatrain_accelerate.optim.step_worker import Ticket
+
+
+class UpdateGate:
+    """Guards a unit's weights between the moment when its step is submitted and the moment when it is applied."""
+
+    def __init__(self) -> None:
+        self._ticket: Ticket | None = None
+
+    def close_until(self, ticket: Ticket) -> None:
+        """The unit's weights aren't valid before ``ticket`` is done."""
+        self._ticket = ticket
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the weights may be read without waiting."""
+        return self._ticket is None or self._ticket.is_done
+
+    def wait(self) -> None:
+        """Blocks until the weights are valid.
+
+        Raises:
+            StepWorkerError: the step failed.
+        """
+        if self._ticket is not None:
+            self._ticket.wait()
+            self._ticket = None
+
+
+class StreamedLayer:
+    """A layer (streaming unit) of the model: its module, its host unit, and how weights are bound to it.
+
+    Args:
+        index: position among the model's layers, in discovery order.
+        name: the module's qualified name.
+        module: the layer itself; it stays in the model and keeps its attributes, buffers and children.
+        forward: the layer's own forward, bound, as it was before the proxy took its place.
+        unit: the host memory of its parameters.
+    """
+
+    def __init__(self, index: int, name: str, module: nn.Module, forward: Callable[..., Any], unit: HostUnit) -> None:
+        self.index = index
+        self.name = name
+        self.module = module
+        self.forward = forward
+        self.unit = unit
+        self.gate = UpdateGate()
+        self.has_trainable = any(state.entry.spec.trainable for state in unit.states)
+        position = {id(state.parameter): i for i, state in enumerate(unit.states)}
+        self._bindings: list[tuple[nn.Module, str, int, nn.Parameter]] = [
+            (owner, attribute, position[id(parameter)], parameter)
+            for owner in module.modules()
+            for attribute, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+
+    @contextlib.contextmanager
+    def bound(self, weights: Sequence[torch.Tensor]) -> Iterator[None]:
+        """The module computes with ``weights`` (in entry order) instead of its parameters while the body runs.
+
+        Raises:
+            StateError: a parameter of the module isn't the one that was adopted.
+        """
+        for owner, attribute, _, parameter in self._bindings:
+            if owner._parameters.get(attribute) is not parameter:
+                raise StateError(
+                    f"parameter {attribute!r} of {type(owner).__name__} in layer {self.name} was replaced after the "
+                    "model was prepared; change the model (adapters, heads, tokens) before accelerator.prepare()"
+                )
+        try:
+            for owner, attribute, position, _ in self._bindings:
+                owner._parameters[attribute] = weights[position]  # type: ignore[assignment]
+            yield
+        finally:
+            for owner, attribute, _, parameter in self._bindings:
+                owner._parameters[attribute] = parameter
+
+    def refresh_if_written(self) -> None:
+        """Takes over weights that somebody wrote to the parameters since they were last seen (``load_state_dict``)."""
+        written = [
+            state
+            for state in self.unit.states
+            if state.parameter._version != state.seen_version or state.parameter.data_ptr() != state.weight.data_ptr()
+        ]
+        if not written:
+            return
+        self.gate.wait()
+        for state in written:
+            self.unit.write_master(state, state.parameter.detach())
+            state.parameter.data = state.weight
+            state.seen_version = state.parameter._version
+        self.unit.version += 1

@@ -1,0 +1,197 @@
+"""The autograd node of a streamed layer: run without a graph, run again with one in backward.
+
+The scheme is that of activation checkpointing (Chen et al., arXiv 1604.06174; torch/utils/checkpoint.py), with weights
+that are bound from a device slot for each of the two runs and gradients that leave for the host instead of
+accumulating on leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.profiler import record_function
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from megatrain_accelerate.streaming.call_order import Tape
+from megatrain_accelerate.streaming.device_slots import WeightSlot
+from megatrain_accelerate.streaming.grad_offload import GradientOffloader
+from megatrain_accelerate.streaming.layer import StreamedLayer
+
+
+class OutputRecorder(Protocol):
+    """Collects what a layer's inner modules hand to a side channel (router logits, for one) while it runs.
+
+    Such tensors must become outputs of the layer's node, or their losses lose the layer's gradient.
+    """
+
+    def start(self, replay_of: Any) -> Any:
+        """Begins to record; in backward with the forward run's token. Returns a token for :meth:`finish`."""
+
+    def finish(self, token: Any) -> list[torch.Tensor]:
+        """Ends recording and returns the recorded tensors in order."""
+
+    def publish(self, token: Any, tensors: list[torch.Tensor]) -> None:
+        """Puts the node's outputs in the place of the tensors recorded in forward. Must let go of all tensors."""
+
+
+class RunContext:
+    """What a layer call needs of the engine; one object per engine."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        acquire_forward: Callable[[StreamedLayer, Tape, int, bool], WeightSlot],
+        acquire_backward: Callable[[StreamedLayer, Tape, int], WeightSlot],
+        release: Callable[[WeightSlot], None],
+        offloader: GradientOffloader,
+        backward_begins: Callable[[], None],
+        recorder: OutputRecorder | None,
+    ) -> None:
+        self.device = device
+        self.acquire_forward = acquire_forward
+        self.acquire_backward = acquire_backward
+        self.release = release
+        self.offloader = offloader
+        self.backward_begins = backward_begins
+        self.recorder = recorder
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        """Keeps the node in the graph when no input requires grad (a frozen embedding below trained layers)."""
+
+
+class AmbientState:
+    """RNG and autocast state of a forward run, to be entered again for its replay."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cpu_rng = torch.get_rng_state()
+        self._cuda_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in {device.type, "cpu"}
+        ]
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Runs the body as the forward ran; the caller's RNG state is put back."""
+        devices = [self._device] if self._cuda_rng is not None else []
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=devices))
+            torch.set_rng_state(self._cpu_rng)
+            if self._cuda_rng is not None:
+                torch.cuda.set_rng_state(self._cuda_rng, self._device)
+            for kind, dtype, enabled in self._autocast:
+                # No cache: a cast weight must not outlive its slot.
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            yield
+
+
+class LayerCall:
+    """One call of a layer: its arguments, taken apart into tensors and the rest."""
+
+    def __init__(self, context: RunContext, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.context = context
+        self.layer = layer
+        leaves, self._spec = tree_flatten((args, kwargs))
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        self.output_spec: TreeSpec | None = None
+        self.output_rest: list[Any] = []
+        self.output_is_tensor: list[bool] = []
+        self.token: Any = None
+
+    def run(self, tensors: list[torch.Tensor], replay: bool) -> list[torch.Tensor]:
+        """Runs the layer's own forward; returns its output tensors, then the recorded ones."""
+        source = iter(tensors)
+        leaves = [next(source) if flag else rest for flag, rest in zip(self._is_tensor, self._rest, strict=True)]
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        recorder = self.context.recorder
+        token = recorder.start(self.token if replay else None) if recorder is not None else None
+        recorded: list[torch.Tensor] = []
+        try:
+            output = self.layer.forward(*args, **kwargs)
+        finally:
+            if recorder is not None:
+                recorded = recorder.finish(token)
+        leaves, spec = tree_flatten(output)
+        if not replay:
+            self.output_spec, self.token = spec, token
+            self.output_is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+            self.output_rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] + recorded
+
+    def rebuild(self, tensors: list[torch.Tensor]) -> Any:
+        """The layer's output, with the node's tensors in it; publishes the recorded ones."""
+        assert self.output_spec is not None
+        source = iter(tensors)
+        leaves = [
+            next(source) if flag else rest for flag, rest in zip(self.output_is_tensor, self.output_rest, strict=True)
+        ]
+        if self.context.recorder is not None:
+            self.context.recorder.publish(self.token, list(source))
+        return tree_unflatten(leaves, self.output_spec)
+
+
+class LayerFunction(torch.autograd.Function):
+    """Forward without a graph; backward fetches the layer again, recomputes, and offloads the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, call: LayerCall, tape: Tape, position: int, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        context, layer = call.context, call.layer
+        ctx.call, ctx.tape, ctx.position = call, tape, position
+        ctx.set_materialize_grads(False)
+        ctx.ambient = AmbientState(context.device)
+        ctx.save_for_backward(*tensors)
+        slot = context.acquire_forward(layer, tape, position, True)
+        try:
+            with layer.bound(slot.views(layer.unit.layout)), record_function(f"megatrain::forward ({layer.name})"):
+                outputs = call.run(list(tensors), replay=False)
+        finally:
+            context.release(slot)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
+        call: LayerCall = ctx.call
+        context, layer = call.context, call.layer
+        context.backward_begins()
+        tensors = [
+            tensor.detach().requires_grad_(needed) if needed else tensor.detach()
+            for tensor, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[4:], strict=True)
+        ]
+        wanted = [tensor for tensor in tensors if tensor.requires_grad]
+        slot = context.acquire_backward(layer, ctx.tape, ctx.position)
+        try:
+            weights: list[torch.Tensor] = []
+            leaves: list[torch.Tensor] = []
+            for state, view in zip(layer.unit.states, slot.views(layer.unit.layout), strict=True):
+                weight = view.detach()
+                if state.entry.spec.trainable:
+                    leaves.append(weight.requires_grad_())
+                weights.append(weight)
+            with layer.bound(weights):
+                with ctx.ambient.entered(), torch.enable_grad(), record_function(f"megatrain::recompute ({layer.name})"):
+                    outputs = call.run(tensors, replay=True)
+                pairs = [
+                    (output, gradient)
+                    for output, gradient in zip(outputs, grad_outputs, strict=True)
+                    if gradient is not None and output.requires_grad
+                ]
+                gradients: tuple[torch.Tensor | None, ...] = (None,) * (len(wanted) + len(leaves))
+                if pairs and (wanted or leaves):
+                    with record_function(f"megatrain::backward ({layer.name})"):
+                        gradients = torch.autograd.grad(
+                            [output for output, _ in pairs],
+                            [*wanted, *leaves],
+                            [gradient for _, gradient in pairs],
+                            allow_unused=True,
+                        )
+        finally:
+            context.release(slot)
+        del outputs, pairs
+        if leaves:
+            context.offloader.offload(layer, gradients[len(wanted) :])
+        input_gradients = iter(gradients[: len(wanted)])
+        return (None, None, None, None, *(next(input_gradients) if t.requires_grad else None for t in tensors))

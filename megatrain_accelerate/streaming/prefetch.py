@@ -1,0 +1,128 @@
+"""Weights to the device, ahead of their use: which slot holds which layer, and when a copy is issued."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from torch.profiler import record_function
+
+from megatrain_accelerate.streaming.device_slots import SlotState, WeightSlot
+from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.meter import Meter
+from megatrain_accelerate.streaming.streams import Streams
+
+
+class Prefetcher:
+    """Owner of the weight slots.
+
+    A copy is issued on the h2d stream as soon as its slot's last reader was issued and its layer's step is applied; the
+    launching thread never waits for a copy, and waits for a step only when the layer itself is next.
+
+    Args:
+        layers: all streamed layers, by index.
+        slots: number of slots, at least 2.
+        streams: the engine's streams.
+        meter: counts bytes and stalls.
+    """
+
+    def __init__(self, layers: Sequence[StreamedLayer], slots: int, streams: Streams, meter: Meter) -> None:
+        self._layers = layers
+        self._streams = streams
+        self._meter = meter
+        largest = max(layer.unit.layout.weight_bytes for layer in layers)
+        self.slots = [WeightSlot(index, largest, streams) for index in range(slots)]
+        self._clock = 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(slot.buffer.numel() for slot in self.slots)
+
+    def acquire(self, layer: StreamedLayer, upcoming: Sequence[int]) -> WeightSlot:
+        """Makes the layer's weights usable by kernels issued from now on, and starts the next copies.
+
+        Args:
+            layer: the layer to run.
+            upcoming: indices of the layers that are expected next, nearest first.
+
+        Raises:
+            StepWorkerError: the layer's own step failed.
+        """
+        layer.refresh_if_written()
+        slot = self._holding(layer)
+        if slot is None:
+            self._wait_for_step(layer)
+            slot = self._victim(set())
+            self._fill(slot, layer)
+        slot.move_to(SlotState.IN_USE)
+        self._clock += 1
+        slot.last_used = self._clock
+        # RAW: the kernels must see the whole copy.
+        self._meter.compute_waits_for(slot.params_copied_event)
+        self._prefetch(upcoming)
+        return slot
+
+    def release(self, slot: WeightSlot) -> None:
+        """No kernel issued after this call reads the slot."""
+        slot.compute_finished_event.record(self._streams.compute_stream)
+        slot.move_to(SlotState.FILLED)
+
+    def _holding(self, layer: StreamedLayer) -> WeightSlot | None:
+        for slot in self.slots:
+            if slot.state is SlotState.FILLED and slot.holder == (layer.index, layer.unit.version):
+                return slot
+        return None
+
+    def _wait_for_step(self, layer: StreamedLayer) -> None:
+        if layer.gate.is_open:
+            layer.gate.wait()
+            return
+        start = time.perf_counter()
+        with record_function(f"megatrain::wait_for_step ({layer.name})"):
+            layer.gate.wait()
+        self._meter.counters.optimizer_wait_ms += 1e3 * (time.perf_counter() - start)
+
+    def _is_stale(self, slot: WeightSlot) -> bool:
+        if slot.holder is None:
+            return True
+        index, version = slot.holder
+        return self._layers[index].unit.version != version
+
+    def _victim(self, wanted: set[int]) -> WeightSlot:
+        """The slot to overwrite: a stale one, else the least recently used; none that is in use or wanted."""
+        free = [slot for slot in self.slots if slot.state is not SlotState.IN_USE]
+        stale = [slot for slot in free if self._is_stale(slot)]
+        if stale:
+            return stale[0]
+        unwanted = [slot for slot in free if slot.holder is not None and slot.holder[0] not in wanted]
+        return min(unwanted or free, key=lambda slot: slot.last_used)
+
+    def _prefetch(self, upcoming: Sequence[int]) -> None:
+        room = sum(slot.state is not SlotState.IN_USE for slot in self.slots)
+        wanted = list(dict.fromkeys(upcoming))[:room]
+        for index in wanted:
+            layer = self._layers[index]
+            if not layer.gate.is_open:
+                break  # its copy is issued when it is next, right after its step
+            layer.refresh_if_written()
+            if self._is_held(layer):
+                continue
+            layer.gate.wait()
+            self._fill(self._victim(set(wanted)), layer)
+
+    def _is_held(self, layer: StreamedLayer) -> bool:
+        return any(slot.holder == (layer.index, layer.unit.version) for slot in self.slots)
+
+    def _fill(self, slot: WeightSlot, layer: StreamedLayer) -> None:
+        slot.move_to(SlotState.FILLED)
+        slot.holder = (layer.index, layer.unit.version)
+        weights = layer.unit.weights
+        h2d_stream = self._streams.h2d_stream
+        with self._streams.on(h2d_stream), record_function(f"megatrain::prefetch ({layer.name})"):
+            # WAR: kernels of the layer that the slot held may still read it.
+            h2d_stream.wait_event(slot.compute_finished_event)
+            slot.buffer[: weights.numel()].copy_(weights, non_blocking=True)
+            slot.params_copied_event.record(h2d_stream)
+        self._meter.counters.h2d_bytes += weights.numel()
+        self._meter.counters.weight_fetches += 1

@@ -1,0 +1,103 @@
+"""Proxies: layers of the user's model that keep names, attributes, children and class, but hold no weights.
+
+A layer becomes a proxy by a change of its class to a subclass made here. ``isinstance``, ``named_parameters()``,
+attribute reads and hooks work as before; ``forward`` goes through the streaming runtime. Copies and pickles of a proxy
+are of the original class: plain modules with plain weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+Runner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+_RUNNER = "_megatrain_runner"
+_proxy_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+class _NoCheckpointing:
+    """Data descriptor for ``gradient_checkpointing``: the engine recomputes already, a second time would be waste."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> bool:
+        return False
+
+    def __set__(self, instance: Any, value: bool) -> None:
+        if value:
+            note_checkpointing_ignored()
+
+
+_checkpointing_noted = False
+
+
+def note_checkpointing_ignored() -> None:
+    """Says once that the user's gradient checkpointing is replaced by the engine's own recompute."""
+    global _checkpointing_noted
+    if not _checkpointing_noted:
+        _checkpointing_noted = True
+        logger.warning("megatrain: layers are recomputed by the streaming engine; gradient_checkpointing is left off in them")
+
+
+def _proxy_class(original: type[nn.Module]) -> type[nn.Module]:
+    proxy = _proxy_classes.get(original)
+    if proxy is not None:
+        return proxy
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[_RUNNER](args, kwargs)
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        function, arguments, state, *rest = object.__reduce_ex__(self, protocol)
+        state = {key: value for key, value in state.items() if key != _RUNNER}
+        return (function, (original, *arguments[1:]), state, *rest)
+
+    namespace: dict[str, Any] = {
+        # Registries are keyed by str(class) (transformers' output capturing), and messages should name the user's class.
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "forward": forward,
+        "__reduce_ex__": __reduce_ex__,
+        "_megatrain_original_class": original,
+    }
+    if hasattr(original, "gradient_checkpointing"):
+        namespace["gradient_checkpointing"] = _NoCheckpointing()
+    proxy = _proxy_classes[original] = type(original.__name__, (original,), namespace)
+    return proxy
+
+
+def install_proxy(layer: nn.Module, runner: Runner) -> Callable[..., Any]:
+    """Turns ``layer`` into a proxy whose forward calls ``runner(args, kwargs)``.
+
+    Returns:
+        The layer's own forward, bound, as it was.
+    """
+    original = type(layer)
+    if "forward" in layer.__dict__:  # patched on the instance by somebody before us
+        forward = layer.__dict__.pop("forward")
+    else:
+        forward = original.forward.__get__(layer, original)
+    if layer.__dict__.pop("gradient_checkpointing", False):
+        note_checkpointing_ignored()
+    layer.__class__ = _proxy_class(original)
+    layer.__dict__[_RUNNER] = runner
+    return forward
+
+
+def remove_proxy(layer: nn.Module, forward: Callable[..., Any]) -> None:
+    """Gives the layer its own class and forward back."""
+    original: type[nn.Module] = layer._megatrain_original_class  # type: ignore[assignment]
+    layer.__class__ = original
+    if getattr(forward, "__func__", None) is not original.forward:
+        layer.forward = forward  # type: ignore[method-assign]
+    layer.__dict__.pop(_RUNNER, None)
+
+
+def is_proxy(module: nn.Module) -> bool:
+    """Whether the module is a streaming proxy."""
+    return _RUNNER in module.__dict__

@@ -1,0 +1,132 @@
+"""Resident groups: parameters outside the layers (embeddings, final norm, head). Weights stay on the device.
+
+Their masters and moments live on the host like everybody's. Their gradients are autograd's own, on the device, and
+leave it when the optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from megatrain_accelerate.memory.host_store import HostUnit
+from megatrain_accelerate.streaming.grad_offload import NormTable, gradient_norms
+from megatrain_accelerate.streaming.layer import UpdateGate
+from megatrain_accelerate.streaming.meter import Meter
+from megatrain_accelerate.streaming.streams import Streams
+
+
+class ResidentGroup:
+    """One module's own parameters, outside all layers.
+
+    Args:
+        name: the module's qualified name.
+        modules: the modules that read the parameters when they are called (more than one for tied weights).
+        unit: the parameters' host memory; its weights are the source of the device's copy after each step.
+        comes_after_layers: whether it stands behind the layers in the model; stepped after them then.
+        streams, meter: the engine's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        modules: Sequence[nn.Module],
+        unit: HostUnit,
+        *,
+        comes_after_layers: bool,
+        streams: Streams,
+        meter: Meter,
+    ) -> None:
+        self.name = name
+        self.comes_after_layers = comes_after_layers
+        self.modules = list(modules)
+        self.unit = unit
+        self.gate = UpdateGate()
+        self._streams = streams
+        self._meter = meter
+        self._params_copied_event = streams.event()
+        self._gradients_ready_event = streams.event()
+        self._gradients_copied_event = streams.event()
+        self._in_flight: list[torch.Tensor] = []
+        for state in unit.states:
+            # A clone also where the device is the CPU: the device's copy and the host's must not be one there either.
+            device_weight = state.weight.to(streams.device, copy=True)
+            state.parameter.data = device_weight
+            state.seen_version = state.parameter._version
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the weights on the device, without gradients."""
+        return sum(state.parameter.nbytes for state in self.unit.states)
+
+    def before_use(self) -> None:
+        """Called before a module that reads the group runs."""
+        self.refresh_if_written()
+        self.wait_for_step()
+
+    def wait_for_step(self) -> None:
+        """Kernels issued after this call read the stepped weights.
+
+        Raises:
+            StepWorkerError: the step failed.
+        """
+        self.gate.wait()
+        # RAW: the copy of the stepped weights must be over.
+        self._streams.compute_stream.wait_event(self._params_copied_event)
+
+    def fetch_gradients(self, norms: NormTable) -> None:
+        """Issues the copies to the host of the gradients that aren't there yet, and of their norms."""
+        stepped = [
+            state
+            for state in self.unit.states
+            if state.entry.spec.trainable and state.parameter.grad is not None and not norms.is_current(state.parameter)
+        ]
+        if not stepped:
+            return
+        table = norms.of_unit(self.unit)
+        rows = {id(state): row for row, state in enumerate(s for s in self.unit.states if s.entry.spec.trainable)}
+        device_norms = gradient_norms([state.parameter.grad for state in stepped if state.parameter.grad is not None])
+        self._gradients_ready_event.record(self._streams.compute_stream)
+        d2h_stream = self._streams.d2h_stream
+        with self._streams.on(d2h_stream), record_function(f"megatrain::copy_gradients ({self.name})"):
+            # RAW: gradients and norms must be finished.
+            d2h_stream.wait_event(self._gradients_ready_event)
+            for state, norm in zip(stepped, device_norms, strict=True):
+                assert state.gradient is not None
+                assert state.parameter.grad is not None
+                state.gradient.copy_(state.parameter.grad, non_blocking=True)
+                table[rows[id(state)]].copy_(norm, non_blocking=True)
+                self._meter.counters.d2h_bytes += state.gradient.nbytes
+            self._gradients_copied_event.record(d2h_stream)
+        for state in stepped:
+            assert state.parameter.grad is not None
+            norms.note(state.parameter, state.parameter.grad)
+        # The allocator may hand out the norms' memory again while the copy runs.
+        self._in_flight = device_norms
+
+    def wait_for_gradients(self) -> None:
+        """Blocks until the copies of :meth:`fetch_gradients` are over."""
+        self._gradients_copied_event.synchronize()
+        self._in_flight = []
+
+    def push_weights(self) -> None:
+        """Issues the copies of the host's weights to the device. Called by the step worker, after the step."""
+        h2d_stream = self._streams.h2d_stream
+        with torch.no_grad(), self._streams.on(h2d_stream), record_function(f"megatrain::push_weights ({self.name})"):
+            # The kernels that read the old weights are over: the step began after backward had ended.
+            for state in self.unit.states:
+                if state.entry.spec.trainable:
+                    state.parameter.data.copy_(state.weight, non_blocking=True)
+                    self._meter.counters.h2d_bytes += state.weight.nbytes
+            self._params_copied_event.record(h2d_stream)
+
+    def refresh_if_written(self) -> None:
+        """Takes over weights that somebody wrote to the device's parameters (``load_state_dict``)."""
+        for state in self.unit.states:
+            if state.parameter._version != state.seen_version:
+                self.wait_for_step()
+                self.unit.write_master(state, state.parameter.detach())
+                state.seen_version = state.parameter._version

@@ -1,0 +1,255 @@
+"""The running engine of one prepared model: order of layers, begin and end of a backward, gradients as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
+from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.step_worker import StepWorker
+from megatrain_accelerate.streaming.call_order import CallOrder, Tape
+from megatrain_accelerate.streaming.device_slots import WeightSlot
+from megatrain_accelerate.streaming.grad_offload import GradientOffloader, NormTable
+from megatrain_accelerate.streaming.layer import StreamedLayer, UpdateGate
+from megatrain_accelerate.streaming.layer_function import LayerCall, LayerFunction, OutputRecorder, RunContext
+from megatrain_accelerate.streaming.meter import Meter
+from megatrain_accelerate.streaming.prefetch import Prefetcher
+from megatrain_accelerate.streaming.resident import ResidentGroup
+from megatrain_accelerate.streaming.streams import Streams
+
+_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+
+
+def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call's arguments without key-value caches, which the replay in backward would update a second time.
+
+    The same rule as transformers' ``GradientCheckpointingLayer`` (transformers/modeling_layers.py).
+    """
+    kwargs = {name: None if name in _CACHE_ARGUMENTS else value for name, value in kwargs.items()}
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    is_cache = [hasattr(value, "get_seq_length") and hasattr(value, "update") for value in args]
+    return tuple(None if flag else value for flag, value in zip(is_cache, args, strict=True)), kwargs
+
+
+class StreamingRuntime:
+    """Streams, slots, worker and gradients of one model.
+
+    Args:
+        layers: streamed layers, by index.
+        groups: resident groups, in model order.
+        streams, meter, kernels, worker: made by the engine.
+        config: the settings.
+        register: page-lock host buffers.
+        recorder: see :class:`OutputRecorder`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[StreamedLayer],
+        groups: Sequence[ResidentGroup],
+        *,
+        streams: Streams,
+        meter: Meter,
+        kernels: HostKernels,
+        worker: StepWorker,
+        config: MegatrainConfig,
+        register: bool,
+        recorder: OutputRecorder | None = None,
+    ) -> None:
+        self.layers = list(layers)
+        self.groups = list(groups)
+        self.streams = streams
+        self.meter = meter
+        self.kernels = kernels
+        self.worker = worker
+        self.config = config
+        self.norms = NormTable(self.units, register)
+        self.prefetcher = Prefetcher(self.layers, config.slots, streams, meter)
+        self.offloader = GradientOffloader(
+            self.layers,
+            config.gradient_slots,
+            streams=streams,
+            worker=worker,
+            kernels=kernels,
+            meter=meter,
+            norms=self.norms,
+            register=register,
+        )
+        self.gradients_complete: Callable[[], bool] = lambda: True
+        """Whether the backward in progress is the last before a step; set from Accelerate's gradient state."""
+        self._order = CallOrder(len(self.layers))
+        self._context = RunContext(
+            device=streams.device,
+            acquire_forward=self._acquire_forward,
+            acquire_backward=self._acquire_backward,
+            release=self.prefetcher.release,
+            offloader=self.offloader,
+            backward_begins=self._backward_begins,
+            recorder=recorder,
+        )
+        self._states: dict[int, ParameterState] = {
+            id(state.parameter): state for unit in self.units for state in unit.states
+        }
+        self._in_backward = False
+        self._open_tapes: set[int] = set()
+        self._clip_factors: dict[int, float] = {}
+
+    @property
+    def units(self) -> list[HostUnit]:
+        """All host units: layers, then resident groups."""
+        return [layer.unit for layer in self.layers] + [group.unit for group in self.groups]
+
+    def in_forward_order(self) -> Iterable[tuple[HostUnit, UpdateGate, ResidentGroup | None]]:
+        """Units in the order in which the next forward needs them: what feeds the layers, the layers, the rest."""
+        groups = [(group.unit, group.gate, group) for group in self.groups]
+        before = [item for item in groups if not item[2].comes_after_layers]
+        after = [item for item in groups if item[2].comes_after_layers]
+        return [*before, *((layer.unit, layer.gate, None) for layer in self.layers), *after]
+
+    def state_of(self, parameter: torch.Tensor) -> ParameterState | None:
+        """The parameter's place in the host store, or None if it isn't this model's."""
+        return self._states.get(id(parameter))
+
+    # ------------------------------------------------------------------ forward and backward of a layer
+
+    def run_layer(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a proxy's forward does."""
+        if torch.is_grad_enabled():
+            self._in_backward = False
+            clean_args, clean_kwargs = _without_caches(args, kwargs)
+            call = LayerCall(self._context, layer, clean_args, clean_kwargs)
+            if layer.has_trainable or any(tensor.requires_grad for tensor in call.tensors):
+                tape, position = self._order.record(layer.index)
+                self._open_tapes.add(id(tape))
+                anchor = self._context.anchor if layer.has_trainable else self._context.anchor.detach()
+                return call.rebuild(list(LayerFunction.apply(call, tape, position, anchor, *call.tensors)))
+        tape, position = self._order.record(layer.index)
+        slot = self._acquire_forward(layer, tape, position, False)
+        try:
+            with torch.no_grad(), layer.bound(slot.views(layer.unit.layout)):
+                return layer.forward(*args, **kwargs)
+        finally:
+            self.prefetcher.release(slot)
+
+    def _acquire_forward(self, layer: StreamedLayer, tape: Tape, position: int, backward_follows: bool) -> WeightSlot:
+        upcoming = self._order.after_forward(tape, position, self.config.slots, backward_follows)
+        slot = self.prefetcher.acquire(layer, upcoming)
+        if layer is self.layers[-1]:
+            # Some read the head's weight without calling the head (Liger, TRL): it must be valid from here on.
+            for group in self.groups:
+                group.wait_for_step()
+        return slot
+
+    def _acquire_backward(self, layer: StreamedLayer, tape: Tape, position: int) -> WeightSlot:
+        forward_follows = not self.gradients_complete()
+        return self.prefetcher.acquire(layer, self._order.after_backward(tape, position, self.config.slots, forward_follows))
+
+    def _backward_begins(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self._in_backward = False
+        self._open_tapes.clear()
+        # From here on anybody may read `parameter.grad`.
+        self.offloader.wait()
+        self.worker.raise_if_failed()
+
+    def may_step_in_backward(self, layer: StreamedLayer) -> bool:
+        """Whether no other backward of this layer can still follow before the step."""
+        return self.gradients_complete() and len(self._open_tapes) == 1 and self._order.calls_of(layer.index) == 1
+
+    # ------------------------------------------------------------------ gradients as a whole
+
+    def collect_gradients(self) -> None:
+        """Brings every gradient that is still on the device to the host store, and waits for it."""
+        self.offloader.wait()
+        for group in self.groups:
+            group.fetch_gradients(self.norms)
+        for group in self.groups:
+            group.wait_for_gradients()
+
+    def total_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Global 2-norm of the parameters' gradients: fp32, on the host, no dimensions.
+
+        The value of ``torch.nn.utils.clip_grad_norm_`` on fp32 gradients: the norm of the gradients' norms.
+
+        Args:
+            parameters: trained parameters of this model; those without a gradient don't count.
+        """
+        self.collect_gradients()
+        rows, factors = [], []
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            row = self.norms.row(parameter)
+            if row is None:
+                raise StateError("total_norm() was given a parameter that this engine doesn't train")
+            if not self.norms.is_current(parameter):
+                self.norms.norms[row] = torch.linalg.vector_norm(parameter.grad.float(), 2.0)
+                self.norms.note(parameter, parameter.grad)
+            rows.append(row)
+            factors.append(self._clip_factors.get(id(parameter), 1.0))
+        if not rows:
+            return torch.zeros(())
+        norms = self.norms.norms[torch.tensor(rows)]
+        if self._clip_factors:
+            norms = norms * torch.tensor(factors, dtype=torch.float32)
+        return torch.linalg.vector_norm(norms, 2.0)
+
+    def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """Lets the next step scale the gradients so that their global norm is at most ``max_norm``.
+
+        Returns:
+            The norm before clipping, on the host.
+        """
+        parameters = list(parameters)
+        total = self.total_norm(parameters)
+        # As torch.nn.utils.clip_grad_norm_ does it, in fp32.
+        factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        if bool(total.isfinite()) and factor != 1.0:
+            for parameter in parameters:
+                self._clip_factors[id(parameter)] = factor * self._clip_factors.get(id(parameter), 1.0)
+        return total
+
+    def take_clip_factors(self) -> dict[int, float]:
+        """The factors that clipping asked for since the last step, by ``id`` of the parameter; 1 where absent."""
+        factors, self._clip_factors = self._clip_factors, {}
+        return factors
+
+    # ------------------------------------------------------------------ state as a whole
+
+    def drain(self) -> None:
+        """Blocks until all submitted work is applied and visible: host weights, moments, and the device's residents.
+
+        Raises:
+            StepWorkerError: some of it failed.
+        """
+        self.worker.drain()
+        for group in self.groups:
+            group.wait_for_step()
+
+    def refresh_if_written(self) -> None:
+        """Takes over weights that somebody wrote to any parameter since they were last seen."""
+        for layer in self.layers:
+            layer.refresh_if_written()
+        for group in self.groups:
+            group.refresh_if_written()
+
+    def close(self) -> None:
+        """Ends the worker and gives the parameters back to ordinary host memory, masters in full precision."""
+        self.worker.close()
+        if self.streams.is_cuda:
+            torch.cuda.synchronize(self.streams.device)
+        self.offloader.close()
+        self.norms.close()
+        for unit in self.units:
+            unit.release()
