@@ -1,0 +1,118 @@
+"""What the engine did since the last log, as numbers under ``megatrain/`` in the Trainer's own logs."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain_accelerate.engine import Engine
+from megatrain_accelerate.streaming.meter import Counters
+from megatrain_accelerate.units import GB, GIB, KIB
+
+
+def host_peak_bytes() -> int:
+    """Largest resident set of this process so far, registered memory included."""
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * KIB
+    return 0
+
+
+class TokenCounter:
+    """Counts the tokens of training forwards on the device, without padding and without waiting.
+
+    Args:
+        model: the prepared model; counted where it is called with a 2-D ``attention_mask``, ``input_ids`` or
+            ``inputs_embeds``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._counts: list[torch.Tensor | int] = []
+        self.handle = model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        mask, ids, embeddings = (kwargs.get(name) for name in ("attention_mask", "input_ids", "inputs_embeds"))
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            self._counts.append(mask.sum())
+        elif isinstance(ids, torch.Tensor):
+            self._counts.append(ids.numel())
+        elif isinstance(embeddings, torch.Tensor):
+            self._counts.append(embeddings.shape[0] * embeddings.shape[1])
+
+    def take(self) -> int:
+        """Tokens since the last call. Waits for the device."""
+        counts, self._counts = self._counts, []
+        return sum(int(count) for count in counts)
+
+
+class Telemetry:
+    """Turns an engine's counters into log entries. Rates and sums are per optimizer step since the entry before.
+
+    Args:
+        engine: the engine to report on.
+        model: its model.
+    """
+
+    def __init__(self, engine: Engine, model: nn.Module) -> None:
+        self._engine = engine
+        self._tokens = TokenCounter(model)
+        self._before = dataclasses.replace(engine.runtime.meter.counters)
+        self._seconds = 0.0
+        self._steps = 0
+        self._mark: float | None = None
+
+    def step_begins(self) -> None:
+        """Training time runs from here; what lay between two steps counts unless :meth:`pause` was called."""
+        if self._mark is None:
+            self._mark = time.perf_counter()
+
+    def step_ends(self) -> None:
+        """An optimizer step is over."""
+        now = time.perf_counter()
+        if self._mark is not None:
+            self._seconds += now - self._mark
+        self._mark = now
+        self._steps += 1
+
+    def pause(self) -> None:
+        """Evaluation or saving: the time until the next step begins isn't training."""
+        self._mark = None
+
+    def entries(self) -> dict[str, float]:
+        """The log entries since the last call."""
+        meter = self._engine.runtime.meter
+        meter.harvest()
+        now: Counters = dataclasses.replace(meter.counters)
+        before, self._before = self._before, now
+        steps, self._steps = max(1, self._steps), 0
+        seconds, self._seconds = self._seconds, 0.0
+        tokens = self._tokens.take()
+        values = {
+            "h2d_gb": (now.h2d_bytes - before.h2d_bytes) / GB / steps,
+            "d2h_gb": (now.d2h_bytes - before.d2h_bytes) / GB / steps,
+            "copy_wait_ms": (now.copy_wait_ms - before.copy_wait_ms) / steps,
+            "optimizer_wait_ms": (now.optimizer_wait_ms - before.optimizer_wait_ms) / steps,
+            "skipped_steps": float(now.skipped_steps),
+            "host_peak_gib": host_peak_bytes() / GIB,
+        }
+        if seconds > 0:
+            values["tokens_per_second"] = tokens / seconds
+            values["tflops"] = 6e-12 * self._engine.parameter_count * tokens / seconds
+        for kind, count in self._engine.host_bytes_by_kind().items():
+            values[f"host_{kind}_gib"] = count / GIB
+        for kind, count in self._engine.device_bytes_by_kind().items():
+            values[f"gpu_{kind}_gib"] = count / GIB
+        if self._engine.device.type == "cuda":
+            values["gpu_peak_gib"] = torch.cuda.max_memory_allocated(self._engine.device) / GIB
+        return {f"megatrain/{name}": round(value, 4) for name, value in values.items()}
+
+    def close(self) -> None:
+        """Stops counting tokens."""
+        self._tokens.handle.remove()

@@ -1,0 +1,152 @@
+"""What the Trainer's own steps mean while the plugin is active: placement, checkpoints, resume, logs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from megatrain_accelerate.checkpointing import (
+    STAGING_FOLDER,
+    publish,
+    remove_incomplete,
+    saving_progress,
+)
+from megatrain_accelerate.engine import Engine, engine_of
+from megatrain_accelerate.integrations.accelerate_backend import follow_clipping
+from megatrain_accelerate.integrations.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+
+def move_model_to_device(original: Callable[..., Any], trainer: Any, model: nn.Module, device: torch.device) -> None:
+    """The engine places weights when the model is prepared; until then they stay on the host."""
+
+
+def save_checkpoint(original: Callable[..., Any], trainer: Any, model: nn.Module, trial: Any, **kwargs: Any) -> None:
+    """Writes a checkpoint aside and renames it when it is complete, so that a kill never leaves a broken one."""
+    engine = engine_of(trainer.model)
+    if engine is None or not trainer.args.should_save:
+        original(trainer, model, trial, **kwargs)
+        return
+    run_dir = Path(trainer._get_output_dir(trial=trial))
+    staging = run_dir / STAGING_FOLDER
+    remove_incomplete(run_dir)
+    staging.mkdir(parents=True)
+    expected = sum(count for kind, count in engine.host_bytes_by_kind().items() if kind != "gradients")
+    engine.drain()
+    with saving_progress(staging, expected, show=not trainer.args.disable_tqdm), _output_dir(trainer, staging):
+        original(trainer, model, trial, **kwargs)
+    _point_best_checkpoint(trainer, staging, run_dir)
+    publish(run_dir)
+    _rotate(trainer, run_dir)
+
+
+@contextlib.contextmanager
+def _output_dir(trainer: Any, folder: Path) -> Iterator[None]:
+    trainer._get_output_dir = lambda trial: str(folder)
+    try:
+        yield
+    finally:
+        del trainer._get_output_dir
+
+
+def _point_best_checkpoint(trainer: Any, staging: Path, run_dir: Path) -> None:
+    """The Trainer notes the best checkpoint by the path under which it saw it."""
+    best_step = getattr(trainer.state, "best_global_step", None)
+    best = Path(trainer.state.best_model_checkpoint) if trainer.state.best_model_checkpoint else None
+    if best is not None and best.parent == staging:
+        trainer.state.best_model_checkpoint = str(run_dir / best.name)
+    elif best_step and (run_dir / f"checkpoint-{best_step}").exists():
+        trainer.state.best_model_checkpoint = str(run_dir / f"checkpoint-{best_step}")
+    for folder in staging.iterdir():
+        if (folder / "trainer_state.json").exists():
+            trainer.state.save_to_json(str(folder / "trainer_state.json"))
+
+
+def _rotate(trainer: Any, run_dir: Path) -> None:
+    """Deletes old checkpoints by the Trainer's own rule; inside the original call they weren't where it looked."""
+    try:
+        from transformers.trainer_utils import rotate_checkpoints
+    except ImportError:  # transformers 4
+        trainer._rotate_checkpoints(use_mtime=True, output_dir=str(run_dir))
+        return
+    rotate_checkpoints(
+        output_dir=str(run_dir),
+        save_total_limit=trainer.args.save_total_limit,
+        best_model_checkpoint=trainer.state.best_model_checkpoint,
+        use_mtime=True,
+    )
+
+
+def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
+    """Reads the optimizer's state from a file mapping: read whole, it would need 10 bytes a parameter more."""
+    from torch.utils.serialization import config as serialization
+
+    if checkpoint is None or engine_of(trainer.model) is None:
+        original(trainer, checkpoint)
+        return
+    with serialization.patch({"load.mmap": True}):
+        original(trainer, checkpoint)
+
+
+class MegatrainCallback(TrainerCallback):
+    """Follows a training: chooses the step schedule, adds the engine's numbers to the logs, drains at the end."""
+
+    def __init__(self) -> None:
+        self._telemetry: Telemetry | None = None
+
+    def _engine(self, kwargs: dict[str, Any]) -> Engine | None:
+        model = kwargs.get("model")
+        return engine_of(model) if model is not None else None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begins to count."""
+        engine = self._engine(kwargs)
+        if engine is not None:
+            follow_clipping(engine, clips=bool(args.max_grad_norm and args.max_grad_norm > 0))
+            self._telemetry = Telemetry(engine, kwargs["model"])
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step's micro-batches begin."""
+        if self._telemetry is not None:
+            self._telemetry.step_begins()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step is over."""
+        if self._telemetry is not None:
+            self._telemetry.step_ends()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Evaluation isn't training time."""
+        if self._telemetry is not None:
+            self._telemetry.pause()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Saving isn't training time."""
+        if self._telemetry is not None:
+            self._telemetry.pause()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Adds the numbers to a training log, for every tracker and for the history."""
+        if self._telemetry is None or logs is None or "loss" not in logs:
+            return
+        entries = self._telemetry.entries()
+        logs.update(entries)
+        if state.log_history:
+            state.log_history[-1].update(entries)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The last step is applied before anybody reads the weights."""
+        engine = self._engine(kwargs)
+        if engine is not None:
+            engine.drain()
+        if self._telemetry is not None:
+            self._telemetry.close()
+            self._telemetry = None
