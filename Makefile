@@ -1,0 +1,84 @@
+# make demo | test | test-fast | lint | clean | venv
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+# Where a machine without a GPU gets torch from; by default see install_torch.
+TORCH_INDEX ?=
+OUTPUT ?= outputs/demo
+DEMO_ARGS ?=
+
+BIN := $(VENV)/bin
+DEPENDENCIES := $(VENV)/.dependencies
+INSTALLED := $(VENV)/.installed
+KERNELS := $(wildcard megatrain_accelerate/optim/csrc/*)
+
+# Falls from about 8.3 to below 6 in about 300k tokens.
+CPU_DEMO_ARGS := --block_size 128 --max_text_mib 4 --per_device_train_batch_size 8 --max_steps 300 \
+	--learning_rate 2e-3 --warmup_steps 20 --logging_steps 5 --eval_steps 100 --max_eval_blocks 64
+GPU_DEMO_ARGS := --block_size 1024 --max_text_mib 8 --per_device_train_batch_size 16 --max_steps 120 \
+	--learning_rate 3e-4 --warmup_steps 10 --logging_steps 2 --eval_steps 40 --max_eval_blocks 64
+COMMON_DEMO_ARGS := --model_size auto --lr_scheduler_type cosine --adam_beta2 0.95 --weight_decay 0.1 --seed 42 \
+	--eval_strategy steps --save_strategy no --report_to wandb --run_name demo
+
+.PHONY: demo test test-fast lint clean venv
+.DELETE_ON_ERROR:
+
+venv: $(INSTALLED)
+
+# PyPI's wheel of torch for Linux brings gigabytes of CUDA. Without a GPU the CPU build is taken: from wherever pip is
+# set up to look, else from PyTorch's own index, else (it can't be reached) whatever pip finds.
+define install_torch
+	@if nvidia-smi -L >/dev/null 2>&1; then \
+		$(BIN)/pip install "$(TORCH)"; \
+	elif [ -n "$(TORCH_INDEX)" ]; then \
+		$(BIN)/pip install --index-url "$(TORCH_INDEX)" "$(TORCH)"; \
+	else \
+		echo "No GPU: installing a CPU build of torch"; \
+		$(BIN)/pip install "$(TORCH)+cpu" 2>/dev/null \
+		|| $(BIN)/pip install --timeout 15 --retries 0 --index-url https://download.pytorch.org/whl/cpu "$(TORCH)" \
+		|| $(BIN)/pip install "$(TORCH)"; \
+	fi
+endef
+
+$(DEPENDENCIES): requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(install_torch)
+	$(BIN)/pip install -r requirements-dev.txt
+	touch $@
+
+# Without build isolation: an isolated build would fetch what is here already.
+$(INSTALLED): $(DEPENDENCIES) pyproject.toml setup.py $(KERNELS)
+	$(BIN)/pip install --no-build-isolation --no-deps -e .
+	touch $@
+
+demo: $(INSTALLED)
+	@mkdir -p $(OUTPUT)
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		config=recipes/megatrain.yaml; arguments="$(GPU_DEMO_ARGS)"; \
+	else \
+		config=recipes/megatrain_cpu.yaml; arguments="$(CPU_DEMO_ARGS)"; \
+	fi; set -x; \
+	WANDB_DIR=$(OUTPUT) WANDB_PROJECT=megatrain-demo TOKENIZERS_PARALLELISM=false \
+	$(BIN)/accelerate launch --config $$config recipes/train_causal_lm.py \
+		--output_dir $(OUTPUT) $$arguments $(COMMON_DEMO_ARGS) $(DEMO_ARGS)
+	@echo "--- A sample of the saved model, by plain transformers:"
+	@MEGATRAIN_DISABLE=1 $(BIN)/python recipes/sample.py --model $(OUTPUT) --prompt "def read"
+	@echo "--- Report:"
+	@$(BIN)/python recipes/report.py $(OUTPUT) --require-falling-loss
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-fast: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not gpu and not slow"
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) build dist outputs *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -f megatrain_accelerate/optim/*.so
+	find megatrain_accelerate plugin_tests recipes -name __pycache__ -type d -prune -exec rm -rf {} +

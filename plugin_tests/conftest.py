@@ -1,0 +1,13 @@
+"""Environment of every test and of the processes that tests start: no network, no trackers, no surprises."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["MPLBACKEND"] = "Agg"
+os.environ.setdefault("WANDB_MODE", "disabled")
+for name in ("MEGATRAIN_ACTIVE", "MEGATRAIN_CONFIG", "MEGATRAIN_DISABLE", "WANDB_API_KEY"):
+    os.environ.pop(name, None)

@@ -1,0 +1,150 @@
+"""The recipe's scripts, each in a process of its own, under the stock Trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+from megatrain_accelerate.config import MegatrainConfig
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+STEPS = 3
+
+
+def run_script(name: str, *args: str | Path, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a recipe without the plugin; `check` shows its output where it fails."""
+    command = [sys.executable, str(RECIPES / name), *map(str, args)]
+    result = subprocess.run(
+        command,
+        env={**os.environ, "MEGATRAIN_DISABLE": "1", "OMP_NUM_THREADS": "1", **env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert not check or result.returncode == 0, (
+        f"{name} ended with {result.returncode}:\n{result.stdout}\n{result.stderr}"
+    )
+    return result
+
+
+def train(output_dir: Path, *args: str | Path, **env: str) -> None:
+    """A few steps of training."""
+    run_script(
+        "train_causal_lm.py",
+        *(
+            "--output_dir",
+            output_dir,
+            "--use_cpu",
+            "--model_size",
+            "tiny",
+            "--block_size",
+            "32",
+            "--max_text_mib",
+            "0.5",
+        ),
+        *("--max_steps", str(STEPS), "--per_device_train_batch_size", "2", "--max_eval_blocks", "2"),
+        *("--learning_rate", "3e-3", "--logging_steps", "1", "--save_strategy", "no", "--disable_tqdm", "true", *args),
+        **env,
+    )
+
+
+def logged(output_dir: Path, key: str) -> list[float]:
+    """The values of one key in the run's log."""
+    log = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
+    return [entry[key] for entry in log if key in entry]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a run that logs to W&B without a key."""
+    path = tmp_path_factory.mktemp("run")
+    environment = {"PYTHONHASHSEED": "1", "WANDB_DIR": str(path)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("WANDB_MODE", raising=False)
+        train(path, "--report_to", "wandb", **environment)
+    return path
+
+
+def test_run_logs_and_saves(run_dir: Path) -> None:
+    assert len(logged(run_dir, "loss")) == STEPS
+    assert len(logged(run_dir, "eval_loss")) == 1
+    assert (run_dir / "model.safetensors").is_file()
+
+
+def test_wandb_without_a_key_is_offline(run_dir: Path) -> None:
+    assert list(run_dir.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_second_run_has_the_same_tokenizer_and_losses(run_dir: Path, tmp_path: Path) -> None:
+    train(tmp_path, PYTHONHASHSEED="2")
+    assert (tmp_path / "tokenizer.json").read_bytes() == (run_dir / "tokenizer.json").read_bytes()
+    assert logged(tmp_path, "loss") == logged(run_dir, "loss")
+    assert logged(tmp_path, "eval_loss") == logged(run_dir, "eval_loss")
+
+
+@pytest.mark.parametrize("text", ["def f(x):\n\treturn x  # twice\n", "naïve 漢字 🚀 \x00", "  leading, trailing  "])
+def test_saved_tokenizer_gives_every_text_back(run_dir: Path, text: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(run_dir)
+    assert tokenizer.decode(tokenizer(text)["input_ids"], clean_up_tokenization_spaces=False) == text
+
+
+def test_sample_continues_the_prompt(run_dir: Path) -> None:
+    printed = run_script("sample.py", "--model", run_dir, "--prompt", "def read", "--max_new_tokens", "20").stdout
+    assert printed.startswith("def read")
+    assert len(printed) > len("def read\n")
+
+
+def test_saved_model_is_trained_on_from_a_local_file(run_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "notes.jsonl"
+    file.write_text("".join(json.dumps({"note": f"{i} times {i} is {i * i}. " * 20}) + "\n" for i in range(100)))
+    output_dir = tmp_path / "out"
+    train(
+        output_dir,
+        *("--model_name_or_path", run_dir, "--train_file", file, "--text_column", "note", "--eval_fraction", "0.2"),
+        HF_HOME=str(tmp_path / "hf"),
+    )
+    assert (output_dir / "tokenizer.json").read_bytes() == (run_dir / "tokenizer.json").read_bytes()
+    assert len(logged(output_dir, "loss")) == STEPS
+
+
+def write_log(output_dir: Path, log: list[dict[str, float]]) -> None:
+    (output_dir / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+
+
+def test_report_shows_the_newest_figures_and_draws_the_loss(tmp_path: Path) -> None:
+    log = [{"step": step, "loss": 5.0 - step, "megatrain/host_moments_gib": 40.0 + step} for step in range(4)]
+    write_log(tmp_path, [*log, {"step": 4, "eval_loss": 2.0, "megatrain/brand_new": 7.0}])
+    printed = run_script("report.py", tmp_path, "--require-falling-loss").stdout
+    assert "43.000 GiB" in printed
+    assert "40.000" not in printed
+    assert "brand_new" in printed
+    assert str(tmp_path / "loss.png") in printed
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_report_says_that_the_plugin_was_off(run_dir: Path) -> None:
+    assert "the plugin was off" in run_script("report.py", run_dir).stdout
+
+
+@pytest.mark.parametrize("losses", [[5.0, 5.0, 4.9, 4.9], [5.0, float("nan")], [5.0]], ids=["flat", "nan", "single"])
+def test_report_fails_where_a_falling_loss_is_required_and_there_is_none(tmp_path: Path, losses: list[float]) -> None:
+    write_log(tmp_path, [{"step": step, "loss": loss} for step, loss in enumerate(losses)])
+    result = run_script("report.py", tmp_path, "--require-falling-loss", check=False)
+    assert result.returncode == 1
+    assert "the loss did not fall" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["megatrain.yaml", "megatrain_cpu.yaml"])
+def test_yaml_holds_the_defaults(name: str) -> None:
+    settings = yaml.safe_load((RECIPES / name).read_text())
+    assert settings["distributed_type"] == "MEGATRAIN"
+    assert settings.get("use_cpu", False) == (name == "megatrain_cpu.yaml")
+    assert MegatrainConfig.from_mapping(settings["megatrain_config"]) == MegatrainConfig()
