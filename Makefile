@@ -79,6 +79,6 @@ lint: $(INSTALLED)
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) build dist outputs *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) build dist outputs/demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 	rm -f megatrain_accelerate/optim/*.so
 	find megatrain_accelerate plugin_tests recipes -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -24,7 +24,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "host_gradients_gib": ("gradients", "GiB"),
         "host_peak_gib": ("peak of the process", "GiB"),
     },
-    "GPU memory": {
+    "Device memory": {
         "gpu_slots_gib": ("weight slots", "GiB"),
         "gpu_gradient_slots_gib": ("gradient slots", "GiB"),
         "gpu_resident_gib": ("resident weights", "GiB"),
@@ -38,7 +38,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Speed": {
         "tokens_per_second": ("tokens a second", ""),
-        "tflops": ("TFLOPS", ""),
+        "tflops": ("TFLOPS (6 x parameters x tokens)", ""),
+        "skipped_steps": ("steps skipped, gradient not finite", ""),
     },
 }
 FALL = 0.95
@@ -48,6 +49,13 @@ FALL = 0.95
 def last_values(log: list[dict[str, Any]]) -> dict[str, float]:
     """The newest value of each key that the plugin logged, without the prefix."""
     return {key.removeprefix(PREFIX): value for entry in log for key, value in entry.items() if key.startswith(PREFIX)}
+
+
+def format_value(value: float, unit: str) -> str:
+    """Number and unit in columns; less than 1 GiB in MiB."""
+    if unit == "GiB" and value < 1:
+        value, unit = value * 1024, "MiB"
+    return f"{value:>14,.3f} {unit}".rstrip()
 
 
 def format_table(values: dict[str, float]) -> str:
@@ -61,7 +69,7 @@ def format_table(values: dict[str, float]) -> str:
         present = {key: row for key, row in rows.items() if key in values}
         if present:
             lines += ["", title]
-            lines += [f"  {label:<32}{values[key]:>14,.3f} {unit}".rstrip() for key, (label, unit) in present.items()]
+            lines += [f"  {label:<36}{format_value(values[key], unit)}" for key, (label, unit) in present.items()]
     return "\n".join(lines[1:])
 
 

@@ -121,10 +121,13 @@ def write_log(output_dir: Path, log: list[dict[str, float]]) -> None:
 
 def test_report_shows_the_newest_figures_and_draws_the_loss(tmp_path: Path) -> None:
     log = [{"step": step, "loss": 5.0 - step, "megatrain/host_moments_gib": 40.0 + step} for step in range(4)]
-    write_log(tmp_path, [*log, {"step": 4, "eval_loss": 2.0, "megatrain/brand_new": 7.0}])
+    write_log(
+        tmp_path, [*log, {"step": 4, "eval_loss": 2.0, "megatrain/gpu_slots_gib": 0.5, "megatrain/brand_new": 7.0}]
+    )
     printed = run_script("report.py", tmp_path, "--require-falling-loss").stdout
     assert "43.000 GiB" in printed
     assert "40.000" not in printed
+    assert "512.000 MiB" in printed
     assert "brand_new" in printed
     assert str(tmp_path / "loss.png") in printed
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
