@@ -82,4 +82,3 @@ def publish(run_dir: Path) -> list[Path]:
     _flush_to_disk(run_dir)
     shutil.rmtree(staging, ignore_errors=True)
     return published
-

@@ -110,9 +110,7 @@ class Engine:
         streams = Streams(device)
         meter = Meter(streams)
         self.kernels = HostKernels(config.host_threads)
-        make_unit = functools.partial(
-            HostUnit, kernels=self.kernels, huge_pages=config.huge_pages, register=register
-        )
+        make_unit = functools.partial(HostUnit, kernels=self.kernels, huge_pages=config.huge_pages, register=register)
         layers: list[StreamedLayer] = []
         groups: list[ResidentGroup] = []
         with self._progress(discovery, show_progress) as progress:
@@ -192,10 +190,7 @@ class Engine:
         groups = [list(module.named_parameters()) for _, module in discovery.layers]
         groups += [list(spec.parameters) for spec in discovery.residents]
         layouts = [
-            FlatLayout(
-                ParameterSpec(name, tuple(p.shape), self._dtypes[id(p)], p.requires_grad)
-                for name, p in group
-            )
+            FlatLayout(ParameterSpec(name, tuple(p.shape), self._dtypes[id(p)], p.requires_grad) for name, p in group)
             for group in groups
         ]
         parts = planned_host_bytes(layouts, training)

@@ -11,3 +11,6 @@ os.environ["MPLBACKEND"] = "Agg"
 os.environ.setdefault("WANDB_MODE", "disabled")
 for name in ("MEGATRAIN_ACTIVE", "MEGATRAIN_CONFIG", "MEGATRAIN_DISABLE", "WANDB_API_KEY"):
     os.environ.pop(name, None)
+
+# Models here are tiny: one thread is faster than two that wait for each other, in tests and in what they start.
+os.environ["OMP_NUM_THREADS"] = "1"

@@ -81,7 +81,9 @@ def prepare_model(
     """
     engine = engine_of(model)
     if engine is not None and not engine.matches(model):
-        logger.warning("megatrain: parameters were added, replaced, frozen or unfrozen since the model was prepared; it is adopted anew")
+        logger.warning(
+            "megatrain: parameters were added, replaced, frozen or unfrozen since the model was prepared; it is adopted anew"
+        )
         engine.close()
         engine = None
     if engine is None:
@@ -112,7 +114,10 @@ def prepare_model(
 
 
 def prepare_optimizer(
-    original: Callable[..., Any], accelerator: Any, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    original: Callable[..., Any],
+    accelerator: Any,
+    optimizer: torch.optim.Optimizer,
+    device_placement: bool | None = None,
 ) -> Any:
     """Makes the optimizer step on the host store of its model, now or when the model is prepared.
 

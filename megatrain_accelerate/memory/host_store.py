@@ -118,7 +118,9 @@ class HostUnit:
                 "(from_pretrained without device_map) before it is prepared"
             )
         if not value.is_floating_point():
-            raise UnsupportedError(f"parameter {self.name}.{state.name} has dtype {value.dtype}; only floating weights train")
+            raise UnsupportedError(
+                f"parameter {self.name}.{state.name} has dtype {value.dtype}; only floating weights train"
+            )
         if value.data_ptr() != state.weight.data_ptr():
             value = value.to("cpu").contiguous()
             if state.residual is not None and value.dtype == torch.float32:
@@ -150,20 +152,18 @@ class HostUnit:
                 state.gradient = self._gradient_memory.tensor(state.entry.weight_offset, spec.shape, spec.dtype)
 
     def allocate_moments(self) -> None:
-        """Makes the fused optimizer's fp32 moments, zero; zeroes them if they exist."""
+        """Makes the fused optimizer's fp32 moments, zero. Does nothing if they exist."""
         elements = self.layout.state_elements
-        if self.exp_avgs is None or self.exp_avg_sqs is None:
-            self._moment_memory = self._allocate(8 * elements, False)
-            self.exp_avgs = self._moment_memory.tensor(0, (elements,), torch.float32)
-            self.exp_avg_sqs = self._moment_memory.tensor(4 * elements, (elements,), torch.float32)
-            for state in self.states:
-                offset, shape = state.entry.state_offset, state.entry.spec.shape
-                if offset is not None:
-                    state.exp_avg = self._moment_memory.tensor(4 * offset, shape, torch.float32)
-                    state.exp_avg_sq = self._moment_memory.tensor(4 * (elements + offset), shape, torch.float32)
-        else:
-            self._kernels.zero(self.exp_avgs)
-            self._kernels.zero(self.exp_avg_sqs)
+        if self.exp_avgs is not None:
+            return
+        memory = self._allocate(8 * elements, False)
+        self.exp_avgs = memory.tensor(0, (elements,), torch.float32)
+        self.exp_avg_sqs = memory.tensor(4 * elements, (elements,), torch.float32)
+        for state in self.states:
+            offset, shape = state.entry.state_offset, state.entry.spec.shape
+            if offset is not None:
+                state.exp_avg = memory.tensor(4 * offset, shape, torch.float32)
+                state.exp_avg_sq = memory.tensor(4 * (elements + offset), shape, torch.float32)
 
     def host_bytes_by_kind(self) -> dict[str, int]:
         """Bytes that the unit holds now, by what they hold."""

@@ -101,7 +101,10 @@ class HostStep:
                 "megatrain_config.max_nonfinite_steps sets the limit"
             )
         logger.warning(
-            "megatrain: gradient norm is %s, step skipped (%d in a row, %d allowed)", norm, self._nonfinite_in_a_row, limit - 1
+            "megatrain: gradient norm is %s, step skipped (%d in a row, %d allowed)",
+            norm,
+            self._nonfinite_in_a_row,
+            limit - 1,
         )
         return False
 
@@ -134,7 +137,27 @@ class FusedStep(HostStep):
         self._skipped_in_backward: list[str] = []
         for unit in runtime.units:
             unit.allocate_moments()
+            for state in unit.states:
+                self.import_state(state, optimizer.state.pop(state.parameter, None) or {})
         self.set_schedule(schedule)
+
+    def import_state(self, state: ParameterState, values: dict[str, Any]) -> None:
+        """Sets a parameter's moments, step and residual from an optimizer's state for it; empty means none yet."""
+        if state.exp_avg is None or state.exp_avg_sq is None:
+            return
+        if not values:
+            state.exp_avg.zero_()
+            state.exp_avg_sq.zero_()
+            return
+        for view, key in ((state.exp_avg, "exp_avg"), (state.exp_avg_sq, "exp_avg_sq")):
+            if values[key].data_ptr() != view.data_ptr():
+                view.copy_(values[key])
+        residual = values.get(RESIDUAL_KEY)
+        if state.residual is not None and residual is not None and residual.dtype == torch.int16:
+            state.residual.copy_(residual)
+        entry = self._optimizer_state[state.parameter]
+        entry["step"] = torch.tensor(float(values["step"]), dtype=torch.float32)
+        self._expose(entry, state)
 
     def set_schedule(self, schedule: str) -> None:
         """Chooses when the arithmetic runs, from the next backward on: ``deferred``, ``backward`` or ``serial``."""
@@ -150,12 +173,12 @@ class FusedStep(HostStep):
         entry = self._optimizer_state[state.parameter]
         if not entry:
             entry["step"] = torch.zeros((), dtype=torch.float32)
-            self.expose(entry, state)
+            self._expose(entry, state)
         entry["step"] += 1
         return int(entry["step"].item())
 
     @staticmethod
-    def expose(entry: dict[str, Any], state: ParameterState) -> None:
+    def _expose(entry: dict[str, Any], state: ParameterState) -> None:
         """Puts the store's views into an optimizer's state under the names of torch.optim.AdamW."""
         entry["exp_avg"], entry["exp_avg_sq"] = state.exp_avg, state.exp_avg_sq
         if state.residual is not None:
@@ -285,7 +308,9 @@ class MasterStep(HostStep):
         runtime.norms.forget()
         if not self.allows(norm):
             return None
-        owners = {id(state): (unit, gate, group) for unit, gate, group in runtime.in_forward_order() for state in unit.states}
+        owners = {
+            id(state): (unit, gate, group) for unit, gate, group in runtime.in_forward_order() for state in unit.states
+        }
         shown: list[tuple[ParameterState, torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
         touched: dict[int, tuple[HostUnit, ResidentGroup | None]] = {}
         for state, _ in found:
@@ -363,10 +388,6 @@ def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: s
     """
     original = getattr(type(optimizer), "_megatrain_original_class", type(optimizer))
     optimizer.__class__ = original
-    if optimizer.state and any(optimizer.state.values()):
-        raise UnsupportedError(
-            "the optimizer has state already; call accelerator.prepare() before the first step, and load its state after"
-        )
     if is_fusable(optimizer):
         driver: HostStep = _adopt_fused(optimizer, runtime, schedule)
     else:
@@ -401,19 +422,9 @@ def _adopt_fused(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str)
         driver.bind(self)
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         for key, parameter in zip(saved, driver.parameters(self), strict=True):
-            values = state_dict["state"].get(key)
             state = runtime.state_of(parameter)
-            if not values or state is None:
-                continue
-            assert state.exp_avg is not None
-            assert state.exp_avg_sq is not None
-            state.exp_avg.copy_(values["exp_avg"])
-            state.exp_avg_sq.copy_(values["exp_avg_sq"])
-            residual = values.get(RESIDUAL_KEY)
-            if state.residual is not None and residual is not None and residual.dtype == torch.int16:
-                state.residual.copy_(residual)
-            self.state[parameter]["step"] = torch.tensor(float(values["step"]), dtype=torch.float32)
-            driver.expose(self.state[parameter], state)
+            if state is not None:
+                driver.import_state(state, state_dict["state"].get(key) or {})
 
     members = {"step": step, "zero_grad": zero_grad, "state_dict": state_dict, "load_state_dict": load_state_dict}
     optimizer.__class__ = _swapped_class(optimizer, {**members, "_megatrain_original_class": original})

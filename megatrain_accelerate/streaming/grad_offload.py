@@ -199,7 +199,9 @@ class GradientOffloader:
         if self.on_layer_done is not None:
             self.on_layer_done(layer, wait)
 
-    def _copy_out(self, slot: GradientSlot, layer: StreamedLayer, target: torch.Tensor, norms: torch.Tensor | None) -> Any:
+    def _copy_out(
+        self, slot: GradientSlot, layer: StreamedLayer, target: torch.Tensor, norms: torch.Tensor | None
+    ) -> Any:
         """Issues the copy; returns an event of its own, since the slot's may be recorded again before it is waited for."""
         d2h_stream = self._streams.d2h_stream
         size = layer.unit.layout.gradient_bytes

@@ -90,7 +90,9 @@ class AmbientState:
 class LayerCall:
     """One call of a layer: its arguments, taken apart into tensors and the rest."""
 
-    def __init__(self, context: RunContext, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, context: RunContext, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self.context = context
         self.layer = layer
         leaves, self._spec = tree_flatten((args, kwargs))
@@ -138,7 +140,9 @@ class LayerFunction(torch.autograd.Function):
     """Forward without a graph; backward fetches the layer again, recomputes, and offloads the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, call: LayerCall, tape: Tape, position: int, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, call: LayerCall, tape: Tape, position: int, anchor: torch.Tensor, *tensors: torch.Tensor
+    ) -> Any:
         context, layer = call.context, call.layer
         ctx.call, ctx.tape, ctx.position = call, tape, position
         ctx.set_materialize_grads(False)
@@ -172,7 +176,11 @@ class LayerFunction(torch.autograd.Function):
                     leaves.append(weight.requires_grad_())
                 weights.append(weight)
             with layer.bound(weights):
-                with ctx.ambient.entered(), torch.enable_grad(), record_function(f"megatrain::recompute ({layer.name})"):
+                with (
+                    ctx.ambient.entered(),
+                    torch.enable_grad(),
+                    record_function(f"megatrain::recompute ({layer.name})"),
+                ):
                     outputs = call.run(tensors, replay=True)
                 pairs = [
                     (output, gradient)

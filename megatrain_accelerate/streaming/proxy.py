@@ -40,7 +40,9 @@ def note_checkpointing_ignored() -> None:
     global _checkpointing_noted
     if not _checkpointing_noted:
         _checkpointing_noted = True
-        logger.warning("megatrain: layers are recomputed by the streaming engine; gradient_checkpointing is left off in them")
+        logger.warning(
+            "megatrain: layers are recomputed by the streaming engine; gradient_checkpointing is left off in them"
+        )
 
 
 def _proxy_class(original: type[nn.Module]) -> type[nn.Module]:

@@ -149,7 +149,9 @@ class StreamingRuntime:
 
     def _acquire_backward(self, layer: StreamedLayer, tape: Tape, position: int) -> WeightSlot:
         forward_follows = not self.gradients_complete()
-        return self.prefetcher.acquire(layer, self._order.after_backward(tape, position, self.config.slots, forward_follows))
+        return self.prefetcher.acquire(
+            layer, self._order.after_backward(tape, position, self.config.slots, forward_follows)
+        )
 
     def _backward_begins(self) -> None:
         if not self._in_backward:

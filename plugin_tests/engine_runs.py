@@ -1,0 +1,75 @@
+"""Runs of the engine without Accelerate, for tests that look at it from inside."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from plain_torch import PlainRun
+from torch import nn
+
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.engine import Engine
+from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
+
+
+def attach(
+    model: nn.Module, *, bf16: bool = True, device: str = "cpu", training: bool = True, **settings: object
+) -> Engine:
+    """An engine on ``model``, without a progress bar."""
+    config = MegatrainConfig.from_mapping(settings)
+    return Engine(model, torch.device(device), config, bf16=bf16, training=training, show_progress=False)
+
+
+def train_streamed(
+    model: nn.Module,
+    batches: list[torch.Tensor],
+    *,
+    bf16: bool = True,
+    schedule: str = "deferred",
+    max_norm: float | None = 1.0,
+    accumulation: int = 1,
+    device: str = "cpu",
+    learning_rate: Callable[[int], float] = lambda step: 1e-3,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    **settings: object,
+) -> PlainRun:
+    """The same loop as ``plain_torch.train_bf16_with_masters`` through the engine, on a copy of ``model``."""
+    model = copy.deepcopy(model)
+    if make_optimizer is None:
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    else:
+        optimizer = make_optimizer(list(model.parameters()))
+    engine = attach(model, bf16=bf16, device=device, **settings)
+    last_micro_batch = False
+    engine.runtime.gradients_complete = lambda: last_micro_batch
+    adopt_optimizer(optimizer, engine.runtime, schedule)
+    losses, norms = [], []
+    for step in range(len(batches) // accumulation):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
+        for position in range(accumulation):
+            last_micro_batch = position == accumulation - 1
+            ids = batches[step * accumulation + position].to(device)
+            loss = model(input_ids=ids, labels=ids).loss / accumulation
+            loss.backward()
+            losses.append(loss.item())
+        if max_norm is not None:
+            norms.append(float(engine.runtime.clip_grad_norm(model.parameters(), max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.drain()
+    masters = masters_of(engine, model)
+    weights = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
+    engine.close()
+    return PlainRun(losses, norms, masters, weights)
+
+
+def masters_of(engine: Engine, model: nn.Module) -> dict[str, torch.Tensor]:
+    """fp32 masters by name, joined from the store."""
+    owners = {id(state.parameter): (unit, state) for unit in engine.runtime.units for state in unit.states}
+    return {
+        name: owners[id(parameter)][0].read_master(owners[id(parameter)][1])
+        for name, parameter in model.named_parameters()
+    }

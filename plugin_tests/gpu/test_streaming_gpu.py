@@ -1,0 +1,210 @@
+"""The engine on a GPU: equality with plain PyTorch there, races, memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import plain_torch
+import pytest
+import torch
+from engine_runs import attach, train_streamed
+from plain_torch import tiny_model, token_batches, train_bf16_with_masters
+from torch import nn
+
+from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
+from megatrain_accelerate.streaming import prefetch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SLEEP_CYCLES = 20_000_000  # about 10 ms: far longer than the kernels of the tiny models here
+
+
+@pytest.fixture(autouse=True)
+def exact_torch_sqrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "sqrt", plain_torch.ieee_sqrt)
+
+
+@pytest.fixture(autouse=True)
+def deterministic_kernels() -> Iterator[None]:
+    # Atomics in attention's and the embedding's backward would make two runs of the same code differ.
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def plain_on_gpu(model: nn.Module, batches: list[torch.Tensor], **settings: Any) -> plain_torch.PlainRun:
+    """Plain bf16 on the GPU; masters and torch.optim.AdamW on the CPU, as the engine has them."""
+    model = copy.deepcopy(model)
+    masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data = plain_torch.round_to_bf16(parameter.data).cuda()
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = None if buffer is None else buffer.cuda()
+    optimizer = torch.optim.AdamW(list(masters.values()), lr=1e-3, weight_decay=0.01, foreach=False)
+    losses = []
+    for ids in batches:
+        loss = model(input_ids=ids.cuda(), labels=ids.cuda()).loss
+        loss.backward()
+        losses.append(loss.item())
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            masters[name].grad = parameter.grad.float().cpu()
+            parameter.grad = None
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            parameter.data = plain_torch.round_to_bf16(masters[name].detach()).cuda()
+    weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    return plain_torch.PlainRun(losses, [], {name: m.detach() for name, m in masters.items()}, weights)
+
+
+def assert_bit_equal(streamed: plain_torch.PlainRun, plain: plain_torch.PlainRun) -> None:
+    assert streamed.losses == plain.losses
+    for name, weight in plain.weights.items():
+        assert torch.equal(streamed.weights[name], weight), f"{name}: weights differ"
+        assert torch.equal(streamed.masters[name], plain.masters[name]), f"{name}: masters differ"
+
+
+@pytest.mark.parametrize("schedule", ["deferred", "serial", "backward"])
+@pytest.mark.parametrize("slots", [2, 3])
+def test_training_is_bit_equal_to_plain_pytorch_on_the_gpu(schedule: str, slots: int) -> None:
+    model, batches = tiny_model(attn_implementation="eager"), token_batches(20)
+    streamed = train_streamed(model, batches, device="cuda", max_norm=None, schedule=schedule, slots=slots)
+    assert_bit_equal(streamed, plain_on_gpu(model, batches))
+
+
+def test_clipped_training_agrees_with_the_cpu_run() -> None:
+    # bf16 matrix products sum in another order on the GPU: relative 2**-8 a product, averaged down in the loss.
+    plain = train_bf16_with_masters(tiny_model(), token_batches(10))
+    streamed = train_streamed(tiny_model(), token_batches(10), device="cuda")
+    torch.testing.assert_close(streamed.losses, plain.losses, rtol=5e-3, atol=5e-3)
+    torch.testing.assert_close(streamed.norms, plain.norms, rtol=2e-2, atol=2e-2)
+
+
+def test_schedules_are_bit_equal_with_clipping_and_accumulation() -> None:
+    model, batches = tiny_model(attn_implementation="eager"), token_batches(12)
+    runs = [
+        train_streamed(model, batches, device="cuda", accumulation=3, schedule=schedule, slots=slots)
+        for schedule, slots in (("serial", 2), ("deferred", 2), ("deferred", 4))
+    ]
+    for run in runs[1:]:
+        assert run.norms == runs[0].norms
+        assert_bit_equal(run, runs[0])
+
+
+def _slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = prefetch.Prefetcher._fill
+
+    def slow_fill(self: Any, slot: Any, layer: Any) -> None:
+        with self._streams.on(self._streams.h2d_stream):
+            torch.cuda._sleep(SLEEP_CYCLES)
+        fill(self, slot, layer)
+
+    monkeypatch.setattr(prefetch.Prefetcher, "_fill", slow_fill)
+
+
+def test_kernels_wait_for_slow_weight_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = tiny_model(attn_implementation="eager"), token_batches(3)
+    plain = plain_on_gpu(model, batches)
+    _slow_copies(monkeypatch)
+    assert_bit_equal(train_streamed(model, batches, device="cuda", max_norm=None), plain)
+
+
+def test_the_race_test_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = tiny_model(attn_implementation="eager"), token_batches(3)
+    plain = plain_on_gpu(model, batches)
+    _slow_copies(monkeypatch)
+    monkeypatch.setattr("megatrain_accelerate.streaming.meter.Meter.compute_waits_for", lambda self, event: None)
+    assert train_streamed(model, batches, device="cuda", max_norm=None).losses != plain.losses
+
+
+def test_slot_is_not_overwritten_while_slow_kernels_read_it() -> None:
+    model, batches = tiny_model(attn_implementation="eager"), token_batches(3)
+    plain = plain_on_gpu(model, batches)
+    slow = copy.deepcopy(model)
+    for layer in slow.model.layers:
+        # The layer's kernels start late; the copies for the next layers don't.
+        layer.input_layernorm.register_forward_pre_hook(lambda *_: torch.cuda._sleep(SLEEP_CYCLES))
+    assert_bit_equal(train_streamed(slow, batches, device="cuda", max_norm=None), plain)
+
+
+def test_gradient_slot_is_not_overwritten_while_a_slow_copy_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatrain_accelerate.streaming import grad_offload
+
+    model, batches = tiny_model(attn_implementation="eager"), token_batches(3)
+    plain = plain_on_gpu(model, batches)
+    copy_out = grad_offload.GradientOffloader._copy_out
+
+    def slow_copy_out(self: Any, *args: Any) -> Any:
+        with self._streams.on(self._streams.d2h_stream):
+            torch.cuda._sleep(SLEEP_CYCLES)
+        return copy_out(self, *args)
+
+    monkeypatch.setattr(grad_offload.GradientOffloader, "_copy_out", slow_copy_out)
+    assert_bit_equal(train_streamed(model, batches, device="cuda", max_norm=None, gradient_slots=1), plain)
+
+
+def test_host_buffers_are_registered_and_exact() -> None:
+    engine = attach(tiny_model(), device="cuda")
+    for unit in engine.runtime.units:
+        assert unit.weights.is_pinned()
+        assert unit.gradients is not None
+        assert unit.gradients.is_pinned()
+    engine.close()
+
+
+def test_a_step_synchronises_nothing_pins_nothing_and_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = attach(model, device="cuda")
+    adopt_optimizer(optimizer, engine.runtime, "deferred")
+    allocated, pinned = [], []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("device-wide synchronisation in a step"))
+    for ids in token_batches(8):
+        ids = ids.cuda()
+        model(input_ids=ids, labels=ids).loss.backward()
+        engine.runtime.clip_grad_norm(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.current_stream().synchronize()
+        allocated.append(torch.cuda.memory_allocated())
+        pinned.append(torch.cuda.memory.host_memory_stats().get("allocations.allocated", 0))
+    assert len(set(allocated[2:])) == 1
+    assert len(set(pinned[2:])) == 1
+    monkeypatch.undo()
+    engine.close()
+
+
+def test_each_layer_is_fetched_at_most_twice_a_step_and_leaves_once() -> None:
+    model = tiny_model(num_hidden_layers=6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = attach(model, device="cuda")
+    adopt_optimizer(optimizer, engine.runtime, "deferred")
+    counters = engine.runtime.meter.counters
+    for step, ids in enumerate(token_batches(4)):
+        before = counters.weight_fetches
+        model(input_ids=ids.cuda(), labels=ids.cuda()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        # The last two layers are still in the slots when backward begins.
+        assert counters.weight_fetches - before == 6 + 4, f"step {step}"
+    engine.close()
+
+
+def test_evaluation_and_generation_stream_and_agree_with_plain_pytorch() -> None:
+    model = tiny_model()
+    plain = copy.deepcopy(model).bfloat16().cuda().eval()
+    engine = attach(model, device="cuda", training=False)
+    model.eval()
+    ids = token_batches(1)[0].cuda()
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=2e-2, atol=2e-2)
+    prompt = ids[:, :4]
+    streamed = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert streamed.shape == (2, 12)
+    torch.testing.assert_close(
+        streamed[:, :5], plain.generate(prompt, max_new_tokens=1, do_sample=False, pad_token_id=0)
+    )
+    engine.close()

@@ -1,0 +1,129 @@
+"""The engine against plain PyTorch: bit-equal weights, masters, losses and norms, whatever the placement in time."""
+
+from __future__ import annotations
+
+import plain_torch
+import pytest
+import torch
+from engine_runs import train_streamed
+from plain_torch import PlainRun, tiny_model, token_batches, train_bf16_with_masters
+
+STEPS = 20
+pytestmark = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="torch's baseline CPU kernels have no fused multiply-add and round AdamW differently from its others",
+)
+
+
+@pytest.fixture(autouse=True)
+def exact_torch_sqrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "sqrt", plain_torch.ieee_sqrt)
+
+
+def assert_bit_equal(streamed: PlainRun, plain: PlainRun) -> None:
+    assert streamed.losses == plain.losses
+    assert streamed.norms == plain.norms
+    for name, weight in plain.weights.items():
+        assert torch.equal(streamed.weights[name], weight), f"{name}: weights differ"
+        assert torch.equal(streamed.masters[name], plain.masters[name]), f"{name}: masters differ"
+
+
+@pytest.fixture(scope="module")
+def plain_clipped() -> PlainRun:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "sqrt", plain_torch.ieee_sqrt)
+        run = train_bf16_with_masters(tiny_model(), token_batches(STEPS))
+    assert max(run.norms) > 1.0, "clipping must be at work for the test to mean something"
+    assert run.losses[0] != run.losses[-1]
+    return run
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("schedule", ["deferred", "serial"])
+def test_clipped_bf16_training_is_bit_equal_to_plain_pytorch(
+    plain_clipped: PlainRun, slots: int, schedule: str
+) -> None:
+    streamed = train_streamed(tiny_model(), token_batches(STEPS), schedule=schedule, slots=slots)
+    assert_bit_equal(streamed, plain_clipped)
+
+
+@pytest.mark.parametrize("schedule", ["deferred", "serial", "backward"])
+@pytest.mark.parametrize("slots", [2, 3])
+def test_unclipped_bf16_training_is_bit_equal_in_every_schedule(schedule: str, slots: int) -> None:
+    batches = token_batches(STEPS)
+    plain = train_bf16_with_masters(tiny_model(), batches, max_norm=None)
+    assert_bit_equal(train_streamed(tiny_model(), batches, max_norm=None, schedule=schedule, slots=slots), plain)
+
+
+@pytest.mark.parametrize(("schedule", "max_norm"), [("deferred", 1.0), ("serial", 1.0), ("backward", None)])
+def test_accumulation_is_bit_equal_to_adding_bf16_gradients(schedule: str, max_norm: float | None) -> None:
+    batches = token_batches(12)
+    plain = train_bf16_with_masters(tiny_model(), batches, accumulation=3, max_norm=max_norm)
+    streamed = train_streamed(tiny_model(), batches, accumulation=3, schedule=schedule, max_norm=max_norm)
+    assert_bit_equal(streamed, plain)
+
+
+def test_learning_rate_is_read_at_the_step_not_when_the_worker_runs() -> None:
+    def schedule(step: int) -> float:
+        return 1e-3 / (1 + step)
+
+    plain = train_bf16_with_masters(tiny_model(), token_batches(8), learning_rate=schedule)
+    assert_bit_equal(train_streamed(tiny_model(), token_batches(8), learning_rate=schedule), plain)
+
+
+def test_tied_embeddings_are_bit_equal() -> None:
+    plain = train_bf16_with_masters(tiny_model(tie_word_embeddings=True), token_batches(8))
+    assert_bit_equal(train_streamed(tiny_model(tie_word_embeddings=True), token_batches(8)), plain)
+
+
+def test_alternating_sliding_windows_are_bit_equal() -> None:
+    # Each layer must run with its own attributes: layer 0's window in every layer gives other losses.
+    changes = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+    full = train_bf16_with_masters(tiny_model(), token_batches(4))
+    plain = train_bf16_with_masters(tiny_model(**changes), token_batches(4))
+    assert plain.losses != full.losses
+    assert_bit_equal(train_streamed(tiny_model(**changes), token_batches(4)), plain)
+
+
+def test_dropout_is_replayed_exactly_in_backward() -> None:
+    model, batches = tiny_model(attention_dropout=0.3), token_batches(6)
+    torch.manual_seed(3)
+    plain = train_bf16_with_masters(model, batches)
+    torch.manual_seed(3)
+    assert_bit_equal(train_streamed(model, batches), plain)
+    assert plain.losses != train_bf16_with_masters(tiny_model(), batches).losses
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+        lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
+        lambda parameters: torch.optim.Adam(parameters, lr=1e-3, weight_decay=0.1, foreach=False),
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, amsgrad=True, foreach=False),
+    ],
+    ids=["sgd", "adagrad", "adam_l2", "amsgrad"],
+)
+@pytest.mark.filterwarnings("ignore:megatrain")
+def test_other_optimizers_step_on_fp32_masters_bit_equal(optimizer: object) -> None:
+    plain = train_bf16_with_masters(tiny_model(), token_batches(6), make_optimizer=optimizer)  # type: ignore[arg-type]
+    streamed = train_streamed(tiny_model(), token_batches(6), make_optimizer=optimizer)  # type: ignore[arg-type]
+    assert_bit_equal(streamed, plain)
+
+
+def test_fp32_training_is_bit_equal_to_plain_pytorch() -> None:
+    model, batches = tiny_model(), token_batches(STEPS)
+    streamed = train_streamed(model, batches, bf16=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, foreach=False)
+    losses, norms = [], []
+    for ids in batches:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert streamed.losses == losses
+    assert streamed.norms == norms
+    for name, parameter in model.named_parameters():
+        assert torch.equal(streamed.weights[name], parameter.detach()), name

@@ -1,0 +1,103 @@
+"""Plain PyTorch references and tiny models, shared by the tests. No part of the package is used here."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+
+def ieee_sqrt(tensor: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded square root; torch's own CPU one comes from MKL and is off by an ulp for about 1% of floats."""
+    return torch.from_numpy(np.sqrt(tensor.numpy()))
+
+
+def tiny_config(**changes: object) -> Qwen2Config:
+    """A Qwen2 small enough for tests: 4 layers of 64 hidden units."""
+    settings: dict[str, object] = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 256,
+    }
+    return Qwen2Config(**{**settings, **changes})
+
+
+def tiny_model(seed: int = 0, **changes: object) -> Qwen2ForCausalLM:
+    """A randomly initialised tiny Qwen2 in fp32."""
+    torch.manual_seed(seed)
+    return Qwen2ForCausalLM(tiny_config(**changes))
+
+
+def token_batches(
+    count: int, batch: int = 2, length: int = 32, vocabulary: int = 128, seed: int = 7
+) -> list[torch.Tensor]:
+    """Random token ids, (batch, length) each."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocabulary, (batch, length), generator=generator) for _ in range(count)]
+
+
+def round_to_bf16(master: torch.Tensor) -> torch.Tensor:
+    """fp32 to the nearest bf16, ties away from zero: the rounding of the split master's upper half."""
+    bits = (master.view(torch.int32) + 0x8000) & -0x10000
+    return bits.view(torch.float32).to(torch.bfloat16)
+
+
+@dataclasses.dataclass
+class PlainRun:
+    """What a plain run left: losses, norms, and fp32 masters by name."""
+
+    losses: list[float]
+    norms: list[float]
+    masters: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+
+def train_bf16_with_masters(
+    model: nn.Module,
+    batches: list[torch.Tensor],
+    *,
+    max_norm: float | None = 1.0,
+    accumulation: int = 1,
+    learning_rate: Callable[[int], float] = lambda step: 1e-3,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+) -> PlainRun:
+    """bf16 weights and gradients, fp32 masters, ``torch.optim.AdamW``: the loop that the engine must equal bit by bit."""
+    model = copy.deepcopy(model)
+    masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data = round_to_bf16(parameter.data)
+    if make_optimizer is None:
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            list(masters.values()), lr=1e-3, weight_decay=0.01, foreach=False, fused=False
+        )
+    else:
+        optimizer = make_optimizer(list(masters.values()))
+    losses, norms = [], []
+    for step in range(len(batches) // accumulation):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
+        for ids in batches[step * accumulation : (step + 1) * accumulation]:
+            loss = model(input_ids=ids, labels=ids).loss / accumulation
+            loss.backward()
+            losses.append(loss.item())
+        for name, parameter in model.named_parameters():
+            masters[name].grad = None if parameter.grad is None else parameter.grad.float()
+        if max_norm is not None:
+            norms.append(float(nn.utils.clip_grad_norm_(list(masters.values()), max_norm, foreach=False)))
+        optimizer.step()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.data = round_to_bf16(masters[name].detach())
+                parameter.grad = None
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return PlainRun(losses, norms, {name: master.detach() for name, master in masters.items()}, weights)
