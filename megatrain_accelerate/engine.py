@@ -182,8 +182,7 @@ class Engine:
         for module in model.modules():
             keep.update(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
         return {
-            id(parameter): compute_dtype(name, parameter, bf16, sorted(keep))
-            for name, parameter in model.named_parameters()
+            id(parameter): compute_dtype(name, parameter, bf16, sorted(keep)) for name, parameter in model.named_parameters()
         }
 
     def _require_memory(self, discovery: Discovery, training: bool) -> dict[str, int]:

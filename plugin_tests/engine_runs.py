@@ -14,9 +14,7 @@ from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 
 
-def attach(
-    model: nn.Module, *, bf16: bool = True, device: str = "cpu", training: bool = True, **settings: object
-) -> Engine:
+def attach(model: nn.Module, *, bf16: bool = True, device: str = "cpu", training: bool = True, **settings: object) -> Engine:
     """An engine on ``model``, without a progress bar."""
     config = MegatrainConfig.from_mapping(settings)
     return Engine(model, torch.device(device), config, bf16=bf16, training=training, show_progress=False)
@@ -70,6 +68,5 @@ def masters_of(engine: Engine, model: nn.Module) -> dict[str, torch.Tensor]:
     """fp32 masters by name, joined from the store."""
     owners = {id(state.parameter): (unit, state) for unit in engine.runtime.units for state in unit.states}
     return {
-        name: owners[id(parameter)][0].read_master(owners[id(parameter)][1])
-        for name, parameter in model.named_parameters()
+        name: owners[id(parameter)][0].read_master(owners[id(parameter)][1]) for name, parameter in model.named_parameters()
     }

@@ -38,9 +38,7 @@ def tiny_model(seed: int = 0, **changes: object) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(tiny_config(**changes))
 
 
-def token_batches(
-    count: int, batch: int = 2, length: int = 32, vocabulary: int = 128, seed: int = 7
-) -> list[torch.Tensor]:
+def token_batches(count: int, batch: int = 2, length: int = 32, vocabulary: int = 128, seed: int = 7) -> list[torch.Tensor]:
     """Random token ids, (batch, length) each."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, vocabulary, (batch, length), generator=generator) for _ in range(count)]

@@ -82,7 +82,7 @@ def prepare_model(
     engine = engine_of(model)
     if engine is not None and not engine.matches(model):
         logger.warning(
-            "megatrain: parameters were added, replaced, frozen or unfrozen since the model was prepared; it is adopted anew"
+            "megatrain: parameters were added, replaced, frozen or unfrozen since the model was prepared; adopting it anew"
         )
         engine.close()
         engine = None

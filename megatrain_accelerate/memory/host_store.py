@@ -118,9 +118,7 @@ class HostUnit:
                 "(from_pretrained without device_map) before it is prepared"
             )
         if not value.is_floating_point():
-            raise UnsupportedError(
-                f"parameter {self.name}.{state.name} has dtype {value.dtype}; only floating weights train"
-            )
+            raise UnsupportedError(f"parameter {self.name}.{state.name} has dtype {value.dtype}; only floating weights train")
         if value.data_ptr() != state.weight.data_ptr():
             value = value.to("cpu").contiguous()
             if state.residual is not None and value.dtype == torch.float32:

@@ -6,10 +6,9 @@ run the fused kernel, deferred; any other torch optimizer runs its own ``step()`
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -308,9 +307,7 @@ class MasterStep(HostStep):
         runtime.norms.forget()
         if not self.allows(norm):
             return None
-        owners = {
-            id(state): (unit, gate, group) for unit, gate, group in runtime.in_forward_order() for state in unit.states
-        }
+        owners = {id(state): (unit, gate, group) for unit, gate, group in runtime.in_forward_order() for state in unit.states}
         shown: list[tuple[ParameterState, torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
         touched: dict[int, tuple[HostUnit, ResidentGroup | None]] = {}
         for state, _ in found:

@@ -40,9 +40,7 @@ LIBRARY_PATH = pathlib.Path(__file__).with_name("_host_kernels.so")
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
 _INTERFACE_VERSION = 1
-_REBUILD = (
-    "build it with `pip install --force-reinstall --no-deps .` in a checkout of this package (needs a C++ compiler)"
-)
+_REBUILD = "build it with `pip install --force-reinstall --no-deps .` in a checkout of this package (needs a C++ compiler)"
 
 
 class _AdamConstants(ctypes.Structure):

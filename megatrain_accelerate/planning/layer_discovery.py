@@ -104,9 +104,7 @@ def _owners_in_layers(layers: Sequence[tuple[str, nn.Module]]) -> dict[int, str]
     return owners
 
 
-def _residents(
-    model: nn.Module, layers: Sequence[tuple[str, nn.Module]], in_layers: dict[int, str]
-) -> list[ResidentSpec]:
+def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]], in_layers: dict[int, str]) -> list[ResidentSpec]:
     first_layer, _ = layers[0]
     inside = {id(module) for _, layer in layers for module in layer.modules()}
     readers: dict[int, list[nn.Module]] = {}

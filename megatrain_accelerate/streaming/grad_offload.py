@@ -141,9 +141,7 @@ class GradientOffloader:
     def allocate_slots(self) -> None:
         """Makes the gradient slots. Does nothing when they exist; a run that only evaluates needs none."""
         if not self.slots:
-            self.slots = [
-                GradientSlot(self._largest, self._most_parameters, self._streams) for _ in range(self._slot_count)
-            ]
+            self.slots = [GradientSlot(self._largest, self._most_parameters, self._streams) for _ in range(self._slot_count)]
 
     @property
     def device_bytes(self) -> int:
@@ -199,9 +197,7 @@ class GradientOffloader:
         if self.on_layer_done is not None:
             self.on_layer_done(layer, wait)
 
-    def _copy_out(
-        self, slot: GradientSlot, layer: StreamedLayer, target: torch.Tensor, norms: torch.Tensor | None
-    ) -> Any:
+    def _copy_out(self, slot: GradientSlot, layer: StreamedLayer, target: torch.Tensor, norms: torch.Tensor | None) -> Any:
         """Issues the copy; returns an event of its own, since the slot's may be recorded again before it is waited for."""
         d2h_stream = self._streams.d2h_stream
         size = layer.unit.layout.gradient_bytes
@@ -217,9 +213,7 @@ class GradientOffloader:
         self._meter.counters.d2h_bytes += size
         return self._last_copied_event
 
-    def _add_on_host(
-        self, slot: GradientSlot, layer: StreamedLayer, states: list[ParameterState], rows: list[int]
-    ) -> Ticket:
+    def _add_on_host(self, slot: GradientSlot, layer: StreamedLayer, states: list[ParameterState], rows: list[int]) -> Ticket:
         staging = self._take_staging()
         copied_event = self._copy_out(slot, layer, staging.buffer, None)
         views = layer.unit.layout.views(staging.buffer, trainable_only=True)

@@ -90,9 +90,7 @@ class AmbientState:
 class LayerCall:
     """One call of a layer: its arguments, taken apart into tensors and the rest."""
 
-    def __init__(
-        self, context: RunContext, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, context: RunContext, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.context = context
         self.layer = layer
         leaves, self._spec = tree_flatten((args, kwargs))
@@ -128,9 +126,7 @@ class LayerCall:
         """The layer's output, with the node's tensors in it; publishes the recorded ones."""
         assert self.output_spec is not None
         source = iter(tensors)
-        leaves = [
-            next(source) if flag else rest for flag, rest in zip(self.output_is_tensor, self.output_rest, strict=True)
-        ]
+        leaves = [next(source) if flag else rest for flag, rest in zip(self.output_is_tensor, self.output_rest, strict=True)]
         if self.context.recorder is not None:
             self.context.recorder.publish(self.token, list(source))
         return tree_unflatten(leaves, self.output_spec)
@@ -140,9 +136,7 @@ class LayerFunction(torch.autograd.Function):
     """Forward without a graph; backward fetches the layer again, recomputes, and offloads the gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: LayerCall, tape: Tape, position: int, anchor: torch.Tensor, *tensors: torch.Tensor
-    ) -> Any:
+    def forward(ctx: Any, call: LayerCall, tape: Tape, position: int, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
         context, layer = call.context, call.layer
         ctx.call, ctx.tape, ctx.position = call, tape, position
         ctx.set_materialize_grads(False)

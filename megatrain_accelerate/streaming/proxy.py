@@ -40,9 +40,7 @@ def note_checkpointing_ignored() -> None:
     global _checkpointing_noted
     if not _checkpointing_noted:
         _checkpointing_noted = True
-        logger.warning(
-            "megatrain: layers are recomputed by the streaming engine; gradient_checkpointing is left off in them"
-        )
+        logger.warning("megatrain: layers are recomputed by the streaming engine; gradient_checkpointing is left off in them")
 
 
 def _proxy_class(original: type[nn.Module]) -> type[nn.Module]:
@@ -80,10 +78,8 @@ def install_proxy(layer: nn.Module, runner: Runner) -> Callable[..., Any]:
         The layer's own forward, bound, as it was.
     """
     original = type(layer)
-    if "forward" in layer.__dict__:  # patched on the instance by somebody before us
-        forward = layer.__dict__.pop("forward")
-    else:
-        forward = original.forward.__get__(layer, original)
+    # An instance's own forward was patched in by somebody before us.
+    forward = layer.__dict__.pop("forward", None) or original.forward.__get__(layer, original)
     if layer.__dict__.pop("gradient_checkpointing", False):
         note_checkpointing_ignored()
     layer.__class__ = _proxy_class(original)

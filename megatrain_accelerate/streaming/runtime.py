@@ -94,9 +94,7 @@ class StreamingRuntime:
             backward_begins=self._backward_begins,
             recorder=recorder,
         )
-        self._states: dict[int, ParameterState] = {
-            id(state.parameter): state for unit in self.units for state in unit.states
-        }
+        self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}
         self._in_backward = False
         self._open_tapes: set[int] = set()
         self._clip_factors: dict[int, float] = {}
@@ -149,9 +147,7 @@ class StreamingRuntime:
 
     def _acquire_backward(self, layer: StreamedLayer, tape: Tape, position: int) -> WeightSlot:
         forward_follows = not self.gradients_complete()
-        return self.prefetcher.acquire(
-            layer, self._order.after_backward(tape, position, self.config.slots, forward_follows)
-        )
+        return self.prefetcher.acquire(layer, self._order.after_backward(tape, position, self.config.slots, forward_follows))
 
     def _backward_begins(self) -> None:
         if not self._in_backward:

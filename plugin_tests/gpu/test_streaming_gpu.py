@@ -204,7 +204,5 @@ def test_evaluation_and_generation_stream_and_agree_with_plain_pytorch() -> None
     prompt = ids[:, :4]
     streamed = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert streamed.shape == (2, 12)
-    torch.testing.assert_close(
-        streamed[:, :5], plain.generate(prompt, max_new_tokens=1, do_sample=False, pad_token_id=0)
-    )
+    torch.testing.assert_close(streamed[:, :5], plain.generate(prompt, max_new_tokens=1, do_sample=False, pad_token_id=0))
     engine.close()

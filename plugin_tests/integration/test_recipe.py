@@ -29,9 +29,7 @@ def run_script(name: str, *args: str | Path, check: bool = True, **env: str) -> 
         text=True,
         timeout=300,
     )
-    assert not check or result.returncode == 0, (
-        f"{name} ended with {result.returncode}:\n{result.stdout}\n{result.stderr}"
-    )
+    assert not check or result.returncode == 0, f"{name} ended with {result.returncode}:\n{result.stdout}\n{result.stderr}"
     return result
 
 
@@ -121,9 +119,7 @@ def write_log(output_dir: Path, log: list[dict[str, float]]) -> None:
 
 def test_report_shows_the_newest_figures_and_draws_the_loss(tmp_path: Path) -> None:
     log = [{"step": step, "loss": 5.0 - step, "megatrain/host_moments_gib": 40.0 + step} for step in range(4)]
-    write_log(
-        tmp_path, [*log, {"step": 4, "eval_loss": 2.0, "megatrain/gpu_slots_gib": 0.5, "megatrain/brand_new": 7.0}]
-    )
+    write_log(tmp_path, [*log, {"step": 4, "eval_loss": 2.0, "megatrain/gpu_slots_gib": 0.5, "megatrain/brand_new": 7.0}])
     printed = run_script("report.py", tmp_path, "--require-falling-loss").stdout
     assert "43.000 GiB" in printed
     assert "40.000" not in printed

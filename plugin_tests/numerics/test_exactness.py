@@ -40,9 +40,7 @@ def plain_clipped() -> PlainRun:
 
 @pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("schedule", ["deferred", "serial"])
-def test_clipped_bf16_training_is_bit_equal_to_plain_pytorch(
-    plain_clipped: PlainRun, slots: int, schedule: str
-) -> None:
+def test_clipped_bf16_training_is_bit_equal_to_plain_pytorch(plain_clipped: PlainRun, slots: int, schedule: str) -> None:
     streamed = train_streamed(tiny_model(), token_batches(STEPS), schedule=schedule, slots=slots)
     assert_bit_equal(streamed, plain_clipped)
 

@@ -18,10 +18,7 @@ README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 def settings_table() -> dict[str, tuple[str, str]]:
     """Key -> (default, effect), in the README's order."""
     table = README.split("<!-- settings:")[1].split("<!-- end of settings -->")[0]
-    return {
-        key: (default, effect)
-        for key, default, effect in re.findall(r"^\| `(\w+)` \| `(.+?)` \| (.+) \|$", table, re.M)
-    }
+    return {key: (default, effect) for key, default, effect in re.findall(r"^\| `(\w+)` \| `(.+?)` \| (.+) \|$", table, re.M)}
 
 
 def test_settings_table_lists_every_setting_in_order_with_its_default(

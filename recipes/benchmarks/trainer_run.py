@@ -1,0 +1,193 @@
+"""Speed and memory of one stock Trainer job on a Qwen2.5-shaped model with random weights and random tokens.
+
+The script knows nothing of the plugin: launch it with `accelerate launch --config recipes/megatrain.yaml` to measure the
+plugin, or plainly to measure the stock Trainer. One JSON line goes to stdout and to --json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+# vocabulary, hidden, intermediate, layers, heads, key-value heads, tied head: the published Qwen2.5 configurations.
+PRESETS = {
+    "tiny": (512, 64, 176, 4, 4, 2, True),
+    "0.5b": (151936, 896, 4864, 24, 14, 2, True),
+    "1.5b": (151936, 1536, 8960, 28, 12, 2, True),
+    "3b": (151936, 2048, 11008, 36, 16, 2, True),
+    "7b": (152064, 3584, 18944, 28, 28, 4, False),
+    "14b": (152064, 5120, 13824, 48, 40, 8, False),
+}
+GIB = 2**30
+
+
+def build_model(preset: str, length: int) -> Qwen2ForCausalLM:
+    """The preset's model in bf16 on the CPU, filled with random values on the GPU where there is one."""
+    vocabulary, hidden, intermediate, layers, heads, kv_heads, tied = PRESETS[preset]
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=tied,
+        max_position_embeddings=max(32768, length),
+        use_cache=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+    )
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    rotary = type(model.model.rotary_emb)(config)
+    model.model.rotary_emb = rotary
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+    for name, parameter in list(model.named_parameters()):
+        owner_name, _, attribute = name.rpartition(".")
+        value = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
+        if parameter.dim() > 1:
+            value.normal_(0.0, 0.02, generator=generator)
+        else:
+            value.fill_(0.0 if attribute == "bias" else 1.0)
+        setattr(model.get_submodule(owner_name), attribute, torch.nn.Parameter(value.to("cpu")))
+    model.tie_weights()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return model
+
+
+class RandomTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Sequences of random token ids without padding; the labels are the ids."""
+
+    def __init__(self, count: int, length: int, vocabulary: int) -> None:
+        self._shape, self._vocabulary = (count, length), vocabulary
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return self._shape[0]
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """One sequence; the same for the same index."""
+        ids = torch.randint(0, self._vocabulary, (self._shape[1],), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def resident_bytes(key: str) -> int:
+    """A line of /proc/self/status in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+class Recorder(TrainerCallback):
+    """Notes time and memory at the end of every step, and traces one step."""
+
+    def __init__(self, trace_step: int, trace_path: str) -> None:
+        self.ends: list[float] = []
+        self.rows: list[dict[str, float]] = []
+        self._trace_step, self._trace_path = trace_step, trace_path
+        self._profile: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Starts the profiler before the traced step."""
+        if self._trace_path and state.global_step == self._trace_step:
+            self._profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+            self._profile.__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Takes the row of this step; ends the profiler two steps after it began, to see a deferred step's end."""
+        if self._profile is not None and state.global_step == self._trace_step + 2:
+            torch.cuda.synchronize()
+            self._profile.__exit__(None, None, None)
+            self._profile.export_chrome_trace(self._trace_path)
+            self._profile = None
+        self.ends.append(time.perf_counter())
+        row = {"step": float(state.global_step), "rss_gib": resident_bytes("VmRSS") / GIB}
+        if torch.cuda.is_available():
+            row["gpu_allocated_gib"] = torch.cuda.memory_allocated() / GIB
+            row["gpu_reserved_gib"] = torch.cuda.memory_reserved() / GIB
+            row["gpu_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+        self.rows.append(row)
+
+
+def main() -> None:
+    """Runs the job and prints the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--preset", choices=PRESETS, default="7b")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--max-grad-norm", type=float, default=1.0)
+    parser.add_argument("--trace", default="", help="write a Chrome trace of two steps to this file")
+    parser.add_argument("--json", default="", help="append the result to this file")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    model = build_model(args.preset, args.length)
+    parameter_count = sum(parameter.numel() for parameter in model.parameters())
+    built = time.perf_counter()
+    recorder = Recorder(max(2, args.steps - 3), args.trace)
+    training = TrainingArguments(
+        output_dir=os.environ.get("TMPDIR", "/tmp") + "/trainer_run",
+        per_device_train_batch_size=args.batch,
+        gradient_accumulation_steps=args.accumulation,
+        max_steps=args.steps,
+        max_grad_norm=args.max_grad_norm,
+        learning_rate=1e-5,
+        lr_scheduler_type="cosine",
+        bf16=True,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    data = RandomTokens(args.batch * args.accumulation * args.steps, args.length, model.config.vocab_size)
+    trainer = Trainer(model=model, args=training, train_dataset=data, callbacks=[recorder])
+    trainer.train()
+    times = [after - before for before, after in zip(recorder.ends[2:], recorder.ends[3:], strict=False)]
+    if args.trace:  # the profiler slows its own steps and the export of the trace lies behind the last of them
+        times = times[: args.steps - 7]
+    step_seconds = statistics.median(times)
+    tokens = args.batch * args.accumulation * args.length
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    result = {
+        "preset": args.preset,
+        "parameters": parameter_count,
+        "batch": args.batch,
+        "length": args.length,
+        "accumulation": args.accumulation,
+        "max_grad_norm": args.max_grad_norm,
+        "steps": args.steps,
+        "step_seconds": round(step_seconds, 4),
+        "step_seconds_all": [round(seconds, 3) for seconds in times],
+        "tokens_per_second": round(tokens / step_seconds, 1),
+        "tflops_6n": round(6e-12 * parameter_count * tokens / step_seconds, 1),
+        "losses": [round(entry["loss"], 4) for entry in logs],
+        "host_peak_gib": round(resident_bytes("VmHWM") / GIB, 2),
+        "host_bytes_per_parameter_limit_gib": round(14.5 * parameter_count / GIB + 4, 2),
+        "rows": recorder.rows[4::5] + recorder.rows[-1:],
+        "build_seconds": round(built - start, 1),
+        "total_seconds": round(time.perf_counter() - start, 1),
+        "last_log": logs[-1] if logs else {},
+    }
+    print(json.dumps(result), flush=True)
+    if args.json:
+        with open(args.json, "a") as file:
+            file.write(json.dumps(result) + "\n")
+    os._exit(0)  # giving back 100 GiB of registered memory takes longer than the benchmark
+
+
+if __name__ == "__main__":
+    main()
