@@ -211,7 +211,7 @@ class Engine:
     def _hook(self, model: nn.Module) -> None:
         for module in model.modules():
             if module.__dict__.get("gradient_checkpointing"):
-                module.gradient_checkpointing = False
+                module.__dict__["gradient_checkpointing"] = False
                 note_checkpointing_ignored()
             # Whoever reads the weights as a whole sees all steps that were taken.
             self._handles.append(module.register_state_dict_pre_hook(_Hook(self.runtime.drain)))

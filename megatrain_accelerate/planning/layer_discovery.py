@@ -124,7 +124,8 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]], in_lay
                     "one inside a layer can't stream yet"
                 )
             readers.setdefault(id(parameter), []).append(module)
-    residents, taken = [], set()
+    residents: list[ResidentSpec] = []
+    taken: set[int] = set()
     for name, module, after in outside:
         own = [(k, p) for k, p in module._parameters.items() if p is not None and id(p) not in taken]
         taken.update(id(parameter) for _, parameter in own)

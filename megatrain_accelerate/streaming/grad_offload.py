@@ -27,7 +27,7 @@ from megatrain_accelerate.streaming.streams import Streams
 def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """2-norms in fp32 of tensors of one device, computed as ``torch.nn.utils.clip_grad_norm_`` does on fp32 gradients."""
     if gradients[0].is_cuda:
-        return list(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
+        return list(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32))
     return [torch.linalg.vector_norm(gradient.float(), 2.0) for gradient in gradients]
 
 
@@ -158,6 +158,7 @@ class GradientOffloader:
         unit = layer.unit
         trainable = [state for state in unit.states if state.entry.spec.trainable]
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        arrived = [gradient for gradient in gradients if gradient is not None]
         if not present:
             return
         if not self.slots:
@@ -173,7 +174,7 @@ class GradientOffloader:
             # WAR: the copy of the layer that used this slot last may still read it.
             self._meter.compute_waits_for(slot.grads_copied_event)
             views = slot.views(unit.layout)
-            torch._foreach_copy_([views[i] for i in present], [gradients[i] for i in present])
+            torch._foreach_copy_([views[i] for i in present], arrived)
             norms = torch.stack(gradient_norms([views[i] for i in present]))
             if len(present) == len(trainable):
                 slot.norms[: len(present)].copy_(norms)

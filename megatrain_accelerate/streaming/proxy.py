@@ -52,7 +52,8 @@ def _proxy_class(original: type[nn.Module]) -> type[nn.Module]:
         return self.__dict__[_RUNNER](args, kwargs)
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        function, arguments, state, *rest = object.__reduce_ex__(self, protocol)
+        reduced: Any = object.__reduce_ex__(self, protocol)
+        function, arguments, state, *rest = reduced
         state = {key: value for key, value in state.items() if key != _RUNNER}
         return (function, (original, *arguments[1:]), state, *rest)
 
@@ -89,7 +90,7 @@ def install_proxy(layer: nn.Module, runner: Runner) -> Callable[..., Any]:
 
 def remove_proxy(layer: nn.Module, forward: Callable[..., Any]) -> None:
     """Gives the layer its own class and forward back."""
-    original: type[nn.Module] = layer._megatrain_original_class  # type: ignore[assignment]
+    original: Any = layer._megatrain_original_class
     layer.__class__ = original
     if getattr(forward, "__func__", None) is not original.forward:
         layer.forward = forward  # type: ignore[method-assign]
