@@ -18,6 +18,8 @@ ENV_DISABLE = "MEGATRAIN_DISABLE"
 """A user's off switch: with 1 nothing is hooked and nothing is activated."""
 
 _active_config: MegatrainConfig | None = None
+_base_config: MegatrainConfig | None = None
+"""What the launcher or ``enable()`` set; training arguments add to it."""
 
 
 def is_disabled() -> bool:
@@ -32,19 +34,83 @@ def activate(settings: MegatrainConfig | Mapping[str, Any] | None = None) -> Meg
         ConfigError: an unknown key or a value out of range, or the off switch is set.
     """
     from megatrain_accelerate.config import MegatrainConfig
-    from megatrain_accelerate.errors import ConfigError
+
+    global _active_config, _base_config
+    _refuse_if_disabled()
+    _active_config = settings if isinstance(settings, MegatrainConfig) else MegatrainConfig.from_mapping(settings)
+    _base_config = _active_config
+    return _active_config
+
+
+def activate_from_arguments(settings: Mapping[str, Any]) -> MegatrainConfig:
+    """Switches the plugin on with a script's own settings, on top of those of the launcher or of ``enable()``.
+
+    Raises:
+        ConfigError: an unknown key or a value out of range, or the off switch is set.
+    """
+    import dataclasses
+
+    from megatrain_accelerate.config import MegatrainConfig
 
     global _active_config
+    _refuse_if_disabled()
+    active_config()  # The launcher's settings may not have been read yet.
+    base = dataclasses.asdict(_base_config) if _base_config is not None else {}
+    _active_config = MegatrainConfig.from_mapping({**base, **settings})
+    return _active_config
+
+
+def _refuse_if_disabled() -> None:
+    from megatrain_accelerate.errors import ConfigError
+
     if is_disabled():
         raise ConfigError(f"megatrain_accelerate was asked for but {ENV_DISABLE} is set; unset it to train with the plugin")
-    _active_config = settings if isinstance(settings, MegatrainConfig) else MegatrainConfig.from_mapping(settings)
-    return _active_config
+
+
+def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The settings that a person gave: a mapping, a JSON object, or the path of a yaml or JSON file.
+
+    The file holds the keys of ``megatrain_config``, or is an accelerate config with that section. Keys and values aren't
+    checked here.
+
+    Raises:
+        ConfigError: the file is missing, or its content isn't a mapping.
+    """
+    from collections.abc import Mapping
+
+    from megatrain_accelerate.errors import ConfigError
+
+    if source is None or isinstance(source, Mapping):
+        return source or {}
+    import yaml
+
+    path = ""
+    try:
+        if source.lstrip().startswith("{"):
+            text = source
+        else:
+            path = os.path.expanduser(source)
+            with open(path, encoding="utf-8") as file:
+                text = file.read()
+        content = yaml.safe_load(text)  # JSON is yaml.
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"megatrain_config must be a JSON object or the path of a yaml file with its keys; got {source!r}: {error}"
+        ) from error
+    if path and isinstance(content, Mapping) and "megatrain_config" in content:
+        content = content["megatrain_config"]
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"megatrain_config must be a mapping of settings; {source!r} holds a {type(content).__name__}")
+    return content
 
 
 def deactivate() -> None:
     """Switches the plugin off for models prepared from now on; prepared ones keep streaming."""
-    global _active_config
+    global _active_config, _base_config
     _active_config = None
+    _base_config = None
     os.environ.pop(ENV_ACTIVE, None)
     os.environ.pop(ENV_CONFIG, None)
 

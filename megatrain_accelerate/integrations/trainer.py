@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,8 +88,7 @@ def _rotate(trainer: Any, run_dir: Path) -> None:
 
 def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
     """Reads the optimizer's state from a file mapping: read whole, it would need 10 bytes a parameter more."""
-    from torch.utils.serialization import config as serialization
-
+    serialization: Any = importlib.import_module("torch.utils.serialization.config")
     if checkpoint is None or engine_of(trainer.model) is None:
         original(trainer, checkpoint)
         return

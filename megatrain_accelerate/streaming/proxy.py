@@ -93,7 +93,7 @@ def remove_proxy(layer: nn.Module, forward: Callable[..., Any]) -> None:
     original: Any = layer._megatrain_original_class
     layer.__class__ = original
     if getattr(forward, "__func__", None) is not original.forward:
-        layer.forward = forward  # type: ignore[method-assign]
+        layer.forward = forward
     layer.__dict__.pop(_RUNNER, None)
 
 

@@ -77,35 +77,33 @@ class ResidentGroup:
         # RAW: the copy of the stepped weights must be over.
         self._streams.compute_stream.wait_event(self._params_copied_event)
 
-    def fetch_gradients(self, norms: NormTable) -> None:
-        """Issues the copies to the host of the gradients that aren't there yet, and of their norms."""
-        stepped = [
-            state
-            for state in self.unit.states
-            if state.entry.spec.trainable and state.parameter.grad is not None and not norms.is_current(state.parameter)
-        ]
-        if not stepped:
-            return
+    def fetch_gradients(self, norms: NormTable, only: torch.Tensor | None = None) -> None:
+        """Issues the copies to the host of the gradients that aren't there yet, and of their norms.
+
+        Args:
+            norms: table that gets the norms.
+            only: consider this parameter only; all of the group's by default.
+        """
+        trainable = [state for state in self.unit.states if state.entry.spec.trainable]
         table = norms.of_unit(self.unit)
-        rows = {id(state): row for row, state in enumerate(s for s in self.unit.states if s.entry.spec.trainable)}
-        device_norms = gradient_norms([state.parameter.grad for state in stepped if state.parameter.grad is not None])
-        self._gradients_ready_event.record(self._streams.compute_stream)
-        d2h_stream = self._streams.d2h_stream
-        with self._streams.on(d2h_stream), record_function(f"megatrain::copy_gradients ({self.name})"):
-            # RAW: gradients and norms must be finished.
-            d2h_stream.wait_event(self._gradients_ready_event)
-            for state, norm in zip(stepped, device_norms, strict=True):
-                assert state.gradient is not None
-                assert state.parameter.grad is not None
-                state.gradient.copy_(state.parameter.grad, non_blocking=True)
-                table[rows[id(state)]].copy_(norm, non_blocking=True)
-                self._meter.counters.d2h_bytes += state.gradient.nbytes
-            self._gradients_copied_event.record(d2h_stream)
-        for state in stepped:
-            assert state.parameter.grad is not None
-            norms.note(state.parameter, state.parameter.grad)
-        # The allocator may hand out the norms' memory again while the copy runs.
-        self._in_flight = device_norms
+        for row, state in enumerate(trainable):
+            parameter = state.parameter
+            if parameter.grad is None or norms.is_current(parameter) or (only is not None and parameter is not only):
+                continue
+            assert state.gradient is not None
+            norm = gradient_norms([parameter.grad])[0]
+            self._gradients_ready_event.record(self._streams.compute_stream)
+            d2h_stream = self._streams.d2h_stream
+            with self._streams.on(d2h_stream), record_function(f"megatrain::copy_gradients ({self.name})"):
+                # RAW: gradient and norm must be finished.
+                d2h_stream.wait_event(self._gradients_ready_event)
+                state.gradient.copy_(parameter.grad, non_blocking=True)
+                table[row].copy_(norm, non_blocking=True)
+                self._gradients_copied_event.record(d2h_stream)
+            self._meter.counters.d2h_bytes += state.gradient.nbytes
+            norms.note(parameter, parameter.grad)
+            # The allocator may hand out their memory again while the copy runs.
+            self._in_flight += [norm, parameter.grad]
 
     def wait_for_gradients(self) -> None:
         """Blocks until the copies of :meth:`fetch_gradients` are over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -94,7 +95,13 @@ class StreamingRuntime:
             backward_begins=self._backward_begins,
             recorder=recorder,
         )
+        self._handles: list[Any] = []
         self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}
+        for group in self.groups:
+            for state in group.unit.states:
+                if state.entry.spec.trainable:
+                    hook = functools.partial(self._resident_gradient_ready, group)
+                    self._handles.append(state.parameter.register_post_accumulate_grad_hook(hook))
         self._in_backward = False
         self._open_tapes: set[int] = set()
         self._clip_factors: dict[int, float] = {}
@@ -154,11 +161,25 @@ class StreamingRuntime:
             self._in_backward = True
             Variable._execution_engine.queue_callback(self._backward_ends)
 
+    def _resident_gradient_ready(self, group: ResidentGroup, parameter: torch.Tensor) -> None:
+        # The head's gradient is there when backward begins: its copy hides under the layers' backward.
+        self._backward_begins()
+        if self.gradients_complete():
+            group.gate.wait()  # WAR: a step that is still to be applied reads the gradients of the pass before
+            group.fetch_gradients(self.norms, only=parameter)
+
     def _backward_ends(self) -> None:
+        for group in self.groups:
+            for state in group.unit.states:
+                if state.entry.spec.trainable:
+                    hook = functools.partial(self._resident_gradient_ready, group)
+                    self._handles.append(state.parameter.register_post_accumulate_grad_hook(hook))
         self._in_backward = False
         self._open_tapes.clear()
-        # From here on anybody may read `parameter.grad`.
+        # From here on anybody may read `parameter.grad`, or let go of it.
         self.offloader.wait()
+        for group in self.groups:
+            group.wait_for_gradients()
         self.worker.raise_if_failed()
 
     def may_step_in_backward(self, layer: StreamedLayer) -> bool:
@@ -247,6 +268,8 @@ class StreamingRuntime:
         self.worker.close()
         if self.streams.is_cuda:
             torch.cuda.synchronize(self.streams.device)
+        for handle in self._handles:
+            handle.remove()
         self.offloader.close()
         self.norms.close()
         for unit in self.units:

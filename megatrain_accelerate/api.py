@@ -1,0 +1,73 @@
+"""What a script may call: switch the plugin on and off, and wait for the steps that are under way."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatrain_accelerate import activation
+from megatrain_accelerate.errors import ConfigError
+from megatrain_accelerate.integrations import import_hook
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megatrain_accelerate.config import MegatrainConfig
+
+
+def enable(config: MegatrainConfig | Mapping[str, Any] | str | None = None, **settings: Any) -> MegatrainConfig:
+    """Switches the plugin on for this process, as the launcher's ``--megatrain`` does. Works at any time before ``prepare``.
+
+    Args:
+        config: the settings, as an object, a mapping, JSON, or the path of a yaml file; or none, for the defaults.
+        settings: single settings instead.
+
+    Returns:
+        The settings in force.
+
+    Raises:
+        ConfigError: an unknown or malformed setting, both kinds of arguments, or ``MEGATRAIN_DISABLE`` is set.
+        PatchError: Accelerate or Transformers isn't what the integration was written for.
+    """
+    if config is not None and settings:
+        raise ConfigError(f"enable() takes a config or single settings, not both; got {config!r} and {settings!r}")
+    if settings:
+        config = settings
+    elif isinstance(config, str):
+        config = activation.read_settings(config)
+    failure = getattr(sys.modules.get("_megatrain_autoload"), "failure", None)
+    if failure is not None:
+        raise failure
+    was_active = activation.active_config()
+    active = activation.activate(config)
+    try:
+        import_hook.install()
+        import_hook.ensure_ready()
+    except BaseException:
+        if was_active is None:
+            activation.deactivate()
+        raise
+    return active
+
+
+def disable() -> None:
+    """Switches the plugin off for what is prepared from now on; prepared models keep streaming."""
+    activation.deactivate()
+
+
+def drain(model: nn.Module | None = None) -> None:
+    """Blocks until every step that was taken is applied to the weights that Python sees.
+
+    Only for code that reads ``parameter.data`` on its own: state dicts, saves and evaluation drain by themselves.
+
+    Args:
+        model: a prepared model; all prepared models if None.
+
+    Raises:
+        UnsupportedError: the model isn't prepared.
+        StepWorkerError: a step failed.
+    """
+    from megatrain_accelerate.integrations.accelerate_backend import drain as drain_engines
+
+    drain_engines(model)

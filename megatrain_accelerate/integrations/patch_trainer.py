@@ -1,0 +1,62 @@
+"""The patches of ``transformers.trainer`` and of model loading; what they mean is in :mod:`.trainer`."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from megatrain_accelerate.integrations.wrapping import UnknownShapeError, delegate, find_class, wrap
+
+logger = logging.getLogger(__name__)
+
+
+def patch_move_model_to_device(module: ModuleType) -> None:
+    """The Trainer places no model."""
+    move = delegate("trainer", "move_model_to_device")
+    wrap(find_class(module, "Trainer"), "_move_model_to_device", move, needs=("self", "model", "device"))
+
+
+def patch_save_checkpoint(module: ModuleType) -> None:
+    """Checkpoints are complete or not there."""
+    save = delegate("trainer", "save_checkpoint")
+    wrap(find_class(module, "Trainer"), "_save_checkpoint", save, needs=("self", "model", "trial"))
+
+
+def patch_load_optimizer_and_scheduler(module: ModuleType) -> None:
+    """The optimizer's state is read on the host."""
+    load = delegate("trainer", "load_optimizer_and_scheduler")
+    wrap(find_class(module, "Trainer"), "_load_optimizer_and_scheduler", load, needs=("self", "checkpoint"))
+
+
+def patch_default_callbacks(module: ModuleType) -> None:
+    """A Trainer made while the plugin is on gets our callback, before those of the trackers."""
+    name = "get_reporting_integration_callbacks"
+    init = inspect.unwrap(find_class(module, "Trainer").__init__)  # type: ignore[misc]
+    if name not in init.__code__.co_names:
+        raise UnknownShapeError(f"Trainer.__init__ doesn't call {name}")
+
+    def callbacks(original: Callable[..., list[Any]], *args: Any, **kwargs: Any) -> list[Any]:
+        from megatrain_accelerate.integrations.trainer import MegatrainCallback
+
+        return [MegatrainCallback, *original(*args, **kwargs)]
+
+    wrap(module, name, callbacks)
+
+
+def patch_from_pretrained(module: ModuleType) -> None:
+    """Models are loaded to the host."""
+
+    def from_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        device_map = kwargs.pop("device_map", None)
+        if device_map is not None:
+            logger.warning(
+                "megatrain: device_map=%r is ignored; the weights are loaded to host memory and megatrain decides what "
+                "goes to the GPU",
+                device_map,
+            )
+        return original(*args, **kwargs)
+
+    wrap(find_class(module, "PreTrainedModel"), "from_pretrained", from_pretrained, needs=("cls", "kwargs"))

@@ -1,0 +1,163 @@
+"""Everything of Accelerate and Transformers that is patched: what, why, where it was tested, when it can go.
+
+Imported by ``import torch`` in every process, so it holds strings only; :mod:`.import_hook` imports what ``apply`` names
+when the target's module gets imported.
+"""
+
+from __future__ import annotations
+
+TESTED_VERSIONS = {"accelerate": "1.15.0", "transformers": "5.17.0"}
+"""By package: the versions under which the tests of the patches pass."""
+
+_HERE = "megatrain_accelerate.integrations"
+
+
+class Patch:
+    """One changed thing.
+
+    Attributes:
+        target: ``module:Qualified.name``.
+        apply: ``module:function``; called with the target's imported module, raises if the target isn't as expected.
+        reason: why a hook, a subclass or a setting won't do.
+        until: when it can go.
+    """
+
+    __slots__ = ("apply", "module", "package", "reason", "target", "until")
+
+    def __init__(self, target: str, apply: str, reason: str, until: str) -> None:
+        self.target = target
+        self.apply = f"{_HERE}.{apply}"
+        self.reason = reason
+        self.until = until
+        self.module = target.partition(":")[0]
+        self.package = target.partition(".")[0]
+
+
+_NO_PLUGIN_API = "Accelerate lets an installed package add its own way of distributing a model"
+_NO_LAUNCHER_API = "Accelerate's launcher lets an installed package add options and sections of the yaml"
+_NO_ARGUMENTS_API = "Transformers lets an installed package add training arguments"
+
+PATCHES = (
+    Patch(
+        "accelerate.commands.utils:CustomArgumentParser.add_argument",
+        "patch_launcher:patch_add_argument",
+        "`--config` as an alias of `--config_file` and the flags `--megatrain`, `--megatrain_config`. On the parser's class, "
+        "since `python -m accelerate.commands.launch` runs the launcher's module as __main__, where no hook reaches it",
+        _NO_LAUNCHER_API,
+    ),
+    Patch(
+        "accelerate.commands.utils:CustomArgumentParser.parse_args",
+        "patch_launcher:patch_parse_args",
+        "checks the settings before anything is started and hands them to the training processes by environment",
+        _NO_LAUNCHER_API,
+    ),
+    Patch(
+        "accelerate.commands.config.config_args:ClusterConfig.__init__",
+        "patch_launcher:patch_cluster_config",
+        "a field for the section `megatrain_config`, which is an unknown key otherwise",
+        _NO_LAUNCHER_API,
+    ),
+    Patch(
+        "accelerate.commands.config.config_args:BaseConfig.process_config",
+        "patch_launcher:patch_process_config",
+        "accepts `distributed_type: MEGATRAIN` and turns it into NO or MULTI_GPU",
+        _NO_LAUNCHER_API,
+    ),
+    Patch(
+        "accelerate.commands.config.config_args:BaseConfig.to_dict",
+        "patch_launcher:patch_to_dict",
+        "`accelerate config update` would delete the section and the type",
+        _NO_LAUNCHER_API,
+    ),
+    Patch(
+        "accelerate.accelerator:Accelerator.__init__",
+        "patch_accelerate:patch_init",
+        "checks the device, precision and number of processes as soon as they are known",
+        _NO_PLUGIN_API,
+    ),
+    Patch(
+        "accelerate.accelerator:Accelerator.prepare_model",
+        "patch_accelerate:patch_prepare_model",
+        "attaches the engine instead of moving the model to the GPU",
+        _NO_PLUGIN_API,
+    ),
+    Patch(
+        "accelerate.accelerator:Accelerator.prepare_optimizer",
+        "patch_accelerate:patch_prepare_optimizer",
+        "the optimizer steps on the host store; AcceleratedOptimizer would copy its state to the GPU",
+        _NO_PLUGIN_API,
+    ),
+    Patch(
+        "accelerate.accelerator:Accelerator.clip_grad_norm_",
+        "patch_accelerate:patch_clip_grad_norm",
+        "the norm is known already; the clip factor is folded into the fused step",
+        _NO_PLUGIN_API,
+    ),
+    Patch(
+        "accelerate.accelerator:Accelerator.free_memory",
+        "patch_accelerate:patch_free_memory",
+        "the engines hold host memory and unapplied steps",
+        _NO_PLUGIN_API,
+    ),
+    Patch(
+        "transformers.training_args:TrainingArguments.__init__",
+        "patch_training_arguments:patch_fields",
+        "the fields `megatrain` and `megatrain_config`, for every script whose arguments are TrainingArguments or a subclass",
+        _NO_ARGUMENTS_API,
+    ),
+    Patch(
+        "transformers.training_args:TrainingArguments.__post_init__",
+        "patch_training_arguments:patch_post_init",
+        "switches the plugin on before the device is set up; refuses what can't be honoured",
+        _NO_ARGUMENTS_API,
+    ),
+    Patch(
+        "transformers.training_args:TrainingArguments.to_dict",
+        "patch_training_arguments:patch_to_dict",
+        "fields that aren't used stay out of logs, model cards and JSON files that others read back",
+        _NO_ARGUMENTS_API,
+    ),
+    Patch(
+        "transformers.training_args:TrainingArguments.n_gpu",
+        "patch_training_arguments:patch_n_gpu",
+        "one process uses one GPU: with several visible the Trainer would wrap the model in DataParallel",
+        "the Trainer stops using DataParallel",
+    ),
+    Patch(
+        "transformers.training_args:TrainingArguments.place_model_on_device",
+        "patch_training_arguments:patch_place_model_on_device",
+        "the Trainer would move the whole model to the GPU",
+        _NO_PLUGIN_API,
+    ),
+    Patch(
+        "transformers.trainer:Trainer._move_model_to_device",
+        "patch_trainer:patch_move_model_to_device",
+        "`*_full_eval` and `model_init` call it whatever place_model_on_device says",
+        _NO_PLUGIN_API,
+    ),
+    Patch(
+        "transformers.trainer:Trainer._save_checkpoint",
+        "patch_trainer:patch_save_checkpoint",
+        "a checkpoint is written aside and renamed when complete",
+        "the Trainer itself writes checkpoints so that a kill leaves none that is broken",
+    ),
+    Patch(
+        "transformers.trainer:Trainer._load_optimizer_and_scheduler",
+        "patch_trainer:patch_load_optimizer_and_scheduler",
+        "the optimizer's state is read through a file mapping, not whole into memory and not to the GPU",
+        "the Trainer loads optimizer states with mmap=True and on the host",
+    ),
+    Patch(
+        "transformers.trainer:get_reporting_integration_callbacks",
+        "patch_trainer:patch_default_callbacks",
+        "our callback has to come before WandbCallback, so that what it adds to the logs reaches the trackers. Asked for "
+        "by Trainer.__init__, in contrast to the list DEFAULT_CALLBACKS, which would show it in other runs too",
+        "Transformers lets an installed package add callbacks",
+    ),
+    Patch(
+        "transformers.modeling_utils:PreTrainedModel.from_pretrained",
+        "patch_trainer:patch_from_pretrained",
+        "drops `device_map` with a warning: TRL sets it to auto, which fills the GPU",
+        "TRL leaves device_map alone",
+    ),
+)

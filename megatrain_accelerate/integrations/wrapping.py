@@ -1,0 +1,198 @@
+"""Tools of the patches: wrap a method or a property for active processes only, add fields to a finished dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from typing import Any
+
+from megatrain_accelerate.activation import active_config
+from megatrain_accelerate.integrations import import_hook
+
+_MARK = "_megatrain_patch"
+"""Set on our wrappers, so that a second application leaves them alone."""
+
+
+class UnknownShapeError(Exception):
+    """The target isn't what the patch was written for."""
+
+
+def is_active() -> bool:
+    """Whether the plugin is on in this process, with all patches in place.
+
+    Raises:
+        ConfigError: the launcher's settings are malformed.
+        PatchError: it is on and a patch couldn't be applied.
+    """
+    if active_config() is None:
+        return False
+    import_hook.ensure_ready()
+    return True
+
+
+def delegate(module: str, function: str) -> Callable[..., Any]:
+    """``module.function`` of integrations/, imported at the first call."""
+
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return getattr(import_module(f"megatrain_accelerate.integrations.{module}"), function)(original, *args, **kwargs)
+
+    return call
+
+
+def find_class(module: Any, name: str) -> type:
+    """The class of that name.
+
+    Raises:
+        UnknownShapeError: there is none.
+    """
+    found = getattr(module, name, None)
+    if not inspect.isclass(found):
+        raise UnknownShapeError(f"{module.__name__} has no class {name}")
+    return found
+
+
+def find_attribute(owner: Any, name: str) -> Any:
+    """The attribute as it is stored, without binding.
+
+    Raises:
+        UnknownShapeError: there is none.
+    """
+    try:
+        return inspect.getattr_static(owner, name)
+    except AttributeError:
+        raise UnknownShapeError(f"{owner.__name__} has no attribute {name}") from None
+
+
+def require_parameters(function: Callable[..., Any], names: Iterable[str]) -> None:
+    """Checks that a function takes parameters of these names.
+
+    Raises:
+        UnknownShapeError: it doesn't.
+    """
+    signature = inspect.signature(function)
+    missing = [name for name in names if name not in signature.parameters]
+    if missing:
+        raise UnknownShapeError(f"it has no parameter {', '.join(missing)}; its signature is {signature}")
+
+
+def wrap_always(owner: Any, name: str, replacement: Callable[..., Any], needs: Iterable[str] = ()) -> None:
+    """Replaces a function, method, class method or static method by ``replacement(original, *args, **kwargs)``.
+
+    ``original`` is the plain function, which stays reachable as ``__wrapped__``.
+
+    Raises:
+        UnknownShapeError: it is missing, isn't a function, or lacks a parameter of ``needs``.
+    """
+    stored = find_attribute(owner, name)
+    kind = type(stored) if isinstance(stored, (classmethod, staticmethod)) else None
+    original = stored.__func__ if kind is not None else stored
+    if hasattr(original, _MARK):
+        return
+    if not callable(original):
+        raise UnknownShapeError(f"{name} is a {type(original).__name__}, not a function")
+    require_parameters(original, needs)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    setattr(wrapper, _MARK, True)
+    setattr(owner, name, kind(wrapper) if kind is not None else wrapper)
+
+
+def wrap(owner: Any, name: str, replacement: Callable[..., Any], needs: Iterable[str] = ()) -> None:
+    """As :func:`wrap_always`; a process in which the plugin is off calls the original."""
+
+    def when_active(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not is_active():
+            return original(*args, **kwargs)
+        return replacement(original, *args, **kwargs)
+
+    wrap_always(owner, name, when_active, needs)
+
+
+def wrap_property(owner: type, name: str, replacement: Callable[..., Any]) -> None:
+    """Replaces a property's getter by ``replacement(original, self)`` where the plugin is on.
+
+    Raises:
+        UnknownShapeError: it is missing or not a property.
+    """
+    stored = find_attribute(owner, name)
+    if not isinstance(stored, property) or stored.fget is None:
+        raise UnknownShapeError(f"{name} is a {type(stored).__name__}, not a property")
+    original = stored.fget
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def getter(self: Any) -> Any:
+        return replacement(original, self) if is_active() else original(self)
+
+    setattr(getter, _MARK, True)
+    setattr(owner, name, stored.getter(getter))
+
+
+def add_fields(owner: type, additions: dict[str, tuple[Any, Any]]) -> None:
+    """Adds keyword-only fields to a dataclass that exists, and to its subclasses that exist.
+
+    Args:
+        owner: the dataclass.
+        additions: by name, the type and a ``dataclasses.field()`` with a default.
+
+    Raises:
+        UnknownShapeError: it isn't a dataclass, or has a field of that name.
+    """
+    if not dataclasses.is_dataclass(owner):
+        raise UnknownShapeError(f"{owner.__name__} is not a dataclass")
+    if hasattr(owner.__init__, _MARK):
+        return
+    taken = [name for name in additions if name in owner.__dataclass_fields__]
+    if taken:
+        raise UnknownShapeError(f"{owner.__name__} has a field {', '.join(taken)} of its own")
+    # Only dataclass() itself makes complete Field objects.
+    donor = dataclasses.make_dataclass("donor", [(name, *entry) for name, entry in additions.items()], kw_only=True)
+    fields = donor.__dataclass_fields__
+    for name, (annotation, _) in additions.items():
+        # HfArgumentParser reads the types by get_type_hints(), others the defaults from the class.
+        owner.__annotations__[name] = annotation
+        setattr(owner, name, fields[name].default)
+    for cls in (owner, *_subclasses(owner)):
+        if "__dataclass_fields__" in cls.__dict__:
+            for name, field in fields.items():
+                cls.__dataclass_fields__.setdefault(name, field)  # type: ignore[attr-defined]
+            if "__init__" in cls.__dict__ and not hasattr(cls.__init__, _MARK):
+                _accept_fields(cls, fields)
+
+
+def _subclasses(cls: type) -> list[type]:
+    found = []
+    for subclass in cls.__subclasses__():
+        found += [subclass, *_subclasses(subclass)]
+    return found
+
+
+def _accept_fields(cls: Any, fields: dict[str, dataclasses.Field[Any]]) -> None:
+    original = cls.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name, field in fields.items():
+            # A subclass's __init__ that calls this one may have set it.
+            value = kwargs.pop(name) if name in kwargs else self.__dict__.get(name, field.default)
+            self.__dict__[name] = value
+        original(self, *args, **kwargs)
+
+    parameters = list(signature.parameters.values())
+    at = next((i for i, p in enumerate(parameters) if p.kind is p.VAR_KEYWORD), len(parameters))
+    parameters[at:at] = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for name, field in fields.items()
+        if name not in signature.parameters
+    ]
+    init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    setattr(init, _MARK, True)
+    cls.__init__ = init
