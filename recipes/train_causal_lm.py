@@ -39,11 +39,11 @@ SKIPPED_FOLDERS = {"test", "tests", "idle_test", "encodings", "ensurepip", "site
 MODEL_PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {
         "vocab_size": 2048,
-        "hidden_size": 384,
+        "hidden_size": 320,
         "intermediate_size": 1024,
         "num_hidden_layers": 4,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
         "tie_word_embeddings": True,
     },
     "1b": {
