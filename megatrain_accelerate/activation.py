@@ -82,7 +82,7 @@ def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
 
     if source is None or isinstance(source, Mapping):
         return source or {}
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     path = ""
     try:

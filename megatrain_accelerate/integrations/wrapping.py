@@ -135,7 +135,7 @@ def wrap_property(owner: type, name: str, replacement: Callable[..., Any]) -> No
     setattr(owner, name, stored.getter(getter))
 
 
-def add_fields(owner: type, additions: dict[str, tuple[Any, Any]]) -> None:
+def add_fields(owner: Any, additions: dict[str, tuple[Any, Any]]) -> None:
     """Adds keyword-only fields to a dataclass that exists, and to its subclasses that exist.
 
     Args:
@@ -145,16 +145,17 @@ def add_fields(owner: type, additions: dict[str, tuple[Any, Any]]) -> None:
     Raises:
         UnknownShapeError: it isn't a dataclass, or has a field of that name.
     """
-    if not dataclasses.is_dataclass(owner):
+    existing = getattr(owner, "__dataclass_fields__", None)
+    if existing is None:
         raise UnknownShapeError(f"{owner.__name__} is not a dataclass")
     if hasattr(owner.__init__, _MARK):
         return
-    taken = [name for name in additions if name in owner.__dataclass_fields__]
+    taken = [name for name in additions if name in existing]
     if taken:
         raise UnknownShapeError(f"{owner.__name__} has a field {', '.join(taken)} of its own")
     # Only dataclass() itself makes complete Field objects.
     donor = dataclasses.make_dataclass("donor", [(name, *entry) for name, entry in additions.items()], kw_only=True)
-    fields = donor.__dataclass_fields__
+    fields = {field.name: field for field in dataclasses.fields(donor)}
     for name, (annotation, _) in additions.items():
         # HfArgumentParser reads the types by get_type_hints(), others the defaults from the class.
         owner.__annotations__[name] = annotation
@@ -162,13 +163,13 @@ def add_fields(owner: type, additions: dict[str, tuple[Any, Any]]) -> None:
     for cls in (owner, *_subclasses(owner)):
         if "__dataclass_fields__" in cls.__dict__:
             for name, field in fields.items():
-                cls.__dataclass_fields__.setdefault(name, field)  # type: ignore[attr-defined]
+                cls.__dataclass_fields__.setdefault(name, field)
             if "__init__" in cls.__dict__ and not hasattr(cls.__init__, _MARK):
                 _accept_fields(cls, fields)
 
 
-def _subclasses(cls: type) -> list[type]:
-    found = []
+def _subclasses(cls: Any) -> list[Any]:
+    found: list[Any] = []
     for subclass in cls.__subclasses__():
         found += [subclass, *_subclasses(subclass)]
     return found

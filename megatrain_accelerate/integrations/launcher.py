@@ -1,0 +1,173 @@
+"""What ``accelerate launch`` does for the plugin: reads the yaml and the flags, checks them, sets the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from megatrain_accelerate.activation import ENV_ACTIVE, ENV_CONFIG, read_settings
+from megatrain_accelerate.config import MegatrainConfig, usable_cpu_count
+from megatrain_accelerate.errors import ConfigError, UnsupportedError
+from megatrain_accelerate.integrations import import_hook
+
+TYPE = "MEGATRAIN"
+SECTION = "megatrain_config"
+_TYPES_BESIDE_A_SECTION = (TYPE, "NO", "MULTI_GPU", "MULTI_CPU")
+
+_exported: dict[str, str] = {}
+"""Variables that this launcher set; a later launch in the same process starts without them."""
+_num_processes: int | None = None
+"""``--num_processes`` of the command, which decides what MEGATRAIN becomes in place of the yaml's."""
+
+
+class YamlSection:
+    """What an accelerate config says about the plugin. Not a dict: accelerate would spread its keys over its arguments.
+
+    Attributes:
+        settings: the section's content as written, or None where there is none.
+        typed: whether ``distributed_type`` is MEGATRAIN.
+    """
+
+    def __init__(self, settings: dict[str, Any] | None, typed: bool) -> None:
+        self.settings = settings
+        self.typed = typed
+
+    def __repr__(self) -> str:
+        return f"YamlSection(settings={self.settings!r}, typed={self.typed!r})"
+
+    def write_to(self, config_dict: dict[str, Any]) -> None:
+        """Puts section and type back into what accelerate writes to a file."""
+        config_dict.pop(SECTION, None)
+        if self.settings is not None:
+            config_dict[SECTION] = dict(self.settings)
+        if self.typed:
+            config_dict["distributed_type"] = TYPE
+
+
+def _section_of(config_dict: Mapping[str, Any]) -> YamlSection | None:
+    typed = str(config_dict.get("distributed_type", "")).upper() == TYPE
+    if not typed and SECTION not in config_dict:
+        return None
+    if SECTION not in config_dict:
+        return YamlSection(None, typed)
+    # An empty section reads as None: `megatrain_config:` with nothing below.
+    settings = {} if config_dict[SECTION] is None else config_dict[SECTION]
+    MegatrainConfig.from_mapping(settings)
+    return YamlSection(dict(settings), typed)
+
+
+def read_config(config_dict: dict[str, Any]) -> dict[str, Any]:
+    """Translates a loaded accelerate config into one that stock accelerate accepts, and a :class:`YamlSection`.
+
+    Raises:
+        ConfigError: the section has an unknown key or a value out of range.
+    """
+    section = _section_of(config_dict)
+    if section is None:
+        return config_dict
+    translated = {**config_dict, SECTION: section}
+    if section.typed or "distributed_type" not in config_dict:
+        count = translated.get("num_processes", 1) if _num_processes is None else _num_processes
+        machines = translated.get("num_machines", 1)
+        translated.setdefault("num_processes", count)
+        # The world shall see a type that it knows: with one of our own, gather() returns the local tensor only.
+        several = "MULTI_CPU" if translated.get("use_cpu") else "MULTI_GPU"
+        translated["distributed_type"] = several if count > 1 or machines > 1 else "NO"
+    return translated
+
+
+def prepare_launch(arguments: Any) -> None:
+    """Checks the settings before anything is started, and exports them for the training processes.
+
+    Args:
+        arguments: the launcher's parsed command.
+
+    Raises:
+        ConfigError: unknown or contradicting settings.
+        UnsupportedError: fp16 or fp8.
+        PatchError: a patch of the launcher couldn't be applied.
+    """
+    global _num_processes
+    _withdraw_exports()
+    _num_processes = arguments.num_processes
+    file = _config_file(arguments)
+    content = _read_file(file)
+    section = _section_of(content)
+    flag_settings = getattr(arguments, SECTION, None)
+    if section is None and not arguments.megatrain and flag_settings is None:
+        return
+    import_hook.ensure_ready()
+    given = {**((section.settings if section is not None else None) or {}), **read_settings(flag_settings)}
+    config = MegatrainConfig.from_mapping(given)
+    _refuse_others(arguments, content, file)
+    _refuse_low_precision(arguments, content)
+    # accelerate copies sections of the yaml over arguments that are None.
+    arguments.megatrain = True
+    if arguments.num_processes is None and not content:
+        arguments.num_processes = 1  # Accelerate would start a process for each GPU.
+    _export(ENV_ACTIVE, "1")
+    _export(ENV_CONFIG, config.to_json())
+    if "OMP_NUM_THREADS" not in os.environ and arguments.num_cpu_threads_per_process is None:
+        processes = arguments.num_processes or content.get("num_processes") or 1
+        machines = arguments.num_machines or content.get("num_machines") or 1
+        # Accelerate exports 1, fatal for work on the host.
+        _export("OMP_NUM_THREADS", str(max(1, usable_cpu_count() // max(1, processes // machines))))
+
+
+def _export(name: str, value: str) -> None:
+    os.environ[name] = _exported[name] = value
+
+
+def _withdraw_exports() -> None:
+    for name, value in _exported.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    _exported.clear()
+
+
+def _config_file(arguments: Any) -> str | None:
+    """The file that accelerate is going to read: the one given, else the user's default if there is one."""
+    if arguments.config_file is not None:
+        return arguments.config_file
+    from accelerate.commands.config.config_args import default_config_file
+
+    return default_config_file if os.path.isfile(default_config_file) and not arguments.cpu else None
+
+
+def _read_file(file: str | None) -> Mapping[str, Any]:
+    """The file's content; nothing where accelerate itself will report that the file is missing or malformed."""
+    if file is None or not os.path.isfile(file):
+        return {}
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        with open(file, encoding="utf-8") as stream:
+            content = json.load(stream) if file.endswith(".json") else yaml.safe_load(stream)
+    except (ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, Mapping) else {}
+
+
+def _refuse_others(arguments: Any, content: Mapping[str, Any], file: str | None) -> None:
+    for name in ("use_deepspeed", "use_fsdp", "use_megatron_lm", "tpu"):
+        if getattr(arguments, name, False):
+            raise ConfigError(f"--{name} and megatrain both decide where the model lives; remove one of the two")
+    kind = str(content.get("distributed_type", "NO")).upper()
+    if kind not in _TYPES_BESIDE_A_SECTION:
+        raise ConfigError(
+            f"megatrain was asked for, but {file} has distributed_type: {kind}, and both decide where the model lives. "
+            f"Set distributed_type: {TYPE} there, or give another file with --config"
+        )
+
+
+def _refuse_low_precision(arguments: Any, content: Mapping[str, Any]) -> None:
+    # `fp16: true` is how accelerate's first versions wrote it.
+    written = content.get("mixed_precision") or ("fp16" if content.get("fp16") else "no")
+    precision = str(arguments.mixed_precision or written).lower()
+    if precision not in ("no", "bf16"):
+        raise UnsupportedError(
+            f"mixed_precision: {precision} can't be used with megatrain: its gradients need loss scaling, which the deferred "
+            "step doesn't do. Use mixed_precision: bf16 (masters and moments are fp32 in any case)"
+        )
