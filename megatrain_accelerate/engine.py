@@ -22,6 +22,7 @@ from megatrain_accelerate.optim.host_optimizer import HostStep
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers
+from megatrain_accelerate.planning.step_memory import predict_step_bytes
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import OutputRecorder
 from megatrain_accelerate.streaming.meter import Meter
@@ -29,6 +30,7 @@ from megatrain_accelerate.streaming.proxy import install_proxy, note_checkpointi
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.streaming.streams import Streams
+from megatrain_accelerate.units import GIB
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +156,9 @@ class Engine:
         self.training = False
         if training:
             self.enable_training()
+        self.predicted_device_bytes = 0
+        """Predicted peak of the device's memory for the largest batch so far; 0 before the first, or if unknown."""
+        self._predicted_for_elements = 0
         self._hook(model)
         _engines[model] = self
 
@@ -216,9 +221,38 @@ class Engine:
             # Whoever reads the weights as a whole sees all steps that were taken.
             self._handles.append(module.register_state_dict_pre_hook(_Hook(self.runtime.drain)))
         self._handles.append(model.register_load_state_dict_pre_hook(_Hook(self.runtime.drain)))
+        before_forward = _Hook(self._before_forward, with_arguments=True)
+        self._handles.append(model.register_forward_pre_hook(before_forward, with_kwargs=True))
         for group in self.runtime.groups:
             for module in group.modules:
                 self._handles.append(module.register_forward_pre_hook(_Hook(group.before_use)))
+
+    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Predicts the memory of a training step when a batch is clearly larger than all before."""
+        elements = sum(value.numel() for value in kwargs.values() if isinstance(value, torch.Tensor))
+        is_training = self.training and model.training and torch.is_grad_enabled()
+        if not is_training or args or elements <= 1.25 * self._predicted_for_elements:
+            return
+        self._predicted_for_elements = elements
+        try:
+            step_bytes = predict_step_bytes(model, self.runtime, kwargs, self.device)
+        except Exception as error:  # a model that looks at its data can't be run without any
+            logger.info("megatrain: the step's memory can't be predicted for this model (%s)", error)
+            return
+        held = self.device_bytes_by_kind()
+        self.predicted_device_bytes = sum(held.values()) + step_bytes
+        if self.device.type != "cuda":
+            return
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        if self.predicted_device_bytes > total:
+            logger.warning(
+                "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s, step %.1f) and the GPU has %.1f GiB; "
+                "if it runs out of memory, lower per_device_train_batch_size or the sequence length",
+                self.predicted_device_bytes / GIB,
+                ", ".join(f"{kind} {count / GIB:.1f}" for kind, count in held.items()),
+                step_bytes / GIB,
+                total / GIB,
+            )
 
     def drain(self) -> None:
         """Blocks until all weights are those of the last step, and takes over weights written from outside."""
@@ -254,14 +288,15 @@ class Engine:
 
 
 class _Hook:
-    """A module hook that calls a function of the engine without arguments. Copies and pickles of it do nothing."""
+    """A module hook that calls a function of the engine. Copies and pickles of it do nothing."""
 
-    def __init__(self, function: Callable[[], None] | None = None) -> None:
+    def __init__(self, function: Callable[..., None] | None = None, with_arguments: bool = False) -> None:
         self._function = function
+        self._with_arguments = with_arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if self._function is not None:
-            self._function()
+            self._function(*args, **kwargs) if self._with_arguments else self._function()
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return _Hook, ()

@@ -110,6 +110,7 @@ class Telemetry:
         for kind, count in self._engine.device_bytes_by_kind().items():
             values[f"gpu_{kind}_gib"] = count / GIB
         if self._engine.device.type == "cuda":
+            values["gpu_predicted_gib"] = self._engine.predicted_device_bytes / GIB
             values["gpu_peak_gib"] = torch.cuda.max_memory_allocated(self._engine.device) / GIB
         return {f"megatrain/{name}": round(value, 4) for name, value in values.items()}
 

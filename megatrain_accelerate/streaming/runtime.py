@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +25,12 @@ from megatrain_accelerate.streaming.prefetch import Prefetcher
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.streams import Streams
 
+LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
+
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
-def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call's arguments without key-value caches, which the replay in backward would update a second time.
 
     The same rule as transformers' ``GradientCheckpointingLayer`` (transformers/modeling_layers.py).
@@ -102,6 +105,7 @@ class StreamingRuntime:
                 if state.entry.spec.trainable:
                     hook = functools.partial(self._resident_gradient_ready, group)
                     self._handles.append(state.parameter.register_post_accumulate_grad_hook(hook))
+        self._dry_run: LayerRunner | None = None
         self._in_backward = False
         self._open_tapes: set[int] = set()
         self._clip_factors: dict[int, float] = {}
@@ -124,11 +128,22 @@ class StreamingRuntime:
 
     # ------------------------------------------------------------------ forward and backward of a layer
 
+    @contextlib.contextmanager
+    def layers_run_by(self, runner: LayerRunner) -> Iterator[None]:
+        """Proxies call ``runner(layer, args, kwargs)`` instead of streaming while the body runs."""
+        self._dry_run = runner
+        try:
+            yield
+        finally:
+            self._dry_run = None
+
     def run_layer(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a proxy's forward does."""
+        if self._dry_run is not None:
+            return self._dry_run(layer, *without_caches(args, kwargs))
         if torch.is_grad_enabled():
             self._in_backward = False
-            clean_args, clean_kwargs = _without_caches(args, kwargs)
+            clean_args, clean_kwargs = without_caches(args, kwargs)
             call = LayerCall(self._context, layer, clean_args, clean_kwargs)
             if layer.has_trainable or any(tensor.requires_grad for tensor in call.tensors):
                 tape, position = self._order.record(layer.index)
