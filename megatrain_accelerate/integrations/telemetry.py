@@ -67,6 +67,7 @@ class Telemetry:
         self._seconds = 0.0
         self._steps = 0
         self._mark: float | None = None
+        self._layout_logged = False
 
     def step_begins(self) -> None:
         """Training time runs from here; what lay between two steps counts unless :meth:`pause` was called."""
@@ -105,10 +106,12 @@ class Telemetry:
         if seconds > 0:
             values["tokens_per_second"] = tokens / seconds
             values["tflops"] = 6e-12 * self._engine.parameter_count * tokens / seconds
-        for kind, count in self._engine.host_bytes_by_kind().items():
-            values[f"host_{kind}_gib"] = count / GIB
-        for kind, count in self._engine.device_bytes_by_kind().items():
-            values[f"gpu_{kind}_gib"] = count / GIB
+        if not self._layout_logged:  # these don't change: once is enough
+            self._layout_logged = True
+            for kind, count in self._engine.host_bytes_by_kind().items():
+                values[f"host_{kind}_gib"] = count / GIB
+            for kind, count in self._engine.device_bytes_by_kind().items():
+                values[f"gpu_{kind}_gib"] = count / GIB
         if self._engine.device.type == "cuda":
             values["gpu_predicted_gib"] = self._engine.predicted_device_bytes / GIB
             values["gpu_peak_gib"] = torch.cuda.max_memory_allocated(self._engine.device) / GIB
