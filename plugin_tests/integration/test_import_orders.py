@@ -1,0 +1,288 @@
+"""How the plugin gets into a process: whatever is imported first, whatever is broken, and at no cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from fresh_process import run_python
+
+import megatrain_accelerate
+
+PACKAGE = Path(megatrain_accelerate.__file__).parent
+AUTOLOAD = Path(__import__("_megatrain_autoload").__file__ or "")
+
+# Imports nothing but strings, since an import is what gives the hook an opportunity.
+PROBE = """
+import sys
+from megatrain_accelerate.integrations.patches import PATCHES
+
+def stored(owner, name):
+    for cls in getattr(owner, "__mro__", (owner,)):
+        if name in vars(cls):
+            found = vars(cls)[name]
+            return getattr(found, "fget", None) or getattr(found, "__func__", None) or found
+
+def check(statement):
+    unpatched = []
+    for patch in PATCHES:
+        owner = sys.modules.get(patch.module)
+        if owner is None:
+            continue
+        *path, name = patch.target.partition(":")[2].split(".")
+        for part in path:
+            owner = getattr(owner, part)
+        if not hasattr(stored(owner, name), "_megatrain_patch"):
+            unpatched.append(patch.target)
+    assert not unpatched, f"after {statement!r}: {unpatched}"
+
+def run(*statements):
+    for statement in statements:
+        exec(statement, {})
+        check(statement)
+    missing = {patch.module for patch in PATCHES} - set(sys.modules)
+    missing = {name for name in missing if not name.startswith("accelerate.commands")}
+    assert not missing, missing
+"""
+
+ACCELERATE = "from accelerate import Accelerator"
+ARGUMENTS = "from transformers import TrainingArguments"
+PARSER = "from transformers import HfArgumentParser"
+TRAINER = "from transformers import Trainer"
+MODEL = "from transformers import AutoModelForCausalLM, PreTrainedModel"
+SFT_CONFIG = "from trl import SFTConfig"
+SFT_TRAINER = "from trl import SFTTrainer"
+PEFT = "from peft import LoraConfig, get_peft_model"
+
+ORDERS = {
+    "torch": ("import torch", ACCELERATE, ARGUMENTS, TRAINER, PEFT, SFT_TRAINER),
+    "accelerate": (ACCELERATE, TRAINER, MODEL),
+    "launcher": ("import accelerate.commands.launch", TRAINER),
+    "arguments": (ARGUMENTS, PARSER, TRAINER, ACCELERATE),
+    "parser, then arguments": (PARSER, ARGUMENTS, TRAINER),
+    "trainer": (TRAINER, PEFT, ACCELERATE),
+    "model": (MODEL, PEFT, SFT_CONFIG, SFT_TRAINER),
+    "trl config": (SFT_CONFIG, TRAINER),
+    "trl trainer": (SFT_TRAINER, ACCELERATE),
+    "peft": (PEFT, SFT_TRAINER, TRAINER),
+    "everything in one line": ("import peft, trl, transformers, accelerate, torch", TRAINER),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_target_is_patched_right_after_its_import(order: str) -> None:
+    run_python(f"{PROBE}\nrun(*{ORDERS[order]!r})")
+
+
+def test_late_enable_patches_what_is_imported_already() -> None:
+    code = """
+import dataclasses
+import torch, accelerate.commands.launch
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+from trl import SFTConfig
+
+@dataclasses.dataclass
+class Mine(TrainingArguments):
+    own: int = 3
+
+assert not hasattr(TrainingArguments, "megatrain")
+import megatrain_accelerate
+megatrain_accelerate.enable(slots=3)
+check("enable()")
+megatrain_accelerate.disable()
+from megatrain_accelerate.activation import active_config
+for cls in (Mine, SFTConfig, TrainingArguments):
+    flags = ["--use_cpu", "--bf16", "False", "--megatrain", "--megatrain_config", '{"slots": 5}']
+    (arguments,) = HfArgumentParser(cls).parse_args_into_dataclasses(flags)
+    assert arguments.megatrain and active_config().slots == 5
+    assert dataclasses.replace(arguments).megatrain_config == {"slots": 5}
+    megatrain_accelerate.disable()
+    assert not cls(use_cpu=True, bf16=False).megatrain and active_config() is None
+assert Mine(own=4).own == 4
+"""
+    run_python(PROBE + code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+
+
+@pytest.mark.parametrize("switch", [{"MEGATRAIN_DISABLE": "1"}, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}])
+def test_off_switches_leave_nothing_behind(switch: dict[str, str]) -> None:
+    run_python(
+        """
+        import sys
+        import accelerate.commands.launch
+        from transformers import Trainer, TrainingArguments
+        assert not [name for name in sys.modules if name.startswith("megatrain")]
+        assert not hasattr(TrainingArguments, "megatrain")
+        assert not [finder for finder in sys.meta_path if "megatrain" in repr(type(finder))]
+        """,
+        MEGATRAIN_ACTIVE="1",
+        **switch,
+    )
+
+
+def test_enable_reports_the_off_switch() -> None:
+    output = run_python("import megatrain_accelerate as m; m.enable()", check=False, MEGATRAIN_DISABLE="1")
+    assert "ConfigError" in output
+    assert "MEGATRAIN_DISABLE" in output
+
+
+def test_import_torch_costs_less_than_five_milliseconds_more(tmp_path: Path) -> None:
+    code = """
+        import sys, time
+        import torch
+        before = set(sys.modules)
+        start = time.perf_counter()
+        import _megatrain_autoload
+        _megatrain_autoload.install()
+        print((time.perf_counter() - start) * 1e3)
+        assert _megatrain_autoload.failure is None
+        new = {name.partition(".")[0] for name in set(sys.modules) - before}
+        assert new <= {"_megatrain_autoload", "megatrain_accelerate"}, new
+        assert "megatrain_accelerate.config" not in sys.modules
+        """
+    # The first run writes the byte code, as an installation does.
+    env = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
+    times_ms = [float(run_python(code, **env)) for _ in range(4)]
+    assert min(times_ms[1:]) < 5, times_ms
+
+
+def _copy_of_the_package(folder: Path) -> Path:
+    copy = folder / "megatrain_accelerate"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("*.so", "csrc", "__pycache__"))
+    shutil.copy(AUTOLOAD, folder)
+    metadata = folder / "megatrain_accelerate-999.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: megatrain-accelerate\nVersion: 999\n")
+    (metadata / "entry_points.txt").write_text("[torch.backends]\nmegatrain_accelerate = _megatrain_autoload:install\n")
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("file", "statement"),
+    [
+        ("__init__.py", "raise SystemExit('broken on purpose')"),
+        ("__init__.py", "this is broken on purpose"),
+        ("integrations/import_hook.py", "raise ValueError('broken on purpose')"),
+        ("integrations/patches.py", "import broken_on_purpose"),
+    ],
+)
+def test_a_broken_package_breaks_only_processes_that_ask_for_it(tmp_path: Path, file: str, statement: str) -> None:
+    broken = _copy_of_the_package(tmp_path) / file
+    text = broken.read_text()
+    broken.write_text(
+        text.replace("from __future__ import annotations\n", f"from __future__ import annotations\n{statement}\n", 1)
+    )
+    output = run_python(
+        """
+        import os, sys
+        import torch, accelerate
+        import _megatrain_autoload
+        print(_megatrain_autoload.__file__, type(_megatrain_autoload.failure).__name__)
+
+        def fails(ask):
+            try:
+                exec(ask, {})
+            except BaseException as error:
+                while error is not None:
+                    if error is _megatrain_autoload.failure or "broken" in f"{error} {getattr(error, 'text', '')}":
+                        return True
+                    error = error.__cause__
+            return False
+
+        assert fails("import megatrain_accelerate; megatrain_accelerate.enable()")
+        sys.argv.append("--megatrain")
+        assert fails("import transformers.training_args")
+        sys.argv.pop()
+        os.environ["MEGATRAIN_ACTIVE"] = "1"
+        assert fails("import transformers.training_args")
+        del os.environ["MEGATRAIN_ACTIVE"]
+        sys.argv[:] = ["/usr/bin/accelerate", "launch", "--config", "megatrain.yaml"]
+        assert fails("import accelerate.commands.launch")
+        sys.argv[:] = ["train.py", "--config", "trl.yaml"]
+        import transformers.training_args
+        """,
+        cwd=tmp_path,
+        PYTHONPATH=str(tmp_path),
+    )
+    assert str(tmp_path) in output
+    assert "NoneType" not in output
+
+
+MISSING = """
+import os, sys
+from megatrain_accelerate.errors import PatchError
+import accelerate
+del accelerate.Accelerator.clip_grad_norm_
+accelerate.Accelerator.free_memory = lambda self, things: None
+from megatrain_accelerate.integrations import import_hook
+"""
+
+
+def test_an_unknown_shape_is_reported_only_when_active() -> None:
+    output = run_python(
+        MISSING
+        + """
+import_hook.install()
+import accelerate.commands.launch
+accelerate.Accelerator(cpu=True)
+import megatrain_accelerate
+from megatrain_accelerate.activation import active_config
+try:
+    megatrain_accelerate.enable()
+except PatchError as error:
+    print(error, *error.__notes__ if hasattr(error, "__notes__") else "")
+assert active_config() is None
+""",
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert "accelerate.accelerator:Accelerator.clip_grad_norm_" in output
+    assert "no attribute clip_grad_norm_" in output
+    assert "tested with: accelerate" in output
+    assert f"Installed: accelerate {__import__('accelerate').__version__}" in output
+
+
+def test_an_unknown_shape_stops_a_process_that_the_launcher_activated() -> None:
+    output = run_python(
+        MISSING + "import_hook.install()", check=False, TORCH_DEVICE_BACKEND_AUTOLOAD="0", MEGATRAIN_ACTIVE="1"
+    )
+    assert "PatchError" in output
+    at_import = """
+        import torch, sys
+        from megatrain_accelerate.integrations import patch_accelerate
+        def unknown(module):
+            raise ValueError("unknown shape")
+        patch_accelerate.patch_free_memory = unknown
+        import accelerate
+        """
+    assert "accelerate.accelerator:Accelerator.free_memory" in run_python(at_import, check=False, MEGATRAIN_ACTIVE="1")
+    run_python(at_import)
+
+
+def test_the_hook_is_installed_once_and_a_reload_is_patched_again() -> None:
+    output = run_python(
+        """
+        import importlib, json, sys
+        import accelerate.accelerator
+        from megatrain_accelerate.integrations import import_hook
+        first = accelerate.accelerator.Accelerator.prepare_model
+        import_hook.install()
+        assert accelerate.accelerator.Accelerator.prepare_model is first
+        assert not hasattr(first.__wrapped__, "__wrapped__")
+        hooks = [finder for finder in sys.meta_path if type(finder).__name__ == "PatchFinder"]
+        module = importlib.reload(accelerate.accelerator)
+        second = module.Accelerator.prepare_model
+        print(json.dumps([len(hooks), second is not first, not hasattr(second.__wrapped__, "__wrapped__")]))
+        assert type(module.__loader__).__name__ == "SourceFileLoader"
+        """
+    )
+    assert json.loads(output.splitlines()[-1]) == [1, True, True]
+
+
+def test_the_environment_of_these_tests_has_the_plugin_installed() -> None:
+    from importlib.metadata import entry_points
+
+    names = [entry.value for entry in entry_points(group="torch.backends")]
+    assert "_megatrain_autoload:install" in names, "run `pip install -e .` first"
+    assert os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0"
