@@ -184,11 +184,6 @@ class StreamingRuntime:
             group.fetch_gradients(self.norms, only=parameter)
 
     def _backward_ends(self) -> None:
-        for group in self.groups:
-            for state in group.unit.states:
-                if state.entry.spec.trainable:
-                    hook = functools.partial(self._resident_gradient_ready, group)
-                    self._handles.append(state.parameter.register_post_accumulate_grad_hook(hook))
         self._in_backward = False
         self._open_tapes.clear()
         # From here on anybody may read `parameter.grad`, or let go of it.
