@@ -1,0 +1,86 @@
+"""The settings: defaults, checks, and the ways in which they travel."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain_accelerate.activation import read_settings
+from megatrain_accelerate.config import MegatrainConfig, usable_cpu_count
+from megatrain_accelerate.errors import ConfigError
+
+
+def test_every_setting_has_a_default() -> None:
+    assert MegatrainConfig.from_mapping(None) == MegatrainConfig.from_mapping({}) == MegatrainConfig()
+
+
+def test_settings_survive_json() -> None:
+    config = MegatrainConfig(slots=3, host_memory_gib=1.5, layer_classes=("A", "B"), step_schedule="serial")
+    assert MegatrainConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"slot": 3}, "did you mean 'slots'"),
+        ({"hostthreads": 3}, "did you mean 'host_threads'"),
+        ({"zzz": 3}, "no setting 'zzz'; known settings: slots"),
+        ({3: 3}, "no setting 3"),
+        ({"slots": 1}, "at least 2"),
+        ({"slots": True}, "whole number"),
+        ({"slots": "3"}, "whole number"),
+        ({"gradient_slots": 0}, "at least 1"),
+        ({"host_threads": 0}, "at least 1"),
+        ({"max_nonfinite_steps": 0}, "at least 1"),
+        ({"host_memory_gib": 0}, "above 0"),
+        ({"host_memory_gib": "10"}, "number of GiB"),
+        ({"huge_pages": 1}, "true or false"),
+        ({"pin_memory": "yes"}, "true or false"),
+        ({"step_schedule": "later"}, "deferred"),
+        ({"layer_classes": "Block"}, "list of class names"),
+        ({"layer_classes": [1]}, "list of class names"),
+    ],
+)
+def test_a_setting_that_cannot_be_honoured_raises(settings: dict[Any, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MegatrainConfig.from_mapping(settings)
+
+
+@pytest.mark.parametrize("settings", [["slots"], "slots", 3])
+def test_settings_must_be_a_mapping(settings: Any) -> None:
+    with pytest.raises(ConfigError, match="must be a mapping"):
+        MegatrainConfig.from_mapping(settings)
+
+
+def test_malformed_settings_of_the_launcher_are_shown() -> None:
+    with pytest.raises(ConfigError, match=r"not JSON: '\{broken'"):
+        MegatrainConfig.from_json("{broken")
+
+
+def test_a_person_may_give_settings_in_three_forms(tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"slots": 3}))
+    assert read_settings({"slots": 3}) == read_settings(' {"slots": 3}') == read_settings(str(file)) == {"slots": 3}
+    assert read_settings(None) == {}
+    file.write_text("")
+    assert read_settings(str(file)) == {}
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "slots", "{a: b: c}"])
+def test_a_file_without_a_mapping_is_an_error(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match="megatrain_config must be"):
+        read_settings(str(file))
+
+
+def test_usable_cpus_are_shared_by_the_local_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    alone = usable_cpu_count()
+    assert 1 <= alone <= (os.cpu_count() or 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000000")
+    assert usable_cpu_count() == 1
