@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,13 +24,18 @@ from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 
 class LiveBytes(TorchDispatchMode):
-    """Adds up the bytes of storages that are made and die while it is active. Peak in :attr:`peak_bytes`."""
+    """Adds up the bytes of storages that are made and die while it is active. Peak in :attr:`peak_bytes`.
 
-    def __init__(self) -> None:
+    Args:
+        present: tensors that are there already and don't count.
+    """
+
+    def __init__(self, present: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Their storages come back in views, and aren't new.
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in present)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -57,7 +62,7 @@ class LiveBytes(TorchDispatchMode):
 def _fake_weights(model: nn.Module, device: torch.device) -> Iterator[list[torch.Tensor]]:
     """The model's parameters and buffers are tensors without data while the body runs; yields the parameters."""
     fakes: dict[int, torch.Tensor] = {}
-    saved: list[tuple[dict[str, Any], str, Any]] = []
+    saved: list[tuple[Any, str, Any]] = []
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in fakes:
@@ -113,13 +118,13 @@ def predict_step_bytes(
     inputs = _without_full_masks(inputs)
     with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         is_layer_weight = [id(p) in in_layers for p in model.parameters()]
-        with _fake_weights(model, device), runtime.layers_run_by(segment), torch.enable_grad():
+        with _fake_weights(model, device) as weights, runtime.layers_run_by(segment), torch.enable_grad():
             for parameter, inside in zip(model.parameters(), is_layer_weight, strict=True):
                 if inside and parameter.requires_grad:
                     # They leave for the host through a gradient slot; the slots are counted as static.
                     parameter.register_post_accumulate_grad_hook(_drop_gradient)
             fake_inputs = tree_map_only(torch.Tensor, mode.from_tensor, inputs)
-            with LiveBytes() as live:
+            with LiveBytes(weights) as live:
                 output = model.forward(**fake_inputs)
                 loss = output["loss"] if isinstance(output, Mapping) and output.get("loss") is not None else None
                 if loss is None:

@@ -1,0 +1,66 @@
+"""The predicted device memory of a step, against what the step is known to need."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_runs import attach
+from plain_torch import tiny_model, token_batches
+
+from megatrain_accelerate.planning.step_memory import LiveBytes, predict_step_bytes
+
+
+def predicted(length: int = 32, **changes: object) -> int:
+    model = tiny_model(**changes).train()
+    engine = attach(model)
+    ids = token_batches(1, length=length)[0]
+    step_bytes = predict_step_bytes(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
+    engine.close()
+    return step_bytes
+
+
+def test_live_bytes_counts_what_is_alive_at_once_and_not_what_was_there() -> None:
+    present = torch.zeros(1 << 20)
+    with LiveBytes([present]) as live:
+        present.view(-1).t()
+        first = torch.zeros(1 << 20)
+        del first
+        second = torch.zeros(1 << 19)
+    assert live.peak_bytes == 4 << 20
+    assert live.live_bytes == second.nbytes
+
+
+def test_prediction_leaves_the_model_as_it_was() -> None:
+    model = tiny_model(attention_dropout=0.5).train()
+    engine = attach(model)
+    ids = token_batches(1)[0]
+    before = {name: (id(p), p.data_ptr(), p.grad) for name, p in model.named_parameters()}
+    state = torch.get_rng_state()
+    predict_step_bytes(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {name: (id(p), p.data_ptr(), p.grad) for name, p in model.named_parameters()} == before
+    assert engine.runtime.meter.counters.weight_fetches == 0
+    engine.close()
+
+
+def test_logits_dominate_for_a_large_vocabulary() -> None:
+    tokens, small, large = 2 * 32, 128, 128 * 256
+    growth = predicted(vocab_size=large) - predicted(vocab_size=small)
+    # bf16 logits, their fp32 copy, log-softmax and its gradient: 10 to 18 bytes a token and entry, at once; and the
+    # gradient of the head.
+    head = (large - small) * 64 * 2
+    per_entry = (growth - head) / (tokens * (large - small))
+    assert 8 <= per_entry <= 18
+
+
+def test_layers_cost_their_inputs_only() -> None:
+    deep, shallow = predicted(num_hidden_layers=24, vocab_size=16), predicted(num_hidden_layers=8, vocab_size=16)
+    inputs = 16 * 2 * 32 * 64 * 2  # 16 more layers, (2, 32, 64) bf16 each
+    # Weights, their gradients and all other activations of a layer come and go. Small tensors (masks, positions) that
+    # every segment keeps are a few hundred bytes each.
+    assert inputs <= deep - shallow <= 1.5 * inputs
+
+
+@pytest.mark.parametrize("length", [64, 128])
+def test_prediction_grows_with_the_batch(length: int) -> None:
+    assert predicted(length=length) > 1.5 * predicted(length=length // 2)
