@@ -216,10 +216,11 @@ class FusedStep(HostStep):
         runtime.worker.raise_if_failed()
         runtime.refresh_if_written()
         runtime.collect_gradients()
+        done, self._stepped_in_backward = self._stepped_in_backward, {}
+        self._refuse_rewritten(optimizer, done)
         found = self.with_gradients(optimizer)
         norm = float(runtime.total_norm([state.parameter for state, _ in found]))
         factors = runtime.take_clip_factors()
-        done, self._stepped_in_backward = self._stepped_in_backward, {}
         if done:
             self._check_stepped_in_backward(found, factors, done)
             found = [(state, group) for state, group in found if id(state.parameter) not in done]
@@ -243,6 +244,17 @@ class FusedStep(HostStep):
                 gate.close_until(self._submit(unit, resident, steps))
         if self.schedule == "serial":
             runtime.drain()
+
+    def _refuse_rewritten(self, optimizer: Optimizer, done: dict[int, AdamArguments]) -> None:
+        """Gradients that were used in backward must still be what they were."""
+        parameters = [parameter for parameter in self.parameters(optimizer) if id(parameter) in done]
+        rewritten = sum(not self.runtime.norms.is_current(parameter) for parameter in parameters)
+        if rewritten:
+            raise StateError(
+                f"{rewritten} gradients were changed, replaced or dropped between backward and step() (by a callback, a hook "
+                "or clipping in the script), but their layers were stepped in backward already, since max_grad_norm is 0; "
+                "set megatrain_config.step_schedule to 'deferred'"
+            )
 
     def _check_stepped_in_backward(
         self,
@@ -383,6 +395,7 @@ def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: s
     Raises:
         UnsupportedError: it holds parameters that the model doesn't train.
     """
+    runtime.drain()  # steps of an optimizer before this one still write the moments
     original = getattr(type(optimizer), "_megatrain_original_class", type(optimizer))
     optimizer.__class__ = original
     if is_fusable(optimizer):
@@ -414,6 +427,8 @@ def _adopt_fused(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str)
 
     def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
         runtime.drain()
+        # Weights that were loaded before are taken over now: seen later, they would reset the residuals loaded here.
+        runtime.refresh_if_written()
         # torch's own way would cast the moments to the weights' dtype and device, and hold a second copy.
         original.load_state_dict(self, {"state": {}, "param_groups": state_dict["param_groups"]})
         driver.bind(self)
