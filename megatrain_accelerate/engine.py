@@ -30,9 +30,12 @@ from megatrain_accelerate.streaming.proxy import install_proxy, note_checkpointi
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.streaming.streams import Streams
-from megatrain_accelerate.units import GIB
+from megatrain_accelerate.units import GIB, MIB
 
 logger = logging.getLogger(__name__)
+
+LIBRARY_WORKSPACE_BYTES = 128 * MIB
+"""Device memory for workspaces of cuBLAS (32 MiB a thread that computes) and small tensors outside the step's graph."""
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
@@ -235,7 +238,7 @@ class Engine:
             return
         self._predicted_for_elements = elements
         try:
-            step_bytes = predict_step_bytes(model, self.runtime, kwargs, self.device)
+            step_bytes = predict_step_bytes(model, self.runtime, kwargs, self.device) + LIBRARY_WORKSPACE_BYTES
         except Exception as error:  # a model that looks at its data can't be run without any
             logger.info("megatrain: the step's memory can't be predicted for this model (%s)", error)
             return

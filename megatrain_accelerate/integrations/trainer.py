@@ -17,6 +17,7 @@ from megatrain_accelerate.checkpointing import (
     STAGING_FOLDER,
     publish,
     remove_incomplete,
+    rotate,
     saving_progress,
 )
 from megatrain_accelerate.engine import Engine, engine_of
@@ -30,11 +31,13 @@ def move_model_to_device(original: Callable[..., Any], trainer: Any, model: nn.M
     """The engine places weights when the model is prepared; until then they stay on the host."""
 
 
-def save_checkpoint(original: Callable[..., Any], trainer: Any, model: nn.Module, trial: Any, **kwargs: Any) -> None:
+def save_checkpoint(
+    original: Callable[..., Any], trainer: Any, model: nn.Module, trial: Any, *args: Any, **kwargs: Any
+) -> None:
     """Writes a checkpoint aside and renames it when it is complete, so that a kill never leaves a broken one."""
     engine = engine_of(trainer.model)
     if engine is None or not trainer.args.should_save:
-        original(trainer, model, trial, **kwargs)
+        original(trainer, model, trial, *args, **kwargs)
         return
     run_dir = Path(trainer._get_output_dir(trial=trial))
     staging = run_dir / STAGING_FOLDER
@@ -43,7 +46,7 @@ def save_checkpoint(original: Callable[..., Any], trainer: Any, model: nn.Module
     expected = sum(count for kind, count in engine.host_bytes_by_kind().items() if kind != "gradients")
     engine.drain()
     with saving_progress(staging, expected, show=not trainer.args.disable_tqdm), _output_dir(trainer, staging):
-        original(trainer, model, trial, **kwargs)
+        original(trainer, model, trial, *args, **kwargs)
     _point_best_checkpoint(trainer, staging, run_dir)
     publish(run_dir)
     _rotate(trainer, run_dir)
@@ -73,25 +76,35 @@ def _point_best_checkpoint(trainer: Any, staging: Path, run_dir: Path) -> None:
 
 def _rotate(trainer: Any, run_dir: Path) -> None:
     """Deletes old checkpoints by the Trainer's own rule; inside the original call they weren't where it looked."""
-    try:
-        from transformers.trainer_utils import rotate_checkpoints
-    except ImportError:  # transformers 4
-        trainer._rotate_checkpoints(use_mtime=True, output_dir=str(run_dir))
+    if not trainer.args.save_total_limit or trainer.args.save_total_limit <= 0:
         return
-    rotate_checkpoints(
-        output_dir=str(run_dir),
-        save_total_limit=trainer.args.save_total_limit,
-        best_model_checkpoint=trainer.state.best_model_checkpoint,
-        use_mtime=True,
-    )
+    best = trainer.state.best_model_checkpoint
+
+    def keep(stand_ins: Path) -> None:
+        best_stand_in = str(stand_ins / Path(best).name) if best and Path(best).parent == run_dir else best
+        try:
+            from transformers.trainer_utils import rotate_checkpoints
+        except ImportError:  # transformers 4
+            trainer.state.best_model_checkpoint = best_stand_in
+            trainer._rotate_checkpoints(use_mtime=True, output_dir=str(stand_ins))
+            trainer.state.best_model_checkpoint = best
+            return
+        rotate_checkpoints(
+            output_dir=str(stand_ins),
+            save_total_limit=trainer.args.save_total_limit,
+            best_model_checkpoint=best_stand_in,
+            use_mtime=True,
+        )
+
+    rotate(run_dir, keep)
 
 
 def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
     """Reads the optimizer's state from a file mapping: read whole, it would need 10 bytes a parameter more."""
-    serialization: Any = importlib.import_module("torch.utils.serialization.config")
     if checkpoint is None or engine_of(trainer.model) is None:
         original(trainer, checkpoint)
         return
+    serialization: Any = importlib.import_module("torch.utils.serialization.config")
     with serialization.patch({"load.mmap": True}):
         original(trainer, checkpoint)
 
@@ -110,6 +123,7 @@ class MegatrainCallback(TrainerCallback):
         """Begins to count."""
         engine = self._engine(kwargs)
         if engine is not None:
+            self._close_telemetry()  # an exception may have ended the training before
             follow_clipping(engine, clips=bool(args.max_grad_norm and args.max_grad_norm > 0))
             self._telemetry = Telemetry(engine, kwargs["model"])
 
@@ -147,6 +161,9 @@ class MegatrainCallback(TrainerCallback):
         engine = self._engine(kwargs)
         if engine is not None:
             engine.drain()
+        self._close_telemetry()
+
+    def _close_telemetry(self) -> None:
         if self._telemetry is not None:
             self._telemetry.close()
             self._telemetry = None

@@ -13,6 +13,7 @@ from engine_runs import attach, train_streamed
 from plain_torch import tiny_model, token_batches, train_bf16_with_masters
 from torch import nn
 
+from megatrain_accelerate.engine import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.streaming import prefetch
 
@@ -205,4 +206,23 @@ def test_evaluation_and_generation_stream_and_agree_with_plain_pytorch() -> None
     streamed = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert streamed.shape == (2, 12)
     torch.testing.assert_close(streamed[:, :5], plain.generate(prompt, max_new_tokens=1, do_sample=False, pad_token_id=0))
+    engine.close()
+
+
+@pytest.mark.parametrize("length", [64, 512])
+def test_gpu_peak_stays_within_the_predicted_figure(length: int) -> None:
+    torch.use_deterministic_algorithms(False)
+    model = tiny_model(vocab_size=8192, hidden_size=256, intermediate_size=1024, max_position_embeddings=512).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    base = torch.cuda.memory_allocated()
+    engine = attach(model, device="cuda")
+    adopt_optimizer(optimizer, engine.runtime, "deferred")
+    torch.cuda.reset_peak_memory_stats()
+    for ids in token_batches(3, length=length, batch=4):
+        model(input_ids=ids.cuda(), labels=ids.cuda()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    peak = torch.cuda.max_memory_allocated() - base
+    assert engine.predicted_device_bytes - LIBRARY_WORKSPACE_BYTES < 1.1 * peak
+    assert peak <= engine.predicted_device_bytes
     engine.close()
