@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -56,15 +58,14 @@ def saving_progress(folder: Path, expected_bytes: int, show: bool) -> Iterator[N
 
 
 def remove_incomplete(run_dir: Path) -> None:
-    """Removes what an interrupted save left in ``run_dir``."""
+    """Removes what an interrupted save, or a deletion that was under way, left in ``run_dir``."""
     shutil.rmtree(run_dir / STAGING_FOLDER, ignore_errors=True)
 
 
 def publish(run_dir: Path) -> list[Path]:
     """Moves every checkpoint in the staging folder into place, each by one rename, after it is safely on disk.
 
-    A checkpoint of the same name is replaced; a kill between the two renames leaves the older one in the staging folder
-    and the new one complete.
+    A checkpoint of the same name is replaced: at every instant there is the older one or the new one, complete.
 
     Returns:
         The checkpoints' folders.
@@ -75,10 +76,45 @@ def publish(run_dir: Path) -> list[Path]:
         for path in [*folder.rglob("*"), folder]:
             _flush_to_disk(path)
         target = run_dir / folder.name
-        if target.exists():
-            os.rename(target, staging / f"{folder.name}.replaced")
-        os.rename(folder, target)
+        if not (target.exists() and _exchange(folder, target)):
+            if target.exists():
+                os.rename(target, staging / f"{folder.name}.replaced")
+            os.rename(folder, target)
         published.append(target)
     _flush_to_disk(run_dir)
-    shutil.rmtree(staging, ignore_errors=True)
+    remove_incomplete(run_dir)
     return published
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swaps two folders' names in one move; False where the system or the file system can't."""
+    try:
+        rename: Any = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError):
+        return False
+    at_working_directory, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of <linux/fs.h>
+    return rename(at_working_directory, os.fsencode(first), at_working_directory, os.fsencode(second), exchange) == 0
+
+
+def rotate(run_dir: Path, delete_by_rule: Callable[[Path], None]) -> None:
+    """Deletes checkpoints so that a kill leaves each of them whole or gone.
+
+    Args:
+        run_dir: the folder of the checkpoints.
+        delete_by_rule: called with a folder of empty stand-ins that have the checkpoints' names and times; deletes
+            those of the checkpoints that are to go.
+    """
+    staging = run_dir / STAGING_FOLDER
+    stand_ins = staging / "stand-ins"
+    stand_ins.mkdir(parents=True)
+    checkpoints = [path for path in run_dir.glob("checkpoint-*") if path.is_dir()]
+    for path in checkpoints:
+        stand_in = stand_ins / path.name
+        stand_in.mkdir()
+        times = path.stat()
+        os.utime(stand_in, ns=(times.st_atime_ns, times.st_mtime_ns))
+    delete_by_rule(stand_ins)
+    for path in checkpoints:
+        if not (stand_ins / path.name).exists():
+            os.rename(path, staging / f"{path.name}.deleted")
+    remove_incomplete(run_dir)

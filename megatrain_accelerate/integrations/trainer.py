@@ -80,7 +80,7 @@ def _rotate(trainer: Any, run_dir: Path) -> None:
         return
     best = trainer.state.best_model_checkpoint
 
-    def keep(stand_ins: Path) -> None:
+    def delete_by_rule(stand_ins: Path) -> None:
         best_stand_in = str(stand_ins / Path(best).name) if best and Path(best).parent == run_dir else best
         try:
             from transformers.trainer_utils import rotate_checkpoints
@@ -96,7 +96,7 @@ def _rotate(trainer: Any, run_dir: Path) -> None:
             use_mtime=True,
         )
 
-    rotate(run_dir, keep)
+    rotate(run_dir, delete_by_rule)
 
 
 def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from engine_runs import masters_of
-from fresh_process import run_command
+from fresh_process import run_test_file
 from plain_torch import tiny_model, token_batches
 from torch import nn
 from trainer_runs import examples, make_arguments, plugin
@@ -160,8 +160,7 @@ def test_resume_with_accumulation_is_bit_equal(tmp_path: Path) -> None:
 
 def test_resume_in_a_fresh_process_is_bit_equal(whole_run: tuple[bool, Path, Outcome], tmp_path: Path) -> None:
     bf16, folder, whole = whole_run
-    helpers = str(Path(__file__).parents[1])
-    run_command(sys.executable, __file__, folder, tmp_path, "bf16" if bf16 else "fp32", PYTHONPATH=helpers)
+    run_test_file(__file__, folder, tmp_path, "bf16" if bf16 else "fp32")
     resumed = torch.load(tmp_path / "outcome.pt", weights_only=False)
     assert_same_end(Outcome(**resumed), whole, 4)
 

@@ -1,0 +1,456 @@
+"""Checkpoints: readable without the plugin, complete or absent, written and read without a second copy of the state."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import masters_of
+from fresh_process import run_python, run_test_file
+from plain_torch import tiny_model, token_batches
+from safetensors.torch import load_file
+from torch import nn
+from trainer_runs import examples, make_arguments, plugin, snapshot
+from transformers import Trainer
+from transformers.trainer_utils import get_last_checkpoint
+
+from megatrain_accelerate.checkpointing import STAGING_FOLDER, publish
+from megatrain_accelerate.engine import engine_of
+from megatrain_accelerate.optim.host_optimizer import RESIDUAL_KEY
+from megatrain_accelerate.units import KIB, MIB
+
+CHECKPOINT_FILES = {
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "optimizer.pt",
+    "rng_state.pth",
+    "scheduler.pt",
+    "trainer_state.json",
+    "training_args.bin",
+}
+
+WITHOUT_THE_PACKAGE = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("megatrain_accelerate", "_megatrain_autoload"):
+            raise ModuleNotFoundError(f"{name} was imported")
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def make_trainer(model: nn.Module, folder: Path, **changes: Any) -> Trainer:
+    """A Trainer that saves every step and evaluates on the texts that it trains on."""
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, **changes}
+    return Trainer(model, make_arguments(folder, **settings), train_dataset=examples(), eval_dataset=examples(4, seed=8))
+
+
+# ---------------------------------------------------------------------------------------- without the plugin
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_saved_models_load_in_plain_transformers_and_give_the_same_logits(bf16: bool, tied: bool, tmp_path: Path) -> None:
+    ids = token_batches(1)[0]
+    with plugin():
+        model = tiny_model(tie_word_embeddings=tied)
+        trainer = make_trainer(model, tmp_path, bf16=bf16, max_steps=2)
+        trainer.train()
+        trainer.save_model(str(tmp_path / "saved"))
+        # Without Accelerate's autocast, which a plain model doesn't have either.
+        trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        model.eval()
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits
+    torch.save(ids, tmp_path / "ids.pt")
+    code = (
+        WITHOUT_THE_PACKAGE
+        + """
+import torch
+from transformers import AutoModelForCausalLM
+
+folder = sys.argv[1]
+ids = torch.load(f"{folder}/ids.pt")
+outputs = {}
+for name in ("saved", "checkpoint-2"):
+    model, report = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"], report
+    with torch.no_grad():
+        outputs[name] = model.eval()(input_ids=ids).logits
+assert not any(name.startswith("megatrain") for name in sys.modules)
+torch.save(outputs, f"{folder}/logits.pt")
+"""
+    )
+    # Where the package isn't installed, torch has no backend of ours to load.
+    run_python(code, str(tmp_path), MEGATRAIN_DISABLE="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    outputs = torch.load(tmp_path / "logits.pt")
+    assert logits.dtype == (torch.bfloat16 if bf16 else torch.float32)
+    assert torch.equal(outputs["saved"], logits)
+    assert torch.equal(outputs["checkpoint-2"], logits)
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_our_optimizer_file_loads_into_torch_adamw(bf16: bool, tmp_path: Path) -> None:
+    with plugin():
+        model = tiny_model()
+        trainer = make_trainer(model, tmp_path, bf16=bf16, max_steps=2)
+        trainer.train()
+        ours = trainer.optimizer.state_dict()["state"]
+    saved = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt", weights_only=True)
+    plain = tiny_model()
+    theirs = Trainer(plain, make_arguments(tmp_path, bf16=bf16)).create_optimizer()
+    assert type(theirs) is torch.optim.AdamW
+    theirs.load_state_dict(saved)
+    assert len(theirs.state) == sum(1 for _ in plain.parameters())
+    for index, parameter in enumerate(parameter for group in theirs.param_groups for parameter in group["params"]):
+        state = theirs.state[parameter]
+        assert state["step"] == 2
+        assert torch.equal(state["exp_avg"], ours[index]["exp_avg"])
+        assert torch.equal(state["exp_avg_sq"], ours[index]["exp_avg_sq"])
+        assert (RESIDUAL_KEY in saved["state"][index]) == bf16
+        parameter.grad = torch.ones_like(parameter)
+    theirs.step()
+
+
+@pytest.mark.parametrize("streamed_first", [True, False])
+def test_checkpoints_are_exchanged_with_the_stock_trainer(streamed_first: bool, tmp_path: Path) -> None:
+    def run(streamed: bool, folder: Path, resume: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+        with plugin(streamed):
+            model = tiny_model(1 if resume else 0)
+            trainer = make_trainer(model, folder, max_steps=6, lr_scheduler_type="cosine", weight_decay=0.1)
+            trainer.train(resume_from_checkpoint=resume or None)
+            assert (engine_of(model) is not None) == streamed
+            return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], snapshot(model)
+
+    losses, weights = run(streamed_first, tmp_path / "first", resume=False)
+    shutil.copytree(tmp_path / "first" / "checkpoint-3", tmp_path / "second" / "checkpoint-3")
+    resumed_losses, resumed_weights = run(not streamed_first, tmp_path / "second", resume=True)
+    # fp32: the two differ by the rounding of AdamW's square root, 1e-7 of each update.
+    assert resumed_losses == pytest.approx(losses, abs=1e-6)
+    assert len(losses) == 6
+    for name, weight in weights.items():
+        torch.testing.assert_close(resumed_weights[name], weight, rtol=0, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------- which checkpoints there are
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("best_at_end", [True, False])
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_checkpoints_are_kept_and_named_as_the_stock_trainer_does(limit: int, best_at_end: bool, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"max_steps": 5, "save_total_limit": limit}
+    if best_at_end:
+        # A learning rate that makes it worse again, so that the best isn't the last.
+        changes |= {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.03}
+    found = {}
+    for streamed in (False, True):
+        folder = tmp_path / str(streamed)
+        with plugin(streamed):
+            trainer = make_trainer(tiny_model(), folder, **changes)
+            trainer.train()
+        state = json.loads((folder / kept(folder)[-1] / "trainer_state.json").read_text())
+        best = [state["best_model_checkpoint"], trainer.state.best_model_checkpoint]
+        assert all(path is None or Path(path).is_dir() for path in best)
+        found[streamed] = (
+            kept(folder),
+            [path and os.path.relpath(path, folder) for path in best],
+            trainer.state.best_global_step,
+        )
+    assert found[True] == found[False]
+    if best_at_end:
+        assert found[True][2] not in (None, 5), "the best must not be the last for the test to mean something"
+        assert f"checkpoint-{found[True][2]}" in found[True][0]
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_the_best_model_is_loaded_at_the_end_into_weights_and_masters(bf16: bool, tmp_path: Path) -> None:
+    with plugin():
+        model = tiny_model()
+        changes: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+        trainer = make_trainer(model, tmp_path, bf16=bf16, max_steps=5, learning_rate=0.03, **changes)
+        trainer.train()
+        best = trainer.state.best_global_step
+        assert best != 5, "the best must not be the last for the test to mean something"
+        engine = engine_of(model)
+        assert engine is not None
+        engine.drain()
+        saved = load_file(tmp_path / f"checkpoint-{best}" / "model.safetensors")
+        masters = masters_of(engine, model)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.detach(), saved[name]), name
+            assert torch.equal(masters[name], saved[name].float()), name
+
+
+def test_leftovers_of_a_killed_save_are_removed_by_the_next(tmp_path: Path) -> None:
+    left = tmp_path / STAGING_FOLDER / "checkpoint-1"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half a file")
+    (tmp_path / STAGING_FOLDER / "checkpoint-7.deleted").mkdir()
+    assert get_last_checkpoint(str(tmp_path)) is None
+    with plugin():
+        make_trainer(tiny_model(), tmp_path, max_steps=1).train()
+    assert kept(tmp_path) == ["checkpoint-1"]
+    assert {path.name for path in (tmp_path / "checkpoint-1").iterdir()} == CHECKPOINT_FILES
+
+
+def test_a_failed_save_leaves_the_checkpoints_before_and_training_can_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = torch.save
+
+    def full_disk(thing: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        if "checkpoint-2" in str(file) and "optimizer" in str(file):
+            raise OSError(28, "No space left on device")
+        save(thing, file, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with plugin():
+        trainer = make_trainer(tiny_model(), tmp_path)
+        with pytest.raises(OSError, match="No space left"):
+            trainer.train()
+        assert [name for name in kept(tmp_path) if name.startswith("checkpoint")] == ["checkpoint-1"]
+        monkeypatch.undo()
+        trainer.train(resume_from_checkpoint=True)
+    assert kept(tmp_path) == [f"checkpoint-{step}" for step in range(1, 5)]
+
+
+def test_a_checkpoint_of_the_same_name_is_replaced_without_a_gap(tmp_path: Path) -> None:
+    def stage(version: int) -> None:
+        folder = tmp_path / STAGING_FOLDER / "checkpoint-1"
+        folder.mkdir(parents=True)
+        for name in ("a", "b"):
+            (folder / name).write_text(str(version))
+
+    gaps, over = [], threading.Event()
+
+    def watch() -> None:
+        while not over.is_set():
+            if not (tmp_path / "checkpoint-1").is_dir():
+                gaps.append(time.time())
+
+    stage(0)
+    publish(tmp_path)
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for version in range(1, 101):
+        stage(version)
+        assert publish(tmp_path) == [tmp_path / "checkpoint-1"]
+        assert {(tmp_path / "checkpoint-1" / name).read_text() for name in ("a", "b")} == {str(version)}
+    over.set()
+    watcher.join()
+    assert not gaps
+    assert kept(tmp_path) == ["checkpoint-1"]
+
+
+def test_a_file_system_without_exchange_replaces_by_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain_accelerate.checkpointing._exchange", lambda first, second: False)
+    for version in ("old", "new"):
+        (tmp_path / STAGING_FOLDER / "checkpoint-1").mkdir(parents=True)
+        (tmp_path / STAGING_FOLDER / "checkpoint-1" / "file").write_text(version)
+        publish(tmp_path)
+    assert (tmp_path / "checkpoint-1" / "file").read_text() == "new"
+    assert kept(tmp_path) == ["checkpoint-1"]
+
+
+# ---------------------------------------------------------------------------------------- kill -9
+
+KILL_STEPS = 10
+
+
+def slow_down_saving(signal_file: Path) -> None:
+    """Stretches every part of a save in this process, and says when a save begins."""
+    save, unlink = torch.save, os.unlink
+
+    def slow_save(thing: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        signal_file.touch()
+        save(thing, file, *args, **kwargs)
+        content = Path(file).read_bytes()
+        with open(file, "wb") as stream:
+            for start in range(0, len(content), len(content) // 8 + 1):
+                stream.write(content[start : start + len(content) // 8 + 1])
+                stream.flush()
+                time.sleep(0.004)
+
+    def slow_unlink(*args: Any, **kwargs: Any) -> None:
+        time.sleep(0.004)
+        unlink(*args, **kwargs)
+
+    torch.save = slow_save
+    os.unlink = slow_unlink  # shutil.rmtree deletes with it
+
+
+def train_for_kills(folder: Path) -> None:
+    """Trains on from the last checkpoint, if there is one."""
+    with plugin():
+        # The order of the data is drawn before a resume reads the RNG state.
+        model = tiny_model(hidden_size=32, intermediate_size=64, num_hidden_layers=2, attention_dropout=0.3)
+        trainer = make_trainer(model, folder, bf16=True, max_steps=KILL_STEPS, save_total_limit=2)
+        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
+
+
+def assert_complete(checkpoint: Path) -> int:
+    """Every file of the checkpoint is there and reads to its end; returns its step."""
+    assert {path.name for path in checkpoint.iterdir()} == CHECKPOINT_FILES
+    step = int(checkpoint.name.rpartition("-")[2])
+    load_file(checkpoint / "model.safetensors")
+    optimizer = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+    assert all(state["step"] == step for state in optimizer["state"].values())
+    torch.load(checkpoint / "scheduler.pt", weights_only=True)
+    torch.load(checkpoint / "rng_state.pth", weights_only=False)
+    assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == step
+    return step
+
+
+def kill_again_and_again(folder: Path, seed: int) -> dict[str, int]:
+    """Trains to the end in children that are killed at random instants after a save began.
+
+    Children are forks of this process, which has imported everything and never trained.
+
+    Returns:
+        How many children were killed, and in how many cases within a save.
+    """
+    randomness = random.Random(seed)
+    killed = within = last_step = 0
+    signal_file = folder.parent / "saving"
+    while last_step < KILL_STEPS:
+        assert killed < 100, "no progress"
+        signal_file.unlink(missing_ok=True)
+        child = os.fork()
+        if child == 0:
+            try:
+                slow_down_saving(signal_file)
+                train_for_kills(folder)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        ended = 0
+        while not ended and not signal_file.exists():
+            ended, status = os.waitpid(child, os.WNOHANG)
+            time.sleep(0.002)
+        if not ended:
+            time.sleep(randomness.uniform(0, 0.5))
+            os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status):
+            killed += 1
+            within += (folder / STAGING_FOLDER).exists()
+        else:
+            assert os.WEXITSTATUS(status) == 0
+        steps = [assert_complete(path) for path in folder.glob("checkpoint-*")]
+        assert len(steps) <= 3, "one more than the limit may be there before the rotation"
+        last = get_last_checkpoint(str(folder))
+        assert max(steps, default=0) >= last_step, "a complete checkpoint was lost"
+        last_step = assert_complete(Path(last)) if last else 0
+    return {"killed": killed, "within": within}
+
+
+def test_a_kill_at_any_instant_of_a_save_leaves_complete_checkpoints_only(tmp_path: Path) -> None:
+    counts = json.loads(run_test_file(__file__, "kill", tmp_path / "run").strip().splitlines()[-1])
+    print(counts)
+    assert counts["killed"] >= 5
+    assert counts["within"] >= 3, "the kills must hit saves for the test to mean something"
+    # And the run that was killed so often ended as one that never was.
+    train_for_kills(tmp_path / "whole")
+    killed, whole = (torch.load(tmp_path / name / f"checkpoint-{KILL_STEPS}" / "optimizer.pt") for name in ("run", "whole"))
+    for index, state in whole["state"].items():
+        assert all(torch.equal(killed["state"][index][key], value) for key, value in state.items())
+    names = [f"checkpoint-{step}" for step in (KILL_STEPS - 1, KILL_STEPS)]
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == sorted(names)
+
+
+# ---------------------------------------------------------------------------------------- memory
+
+
+class AnonymousMemory:
+    """Peak growth of this process's anonymous memory while the body runs, sampled every millisecond."""
+
+    def __enter__(self) -> AnonymousMemory:
+        self._over = threading.Event()
+        self._before = self._now()
+        self.growth = 0
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.001):
+            self.growth = max(self.growth, self._now() - self._before)
+
+    @staticmethod
+    def _now() -> int:
+        status = Path("/proc/self/status").read_text()
+        match = re.search(r"RssAnon:\s+(\d+) kB", status)
+        assert match is not None
+        return int(match[1]) * KIB
+
+
+def measure_save_and_load(folder: Path, bf16: bool) -> dict[str, int]:
+    """Peak growth of memory in a save and in a resume's loading, and the bytes of the state, in a process of its own."""
+
+    class Measured(Trainer):
+        growth: dict[str, int] = {}  # noqa: RUF012
+
+        def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            with AnonymousMemory() as memory:
+                super()._save_checkpoint(*args, **kwargs)
+            self.growth["save"] = memory.growth
+
+        def _load_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> None:
+            with AnonymousMemory() as memory:
+                super()._load_optimizer_and_scheduler(*args, **kwargs)
+            self.growth["load"] = memory.growth
+
+    def run(steps: int, resume: bool) -> dict[str, int]:
+        shape = {"vocab_size": 2048, "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 8}
+        model = tiny_model(num_hidden_layers=5, num_key_value_heads=8, **shape)
+        arguments = make_arguments(folder, bf16=bf16, max_steps=steps, save_strategy="steps", save_steps=1)
+        Measured(model, arguments, train_dataset=examples(4)).train(resume_from_checkpoint=resume or None)
+        engine = engine_of(model)
+        assert engine is not None
+        return engine.host_bytes_by_kind()
+
+    with plugin():
+        run(1, resume=False)
+        held = run(2, resume=True)
+    return {**Measured.growth, "state": sum(held.values()) - held["gradients"]}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_saving_and_loading_hold_no_second_copy_of_the_state(precision: str, tmp_path: Path) -> None:
+    measured = json.loads(run_test_file(__file__, "memory", tmp_path / "run", precision).strip().splitlines()[-1])
+    print(measured)
+    assert measured["state"] > 300 * MIB
+    # 5%: pickled headers, the sample before the first save's lazy imports, Python's own objects.
+    assert measured["save"] < 0.05 * measured["state"]
+    assert measured["load"] < 0.05 * measured["state"]
+
+
+if __name__ == "__main__":
+    what, target, *rest = sys.argv[1:]
+    Path(target).mkdir()
+    if what == "kill":
+        print(json.dumps(kill_again_and_again(Path(target), seed=1)))
+    else:
+        print(json.dumps(measure_save_and_load(Path(target), rest[0] == "bf16")))
