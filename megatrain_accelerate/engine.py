@@ -106,11 +106,11 @@ class Engine:
     ) -> None:
         self.config = config
         self.device = device
-        self.optimizer_driver: HostStep | None = None
+        self.optimizer_drivers: list[HostStep] = []
         discovery = discover_layers(model, config.layer_classes)
         self._handles: list[Any] = []
         self._dtypes = self._choose_dtypes(model, bf16)
-        self.planned_bytes = self._require_memory(discovery, training)
+        self._require_memory(discovery, training)
         register = config.pin_memory and device.type == "cuda"
         streams = Streams(device)
         meter = Meter(streams)
@@ -118,60 +118,83 @@ class Engine:
         make_unit = functools.partial(HostUnit, kernels=self.kernels, huge_pages=config.huge_pages, register=register)
         layers: list[StreamedLayer] = []
         groups: list[ResidentGroup] = []
-        with self._progress(discovery, show_progress) as progress:
-            for name, module in discovery.layers:
-                parameters = list(module.named_parameters())
-                unit = make_unit(name, parameters, [self._dtypes[id(parameter)] for _, parameter in parameters])
-                index = len(layers)
-                forward = install_proxy(module, functools.partial(self._run_layer, index))
-                for state in unit.states:
-                    state.parameter.data = state.weight
-                    state.seen_version = state.parameter._version
-                layers.append(StreamedLayer(index, name, module, forward, unit))
-                progress.update(unit.layout.parameter_count)
-            for spec in discovery.residents:
-                unit = make_unit(spec.name, spec.parameters, [self._dtypes[id(p)] for _, p in spec.parameters])
-                group = ResidentGroup(
-                    spec.name,
-                    spec.modules,
-                    unit,
-                    comes_after_layers=spec.comes_after_layers,
-                    streams=streams,
-                    meter=meter,
-                )
-                groups.append(group)
-                progress.update(unit.layout.parameter_count)
-        for module in model.modules():
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[key] = buffer.to(device)
-        self.runtime = StreamingRuntime(
-            layers,
-            groups,
-            streams=streams,
-            meter=meter,
-            kernels=self.kernels,
-            worker=StepWorker(),
-            config=config,
-            register=register,
-            recorder=recorder,
-        )
         self.training = False
-        if training:
-            self.enable_training()
+        self.is_closed = False
         self.predicted_device_bytes = 0
         """Predicted peak of the device's memory for the largest batch so far; 0 before the first, or if unknown."""
         self._predicted_for_elements = 0
-        self._hook(model)
+        try:
+            with self._progress(discovery, show_progress) as progress:
+                for name, module in discovery.layers:
+                    parameters = list(module.named_parameters())
+                    unit = make_unit(name, parameters, [self._dtypes[id(parameter)] for _, parameter in parameters])
+                    index = len(layers)
+                    forward = install_proxy(module, functools.partial(self._run_layer, index), self._drain_for_copy)
+                    layers.append(StreamedLayer(index, name, module, forward, unit))
+                    layers[-1].show_host_weights()
+                    progress.update(unit.layout.parameter_count)
+                for spec in discovery.residents:
+                    unit = make_unit(spec.name, spec.parameters, [self._dtypes[id(p)] for _, p in spec.parameters])
+                    after = spec.comes_after_layers
+                    groups.append(ResidentGroup(spec.name, unit, comes_after_layers=after, streams=streams, meter=meter))
+                    progress.update(unit.layout.parameter_count)
+            self.runtime = StreamingRuntime(
+                layers,
+                groups,
+                streams=streams,
+                meter=meter,
+                kernels=self.kernels,
+                worker=StepWorker(),
+                config=config,
+                register=register,
+                recorder=recorder,
+            )
+            # At exit too: the last steps are applied, and no thread is inside torch when the interpreter ends.
+            weakref.finalize(self, self.runtime.worker.close)
+            if training:
+                self._allocate_for_training()
+            self._move_buffers(model)
+            self._hook(model, discovery)
+        except BaseException:
+            self._give_back(layers, groups)
+            raise
         _engines[model] = self
 
     def enable_training(self) -> None:
-        """Makes what gradients need, on the host and on the device. Does nothing the second time."""
+        """Makes what gradients need, on the host and on the device. Does nothing the second time.
+
+        Raises:
+            HostMemoryError: it doesn't fit; nothing is allocated then.
+        """
         if not self.training:
-            self.training = True
-            for unit in self.runtime.units:
-                unit.allocate_gradients()
-            self.runtime.offloader.allocate_slots()
+            layouts = [unit.layout for unit in self.runtime.units]
+            parts = planned_host_bytes(layouts, training=True)
+            more = {kind: parts[kind] for kind in ("gradients", "moments")}
+            require_host_bytes(sum(more.values()), 0, more, self.config.host_memory_gib)
+            self._allocate_for_training()
+
+    def _allocate_for_training(self) -> None:
+        self.training = True
+        for unit in self.runtime.units:
+            unit.allocate_gradients()
+        self.runtime.offloader.allocate_slots()
+
+    def _move_buffers(self, model: nn.Module) -> None:
+        moved: dict[int, torch.Tensor] = {}
+        for module in model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[key] = moved.setdefault(id(buffer), buffer.to(self.device))
+
+    def _give_back(self, layers: Sequence[StreamedLayer], groups: Sequence[ResidentGroup]) -> None:
+        """Undoes an adoption that failed half-way."""
+        for handle in self._handles:
+            handle.remove()
+        for layer in layers:
+            remove_proxy(layer.module, layer.forward)
+        for unit in [layer.unit for layer in layers] + [group.unit for group in groups]:
+            unit.release()
+        self.kernels.close()
 
     def matches(self, model: nn.Module) -> bool:
         """Whether the model still has the parameters, and the frozen ones among them, that were adopted."""
@@ -193,7 +216,7 @@ class Engine:
             id(parameter): compute_dtype(name, parameter, bf16, sorted(keep)) for name, parameter in model.named_parameters()
         }
 
-    def _require_memory(self, discovery: Discovery, training: bool) -> dict[str, int]:
+    def _require_memory(self, discovery: Discovery, training: bool) -> None:
         groups = [list(module.named_parameters()) for _, module in discovery.layers]
         groups += [list(spec.parameters) for spec in discovery.residents]
         layouts = [
@@ -204,7 +227,6 @@ class Engine:
         own = sum(p.nbytes for group in groups for _, p in group if p.device.type == "cpu")
         require_host_bytes(sum(parts.values()), own, parts, self.config.host_memory_gib)
         self.parameter_count = sum(layout.parameter_count for layout in layouts)
-        return parts
 
     def _progress(self, discovery: Discovery, show: bool) -> Any:
         return tqdm(
@@ -216,19 +238,23 @@ class Engine:
             leave=False,
         )
 
-    def _hook(self, model: nn.Module) -> None:
+    def _drain_for_copy(self) -> None:
+        self.runtime.drain()
+
+    def _hook(self, model: nn.Module, discovery: Discovery) -> None:
         for module in model.modules():
             if module.__dict__.get("gradient_checkpointing"):
                 module.__dict__["gradient_checkpointing"] = False
                 note_checkpointing_ignored()
             # Whoever reads the weights as a whole sees all steps that were taken.
             self._handles.append(module.register_state_dict_pre_hook(_Hook(self.runtime.drain)))
-        self._handles.append(model.register_load_state_dict_pre_hook(_Hook(self.runtime.drain)))
+            self._handles.append(module.register_load_state_dict_pre_hook(_Hook(self.runtime.drain)))
         before_forward = _Hook(self._before_forward, with_arguments=True)
         self._handles.append(model.register_forward_pre_hook(before_forward, with_kwargs=True))
-        for group in self.runtime.groups:
-            for module in group.modules:
-                self._handles.append(module.register_forward_pre_hook(_Hook(group.before_use)))
+        for group, spec in zip(self.runtime.groups, discovery.residents, strict=True):
+            hook = _Hook(functools.partial(self.runtime.before_group_use, group))
+            for module in spec.modules:
+                self._handles.append(module.register_forward_pre_hook(hook))
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Predicts the memory of a training step when a batch is clearly larger than all before."""
@@ -237,6 +263,7 @@ class Engine:
         if not is_training or args or elements <= 1.25 * self._predicted_for_elements:
             return
         self._predicted_for_elements = elements
+        self.runtime.refresh_if_written()
         try:
             step_bytes = predict_step_bytes(model, self.runtime, kwargs, self.device) + LIBRARY_WORKSPACE_BYTES
         except Exception as error:  # a model that looks at its data can't be run without any
@@ -279,7 +306,13 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Detaches the engine: a plain model stays, with its weights in ordinary host memory, in full precision."""
+        """Detaches the engine: a plain model stays, with its weights in ordinary host memory, in full precision.
+
+        Buffers stay on the device. Closing twice is fine.
+        """
+        if self.is_closed:
+            return
+        self.is_closed = True
         with contextlib.suppress(StepWorkerError):
             self.runtime.drain()
         for handle in self._handles:
@@ -288,6 +321,9 @@ class Engine:
             remove_proxy(layer.module, layer.forward)
         self.runtime.close()
         self.kernels.close()
+        for model, engine in list(_engines.items()):
+            if engine is self:
+                del _engines[model]
 
 
 class _Hook:

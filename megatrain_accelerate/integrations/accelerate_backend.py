@@ -86,6 +86,7 @@ def prepare_model(
         )
         engine.close()
         engine = None
+        accelerator.__dict__[_ENGINES] = [other for other in _engines(accelerator) if not other.is_closed]
     if engine is None:
         if getattr(model, "hf_device_map", None):
             raise UnsupportedError(
@@ -139,15 +140,19 @@ def _adopt_waiting(accelerator: Any) -> None:
                 waiting.remove(optimizer)
                 schedule = engine.config.step_schedule
                 driver = adopt_optimizer(optimizer, engine.runtime, "deferred" if schedule == "auto" else schedule)
-                engine.optimizer_driver = driver
+                for earlier in engine.optimizer_drivers:
+                    if earlier.parameter_ids & driver.parameter_ids:
+                        earlier.retire()
+                kept = [d for d in engine.optimizer_drivers if not d.parameter_ids & driver.parameter_ids]
+                engine.optimizer_drivers = [*kept, driver]
                 break
 
 
 def follow_clipping(engine: Engine, clips: bool) -> None:
     """Lets the steps run in backward where the settings leave the choice and gradients aren't clipped."""
-    driver = engine.optimizer_driver
-    if engine.config.step_schedule == "auto" and isinstance(driver, FusedStep):
-        driver.set_schedule("deferred" if clips else "backward")
+    for driver in engine.optimizer_drivers:
+        if engine.config.step_schedule == "auto" and isinstance(driver, FusedStep):
+            driver.set_schedule("deferred" if clips else "backward")
 
 
 def clip_grad_norm(

@@ -32,7 +32,7 @@ class TokenCounter:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._counts: list[torch.Tensor | int] = []
+        self._count_so_far: torch.Tensor | int = 0
         self.handle = model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -40,16 +40,16 @@ class TokenCounter:
             return
         mask, ids, embeddings = (kwargs.get(name) for name in ("attention_mask", "input_ids", "inputs_embeds"))
         if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-            self._counts.append(mask.sum())
+            self._count_so_far = self._count_so_far + mask.sum()
         elif isinstance(ids, torch.Tensor):
-            self._counts.append(ids.numel())
+            self._count_so_far = self._count_so_far + ids.numel()
         elif isinstance(embeddings, torch.Tensor):
-            self._counts.append(embeddings.shape[0] * embeddings.shape[1])
+            self._count_so_far = self._count_so_far + embeddings.shape[0] * embeddings.shape[1]
 
     def take(self) -> int:
         """Tokens since the last call. Waits for the device."""
-        counts, self._counts = self._counts, []
-        return sum(int(count) for count in counts)
+        count, self._count_so_far = self._count_so_far, 0
+        return int(count)
 
 
 class Telemetry:

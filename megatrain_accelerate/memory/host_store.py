@@ -124,8 +124,12 @@ class HostUnit:
             if state.residual is not None and value.dtype == torch.float32:
                 self._kernels.split(value, state.weight, state.residual)
                 return
+            # Where the weight stays the same (a move between devices), so does the master behind it.
+            changed = state.weight != value
             state.weight.copy_(value)
-        if state.residual is not None:
+            if state.residual is not None:
+                state.residual.masked_fill_(changed, 0)
+        elif state.residual is not None:
             state.residual.zero_()
 
     def read_master(self, state: ParameterState) -> torch.Tensor:
@@ -178,6 +182,10 @@ class HostUnit:
             state.parameter.grad = None
             state.parameter.data = self.read_master(state) if state.residual is not None else state.weight.clone()
         self.close()
+        # The mapping goes with the last view of it.
+        self.states = []
+        self.weights = self.residuals = torch.empty(0)
+        self.gradients = self.exp_avgs = self.exp_avg_sqs = None
 
     def close(self) -> None:
         """Unregisters the memory; it is unmapped when the last view of it dies."""

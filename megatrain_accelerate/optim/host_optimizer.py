@@ -59,6 +59,12 @@ class HostStep:
                 "accelerator.prepare()"
             )
 
+        self.parameter_ids = {id(parameter) for parameter in self.parameters(optimizer)}
+        """``id`` of each parameter that the optimizer held when it was adopted."""
+
+    def retire(self) -> None:
+        """Another optimizer takes the parameters over: no step is begun from here any more."""
+
     def parameters(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
         """All parameters of the optimizer, in group order."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -77,9 +83,14 @@ class HostStep:
                         "accelerator.prepare()"
                     )
                 if parameter.device.type == "cpu" and parameter.grad.data_ptr() != state.gradient.data_ptr():
+                    self.runtime.drain()  # a step that is still to be applied may read the place
                     state.gradient.copy_(parameter.grad)
                 found.append((state, group))
         return found
+
+    def _forget_norms(self, optimizer: Optimizer) -> None:
+        for parameter in self.parameters(optimizer):
+            self.runtime.norms.forget(parameter)
 
     def allows(self, norm: float) -> bool:
         """Whether a step with this global norm may be taken; counts and warns where not.
@@ -122,6 +133,28 @@ def _adam_arguments(group: dict[str, Any], step: int, clip_factor: float, decoup
     )
 
 
+def _versions(state: ParameterState) -> tuple[int, int]:
+    assert state.gradient is not None
+    return state.parameter._version, state.gradient._version
+
+
+def _refuse_written(unit: HostUnit, versions: list[tuple[ParameterState, int, int]]) -> None:
+    """A step that is applied later must find what it was taken with.
+
+    Raises:
+        StateError: somebody wrote to a weight or gradient in between.
+    """
+    for state, weight_version, gradient_version in versions:
+        now = _versions(state)
+        if now != (weight_version, gradient_version):
+            what = "weight" if now[0] != weight_version else "gradient"
+            raise StateError(
+                f"the {what} of {unit.name}.{state.name} was written to after optimizer.step(), before the step was applied; "
+                "call megatrain_accelerate.drain() before such writes (optimizer.zero_grad() does it by itself), or set "
+                "megatrain_config.step_schedule to 'serial'"
+            )
+
+
 class FusedStep(HostStep):
     """Adam and AdamW by the fused kernel: deferred, serial, or in backward (``config.step_schedule``)."""
 
@@ -135,8 +168,10 @@ class FusedStep(HostStep):
         self._stepped_in_backward: dict[int, AdamArguments] = {}
         self._skipped_in_backward: list[str] = []
         for unit in runtime.units:
-            unit.allocate_moments()
-            for state in unit.states:
+            states = [state for state in unit.states if id(state.parameter) in self.parameter_ids]
+            if states:
+                unit.allocate_moments()
+            for state in states:
                 self.import_state(state, optimizer.state.pop(state.parameter, None) or {})
         self.set_schedule(schedule)
 
@@ -161,7 +196,15 @@ class FusedStep(HostStep):
     def set_schedule(self, schedule: str) -> None:
         """Chooses when the arithmetic runs, from the next backward on: ``deferred``, ``backward`` or ``serial``."""
         self.schedule = schedule
-        self.runtime.offloader.on_layer_done = self._layer_done if schedule == "backward" else None
+        listeners = self.runtime.offloader.layer_done_listeners
+        if schedule == "backward":
+            listeners[id(self)] = self._layer_done
+        else:
+            listeners.pop(id(self), None)
+
+    def retire(self) -> None:
+        """See :meth:`HostStep.retire`."""
+        self.set_schedule("deferred")
 
     def bind(self, optimizer: Optimizer) -> None:
         """Follows an optimizer whose state or groups were replaced (``load_state_dict``)."""
@@ -191,14 +234,23 @@ class FusedStep(HostStep):
         before: Callable[[], bool] | None = None,
     ) -> Any:
         segments = plan_segments(steps)
-        kernels = self.runtime.kernels
+        runtime = self.runtime
+        kernels = runtime.kernels
+        issued_event = runtime.streams.event()
+        if group is not None:
+            issued_event.record(runtime.streams.compute_stream)
+            runtime.meter.counters.h2d_bytes += group.device_bytes
+        # In backward gradients may still be added up by the worker; step() checks those.
+        versions = [] if before is not None else [(state, *_versions(state)) for state, _ in steps]
 
         def work() -> None:
             if before is not None and not before():
                 return
+            _refuse_written(unit, versions)
             apply_segments(unit, segments, kernels)
+            _refuse_written(unit, versions)
             if group is not None:
-                group.push_weights()
+                group.push_weights(issued_event)
 
         # Device copies are stale from now on, whether or not the worker has got to it.
         unit.version += 1
@@ -220,7 +272,7 @@ class FusedStep(HostStep):
         self._refuse_rewritten(optimizer, done)
         found = self.with_gradients(optimizer)
         norm = float(runtime.total_norm([state.parameter for state, _ in found]))
-        factors = runtime.take_clip_factors()
+        factors = runtime.take_clip_factors(self.parameters(optimizer))
         if done:
             self._check_stepped_in_backward(found, factors, done)
             found = [(state, group) for state, group in found if id(state.parameter) not in done]
@@ -228,7 +280,7 @@ class FusedStep(HostStep):
             if skipped:
                 norm = math.nan
         allowed = self.allows(norm)
-        runtime.norms.forget()
+        self._forget_norms(optimizer)
         if not allowed:
             return
         by_parameter = {id(state.parameter): group for state, group in found}
@@ -280,6 +332,12 @@ class FusedStep(HostStep):
         if not self.runtime.may_step_in_backward(layer):
             return
         groups = {id(p): group for group in self._optimizer_groups for p in group["params"]}
+        if any(id(state.parameter) in self._stepped_in_backward for state in layer.unit.states):
+            raise StateError(
+                f"layer {layer.name} was stepped in an earlier backward, and another one came before optimizer.step() (an "
+                "accumulation that Accelerate doesn't know of, or a failed backward that was tried again); set "
+                "megatrain_config.step_schedule to 'deferred', or use accelerator.accumulate()"
+            )
         steps = []
         for state in layer.unit.states:
             if state.parameter.grad is not None and id(state.parameter) in groups:
@@ -315,8 +373,8 @@ class MasterStep(HostStep):
         runtime.collect_gradients()
         found = self.with_gradients(optimizer)
         norm = float(runtime.total_norm([state.parameter for state, _ in found]))
-        factors = runtime.take_clip_factors()
-        runtime.norms.forget()
+        factors = runtime.take_clip_factors(self.parameters(optimizer))
+        self._forget_norms(optimizer)
         if not self.allows(norm):
             return None
         owners = {id(state): (unit, gate, group) for unit, gate, group in runtime.in_forward_order() for state in unit.states}
@@ -344,7 +402,10 @@ class MasterStep(HostStep):
             for unit, group in touched.values():
                 unit.version += 1
                 if group is not None:
-                    group.push_weights()
+                    issued_event = runtime.streams.event()
+                    issued_event.record(runtime.streams.compute_stream)
+                    runtime.meter.counters.h2d_bytes += group.device_bytes
+                    group.push_weights(issued_event)
             runtime.drain()
         return result
 
@@ -398,6 +459,10 @@ def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: s
     runtime.drain()  # steps of an optimizer before this one still write the moments
     original = getattr(type(optimizer), "_megatrain_original_class", type(optimizer))
     optimizer.__class__ = original
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(
+            "LBFGS runs the model several times within one step(), which can't stream; use AdamW or another first-order one"
+        )
     if is_fusable(optimizer):
         driver: HostStep = _adopt_fused(optimizer, runtime, schedule)
     else:

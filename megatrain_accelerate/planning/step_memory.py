@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -58,6 +59,9 @@ class LiveBytes(TorchDispatchMode):
         self.live_bytes -= size
 
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
 @contextlib.contextmanager
 def _fake_weights(model: nn.Module, device: torch.device) -> Iterator[list[torch.Tensor]]:
     """The model's parameters and buffers are tensors without data while the body runs; yields the parameters."""
@@ -71,8 +75,11 @@ def _fake_weights(model: nn.Module, device: torch.device) -> Iterator[list[torch
             fakes[id(tensor)] = twin.requires_grad_(tensor.requires_grad)
         return fakes[id(tensor)]
 
+    attributes = [(module, dict(module.__dict__)) for module in model.modules()]
     try:
         for module in model.modules():
+            # Hooks belong to real calls: the user's may count them, or look at the data.
+            module.__dict__.update({name: OrderedDict() for name in _HOOKS})
             for store in (module._parameters, module._buffers):
                 for name, tensor in store.items():
                     if tensor is not None:
@@ -83,6 +90,10 @@ def _fake_weights(model: nn.Module, device: torch.device) -> Iterator[list[torch
     finally:
         for store, name, tensor in saved:
             store[name] = tensor
+        # What a forward keeps on a module (a lazily made table) has no data either.
+        for module, before in attributes:
+            module.__dict__.clear()
+            module.__dict__.update(before)
 
 
 def _without_full_masks(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,9 +107,7 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def predict_step_bytes(
-    model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device
-) -> int:
+def predict_step_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> int:
     """Bytes of device memory that a training step on ``inputs`` takes besides what the engine holds in any case.
 
     Args:

@@ -25,10 +25,12 @@ class CallOrder:
         self._expected = list(range(layer_count))
         self._tape = Tape()
         self._first: int | None = None
+        self._ended = False
 
     def record(self, index: int) -> tuple[Tape, int]:
         """Notes a forward call; returns the pass's tape and the call's position on it."""
-        if not self._tape.calls or index == self._first:
+        if not self._tape.calls or index == self._first or self._ended:
+            self._ended = False
             if self._tape.calls:
                 self._expected = self._tape.calls
             self._tape = Tape()
@@ -36,9 +38,9 @@ class CallOrder:
         self._tape.calls.append(index)
         return self._tape, len(self._tape.calls) - 1
 
-    def calls_of(self, index: int) -> int:
-        """How often the layer was called in the pass that is being recorded."""
-        return self._tape.calls.count(index)
+    def end_pass(self) -> None:
+        """The next call begins a new pass, whichever layer it is (a backward ended)."""
+        self._ended = True
 
     def after_forward(self, tape: Tape, position: int, count: int, backward_follows: bool) -> Sequence[int]:
         """Indices expected after the forward call at ``position``, nearest first, ``count`` of them."""

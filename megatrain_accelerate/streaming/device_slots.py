@@ -33,6 +33,17 @@ _ALLOWED = {
 }
 
 
+def _cached_views(
+    cache: dict[object, list[torch.Tensor]], layout: FlatLayout, buffer: torch.Tensor, trainable_only: bool
+) -> list[torch.Tensor]:
+    views = cache.get(layout.key)
+    if views is None:
+        # Views made in inference mode could never require a gradient.
+        with torch.inference_mode(False):
+            views = cache[layout.key] = layout.views(buffer, trainable_only)
+    return views
+
+
 class WeightSlot:
     """One layer's weights on the device.
 
@@ -68,10 +79,7 @@ class WeightSlot:
 
     def views(self, layout: FlatLayout) -> list[torch.Tensor]:
         """The buffer as the layout's tensors, in entry order. Made once for each layout."""
-        views = self._views.get(layout.key)
-        if views is None:
-            views = self._views[layout.key] = layout.views(self.buffer)
-        return views
+        return _cached_views(self._views, layout, self.buffer, trainable_only=False)
 
 
 class GradientSlot:
@@ -97,7 +105,4 @@ class GradientSlot:
 
     def views(self, layout: FlatLayout) -> list[torch.Tensor]:
         """The buffer as the layout's trainable tensors, in entry order."""
-        views = self._views.get(layout.key)
-        if views is None:
-            views = self._views[layout.key] = layout.views(self.buffer, trainable_only=True)
-        return views
+        return _cached_views(self._views, layout, self.buffer, trainable_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
@@ -65,9 +65,9 @@ class NormTable:
         gradient = parameter.grad
         return gradient is not None and self._noted.get(id(parameter)) == (gradient.data_ptr(), gradient._version)
 
-    def forget(self) -> None:
-        """No row is valid any more: the gradients were consumed by a step."""
-        self._noted.clear()
+    def forget(self, parameter: torch.Tensor) -> None:
+        """The parameter's row isn't valid any more: its gradient was consumed by a step, or is another one."""
+        self._noted.pop(id(parameter), None)
 
     def of_unit(self, unit: HostUnit) -> torch.Tensor:
         """The unit's rows: one for each trainable entry, in entry order."""
@@ -134,9 +134,9 @@ class GradientOffloader:
         self._next_staging = 0
         self._last_copied_event = streams.event()
         self._last_ticket: Ticket | None = None
-        self.on_layer_done: Callable[[StreamedLayer, Callable[[], None]], None] | None = None
-        """Called with a layer and a function that blocks until its gradients are on the host; set by the optimizer
-        when a layer's step may run in backward."""
+        self.layer_done_listeners: dict[int, Callable[[StreamedLayer, Callable[[], None]], None]] = {}
+        """Called with a layer and a function that blocks until its gradients are on the host; entered by optimizers whose
+        steps may run in backward, by their id."""
 
     def allocate_slots(self) -> None:
         """Makes the gradient slots. Does nothing when they exist; a run that only evaluates needs none."""
@@ -175,14 +175,12 @@ class GradientOffloader:
             self._meter.compute_waits_for(slot.grads_copied_event)
             views = slot.views(unit.layout)
             torch._foreach_copy_([views[i] for i in present], arrived)
-            norms = torch.stack(gradient_norms([views[i] for i in present]))
-            if len(present) == len(trainable):
-                slot.norms[: len(present)].copy_(norms)
-            else:
-                slot.norms[torch.tensor(present, device=norms.device)] = norms
+            # All of them, and nothing to add to: they go straight to their place, with their norms.
+            is_fresh = len(present) == len(trainable) and all(state.parameter.grad is None for state in trainable)
+            if is_fresh:
+                slot.norms[: len(present)].copy_(torch.stack(gradient_norms(views)))
             slot.grads_ready_event.record(self._streams.compute_stream)
-        parameters = [trainable[i].parameter for i in present]
-        if len(present) == len(trainable) and all(parameter.grad is None for parameter in parameters):
+        if is_fresh:
             assert unit.gradients is not None
             wait = self._copy_out(slot, layer, unit.gradients, self._norms.of_unit(unit)).synchronize
         else:
@@ -190,13 +188,18 @@ class GradientOffloader:
             self._last_ticket = ticket
             wait = ticket.wait
         for i in present:
+            if trainable[i].parameter._backward_hooks:
+                raise UnsupportedError(
+                    f"parameter {layer.name}.{trainable[i].name} has a gradient hook (register_hook, wandb.watch), which a "
+                    "streamed parameter's gradient never passes; remove it, or hook the layer's outputs instead"
+                )
             if trainable[i].parameter.grad is None:
                 trainable[i].parameter.grad = trainable[i].gradient
             gradient = trainable[i].parameter.grad
             assert gradient is not None
             self._norms.note(trainable[i].parameter, gradient)
-        if self.on_layer_done is not None:
-            self.on_layer_done(layer, wait)
+        for listener in self.layer_done_listeners.values():
+            listener(layer, wait)
 
     def _copy_out(self, slot: GradientSlot, layer: StreamedLayer, target: torch.Tensor, norms: torch.Tensor | None) -> Any:
         """Issues the copy; returns an event of its own, since the slot's may be recorded again before it is waited for."""

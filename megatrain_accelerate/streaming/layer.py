@@ -67,6 +67,12 @@ class StreamedLayer:
             if parameter is not None
         ]
 
+    def show_host_weights(self) -> None:
+        """The parameters' data are the store's weights from now on."""
+        for state in self.unit.states:
+            state.parameter.data = state.weight
+            state.seen_version = state.parameter._version
+
     @contextlib.contextmanager
     def bound(self, weights: Sequence[torch.Tensor]) -> Iterator[None]:
         """The module computes with ``weights`` (in entry order) instead of its parameters while the body runs.
@@ -87,6 +93,19 @@ class StreamedLayer:
         finally:
             for owner, attribute, _, parameter in self._bindings:
                 owner._parameters[attribute] = parameter
+
+    def refuse_unfrozen(self) -> None:
+        """Raises for a parameter that was frozen when the model was prepared and has been unfrozen since.
+
+        Raises:
+            StateError: it has neither gradient nor master.
+        """
+        for state in self.unit.states:
+            if state.parameter.requires_grad and not state.entry.spec.trainable:
+                raise StateError(
+                    f"parameter {self.name}.{state.name} was unfrozen after the model was prepared and has no place for a "
+                    "gradient; set requires_grad before accelerator.prepare(), or prepare again"
+                )
 
     def refresh_if_written(self) -> None:
         """Takes over weights that somebody wrote to the parameters since they were last seen (``load_state_dict``)."""

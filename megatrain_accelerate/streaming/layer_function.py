@@ -8,13 +8,16 @@ accumulating on leaves.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
@@ -87,6 +90,21 @@ class AmbientState:
             yield
 
 
+def _refuse_hidden_tensors(layer: StreamedLayer, leaves: Sequence[Any]) -> None:
+    """Tensors inside a dataclass that pytree doesn't know would be cut off from the graph without a word.
+
+    Raises:
+        UnsupportedError: there are such.
+    """
+    for leaf in leaves:
+        if dataclasses.is_dataclass(leaf) and any(isinstance(value, torch.Tensor) for value in vars(leaf).values()):
+            raise UnsupportedError(
+                f"layer {layer.name} takes or returns a {type(leaf).__name__} with tensors in it, which gradients can't pass; "
+                "register it with torch.utils._pytree.register_dataclass, or name other layers in "
+                "megatrain_config.layer_classes"
+            )
+
+
 class LayerCall:
     """One call of a layer: its arguments, taken apart into tensors and the rest."""
 
@@ -94,13 +112,19 @@ class LayerCall:
         self.context = context
         self.layer = layer
         leaves, self._spec = tree_flatten((args, kwargs))
-        self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        _refuse_hidden_tensors(layer, leaves)
         self._rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         self.output_spec: TreeSpec | None = None
         self.output_rest: list[Any] = []
         self.output_is_tensor: list[bool] = []
         self.token: Any = None
+
+    def take_tensors(self) -> list[torch.Tensor]:
+        """The tensors among the arguments, once: kept here they would live as long as the loss."""
+        tensors, self._tensors = self._tensors, []
+        return tensors
 
     def run(self, tensors: list[torch.Tensor], replay: bool) -> list[torch.Tensor]:
         """Runs the layer's own forward; returns its output tensors, then the recorded ones."""
@@ -116,6 +140,7 @@ class LayerCall:
             if recorder is not None:
                 recorded = recorder.finish(token)
         leaves, spec = tree_flatten(output)
+        _refuse_hidden_tensors(self.layer, leaves)
         if not replay:
             self.output_spec, self.token = spec, token
             self.output_is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
@@ -142,18 +167,32 @@ class LayerFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.ambient = AmbientState(context.device)
         ctx.save_for_backward(*tensors)
+        versions = [tensor._version for tensor in tensors]
         slot = context.acquire_forward(layer, tape, position, True)
+        ctx.weights_version = layer.unit.version
         try:
             with layer.bound(slot.views(layer.unit.layout)), record_function(f"megatrain::forward ({layer.name})"):
                 outputs = call.run(list(tensors), replay=False)
         finally:
             context.release(slot)
+        if versions != [tensor._version for tensor in tensors]:
+            raise UnsupportedError(
+                f"layer {layer.name} writes to its inputs in place, so that it can't be run again from them in backward; name "
+                "other layers in megatrain_config.layer_classes"
+            )
         return tuple(outputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
         call: LayerCall = ctx.call
         context, layer = call.context, call.layer
+        if layer.has_trainable and not torch.autograd._is_checkpoint_valid():
+            raise UnsupportedError(
+                "torch.autograd.grad() and backward(inputs=...) can't be used through streamed layers that train: their "
+                "gradients go to parameter.grad, whatever is asked for. Use loss.backward(), or freeze the layers before "
+                "accelerator.prepare()"
+            )
         context.backward_begins()
         tensors = [
             tensor.detach().requires_grad_(needed) if needed else tensor.detach()
@@ -162,11 +201,16 @@ class LayerFunction(torch.autograd.Function):
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
         slot = context.acquire_backward(layer, ctx.tape, ctx.position)
         try:
+            if layer.unit.version != ctx.weights_version:
+                raise StateError(
+                    f"the weights of layer {layer.name} were changed between its forward and its backward (by "
+                    "optimizer.step() or a write); run backward before the step"
+                )
             weights: list[torch.Tensor] = []
             leaves: list[torch.Tensor] = []
             for state, view in zip(layer.unit.states, slot.views(layer.unit.layout), strict=True):
                 weight = view.detach()
-                if state.entry.spec.trainable:
+                if state.entry.spec.trainable and state.parameter.requires_grad:
                     leaves.append(weight.requires_grad_())
                 weights.append(weight)
             with layer.bound(weights):
@@ -194,6 +238,9 @@ class LayerFunction(torch.autograd.Function):
             context.release(slot)
         del outputs, pairs
         if leaves:
-            context.offloader.offload(layer, gradients[len(wanted) :])
+            arrived = iter(gradients[len(wanted) :])
+            trainable = [state for state in layer.unit.states if state.entry.spec.trainable]
+            # Frozen since it was prepared: its place stays empty.
+            context.offloader.offload(layer, [next(arrived) if state.parameter.requires_grad else None for state in trainable])
         input_gradients = iter(gradients[: len(wanted)])
         return (None, None, None, None, *(next(input_gradients) if t.requires_grad else None for t in tensors))

@@ -58,9 +58,13 @@ class Prefetcher:
         slot.move_to(SlotState.IN_USE)
         self._clock += 1
         slot.last_used = self._clock
-        # RAW: the kernels must see the whole copy.
-        self._meter.compute_waits_for(slot.params_copied_event)
-        self._prefetch(upcoming)
+        try:
+            # RAW: the kernels must see the whole copy.
+            self._meter.compute_waits_for(slot.params_copied_event)
+            self._prefetch(upcoming)
+        except BaseException:
+            self.release(slot)
+            raise
         return slot
 
     def release(self, slot: WeightSlot) -> None:
@@ -116,7 +120,7 @@ class Prefetcher:
 
     def _fill(self, slot: WeightSlot, layer: StreamedLayer) -> None:
         slot.move_to(SlotState.FILLED)
-        slot.holder = (layer.index, layer.unit.version)
+        slot.holder = None  # until the copy is issued: an interrupt must not leave a slot that claims to hold it
         weights = layer.unit.weights
         h2d_stream = self._streams.h2d_stream
         with self._streams.on(h2d_stream), record_function(f"megatrain::prefetch ({layer.name})"):
@@ -124,5 +128,6 @@ class Prefetcher:
             h2d_stream.wait_event(slot.compute_finished_event)
             slot.buffer[: weights.numel()].copy_(weights, non_blocking=True)
             slot.params_copied_event.record(h2d_stream)
+        slot.holder = (layer.index, layer.unit.version)
         self._meter.counters.h2d_bytes += weights.numel()
         self._meter.counters.weight_fetches += 1

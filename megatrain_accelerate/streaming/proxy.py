@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 Runner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 _RUNNER = "_megatrain_runner"
+_BEFORE_COPY = "_megatrain_before_copy"
 _proxy_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -43,6 +44,11 @@ def note_checkpointing_ignored() -> None:
         logger.warning("megatrain: layers are recomputed by the streaming engine; gradient_checkpointing is left off in them")
 
 
+def _new_module(original: type[nn.Module]) -> nn.Module:
+    """An empty module, to be filled with a pickled or copied proxy's state."""
+    return original.__new__(original)
+
+
 def _proxy_class(original: type[nn.Module]) -> type[nn.Module]:
     proxy = _proxy_classes.get(original)
     if proxy is not None:
@@ -52,10 +58,10 @@ def _proxy_class(original: type[nn.Module]) -> type[nn.Module]:
         return self.__dict__[_RUNNER](args, kwargs)
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        self.__dict__[_BEFORE_COPY]()
         reduced: Any = object.__reduce_ex__(self, protocol)
-        function, arguments, state, *rest = reduced
-        state = {key: value for key, value in state.items() if key != _RUNNER}
-        return (function, (original, *arguments[1:]), state, *rest)
+        state = {key: value for key, value in reduced[2].items() if key not in (_RUNNER, _BEFORE_COPY)}
+        return (_new_module, (original,), state, *reduced[3:])
 
     namespace: dict[str, Any] = {
         # Registries are keyed by str(class) (transformers' output capturing), and messages should name the user's class.
@@ -72,8 +78,9 @@ def _proxy_class(original: type[nn.Module]) -> type[nn.Module]:
     return proxy
 
 
-def install_proxy(layer: nn.Module, runner: Runner) -> Callable[..., Any]:
-    """Turns ``layer`` into a proxy whose forward calls ``runner(args, kwargs)``.
+def install_proxy(layer: nn.Module, runner: Runner, before_copy: Callable[[], None]) -> Callable[..., Any]:
+    """Turns ``layer`` into a proxy whose forward calls ``runner(args, kwargs)``; ``before_copy`` is called before it is
+    copied or pickled.
 
     Returns:
         The layer's own forward, bound, as it was.
@@ -85,6 +92,7 @@ def install_proxy(layer: nn.Module, runner: Runner) -> Callable[..., Any]:
         note_checkpointing_ignored()
     layer.__class__ = _proxy_class(original)
     layer.__dict__[_RUNNER] = runner
+    layer.__dict__[_BEFORE_COPY] = before_copy
     return forward
 
 
@@ -95,6 +103,7 @@ def remove_proxy(layer: nn.Module, forward: Callable[..., Any]) -> None:
     if getattr(forward, "__func__", None) is not original.forward:
         layer.forward = forward
     layer.__dict__.pop(_RUNNER, None)
+    layer.__dict__.pop(_BEFORE_COPY, None)
 
 
 def is_proxy(module: nn.Module) -> bool:

@@ -6,10 +6,9 @@ leave it when the optimizer steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import nn
 from torch.profiler import record_function
 
 from megatrain_accelerate.memory.host_store import HostUnit
@@ -24,7 +23,6 @@ class ResidentGroup:
 
     Args:
         name: the module's qualified name.
-        modules: the modules that read the parameters when they are called (more than one for tied weights).
         unit: the parameters' host memory; its weights are the source of the device's copy after each step.
         comes_after_layers: whether it stands behind the layers in the model; stepped after them then.
         streams, meter: the engine's.
@@ -33,7 +31,6 @@ class ResidentGroup:
     def __init__(
         self,
         name: str,
-        modules: Sequence[nn.Module],
         unit: HostUnit,
         *,
         comes_after_layers: bool,
@@ -42,7 +39,6 @@ class ResidentGroup:
     ) -> None:
         self.name = name
         self.comes_after_layers = comes_after_layers
-        self.modules = list(modules)
         self.unit = unit
         self.gate = UpdateGate()
         self._streams = streams
@@ -51,9 +47,11 @@ class ResidentGroup:
         self._gradients_ready_event = streams.event()
         self._gradients_copied_event = streams.event()
         self._in_flight: list[torch.Tensor] = []
+        self._device_weights: dict[int, torch.Tensor] = {}
         for state in unit.states:
             # A clone also where the device is the CPU: the device's copy and the host's must not be one there either.
             device_weight = state.weight.to(streams.device, copy=True)
+            self._device_weights[id(state)] = device_weight
             state.parameter.data = device_weight
             state.seen_version = state.parameter._version
 
@@ -61,11 +59,6 @@ class ResidentGroup:
     def device_bytes(self) -> int:
         """Bytes of the weights on the device, without gradients."""
         return sum(state.parameter.nbytes for state in self.unit.states)
-
-    def before_use(self) -> None:
-        """Called before a module that reads the group runs."""
-        self.refresh_if_written()
-        self.wait_for_step()
 
     def wait_for_step(self) -> None:
         """Kernels issued after this call read the stepped weights.
@@ -110,21 +103,29 @@ class ResidentGroup:
         self._gradients_copied_event.synchronize()
         self._in_flight = []
 
-    def push_weights(self) -> None:
-        """Issues the copies of the host's weights to the device. Called by the step worker, after the step."""
+    def push_weights(self, readers_finished_event: Any) -> None:
+        """Issues the copies of the host's weights to the device. Called by the step worker, after the step.
+
+        Args:
+            readers_finished_event: recorded when the step was taken, behind all kernels that read the old weights.
+        """
         h2d_stream = self._streams.h2d_stream
         with torch.no_grad(), self._streams.on(h2d_stream), record_function(f"megatrain::push_weights ({self.name})"):
-            # The kernels that read the old weights are over: the step began after backward had ended.
+            # WAR: kernels issued before the step read the old weights.
+            h2d_stream.wait_event(readers_finished_event)
             for state in self.unit.states:
                 if state.entry.spec.trainable:
                     state.parameter.data.copy_(state.weight, non_blocking=True)
-                    self._meter.counters.h2d_bytes += state.weight.nbytes
             self._params_copied_event.record(h2d_stream)
 
     def refresh_if_written(self) -> None:
         """Takes over weights that somebody wrote to the device's parameters (``load_state_dict``)."""
         for state in self.unit.states:
-            if state.parameter._version != state.seen_version:
+            replaced = state.parameter.data_ptr() != self._device_weights[id(state)].data_ptr()
+            if replaced or state.parameter._version != state.seen_version:
                 self.wait_for_step()
                 self.unit.write_master(state, state.parameter.detach())
+                if replaced:
+                    self._device_weights[id(state)].copy_(state.weight)
+                    state.parameter.data = self._device_weights[id(state)]
                 state.seen_version = state.parameter._version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -100,15 +101,18 @@ class StreamingRuntime:
         )
         self._handles: list[Any] = []
         self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}
+        self._group_of = {id(state.parameter): group for group in self.groups for state in group.unit.states}
+        # Weakly, since the garbage collector doesn't see through the parameter's reference to its hook.
+        hook = functools.partial(_resident_gradient_ready, weakref.ref(self))
         for group in self.groups:
             for state in group.unit.states:
                 if state.entry.spec.trainable:
-                    hook = functools.partial(self._resident_gradient_ready, group)
                     self._handles.append(state.parameter.register_post_accumulate_grad_hook(hook))
         self._dry_run: LayerRunner | None = None
         self._in_backward = False
-        self._open_tapes: set[int] = set()
-        self._clip_factors: dict[int, float] = {}
+        self._open_tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
+        self._backward_tape: Tape | None = None
+        self._clip_factors: dict[int, tuple[torch.Tensor, float]] = {}
 
     @property
     def units(self) -> list[HostUnit]:
@@ -143,13 +147,16 @@ class StreamingRuntime:
             return self._dry_run(layer, *without_caches(args, kwargs))
         if torch.is_grad_enabled():
             self._in_backward = False
+            self._settle_clipping()
+            layer.refuse_unfrozen()
             clean_args, clean_kwargs = without_caches(args, kwargs)
             call = LayerCall(self._context, layer, clean_args, clean_kwargs)
-            if layer.has_trainable or any(tensor.requires_grad for tensor in call.tensors):
+            tensors = call.take_tensors()
+            if layer.has_trainable or any(tensor.requires_grad for tensor in tensors):
                 tape, position = self._order.record(layer.index)
-                self._open_tapes.add(id(tape))
+                self._open_tapes.add(tape)
                 anchor = self._context.anchor if layer.has_trainable else self._context.anchor.detach()
-                return call.rebuild(list(LayerFunction.apply(call, tape, position, anchor, *call.tensors)))
+                return call.rebuild(list(LayerFunction.apply(call, tape, position, anchor, *tensors)))
         tape, position = self._order.record(layer.index)
         slot = self._acquire_forward(layer, tape, position, False)
         try:
@@ -168,6 +175,9 @@ class StreamingRuntime:
         return slot
 
     def _acquire_backward(self, layer: StreamedLayer, tape: Tape, position: int) -> WeightSlot:
+        self._backward_tape = tape
+        if self._clip_factors:
+            self._refuse_clipped(state.parameter for state in layer.unit.states)
         forward_follows = not self.gradients_complete()
         return self.prefetcher.acquire(layer, self._order.after_backward(tape, position, self.config.slots, forward_follows))
 
@@ -176,25 +186,39 @@ class StreamingRuntime:
             self._in_backward = True
             Variable._execution_engine.queue_callback(self._backward_ends)
 
-    def _resident_gradient_ready(self, group: ResidentGroup, parameter: torch.Tensor) -> None:
-        # The head's gradient is there when backward begins: its copy hides under the layers' backward.
+    def resident_gradient_ready(self, parameter: torch.Tensor) -> None:
+        """A resident's gradient is complete: its copy to the host begins under the layers' backward."""
         self._backward_begins()
+        self._refuse_clipped([parameter])
+        self.norms.forget(parameter)
         if self.gradients_complete():
+            group = self._group_of[id(parameter)]
             group.gate.wait()  # WAR: a step that is still to be applied reads the gradients of the pass before
             group.fetch_gradients(self.norms, only=parameter)
 
     def _backward_ends(self) -> None:
         self._in_backward = False
         self._open_tapes.clear()
-        # From here on anybody may read `parameter.grad`, or let go of it.
-        self.offloader.wait()
-        for group in self.groups:
-            group.wait_for_gradients()
+        self._backward_tape = None
+        self._order.end_pass()
         self.worker.raise_if_failed()
+        if self.gradients_complete():
+            # From here on anybody may read `parameter.grad`, or let go of it.
+            self.offloader.wait()
+            for group in self.groups:
+                group.wait_for_gradients()
 
     def may_step_in_backward(self, layer: StreamedLayer) -> bool:
         """Whether no other backward of this layer can still follow before the step."""
-        return self.gradients_complete() and len(self._open_tapes) == 1 and self._order.calls_of(layer.index) == 1
+        tape = self._backward_tape
+        called_once = tape is not None and tape.calls.count(layer.index) == 1
+        return self.gradients_complete() and len(self._open_tapes) == 1 and called_once
+
+    def before_group_use(self, group: ResidentGroup) -> None:
+        """Called before a module that reads the group's weights runs."""
+        if self._dry_run is None:
+            group.refresh_if_written()
+            group.wait_for_step()
 
     # ------------------------------------------------------------------ gradients as a whole
 
@@ -223,10 +247,11 @@ class StreamingRuntime:
             if row is None:
                 raise StateError("total_norm() was given a parameter that this engine doesn't train")
             if not self.norms.is_current(parameter):
+                self._refuse_written_after_clipping(parameter)
                 self.norms.norms[row] = torch.linalg.vector_norm(parameter.grad.float(), 2.0)
                 self.norms.note(parameter, parameter.grad)
             rows.append(row)
-            factors.append(self._clip_factors.get(id(parameter), 1.0))
+            factors.append(self._clip_factors.get(id(parameter), (parameter, 1.0))[1])
         if not rows:
             return torch.zeros(())
         norms = self.norms.norms[torch.tensor(rows)]
@@ -246,13 +271,48 @@ class StreamingRuntime:
         factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
         if bool(total.isfinite()) and factor != 1.0:
             for parameter in parameters:
-                self._clip_factors[id(parameter)] = factor * self._clip_factors.get(id(parameter), 1.0)
+                _, earlier = self._clip_factors.get(id(parameter), (parameter, 1.0))
+                self._clip_factors[id(parameter)] = (parameter, factor * earlier)
         return total
 
-    def take_clip_factors(self) -> dict[int, float]:
-        """The factors that clipping asked for since the last step, by ``id`` of the parameter; 1 where absent."""
-        factors, self._clip_factors = self._clip_factors, {}
-        return factors
+    def take_clip_factors(self, parameters: Iterable[torch.Tensor]) -> dict[int, float]:
+        """The factors that clipping asked for since these parameters' last step, by ``id``; 1 where absent."""
+        taken = {id(parameter): self._clip_factors.pop(id(parameter), None) for parameter in parameters}
+        return {key: item[1] for key, item in taken.items() if item is not None}
+
+    def _settle_clipping(self) -> None:
+        """Scales clipped gradients that no step took, since others may be added; forgets those that were dropped."""
+        for parameter, factor in list(self._clip_factors.values()):
+            if parameter.grad is not None:
+                self._refuse_written_after_clipping(parameter)
+                with torch.no_grad():
+                    parameter.grad.mul_(factor)
+        self._clip_factors.clear()
+
+    def _refuse_written_after_clipping(self, parameter: torch.Tensor) -> None:
+        """What was written would be scaled along with the gradient.
+
+        Raises:
+            StateError: the parameter's gradient was clipped, and written to or replaced since.
+        """
+        if id(parameter) in self._clip_factors and not self.norms.is_current(parameter):
+            raise StateError(
+                "gradients were written to after accelerator.clip_grad_norm_(), which leaves them as they are and lets the "
+                "step scale them; change them before they are clipped, or clip with torch.nn.utils.clip_grad_norm_()"
+            )
+
+    def _refuse_clipped(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Gradients that were clipped can't be added to: the factor would hold for both parts.
+
+        Raises:
+            StateError: one of them was clipped since the last step.
+        """
+        for parameter in parameters:
+            if id(parameter) in self._clip_factors:
+                raise StateError(
+                    f"backward would add to gradients that were clipped (factor {self._clip_factors[id(parameter)][1]:.3g}) "
+                    "and not stepped or zeroed; clip once, after the last backward before optimizer.step()"
+                )
 
     # ------------------------------------------------------------------ state as a whole
 
@@ -284,3 +344,9 @@ class StreamingRuntime:
         self.norms.close()
         for unit in self.units:
             unit.release()
+
+
+def _resident_gradient_ready(runtime: weakref.ref[StreamingRuntime], parameter: torch.Tensor) -> None:
+    found = runtime()
+    if found is not None:
+        found.resident_gradient_ready(parameter)

@@ -1,0 +1,267 @@
+"""What must not outlive its use, and what must not survive a change: memory, threads, clip factors, stale gradients."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import attach, masters_of
+from plain_torch import tiny_model, token_batches
+from torch import nn
+
+from megatrain_accelerate.engine import Engine, all_engines
+from megatrain_accelerate.errors import StateError, UnsupportedError
+from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
+
+
+def prepared(schedule: str = "deferred", **changes: object) -> tuple[nn.Module, Engine, torch.optim.AdamW]:
+    model = tiny_model(**changes).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = attach(model, bf16=False)
+    adopt_optimizer(optimizer, engine.runtime, schedule)
+    return model, engine, optimizer
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids, labels=ids).loss
+
+
+def workers() -> int:
+    return sum(thread.name == "megatrain-step-worker" for thread in threading.enumerate())
+
+
+def test_a_dropped_model_takes_its_store_and_its_thread_along() -> None:
+    before = workers()
+    model, engine, optimizer = prepared()
+    loss_of(model, token_batches(1)[0]).backward()
+    optimizer.step()
+    store = weakref.ref(engine.runtime.units[0])
+    assert workers() == before + 1
+    del model, engine, optimizer
+    gc.collect()
+    assert store() is None
+    assert workers() == before
+
+
+def test_a_closed_engine_leaves_plain_weights_in_full_precision() -> None:
+    model = tiny_model()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    engine = attach(model, bf16=True)
+    engine.close()
+    assert engine not in all_engines()
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter.detach(), before[name]), name
+
+
+def test_layer_inputs_die_with_backward_not_with_the_loss() -> None:
+    model, engine, _ = prepared()
+    inputs: list[weakref.ref[torch.UntypedStorage]] = []
+    hook = lambda module, args: inputs.append(weakref.ref(args[0].untyped_storage()))  # noqa: E731
+    model.model.layers[1].register_forward_pre_hook(hook)
+    loss = loss_of(model, token_batches(1)[0])
+    assert inputs[-1]() is not None
+    loss.backward()
+    assert inputs[-1]() is None
+    assert loss.isfinite()
+    engine.close()
+
+
+def test_weights_loaded_after_prepare_train_from_there() -> None:
+    model, engine, optimizer = prepared()
+    other = {name: tensor + 0.5 for name, tensor in tiny_model(seed=1).state_dict().items()}
+    model.load_state_dict(other)
+    loss_of(model, token_batches(1)[0]).backward()
+    optimizer.step()
+    engine.drain()
+    for name, master in masters_of(engine, model).items():
+        moved = (master - other[name]).abs().max()
+        # AdamW's first step moves each weight by at most lr = 1e-3, and decay by 1e-5 of it.
+        assert 0 < moved < 1.1e-3, name
+    engine.close()
+
+
+def test_a_dropped_batch_leaves_no_gradient_and_no_clip_factor_behind() -> None:
+    model, engine, optimizer = prepared()
+    clean, clean_engine, clean_optimizer = prepared()
+    dropped, used = token_batches(2)
+    for _ in range(8):
+        loss_of(model, dropped).backward()
+        engine.runtime.clip_grad_norm(model.parameters(), 1e-2)
+        optimizer.zero_grad()
+    norms = []
+    for m, e, o in ((model, engine, optimizer), (clean, clean_engine, clean_optimizer)):
+        loss_of(m, used).backward()
+        norms.append(float(e.runtime.clip_grad_norm(m.parameters(), 1.0)))
+        o.step()
+        e.drain()
+    assert norms[0] == norms[1]
+    for a, b in zip(model.parameters(), clean.parameters(), strict=True):
+        assert torch.equal(a, b)
+    engine.close()
+    clean_engine.close()
+
+
+def test_adding_to_clipped_gradients_is_an_error() -> None:
+    model, engine, _ = prepared()
+    first, second = token_batches(2)
+    loss_of(model, first).backward()
+    engine.runtime.clip_grad_norm(model.parameters(), 1e-2)
+    with pytest.raises(StateError, match="clip once"):
+        loss_of(model, second).backward()
+    engine.close()
+
+
+def test_two_optimizers_on_one_model_are_both_clipped() -> None:
+    ids = token_batches(1)[0]
+    results = []
+    for count in (1, 2):
+        model = tiny_model()
+        parameters = list(model.parameters())
+        engine = attach(model, bf16=False)
+        groups = [parameters] if count == 1 else [parameters[::2], parameters[1::2]]
+        optimizers = [torch.optim.AdamW(group, lr=1e-3, eps=1.0) for group in groups]
+        for optimizer in optimizers:
+            adopt_optimizer(optimizer, engine.runtime, "deferred")
+        loss_of(model, ids).backward()
+        engine.runtime.clip_grad_norm(model.parameters(), 1e-2)
+        for optimizer in optimizers:
+            optimizer.step()
+        engine.drain()
+        results.append([parameter.detach().clone() for parameter in parameters])
+        engine.close()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_second_backward_before_the_step_is_an_error_where_steps_run_in_backward() -> None:
+    model, engine, _ = prepared("backward")
+    first, second = token_batches(2)
+    loss_of(model, first).backward()
+    with pytest.raises(StateError, match="another one came before"):
+        loss_of(model, second).backward()
+    engine.close()
+
+
+def test_freezing_after_prepare_stops_the_gradient_and_unfreezing_is_an_error() -> None:
+    model, engine, _ = prepared()
+    frozen = model.model.layers[0].mlp.up_proj.weight
+    frozen.requires_grad_(False)
+    loss_of(model, token_batches(1)[0]).backward()
+    assert frozen.grad is None
+    assert model.model.layers[0].mlp.down_proj.weight.grad is not None
+    engine.close()
+    model = tiny_model()
+    late = model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    engine = attach(model)
+    late.requires_grad_(True)
+    with pytest.raises(StateError, match="unfrozen"):
+        loss_of(model, token_batches(1)[0])
+    engine.close()
+
+
+def test_a_step_between_forward_and_backward_is_an_error() -> None:
+    model, engine, optimizer = prepared()
+    first, second = token_batches(2)
+    loss, late = loss_of(model, first), loss_of(model, second)
+    loss.backward()
+    optimizer.step()
+    with pytest.raises(StateError, match="between its forward and its backward"):
+        late.backward()
+    engine.close()
+
+
+def test_double_backward_is_an_error() -> None:
+    model, engine, _ = prepared()
+    embedded = model.get_input_embeddings()(token_batches(1)[0]).detach().requires_grad_()
+    loss = model(inputs_embeds=embedded).logits.square().mean()
+    (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+    engine.close()
+
+
+@pytest.mark.parametrize("failing", ["prefetch", "fill"])
+def test_an_interrupt_while_fetching_leaves_the_slots_usable(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, engine, _ = prepared()
+    ids = token_batches(1)[0]
+    expected = loss_of(model, ids).item()
+    prefetcher = engine.runtime.prefetcher
+    engine.runtime.layers[0].unit.version += 1  # fetched again
+    if failing == "prefetch":
+        target, name = prefetcher, "_prefetch"
+    else:
+        target, name = prefetcher._streams.h2d_stream, "wait_event"
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, name, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                loss_of(model, ids)
+    assert loss_of(model, ids).item() == expected
+    engine.close()
+
+
+def test_inference_mode_before_training_does_no_harm() -> None:
+    model, engine, _ = prepared()
+    ids = token_batches(1)[0]
+    with torch.inference_mode():
+        loss_of(model, ids)
+    loss_of(model, ids).backward()
+    assert model.model.layers[0].mlp.up_proj.weight.grad is not None
+    engine.close()
+
+
+def test_a_copy_sees_the_steps_that_were_taken() -> None:
+    model, engine, optimizer = prepared()
+    loss_of(model, token_batches(1)[0]).backward()
+    optimizer.step()
+    copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    engine.drain()
+    for twin in (copied, pickled):
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(a, b)
+    engine.close()
+
+
+def test_a_gradient_hook_on_a_streamed_parameter_is_refused() -> None:
+    model, engine, _ = prepared()
+    model.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(UnsupportedError, match="gradient hook"):
+        loss_of(model, token_batches(1)[0]).backward()
+    engine.close()
+
+
+def test_a_process_that_ends_with_steps_pending_ends_well_and_applies_them() -> None:
+    program = """
+import sys, torch
+from plain_torch import tiny_model, token_batches
+from engine_runs import attach
+from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
+model = tiny_model(hidden_size=256, intermediate_size=1024)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+engine = attach(model)
+adopt_optimizer(optimizer, engine.runtime, "deferred")
+ids = token_batches(1)[0]
+model(input_ids=ids, labels=ids).loss.backward()
+optimizer.step()
+engine.runtime.worker.submit("last", lambda: print("applied", float(torch.ones(1000, 1000).sum()), flush=True))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=_environment(), timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "applied" in result.stdout
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
