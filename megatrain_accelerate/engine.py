@@ -338,4 +338,7 @@ class _Hook:
             self._function(*args, **kwargs) if self._with_arguments else self._function()
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        if not self._with_arguments:
+            # A module's hooks are copied before its children: they bring the weights up to date.
+            self()
         return _Hook, ()

@@ -82,7 +82,8 @@ class HostStep:
                         "a parameter was added to the optimizer after the model was prepared; unfreeze it before "
                         "accelerator.prepare()"
                     )
-                if parameter.device.type == "cpu" and parameter.grad.data_ptr() != state.gradient.data_ptr():
+                is_streamed = parameter.data_ptr() == state.weight.data_ptr()
+                if is_streamed and parameter.grad.data_ptr() != state.gradient.data_ptr():
                     self.runtime.drain()  # a step that is still to be applied may read the place
                     state.gradient.copy_(parameter.grad)
                 found.append((state, group))

@@ -84,6 +84,8 @@ class ResidentGroup:
             if parameter.grad is None or norms.is_current(parameter) or (only is not None and parameter is not only):
                 continue
             assert state.gradient is not None
+            # WAR: a step that is still to be applied reads the gradients of the pass before.
+            self.gate.wait()
             norm = gradient_norms([parameter.grad])[0]
             self._gradients_ready_event.record(self._streams.compute_stream)
             d2h_stream = self._streams.d2h_stream

@@ -193,7 +193,6 @@ class StreamingRuntime:
         self.norms.forget(parameter)
         if self.gradients_complete():
             group = self._group_of[id(parameter)]
-            group.gate.wait()  # WAR: a step that is still to be applied reads the gradients of the pass before
             group.fetch_gradients(self.norms, only=parameter)
 
     def _backward_ends(self) -> None:
@@ -225,6 +224,8 @@ class StreamingRuntime:
     def collect_gradients(self) -> None:
         """Brings every gradient that is still on the device to the host store, and waits for it."""
         self.offloader.wait()
+        for parameter, _ in self._clip_factors.values():
+            self._refuse_written_after_clipping(parameter)
         for group in self.groups:
             group.fetch_gradients(self.norms)
         for group in self.groups:
@@ -247,7 +248,6 @@ class StreamingRuntime:
             if row is None:
                 raise StateError("total_norm() was given a parameter that this engine doesn't train")
             if not self.norms.is_current(parameter):
-                self._refuse_written_after_clipping(parameter)
                 self.norms.norms[row] = torch.linalg.vector_norm(parameter.grad.float(), 2.0)
                 self.norms.note(parameter, parameter.grad)
             rows.append(row)
@@ -283,8 +283,8 @@ class StreamingRuntime:
     def _settle_clipping(self) -> None:
         """Scales clipped gradients that no step took, since others may be added; forgets those that were dropped."""
         for parameter, factor in list(self._clip_factors.values()):
+            self._refuse_written_after_clipping(parameter)
             if parameter.grad is not None:
-                self._refuse_written_after_clipping(parameter)
                 with torch.no_grad():
                     parameter.grad.mul_(factor)
         self._clip_factors.clear()
@@ -295,7 +295,7 @@ class StreamingRuntime:
         Raises:
             StateError: the parameter's gradient was clipped, and written to or replaced since.
         """
-        if id(parameter) in self._clip_factors and not self.norms.is_current(parameter):
+        if parameter.grad is not None and not self.norms.is_current(parameter):
             raise StateError(
                 "gradients were written to after accelerator.clip_grad_norm_(), which leaves them as they are and lets the "
                 "step scale them; change them before they are clipped, or clip with torch.nn.utils.clip_grad_norm_()"

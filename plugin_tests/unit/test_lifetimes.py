@@ -113,11 +113,12 @@ def test_a_dropped_batch_leaves_no_gradient_and_no_clip_factor_behind() -> None:
 
 def test_adding_to_clipped_gradients_is_an_error() -> None:
     model, engine, _ = prepared()
-    first, second = token_batches(2)
-    loss_of(model, first).backward()
+    # Both forwards come first: at a forward between them the clipping would be carried out.
+    first, second = (loss_of(model, ids) for ids in token_batches(2))
+    first.backward()
     engine.runtime.clip_grad_norm(model.parameters(), 1e-2)
     with pytest.raises(StateError, match="clip once"):
-        loss_of(model, second).backward()
+        second.backward()
     engine.close()
 
 
@@ -179,13 +180,15 @@ def test_a_step_between_forward_and_backward_is_an_error() -> None:
     engine.close()
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_double_backward_is_an_error() -> None:
     model, engine, _ = prepared()
     embedded = model.get_input_embeddings()(token_batches(1)[0]).detach().requires_grad_()
     loss = model(inputs_embeds=embedded).logits.square().mean()
-    (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
+    loss.backward(create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.square().sum().backward()
+        embedded.grad.square().sum().backward()
+    embedded.grad = None
     engine.close()
 
 
