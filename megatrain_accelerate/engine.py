@@ -14,7 +14,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import StepWorkerError, UnsupportedError
+from megatrain_accelerate.errors import StateError, StepWorkerError, UnsupportedError
 from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_limits import require_host_bytes
 from megatrain_accelerate.memory.host_store import HostUnit, planned_host_bytes
@@ -60,8 +60,13 @@ def compute_dtype(name: str, parameter: nn.Parameter, bf16: bool, keep_fp32: Seq
         keep_fp32: parts of names that the model wants in fp32 (transformers' ``_keep_in_fp32_modules_strict``).
 
     Raises:
-        UnsupportedError: fp16, fp64, quantised or integer weights.
+        UnsupportedError: fp16, fp64, quantised or integer weights, or weights without data.
     """
+    if parameter.is_meta:
+        raise UnsupportedError(
+            f"parameter {name} is on the meta device and has no values; load the model on the CPU (from_pretrained without "
+            "device_map) before it is prepared"
+        )
     if parameter.dtype not in (torch.float32, torch.bfloat16):
         raise UnsupportedError(
             f"parameter {name} has dtype {parameter.dtype}; only float32 and bfloat16 weights can be trained with fp32 "
@@ -109,6 +114,7 @@ class Engine:
         self.optimizer_drivers: list[HostStep] = []
         discovery = discover_layers(model, config.layer_classes)
         self._handles: list[Any] = []
+        self._resident_places: list[tuple[str, str, nn.Parameter]] = []
         self._dtypes = self._choose_dtypes(model, bf16)
         self._require_memory(discovery, training)
         register = config.pin_memory and device.type == "cuda"
@@ -197,11 +203,13 @@ class Engine:
         self.kernels.close()
 
     def matches(self, model: nn.Module) -> bool:
-        """Whether the model still has the parameters, and the frozen ones among them, that were adopted."""
+        """Whether the model still has the parameters, of the same shapes and with the same ones frozen, that were adopted."""
         parameters = list(model.parameters())
         states = [self.runtime.state_of(parameter) for parameter in parameters]
         return len({id(p) for p in parameters}) == sum(len(unit.states) for unit in self.runtime.units) and all(
-            state is not None and state.entry.spec.trainable == parameter.requires_grad
+            state is not None
+            and state.entry.spec.trainable == parameter.requires_grad
+            and state.entry.spec.shape == tuple(parameter.shape)
             for state, parameter in zip(states, parameters, strict=True)
         )
 
@@ -249,6 +257,11 @@ class Engine:
             # Whoever reads the weights as a whole sees all steps that were taken.
             self._handles.append(module.register_state_dict_pre_hook(_Hook(self.runtime.drain)))
             self._handles.append(module.register_load_state_dict_pre_hook(_Hook(self.runtime.drain)))
+        in_layers = {id(state.parameter) for layer in self.runtime.layers for state in layer.unit.states}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if id(parameter) not in in_layers:
+                owner, _, key = name.rpartition(".")
+                self._resident_places.append((owner, key, parameter))
         before_forward = _Hook(self._before_forward, with_arguments=True)
         self._handles.append(model.register_forward_pre_hook(before_forward, with_kwargs=True))
         for group, spec in zip(self.runtime.groups, discovery.residents, strict=True):
@@ -257,7 +270,8 @@ class Engine:
                 self._handles.append(module.register_forward_pre_hook(hook))
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Predicts the memory of a training step when a batch is clearly larger than all before."""
+        """Checks the model; predicts the memory of a training step when a batch is clearly larger than all before."""
+        self._refuse_replaced(model)
         elements = sum(value.numel() for value in kwargs.values() if isinstance(value, torch.Tensor))
         is_training = self.training and model.training and torch.is_grad_enabled()
         if not is_training or args or elements <= 1.25 * self._predicted_for_elements:
@@ -283,6 +297,20 @@ class Engine:
                 step_bytes / GIB,
                 total / GIB,
             )
+
+    def _refuse_replaced(self, model: nn.Module) -> None:
+        """The model must compute with what was adopted. Parameters inside layers are checked when the layer runs.
+
+        Raises:
+            StateError: a layer, or a parameter outside the layers, was replaced or removed.
+        """
+        for layer in self.runtime.layers:
+            if _find_module(model, layer.name) is not layer.module:
+                raise StateError(_REPLACED.format(f"layer {layer.name}"))
+        for owner, key, parameter in self._resident_places:
+            module = _find_module(model, owner)
+            if module is None or module._parameters.get(key) is not parameter:
+                raise StateError(_REPLACED.format(f"parameter {owner}.{key}"))
 
     def drain(self) -> None:
         """Blocks until all weights are those of the last step, and takes over weights written from outside."""
@@ -315,6 +343,10 @@ class Engine:
         self.is_closed = True
         with contextlib.suppress(StepWorkerError):
             self.runtime.drain()
+        parts: list[StreamedLayer | ResidentGroup] = [*self.runtime.layers, *self.runtime.groups]
+        for part in parts:
+            with contextlib.suppress(StepWorkerError, StateError):  # a parameter of another shape stays as it is
+                part.refresh_if_written()
         for handle in self._handles:
             handle.remove()
         for layer in self.runtime.layers:
@@ -324,6 +356,19 @@ class Engine:
         for model, engine in list(_engines.items()):
             if engine is self:
                 del _engines[model]
+
+
+_REPLACED = (
+    "{} was replaced or removed after the model was prepared; change the model (adapters, heads, tokens) before "
+    "accelerator.prepare(), or prepare it anew"
+)
+
+
+def _find_module(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
 
 
 class _Hook:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.flat_layout import FlatEntry, FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.optim.kernel import HostKernels
@@ -110,15 +110,14 @@ class HostUnit:
         """Sets a parameter's master (and so its weight) from ``value``: same shape, any floating dtype and device.
 
         Raises:
-            UnsupportedError: ``value`` has no data or isn't a floating tensor.
+            StateError: ``value`` has another shape, or isn't a floating tensor with data.
         """
-        if value.is_meta:
-            raise UnsupportedError(
-                f"parameter {self.name}.{state.name} is on the meta device and has no values; load the model on the CPU "
-                "(from_pretrained without device_map) before it is prepared"
+        if value.shape != state.weight.shape or not value.is_floating_point() or value.is_meta:
+            raise StateError(
+                f"parameter {self.name}.{state.name} was prepared with shape {tuple(state.weight.shape)} and is now a "
+                f"{value.dtype} tensor of shape {tuple(value.shape)} on {value.device}; change the model (adapters, heads, "
+                "tokens) before accelerator.prepare(), or prepare it anew"
             )
-        if not value.is_floating_point():
-            raise UnsupportedError(f"parameter {self.name}.{state.name} has dtype {value.dtype}; only floating weights train")
         if value.data_ptr() != state.weight.data_ptr():
             value = value.to("cpu").contiguous()
             if state.residual is not None and value.dtype == torch.float32:
@@ -180,6 +179,8 @@ class HostUnit:
         """Gives the parameters back to ordinary memory, with their masters' full precision, and lets the store go."""
         for state in self.states:
             state.parameter.grad = None
+            if state.parameter.shape != state.weight.shape:
+                continue  # resized by somebody, in memory of its own
             state.parameter.data = self.read_master(state) if state.residual is not None else state.weight.clone()
         self.close()
         # The mapping goes with the last view of it.
