@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import StateError, StepWorkerError, UnsupportedError
 from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
-from megatrain_accelerate.memory.host_limits import require_host_bytes
+from megatrain_accelerate.memory.host_limits import anonymous_bytes, require_host_bytes
 from megatrain_accelerate.memory.host_store import HostUnit, planned_host_bytes
 from megatrain_accelerate.optim.host_optimizer import HostStep
 from megatrain_accelerate.optim.kernel import HostKernels
@@ -232,7 +232,7 @@ class Engine:
             for group in groups
         ]
         parts = planned_host_bytes(layouts, training)
-        own = sum(p.nbytes for group in groups for _, p in group if p.device.type == "cpu")
+        own = anonymous_bytes(p for group in groups for _, p in group if p.device.type == "cpu")
         require_host_bytes(sum(parts.values()), own, parts, self.config.host_memory_gib)
         self.parameter_count = sum(layout.parameter_count for layout in layouts)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
+import torch
 
 from megatrain_accelerate.errors import HostMemoryError
 from megatrain_accelerate.units import GIB
@@ -74,12 +78,34 @@ def available_host_bytes(host_memory_gib: float | None = None) -> int:
     return available // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+def anonymous_bytes(tensors: Iterable[torch.Tensor], maps: Path = Path("/proc/self/maps")) -> int:
+    """Bytes of those host tensors whose memory is given back when they die.
+
+    Weights that ``from_pretrained`` maps from a file aren't counted: their pages are cache, which is free already.
+    """
+    ends: list[int] = []
+    starts: list[int] = []
+    with contextlib.suppress(OSError), maps.open() as file:
+        for line in file:
+            addresses, _, _, _, inode, *_ = line.split()
+            if inode != "0":
+                start, _, end = addresses.partition("-")
+                starts.append(int(start, 16))
+                ends.append(int(end, 16))
+    total = 0
+    for tensor in tensors:
+        place = bisect.bisect_right(starts, tensor.data_ptr()) - 1
+        if place < 0 or tensor.data_ptr() >= ends[place]:
+            total += tensor.nbytes
+    return total
+
+
 def require_host_bytes(required: int, freed: int, parts: dict[str, int], host_memory_gib: float | None) -> None:
     """Refuses a run that doesn't fit, before anything is allocated.
 
     Args:
         required: bytes that the host store will take.
-        freed: bytes of the model's own memory that adopting it gives back.
+        freed: bytes of the model's own memory that adopting it gives back, see :func:`anonymous_bytes`.
         parts: what ``required`` is made of, for the message.
         host_memory_gib: the user's figure, see :func:`available_host_bytes`.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import sys
@@ -19,6 +18,7 @@ import torch
 from engine_runs import masters_of
 from fresh_process import run_python, run_test_file
 from plain_torch import tiny_model, token_batches
+from process_memory import PeakMemory
 from safetensors.torch import load_file
 from torch import nn
 from trainer_runs import examples, make_arguments, plugin, snapshot
@@ -28,7 +28,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from megatrain_accelerate.checkpointing import STAGING_FOLDER, publish
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.optim.host_optimizer import RESIDUAL_KEY
-from megatrain_accelerate.units import KIB, MIB
+from megatrain_accelerate.units import MIB
 
 CHECKPOINT_FILES = {
     "config.json",
@@ -379,33 +379,6 @@ def test_a_kill_at_any_instant_of_a_save_leaves_complete_checkpoints_only(tmp_pa
 # ---------------------------------------------------------------------------------------- memory
 
 
-class AnonymousMemory:
-    """Peak growth of this process's anonymous memory while the body runs, sampled every millisecond."""
-
-    def __enter__(self) -> AnonymousMemory:
-        self._over = threading.Event()
-        self._before = self._now()
-        self.growth = 0
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.001):
-            self.growth = max(self.growth, self._now() - self._before)
-
-    @staticmethod
-    def _now() -> int:
-        status = Path("/proc/self/status").read_text()
-        match = re.search(r"RssAnon:\s+(\d+) kB", status)
-        assert match is not None
-        return int(match[1]) * KIB
-
-
 def measure_save_and_load(folder: Path, bf16: bool) -> dict[str, int]:
     """Peak growth of memory in a save and in a resume's loading, and the bytes of the state, in a process of its own."""
 
@@ -413,12 +386,12 @@ def measure_save_and_load(folder: Path, bf16: bool) -> dict[str, int]:
         growth: dict[str, int] = {}  # noqa: RUF012
 
         def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-            with AnonymousMemory() as memory:
+            with PeakMemory() as memory:
                 super()._save_checkpoint(*args, **kwargs)
             self.growth["save"] = memory.growth
 
         def _load_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> None:
-            with AnonymousMemory() as memory:
+            with PeakMemory() as memory:
                 super()._load_optimizer_and_scheduler(*args, **kwargs)
             self.growth["load"] = memory.growth
 
