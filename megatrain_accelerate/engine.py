@@ -18,7 +18,7 @@ from megatrain_accelerate.errors import StateError, StepWorkerError, Unsupported
 from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_limits import anonymous_bytes, require_host_bytes
 from megatrain_accelerate.memory.host_store import HostUnit, planned_host_bytes
-from megatrain_accelerate.optim.host_optimizer import HostStep
+from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers

@@ -14,7 +14,8 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine, all_engines, engine_of
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
-from megatrain_accelerate.optim.host_optimizer import FusedStep, adopt_optimizer
+from megatrain_accelerate.optim.fused_step import FusedStep
+from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 
 logger = logging.getLogger(__name__)
 

@@ -1,66 +1,262 @@
-"""One unit's AdamW step on the host: which runs of its flat buffers share their settings, and the kernel calls."""
+"""Adam and AdamW by the fused kernel: when each unit is stepped, and with which constants."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.optim import AdamW, Optimizer
 
+from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
-from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
+from megatrain_accelerate.optim.host_step import HostStep
+from megatrain_accelerate.optim.kernel import AdamArguments
+from megatrain_accelerate.optim.segments import apply_segments, plan_segments
+from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.resident import ResidentGroup
+from megatrain_accelerate.streaming.runtime import StreamingRuntime
+
+RESIDUAL_KEY = "master_residual"
+"""Key of the masters' low 16 bits (int16) in the optimizer's state; stock optimizers ignore it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """A run of adjacent parameters of one dtype that are stepped by one kernel call."""
+def _adam_arguments(group: dict[str, Any], step: int, clip_factor: float, decoupled: bool) -> AdamArguments:
+    return AdamArguments(
+        lr=float(group["lr"]),
+        beta1=float(group["betas"][0]),
+        beta2=float(group["betas"][1]),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        step=step,
+        clip_factor=clip_factor,
+        decoupled=decoupled,
+        maximize=bool(group["maximize"]),
+    )
 
-    dtype: torch.dtype
-    weight_offset: int
-    """Byte offset in the unit's weights and gradients."""
-    state_offset: int
-    """Element offset in residuals and moments."""
-    elements: int
-    arguments: AdamArguments
+
+def _versions(state: ParameterState) -> tuple[int, int]:
+    assert state.gradient is not None
+    return state.parameter._version, state.gradient._version
 
 
-def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list[Segment]:
-    """Merges parameters that lie next to each other and share their settings.
+def _refuse_written(unit: HostUnit, versions: list[tuple[ParameterState, int, int]]) -> None:
+    """A step that is applied later must find what it was taken with.
 
-    The padding between two of them is stepped along with them: its gradient is zero or finite garbage that no view
-    ever shows.
+    Raises:
+        StateError: somebody wrote to a weight or gradient in between.
     """
-    segments: list[Segment] = []
-    ordered = sorted(steps, key=lambda item: item[0].entry.weight_offset)
-    for state, arguments in ordered:
-        entry = state.entry
-        assert entry.state_offset is not None
-        size = entry.spec.dtype.itemsize
-        if segments:
-            last = segments[-1]
-            gap = entry.state_offset - last.state_offset - last.elements
-            if last.dtype == entry.spec.dtype and last.arguments == arguments and 0 <= gap < 128:
-                grown = last.elements + gap + entry.spec.numel
-                segments[-1] = dataclasses.replace(last, elements=grown)
-                continue
-        segments.append(Segment(entry.spec.dtype, entry.weight_offset, entry.state_offset, entry.spec.numel, arguments))
-        assert (segments[-1].weight_offset % size) == 0
-    return segments
+    for state, weight_version, gradient_version in versions:
+        now = _versions(state)
+        if now != (weight_version, gradient_version):
+            what = "weight" if now[0] != weight_version else "gradient"
+            raise StateError(
+                f"the {what} of {unit.name}.{state.name} was written to after optimizer.step(), before the step was applied; "
+                "call megatrain_accelerate.drain() before such writes (optimizer.zero_grad() does it by itself), or set "
+                "megatrain_config.step_schedule to 'serial'"
+            )
 
 
-def apply_segments(unit: HostUnit, segments: Sequence[Segment], kernels: HostKernels) -> None:
-    """Steps the unit's weights, residuals and moments in place from its gradients."""
-    assert unit.gradients is not None
-    assert unit.exp_avgs is not None
-    assert unit.exp_avg_sqs is not None
-    for segment in segments:
-        size = segment.elements * segment.dtype.itemsize
-        weights = unit.weights[segment.weight_offset : segment.weight_offset + size].view(segment.dtype)
-        gradients = unit.gradients[segment.weight_offset : segment.weight_offset + size].view(segment.dtype)
-        elements = slice(segment.state_offset, segment.state_offset + segment.elements)
-        exp_avg, exp_avg_sq = unit.exp_avgs[elements], unit.exp_avg_sqs[elements]
-        if segment.dtype == torch.bfloat16:
-            residuals = unit.residuals[elements]
-            kernels.adamw_split(weights, residuals, exp_avg, exp_avg_sq, gradients, segment.arguments)
+class FusedStep(HostStep):
+    """Adam and AdamW by the fused kernel: deferred, serial, or in backward (``config.step_schedule``)."""
+
+    def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> None:
+        super().__init__(optimizer, runtime)
+        self._decoupled = isinstance(optimizer, AdamW) or any(
+            group.get("decoupled_weight_decay") for group in optimizer.param_groups
+        )
+        self._optimizer_groups = optimizer.param_groups
+        self._optimizer_state = optimizer.state
+        self._stepped_in_backward: dict[int, AdamArguments] = {}
+        self._skipped_in_backward: list[str] = []
+        for unit in runtime.units:
+            states = [state for state in unit.states if id(state.parameter) in self.parameter_ids]
+            if states:
+                unit.allocate_moments()
+            for state in states:
+                self.import_state(state, optimizer.state.pop(state.parameter, None) or {})
+        self.set_schedule(schedule)
+
+    def import_state(self, state: ParameterState, values: dict[str, Any]) -> None:
+        """Sets a parameter's moments, step and residual from an optimizer's state for it; empty means none yet."""
+        if state.exp_avg is None or state.exp_avg_sq is None:
+            return
+        if not values:
+            state.exp_avg.zero_()
+            state.exp_avg_sq.zero_()
+            return
+        for view, key in ((state.exp_avg, "exp_avg"), (state.exp_avg_sq, "exp_avg_sq")):
+            if values[key].data_ptr() != view.data_ptr():
+                view.copy_(values[key])
+        residual = values.get(RESIDUAL_KEY)
+        if state.residual is not None and residual is not None and residual.dtype == torch.int16:
+            state.residual.copy_(residual)
+        entry = self._optimizer_state[state.parameter]
+        entry["step"] = torch.tensor(float(values["step"]), dtype=torch.float32)
+        self._expose(entry, state)
+
+    def set_schedule(self, schedule: str) -> None:
+        """Chooses when the arithmetic runs, from the next backward on: ``deferred``, ``backward`` or ``serial``."""
+        self.schedule = schedule
+        listeners = self.runtime.offloader.layer_done_listeners
+        if schedule == "backward":
+            listeners[id(self)] = self._layer_done
         else:
-            kernels.adamw_fp32(weights, exp_avg, exp_avg_sq, gradients, segment.arguments)
+            listeners.pop(id(self), None)
+
+    def retire(self) -> None:
+        """See :meth:`HostStep.retire`."""
+        self.set_schedule("deferred")
+
+    def bind(self, optimizer: Optimizer) -> None:
+        """Follows an optimizer whose state or groups were replaced (``load_state_dict``)."""
+        self._optimizer_groups, self._optimizer_state = optimizer.param_groups, optimizer.state
+
+    def _next_step(self, state: ParameterState) -> int:
+        """Counts the parameter's step up and returns it; makes its optimizer state at the first."""
+        entry = self._optimizer_state[state.parameter]
+        if not entry:
+            entry["step"] = torch.zeros((), dtype=torch.float32)
+            self._expose(entry, state)
+        entry["step"] += 1
+        return int(entry["step"].item())
+
+    @staticmethod
+    def _expose(entry: dict[str, Any], state: ParameterState) -> None:
+        """Puts the store's views into an optimizer's state under the names of torch.optim.AdamW."""
+        entry["exp_avg"], entry["exp_avg_sq"] = state.exp_avg, state.exp_avg_sq
+        if state.residual is not None:
+            entry[RESIDUAL_KEY] = state.residual
+
+    def _submit(
+        self,
+        unit: HostUnit,
+        group: ResidentGroup | None,
+        steps: list[tuple[ParameterState, AdamArguments]],
+        before: Callable[[], bool] | None = None,
+    ) -> Any:
+        segments = plan_segments(steps)
+        runtime = self.runtime
+        kernels = runtime.kernels
+        issued_event = runtime.streams.event()
+        if group is not None:
+            issued_event.record(runtime.streams.compute_stream)
+            runtime.meter.counters.h2d_bytes += group.device_bytes
+        # In backward gradients may still be added up by the worker; step() checks those.
+        versions = [] if before is not None else [(state, *_versions(state)) for state, _ in steps]
+
+        def work() -> None:
+            if before is not None and not before():
+                return
+            _refuse_written(unit, versions)
+            apply_segments(unit, segments, kernels)
+            _refuse_written(unit, versions)
+            if group is not None:
+                group.push_weights(issued_event)
+
+        # Device copies are stale from now on, whether or not the worker has got to it.
+        unit.version += 1
+        return self.runtime.worker.submit(f"step ({unit.name})", work)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Fixes the step's settings and gradients, and hands the arithmetic to the worker.
+
+        Raises:
+            StepWorkerError: an earlier step failed.
+            NonFiniteGradientError: see :meth:`HostStep.allows`.
+            StateError: layers were stepped in backward with other settings than those of now.
+        """
+        runtime = self.runtime
+        runtime.worker.raise_if_failed()
+        runtime.refresh_if_written()
+        runtime.collect_gradients()
+        done, self._stepped_in_backward = self._stepped_in_backward, {}
+        self._refuse_rewritten(optimizer, done)
+        found = self.with_gradients(optimizer)
+        norm = float(runtime.total_norm([state.parameter for state, _ in found]))
+        factors = runtime.take_clip_factors(self.parameters(optimizer))
+        if done:
+            self._check_stepped_in_backward(found, factors, done)
+            found = [(state, group) for state, group in found if id(state.parameter) not in done]
+            skipped, self._skipped_in_backward = self._skipped_in_backward, []
+            if skipped:
+                norm = math.nan
+        allowed = self.allows(norm)
+        self.forget_norms(optimizer)
+        if not allowed:
+            return
+        by_parameter = {id(state.parameter): group for state, group in found}
+        for unit, gate, resident in runtime.in_forward_order():
+            steps = []
+            for state in unit.states:
+                group = by_parameter.get(id(state.parameter))
+                if group is not None:
+                    count = self._next_step(state)
+                    factor = factors.get(id(state.parameter), 1.0)
+                    steps.append((state, _adam_arguments(group, count, factor, self._decoupled)))
+            if steps:
+                gate.close_until(self._submit(unit, resident, steps))
+        if self.schedule == "serial":
+            runtime.drain()
+
+    def _refuse_rewritten(self, optimizer: Optimizer, done: dict[int, AdamArguments]) -> None:
+        """Gradients that were used in backward must still be what they were."""
+        parameters = [parameter for parameter in self.parameters(optimizer) if id(parameter) in done]
+        rewritten = sum(not self.runtime.norms.is_current(parameter) for parameter in parameters)
+        if rewritten:
+            raise StateError(
+                f"{rewritten} gradients were changed, replaced or dropped between backward and step() (by a callback, a hook "
+                "or clipping in the script), but their layers were stepped in backward already, since max_grad_norm is 0; "
+                "set megatrain_config.step_schedule to 'deferred'"
+            )
+
+    def _check_stepped_in_backward(
+        self,
+        found: list[tuple[ParameterState, dict[str, Any]]],
+        factors: dict[int, float],
+        done: dict[int, AdamArguments],
+    ) -> None:
+        """Steps taken in backward must be the ones that ``step()`` would have taken."""
+        self.runtime.worker.drain()
+        for state, group in found:
+            used = done.get(id(state.parameter))
+            if used is None:
+                continue
+            factor = factors.get(id(state.parameter), 1.0)
+            if used != _adam_arguments(group, used.step, factor, self._decoupled):
+                raise StateError(
+                    f"layers were stepped in backward with {used}, but at step() gradient clipping (factor {factor}) or the "
+                    "optimizer's settings had changed; set megatrain_config.step_schedule to 'deferred'"
+                )
+
+    def _layer_done(self, layer: StreamedLayer, wait: Callable[[], None]) -> None:
+        """A layer's gradients are on their way to the host: steps it now if this backward is the last before the step."""
+        if not self.runtime.may_step_in_backward(layer):
+            return
+        groups = {id(p): group for group in self._optimizer_groups for p in group["params"]}
+        if any(id(state.parameter) in self._stepped_in_backward for state in layer.unit.states):
+            raise StateError(
+                f"layer {layer.name} was stepped in an earlier backward, and another one came before optimizer.step() (an "
+                "accumulation that Accelerate doesn't know of, or a failed backward that was tried again); set "
+                "megatrain_config.step_schedule to 'deferred', or use accelerator.accumulate()"
+            )
+        steps = []
+        for state in layer.unit.states:
+            if state.parameter.grad is not None and id(state.parameter) in groups:
+                group = groups[id(state.parameter)]
+                steps.append((state, _adam_arguments(group, self._next_step(state), 1.0, self._decoupled)))
+        rows = [self.runtime.norms.row(state.parameter) for state, _ in steps]
+
+        def gradients_are_finite() -> bool:
+            wait()
+            finite = bool(self.runtime.norms.norms[torch.tensor(rows)].isfinite().all())
+            if not finite:
+                self._skipped_in_backward.append(layer.name)
+                for state, _ in steps:
+                    self._optimizer_state[state.parameter]["step"] -= 1
+            return finite
+
+        if steps:
+            layer.gate.close_until(self._submit(layer.unit, None, steps, before=gradients_are_finite))
+            self._stepped_in_backward |= {id(state.parameter): arguments for state, arguments in steps}

@@ -27,7 +27,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from megatrain_accelerate.checkpointing import STAGING_FOLDER, publish
 from megatrain_accelerate.engine import engine_of
-from megatrain_accelerate.optim.host_optimizer import RESIDUAL_KEY
+from megatrain_accelerate.optim.fused_step import RESIDUAL_KEY
 from megatrain_accelerate.units import MIB
 
 CHECKPOINT_FILES = {

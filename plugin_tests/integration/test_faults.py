@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,9 @@ from transformers import Trainer
 from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.errors import HostMemoryError, NonFiniteGradientError, StepWorkerError
 from megatrain_accelerate.memory.host_memory import HostMemory
-from megatrain_accelerate.optim.host_optimizer import FusedStep, HostStep, adopt_optimizer
+from megatrain_accelerate.optim.fused_step import FusedStep
+from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
+from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.kernel import HostKernels
 
 SCHEDULES = ("deferred", "serial", "backward")
@@ -118,9 +121,17 @@ def test_a_failure_of_the_worker_reaches_the_next_use_with_its_cause(
     training.step(ids)
     weights = copy.deepcopy(training.model.state_dict())
     broken_kernels.set()
+    worker = training.engine.runtime.worker
+
+    def worker_is_behind() -> bool:
+        # A step without gradients waits for nothing: the failure reaches it once the worker has come to it.
+        time.sleep(0.001)
+        worker.raise_if_failed()
+        return True
+
     uses = {
         "forward": lambda: training.model(input_ids=ids),
-        "step": training.optimizer.step,
+        "step": lambda: [training.optimizer.step() for _ in iter(worker_is_behind, False)],
         "state_dict": training.model.state_dict,
         "optimizer_state_dict": training.optimizer.state_dict,
         "load_state_dict": lambda: training.model.load_state_dict(weights),

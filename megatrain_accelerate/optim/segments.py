@@ -1,0 +1,66 @@
+"""One unit's AdamW step on the host: which runs of its flat buffers share their settings, and the kernel calls."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
+from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A run of adjacent parameters of one dtype that are stepped by one kernel call."""
+
+    dtype: torch.dtype
+    weight_offset: int
+    """Byte offset in the unit's weights and gradients."""
+    state_offset: int
+    """Element offset in residuals and moments."""
+    elements: int
+    arguments: AdamArguments
+
+
+def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list[Segment]:
+    """Merges parameters that lie next to each other and share their settings.
+
+    The padding between two of them is stepped along with them: its gradient is zero or finite garbage that no view
+    ever shows.
+    """
+    segments: list[Segment] = []
+    ordered = sorted(steps, key=lambda item: item[0].entry.weight_offset)
+    for state, arguments in ordered:
+        entry = state.entry
+        assert entry.state_offset is not None
+        size = entry.spec.dtype.itemsize
+        if segments:
+            last = segments[-1]
+            gap = entry.state_offset - last.state_offset - last.elements
+            if last.dtype == entry.spec.dtype and last.arguments == arguments and 0 <= gap < 128:
+                grown = last.elements + gap + entry.spec.numel
+                segments[-1] = dataclasses.replace(last, elements=grown)
+                continue
+        segments.append(Segment(entry.spec.dtype, entry.weight_offset, entry.state_offset, entry.spec.numel, arguments))
+        assert (segments[-1].weight_offset % size) == 0
+    return segments
+
+
+def apply_segments(unit: HostUnit, segments: Sequence[Segment], kernels: HostKernels) -> None:
+    """Steps the unit's weights, residuals and moments in place from its gradients."""
+    assert unit.gradients is not None
+    assert unit.exp_avgs is not None
+    assert unit.exp_avg_sqs is not None
+    for segment in segments:
+        size = segment.elements * segment.dtype.itemsize
+        weights = unit.weights[segment.weight_offset : segment.weight_offset + size].view(segment.dtype)
+        gradients = unit.gradients[segment.weight_offset : segment.weight_offset + size].view(segment.dtype)
+        elements = slice(segment.state_offset, segment.state_offset + segment.elements)
+        exp_avg, exp_avg_sq = unit.exp_avgs[elements], unit.exp_avg_sqs[elements]
+        if segment.dtype == torch.bfloat16:
+            residuals = unit.residuals[elements]
+            kernels.adamw_split(weights, residuals, exp_avg, exp_avg_sq, gradients, segment.arguments)
+        else:
+            kernels.adamw_fp32(weights, exp_avg, exp_avg_sq, gradients, segment.arguments)
