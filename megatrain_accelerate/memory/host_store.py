@@ -123,12 +123,10 @@ class HostUnit:
             if state.residual is not None and value.dtype == torch.float32:
                 self._kernels.split(value, state.weight, state.residual)
                 return
-            # Where the weight stays the same (a move between devices), so does the master behind it.
-            changed = state.weight != value
+            if bool((state.weight == value).all()):
+                return  # moved to another device, not written to: the master behind it stays
             state.weight.copy_(value)
-            if state.residual is not None:
-                state.residual.masked_fill_(changed, 0)
-        elif state.residual is not None:
+        if state.residual is not None:
             state.residual.zero_()
 
     def read_master(self, state: ParameterState) -> torch.Tensor:
