@@ -397,7 +397,7 @@ def measure_save_and_load(folder: Path, bf16: bool) -> dict[str, int]:
 
     def run(steps: int, resume: bool) -> dict[str, int]:
         shape = {"vocab_size": 2048, "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 8}
-        model = tiny_model(num_hidden_layers=5, num_key_value_heads=8, **shape)
+        model = tiny_model(num_hidden_layers=3, num_key_value_heads=8, **shape)
         arguments = make_arguments(folder, bf16=bf16, max_steps=steps, save_strategy="steps", save_steps=1)
         Measured(model, arguments, train_dataset=examples(4)).train(resume_from_checkpoint=resume or None)
         engine = engine_of(model)
@@ -414,7 +414,7 @@ def measure_save_and_load(folder: Path, bf16: bool) -> dict[str, int]:
 def test_saving_and_loading_hold_no_second_copy_of_the_state(precision: str, tmp_path: Path) -> None:
     measured = json.loads(run_test_file(__file__, "memory", tmp_path / "run", precision).strip().splitlines()[-1])
     print(measured)
-    assert measured["state"] > 300 * MIB
+    assert measured["state"] > 250 * MIB
     # 5%: pickled headers, the sample before the first save's lazy imports, Python's own objects.
     assert measured["save"] < 0.05 * measured["state"]
     assert measured["load"] < 0.05 * measured["state"]
