@@ -284,6 +284,10 @@ class Engine:
             logger.info("megatrain: the step's memory can't be predicted for this model (%s)", error)
             return
         held = self.device_bytes_by_kind()
+        if self.runtime.offloader.is_accumulating:
+            # From the second micro-batch on the residents' gradients are there when the forward begins.
+            trained = (state.parameter for group in self.runtime.groups for state in group.unit.states)
+            held["resident_gradients"] = sum(p.nbytes for p in trained if p.requires_grad)
         self.predicted_device_bytes = sum(held.values()) + step_bytes
         if self.device.type != "cuda":
             return

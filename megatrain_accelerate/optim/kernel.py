@@ -39,7 +39,7 @@ from megatrain_accelerate.errors import ConfigError, KernelError
 LIBRARY_PATH = pathlib.Path(__file__).with_name("_host_kernels.so")
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
-_INTERFACE_VERSION = 1
+_INTERFACE_VERSION = 2
 _REBUILD = "build it with `pip install --force-reinstall --no-deps .` in a checkout of this package (needs a C++ compiler)"
 
 
@@ -244,6 +244,20 @@ class HostKernels:
         run = self._library.megatrain_accumulate_bf16 if is_bf16 else self._library.megatrain_accumulate_fp32
         run(handle, dst.data_ptr(), src.data_ptr(), count)
 
+    def square_sum(self, values: torch.Tensor) -> float:
+        """The sum of squares of (N) bfloat16 or (N) float32 values, added up in double precision in a fixed order.
+
+        Raises:
+            KernelError: the tensor has the wrong dtype, device or layout, or the kernels are closed.
+        """
+        if values.dtype not in (torch.bfloat16, torch.float32):
+            raise KernelError(f"square_sum: values must be torch.bfloat16 or torch.float32, got {values.dtype}")
+        handle, count = self._check(values=(values, values.dtype))
+        is_bf16 = values.dtype == torch.bfloat16
+        run = self._library.megatrain_square_sum_bf16 if is_bf16 else self._library.megatrain_square_sum_fp32
+        result: float = run(handle, values.data_ptr(), count)
+        return result
+
     def split(self, master_fp32: torch.Tensor, hi: torch.Tensor, residual: torch.Tensor) -> None:
         """Writes the split of (N) float32 masters to (N) bfloat16 ``hi`` and (N) int16 ``residual``.
 
@@ -360,6 +374,8 @@ def _load_library() -> Any:
         "stream_probe": [handle, *[pointer] * 5, count],
         "accumulate_bf16": [handle, *[pointer] * 2, count],
         "accumulate_fp32": [handle, *[pointer] * 2, count],
+        "square_sum_bf16": [handle, pointer, count],
+        "square_sum_fp32": [handle, pointer, count],
         "split": [handle, *[pointer] * 3, count],
         "join": [handle, *[pointer] * 3, count],
         "zero": [handle, pointer, count],
@@ -367,5 +383,5 @@ def _load_library() -> Any:
     for name, types in signatures.items():
         function = getattr(library, f"megatrain_{name}")
         function.argtypes = types
-        function.restype = None
+        function.restype = ctypes.c_double if name.startswith("square_sum") else None
     return library

@@ -6,6 +6,7 @@ the global norm is known on the host when backward ends, without another pass ov
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -134,6 +135,8 @@ class GradientOffloader:
         self._next_staging = 0
         self._last_copied_event = streams.event()
         self._last_ticket: Ticket | None = None
+        self.gradients_complete: Callable[[], bool] = lambda: True
+        """Whether the backward in progress is the last before a step; norms are needed only then."""
         self.layer_done_listeners: dict[int, Callable[[StreamedLayer, Callable[[], None]], None]] = {}
         """Called with a layer and a function that blocks until its gradients are on the host; entered by optimizers whose
         steps may run in backward, by their id."""
@@ -197,7 +200,10 @@ class GradientOffloader:
                 trainable[i].parameter.grad = trainable[i].gradient
             gradient = trainable[i].parameter.grad
             assert gradient is not None
-            self._norms.note(trainable[i].parameter, gradient)
+            if is_fresh or self.gradients_complete():
+                self._norms.note(trainable[i].parameter, gradient)
+            else:
+                self._norms.forget(trainable[i].parameter)
         for listener in self.layer_done_listeners.values():
             listener(layer, wait)
 
@@ -223,6 +229,7 @@ class GradientOffloader:
         views = layer.unit.layout.views(staging.buffer, trainable_only=True)
         targets = [(state, state.parameter.grad, views[row], row) for state, row in zip(states, rows, strict=True)]
         norms = self._norms.of_unit(layer.unit)
+        is_last = self.gradients_complete()
 
         def add() -> None:
             copied_event.synchronize()
@@ -234,12 +241,20 @@ class GradientOffloader:
                     self._kernels.accumulate(state.gradient, new)
                 else:  # somebody assigned a tensor of their own
                     earlier.add_(new)
-                total = state.gradient if earlier is None else earlier
-                norms[row] = gradient_norms([total])[0]
-                self._norms.note(state.parameter, total)
+                if is_last:
+                    total = state.gradient if earlier is None else earlier
+                    norms[row] = self._host_norm(total)
+                    self._norms.note(state.parameter, total)
 
         staging.ticket = self._worker.submit(f"accumulate ({layer.name})", add)
         return staging.ticket
+
+    def _host_norm(self, gradient: torch.Tensor) -> float:
+        # torch's own norm on the CPU makes an fp32 copy and runs on threads of its own, several times slower; the stand-in
+        # takes it all the same, so that its bits can be compared with plain PyTorch's.
+        if self._streams.is_cuda and gradient.is_contiguous():
+            return math.sqrt(self._kernels.square_sum(gradient))
+        return float(gradient_norms([gradient])[0])
 
     def _take_staging(self) -> _Staging:
         self.prepare_accumulation()
@@ -255,6 +270,11 @@ class GradientOffloader:
         """Allocates the staging buffers, so that none is pinned within a step. Does nothing when they exist."""
         if not self._staging and self._largest:
             self._staging = [_Staging(self._largest, self._register) for _ in range(2)]
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether gradients of several backwards are, or are about to be, added up before a step."""
+        return bool(self._staging)
 
     def wait(self) -> None:
         """Blocks until every gradient is on the host and added up.

@@ -89,6 +89,7 @@ class StreamingRuntime:
         )
         self.gradients_complete: Callable[[], bool] = lambda: True
         """Whether the backward in progress is the last before a step; set from Accelerate's gradient state."""
+        self.offloader.gradients_complete = lambda: self.gradients_complete()
         self._order = CallOrder(len(self.layers))
         self._context = RunContext(
             device=streams.device,

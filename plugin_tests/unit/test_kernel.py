@@ -221,6 +221,24 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
         kernels.adamw_fp32(**tensors, arguments=PLAIN)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("count", [0, 1, 17, 131072, 300001])
+def test_square_sum_is_exact_to_double_precision_and_the_same_for_any_threads(dtype: torch.dtype, count: int) -> None:
+    values = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(dtype)
+    sums = []
+    for threads in (1, 3):
+        for instruction_set in kernel.INSTRUCTION_SETS:
+            try:
+                pool = HostKernels(threads, instruction_set)
+            except KernelError:  # this machine can't run it
+                continue
+            sums.append(pool.square_sum(values))
+            pool.close()
+    assert len(set(sums)) == 1
+    # Half an ulp of a double for each of the additions.
+    assert sums[0] == pytest.approx(float(values.double().square().sum()), rel=count * 1.2e-16 + 1e-15, abs=0)
+
+
 def test_accumulate_refuses_mixed_and_unknown_dtypes(kernels: HostKernels) -> None:
     with pytest.raises(KernelError, match=r"src must be torch\.bfloat16, got torch\.float32"):
         kernels.accumulate(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4))

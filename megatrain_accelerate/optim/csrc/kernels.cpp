@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <vector>
 
 #include "adamw.h"
 #include "instruction_sets.h"
@@ -13,7 +14,7 @@ namespace megatrain {
 namespace {
 
 // Raised whenever a signature or AdamConstants changes, so that a stale library is noticed and not called.
-constexpr int kInterfaceVersion = 1;
+constexpr int kInterfaceVersion = 2;
 
 // Elements a chunk: small enough to balance the threads, large enough to forget the counter. A multiple of 64, so that
 // no two chunks share a cache line of an aligned array.
@@ -59,6 +60,53 @@ struct AccumulateFloatJob {
     }
   }
 };
+
+// Widened exactly: the square of a bf16 number fits a double many times over.
+MEGATRAIN_INLINE double widened(uint16_t bits) { return bf16_to_float(bits); }
+MEGATRAIN_INLINE double widened(float value) { return value; }
+
+// Sums of squares, one for each grain, so that their total doesn't depend on who computed which.
+template <class Value>
+struct SquareSumJob {
+  const Value* values;
+  double* partial_sums;
+
+  MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
+    constexpr int kLanes = 16;
+    const Value* __restrict__ from = values;
+    for (int64_t start = begin; start < end; start += kGrain) {
+      const int64_t stop = end - start < kGrain ? end : start + kGrain;
+      double lanes[kLanes] = {};
+      int64_t i = start;
+      for (; i + kLanes <= stop; i += kLanes) {
+        for (int lane = 0; lane < kLanes; ++lane) {
+          const double value = widened(from[i + lane]);
+          lanes[lane] = lanes[lane] + value * value;
+        }
+      }
+      for (int lane = 0; i < stop; ++i, ++lane) {
+        const double value = widened(from[i]);
+        lanes[lane] = lanes[lane] + value * value;
+      }
+      double sum = 0.0;
+      for (double lane : lanes) {
+        sum = sum + lane;
+      }
+      partial_sums[start / kGrain] = sum;
+    }
+  }
+};
+
+template <class Value>
+double square_sum(Kernels* kernels, const Value* values, int64_t count) {
+  std::vector<double> partial_sums(static_cast<size_t>((count + kGrain - 1) / kGrain));
+  kernels->run(SquareSumJob<Value>{values, partial_sums.data()}, count);
+  double sum = 0.0;
+  for (double partial : partial_sums) {
+    sum = sum + partial;
+  }
+  return sum;
+}
 
 struct ZeroJob {
   char* bytes;
@@ -129,6 +177,14 @@ MEGATRAIN_EXPORT void megatrain_accumulate_bf16(Kernels* kernels, uint16_t* dest
 MEGATRAIN_EXPORT void megatrain_accumulate_fp32(Kernels* kernels, float* destination, const float* source,
                                                 int64_t count) {
   kernels->run(megatrain::AccumulateFloatJob{destination, source}, count);
+}
+
+MEGATRAIN_EXPORT double megatrain_square_sum_bf16(Kernels* kernels, const uint16_t* values, int64_t count) {
+  return megatrain::square_sum(kernels, values, count);
+}
+
+MEGATRAIN_EXPORT double megatrain_square_sum_fp32(Kernels* kernels, const float* values, int64_t count) {
+  return megatrain::square_sum(kernels, values, count);
 }
 
 MEGATRAIN_EXPORT void megatrain_split(Kernels* kernels, const float* master, uint16_t* hi, int16_t* lo,
