@@ -45,20 +45,25 @@ def save_checkpoint(
     staging.mkdir(parents=True)
     expected = sum(count for kind, count in engine.host_bytes_by_kind().items() if kind != "gradients")
     engine.drain()
-    with saving_progress(staging, expected, show=not trainer.args.disable_tqdm), _output_dir(trainer, staging):
+    with saving_progress(staging, expected, show=not trainer.args.disable_tqdm), _saving_to(trainer, staging):
         original(trainer, model, trial, *args, **kwargs)
     _point_best_checkpoint(trainer, staging, run_dir)
-    publish(run_dir)
+    published = publish(run_dir)
+    if trainer.args.push_to_hub:
+        for folder in published:
+            trainer._push_from_checkpoint(str(folder))
     _rotate(trainer, run_dir)
 
 
 @contextlib.contextmanager
-def _output_dir(trainer: Any, folder: Path) -> Iterator[None]:
+def _saving_to(trainer: Any, folder: Path) -> Iterator[None]:
+    """The Trainer writes its checkpoint below ``folder``, and doesn't upload it from there: uploads outlive the save."""
     trainer._get_output_dir = lambda trial: str(folder)
+    trainer._push_from_checkpoint = lambda checkpoint_folder: None
     try:
         yield
     finally:
-        del trainer._get_output_dir
+        del trainer._get_output_dir, trainer._push_from_checkpoint
 
 
 def _point_best_checkpoint(trainer: Any, staging: Path, run_dir: Path) -> None:
