@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -14,3 +16,6 @@ for name in ("MEGATRAIN_ACTIVE", "MEGATRAIN_CONFIG", "MEGATRAIN_DISABLE", "WANDB
 
 # Models here are tiny: one thread is faster than two that wait for each other, in tests and in what they start.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# Asserts of the helpers say what differs, as those of the tests do.
+pytest.register_assert_rewrite("checkpoint_runs", "engine_runs", "loop_runs", "refusals", "trainer_runs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
+from megatrain_accelerate.optim.host_step import HostStep
 
 
 def attach(model: nn.Module, *, bf16: bool = True, device: str = "cpu", training: bool = True, **settings: object) -> Engine:
@@ -70,3 +72,43 @@ def masters_of(engine: Engine, model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         name: owners[id(parameter)][0].read_master(owners[id(parameter)][1]) for name, parameter in model.named_parameters()
     }
+
+
+@dataclasses.dataclass
+class Training:
+    """A model that streams, its optimizer, and one step of both."""
+
+    model: nn.Module
+    engine: Engine
+    optimizer: torch.optim.Optimizer
+    driver: HostStep
+
+    def step(self, ids: torch.Tensor, max_norm: float | None = None) -> float:
+        """One step on one batch."""
+        loss = self.model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        if max_norm is not None:
+            self.engine.runtime.clip_grad_norm(self.model.parameters(), max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Copies of masters, device weights and moments."""
+        self.engine.drain()
+        found = {f"master {name}": master for name, master in masters_of(self.engine, self.model).items()}
+        found |= {f"weight {name}": parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        for unit in self.engine.runtime.units:
+            assert unit.exp_avgs is not None
+            assert unit.exp_avg_sqs is not None
+            found[f"exp_avg {unit.name}"] = unit.exp_avgs.clone()
+            found[f"exp_avg_sq {unit.name}"] = unit.exp_avg_sqs.clone()
+        for index, state in self.optimizer.state_dict()["state"].items():
+            found[f"step {index}"] = state["step"].clone()
+        return found
+
+
+def assert_equal_states(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        assert torch.equal(ours[key], value), f"{key} differs"

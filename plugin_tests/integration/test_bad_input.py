@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,71 +14,19 @@ import pytest
 import torch
 from accelerate import Accelerator
 from fresh_process import clean_environment
-from plain_torch import tiny_model, token_batches
+from plain_torch import tiny_model
+from refusals import assert_untouched, prepare, remember, trace
 from torch import nn
-from trainer_runs import examples, make_arguments, plugin
+from trainer_runs import examples, make_arguments
 from transformers import Trainer
 
 import megatrain_accelerate
-from megatrain_accelerate.engine import all_engines, engine_of
-from megatrain_accelerate.errors import ConfigError, HostMemoryError, StateError, UnsupportedError
-from megatrain_accelerate.streaming.proxy import is_proxy
+from megatrain_accelerate.engine import engine_of
+from megatrain_accelerate.errors import ConfigError, HostMemoryError, UnsupportedError
 from megatrain_accelerate.units import GIB, MIB
 
+pytestmark = pytest.mark.usefixtures("active")
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-
-
-@pytest.fixture(autouse=True)
-def active(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    with plugin():
-        yield
-    for engine in all_engines():
-        engine.close()
-
-
-def train_plainly(model: nn.Module) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    losses = []
-    for ids in token_batches(2):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def assert_untouched(model: nn.Module, before: dict[str, Any]) -> None:
-    """No engine, no proxy, no hook; parameters in their own memory; and it trains as a plain copy does."""
-    assert engine_of(model) is None
-    assert not any(engine_of(module) for module in model.modules())
-    assert not any(is_proxy(module) for module in model.modules())
-    assert trace(model) == {key: value for key, value in before.items() if key != "copy"}
-    megatrain_accelerate.disable()
-    assert train_plainly(model) == train_plainly(before["copy"])
-    for ours, theirs in zip(model.parameters(), before["copy"].parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def trace(model: nn.Module) -> dict[str, Any]:
-    hooks = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_backward_hooks")
-    return {
-        "classes": [type(module) for module in model.modules()],
-        "hooks": [len(getattr(module, name)) for module in model.modules() for name in hooks],
-        "memory": [(parameter.data_ptr(), parameter.dtype, parameter.requires_grad) for parameter in model.parameters()],
-        "forwards": ["forward" in module.__dict__ for module in model.modules()],
-    }
-
-
-def remember(model: nn.Module) -> dict[str, Any]:
-    return {**trace(model), "copy": copy.deepcopy(model)}
-
-
-def prepare(model: nn.Module, **settings: Any) -> Any:
-    megatrain_accelerate.enable(settings or None)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return Accelerator(cpu=True).prepare(model, optimizer)
 
 
 # ---------------------------------------------------------------------------------------- the machine and the precision
@@ -313,113 +260,3 @@ def test_too_little_memory_is_refused_with_numbers_before_anything_is_allocated(
     assert "megatrain_config.host_memory_gib leaves" in str(raised.value)
     assert "LoRA" in str(raised.value)
     assert_untouched(model, before)
-
-
-# ---------------------------------------------------------------------------------------- the optimizer, and later changes
-
-
-@pytest.mark.parametrize("order", ["model_first", "optimizer_first"])
-def test_an_optimizer_over_foreign_parameters_is_refused_and_a_right_one_works(order: str) -> None:
-    model = tiny_model()
-    stranger = nn.Parameter(torch.ones(3))
-    wrong = torch.optim.AdamW([*model.parameters(), stranger], lr=1e-3)
-    accelerator = Accelerator(cpu=True)
-    with pytest.raises(UnsupportedError, match=r"holds 1 parameters that the prepared model doesn't train"):
-        accelerator.prepare(*((model, wrong) if order == "model_first" else (wrong, model)))
-    assert type(wrong) is torch.optim.AdamW
-    model, right = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    losses = []
-    for ids in token_batches(1) * 3:
-        loss = model(input_ids=ids, labels=ids).loss
-        accelerator.backward(loss)
-        right.step()
-        right.zero_grad()
-        losses.append(loss.item())
-    assert losses[0] > losses[1] > losses[2]
-
-
-def test_an_optimizer_over_a_frozen_parameter_is_refused() -> None:
-    model = tiny_model()
-    model.model.layers[0].requires_grad_(False)
-    with pytest.raises(UnsupportedError, match=r"doesn't train \(frozen when it was prepared"):
-        Accelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-
-
-def test_an_optimizer_of_other_parameters_alone_stays_a_stock_one() -> None:
-    accelerator = Accelerator(cpu=True)
-    accelerator.prepare(tiny_model())
-    loose = nn.Parameter(torch.ones(3))
-    optimizer = accelerator.prepare(torch.optim.AdamW([loose], lr=0.1, weight_decay=0))
-    loose.sum().backward()
-    optimizer.step()
-    torch.testing.assert_close(loose.detach(), torch.full((3,), 0.9))
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_embeddings_that_are_resized_after_prepare_are_refused_at_the_next_forward(training: bool) -> None:
-    model, _ = prepare(tiny_model())
-    ids = token_batches(1)[0]
-    model(input_ids=ids, labels=ids)
-    model.resize_token_embeddings(160)
-    with (
-        torch.set_grad_enabled(training),
-        pytest.raises(StateError, match=r"after the model was prepared; change the model \(.*tokens\) before"),
-    ):
-        model(input_ids=ids, labels=ids)
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj", "model.norm", "lm_head"])
-def test_a_weight_that_is_replaced_after_prepare_is_refused_at_the_next_forward(name: str, training: bool) -> None:
-    model, _ = prepare(tiny_model())
-    module = model.get_submodule(name)
-    kept = module.weight
-    module.weight = nn.Parameter(kept.detach().clone())
-    ids = token_batches(1)[0]
-    with torch.set_grad_enabled(training), pytest.raises(StateError, match=r"replaced .*after the model was prepared"):
-        model(input_ids=ids, labels=ids)
-    module.weight = kept
-    model(input_ids=ids, labels=ids).loss.backward()
-
-
-@pytest.mark.parametrize("name", ["lm_head", "model.layers.2"])
-def test_a_module_that_is_replaced_after_prepare_is_refused_at_the_next_forward(name: str) -> None:
-    model, _ = prepare(tiny_model())
-    owner, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(owner), attribute, copy.deepcopy(model.get_submodule(name)))
-    ids = token_batches(1)[0]
-    with pytest.raises(StateError, match=rf"{name}.* was replaced or removed after the model was prepared"):
-        model(input_ids=ids, labels=ids)
-
-
-def test_layers_that_are_removed_after_prepare_are_refused_at_the_next_forward() -> None:
-    model, _ = prepare(tiny_model())
-    model.model.layers = model.model.layers[:2]
-    with pytest.raises(StateError, match=r"layer model\.layers\.2 was replaced or removed"):
-        model(input_ids=token_batches(1)[0])
-
-
-def test_weights_that_were_written_before_a_model_is_prepared_anew_are_kept() -> None:
-    model, _ = prepare(tiny_model())
-    weights = tiny_model(5).state_dict()
-    model.load_state_dict(weights)
-    model.model.layers[0].requires_grad_(False)
-    model, _ = Accelerator(cpu=True).prepare(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, weights[name]), name
-
-
-def test_a_model_that_was_resized_can_be_prepared_anew(caplog: pytest.LogCaptureFixture) -> None:
-    model, _ = prepare(tiny_model())
-    model.resize_token_embeddings(160)
-    accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    assert "adopting it anew" in caplog.text
-    ids = token_batches(1, vocabulary=160)[0]
-    before = model.lm_head.weight.detach().clone()
-    assert before.shape[0] == 160
-    accelerator.backward(model(input_ids=ids, labels=ids).loss)
-    optimizer.step()
-    megatrain_accelerate.drain(model)
-    assert not torch.equal(model.lm_head.weight, before)
-    assert sum(engine is engine_of(model) for engine in all_engines()) == 1
