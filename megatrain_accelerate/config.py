@@ -49,6 +49,13 @@ class MegatrainConfig:
     max_nonfinite_steps: int = 5
     """Steps with a non-finite gradient norm in a row that are skipped before the run stops with an error."""
 
+    keep_layers: int | str = "auto"
+    """Layers whose activations stay on the GPU until backward instead of being recomputed, counted from the model's end.
+    ``auto``: as many as fit the GPU memory by the predicted peak of the largest batch so far; 0 recomputes all."""
+
+    gpu_memory_gib: float | None = None
+    """GPU memory that the plan may fill, in GiB; by default 85% of what is free, since the allocator fragments it."""
+
     layer_classes: tuple[str, ...] = ()
     """Class names of the modules that stream; by default what the model names in ``_no_split_modules``."""
 
@@ -58,11 +65,16 @@ class MegatrainConfig:
         self._check_int("max_nonfinite_steps", minimum=1)
         if self.host_threads is not None:
             self._check_int("host_threads", minimum=1)
-        if self.host_memory_gib is not None:
-            if isinstance(self.host_memory_gib, bool) or not isinstance(self.host_memory_gib, (int, float)):
-                raise ConfigError(f"megatrain_config.host_memory_gib must be a number of GiB, got {self.host_memory_gib!r}")
-            if self.host_memory_gib <= 0:
-                raise ConfigError(f"megatrain_config.host_memory_gib must be above 0, got {self.host_memory_gib}")
+        if self.keep_layers != "auto":
+            self._check_int("keep_layers", minimum=0)
+        for name in ("host_memory_gib", "gpu_memory_gib"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ConfigError(f"megatrain_config.{name} must be a number of GiB, got {value!r}")
+            if value <= 0:
+                raise ConfigError(f"megatrain_config.{name} must be above 0, got {value}")
         for name in ("huge_pages", "pin_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"megatrain_config.{name} must be true or false, got {getattr(self, name)!r}")

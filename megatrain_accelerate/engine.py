@@ -14,15 +14,15 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import StateError, StepWorkerError, UnsupportedError
+from megatrain_accelerate.errors import ConfigError, StateError, StepWorkerError, UnsupportedError
 from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_limits import anonymous_bytes, require_host_bytes
 from megatrain_accelerate.memory.host_store import HostUnit, planned_host_bytes
 from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
+from megatrain_accelerate.planning.device_plan import DevicePlan
 from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers
-from megatrain_accelerate.planning.step_memory import predict_step_bytes
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import OutputRecorder
 from megatrain_accelerate.streaming.meter import Meter
@@ -30,12 +30,8 @@ from megatrain_accelerate.streaming.proxy import install_proxy, note_checkpointi
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.streaming.streams import Streams
-from megatrain_accelerate.units import GIB, MIB
 
 logger = logging.getLogger(__name__)
-
-LIBRARY_WORKSPACE_BYTES = 128 * MIB
-"""Device memory for workspaces of cuBLAS (32 MiB a thread that computes) and small tensors outside the step's graph."""
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
@@ -126,9 +122,10 @@ class Engine:
         groups: list[ResidentGroup] = []
         self.training = False
         self.is_closed = False
-        self.predicted_device_bytes = 0
-        """Predicted peak of the device's memory for the largest batch so far; 0 before the first, or if unknown."""
-        self._predicted_for_elements = 0
+        if isinstance(config.keep_layers, int) and config.keep_layers > len(discovery.layers):
+            raise ConfigError(
+                f"megatrain_config.keep_layers is {config.keep_layers}, but the model has {len(discovery.layers)} layers"
+            )
         try:
             with self._progress(discovery, show_progress) as progress:
                 for name, module in discovery.layers:
@@ -155,6 +152,7 @@ class Engine:
                 register=register,
                 recorder=recorder,
             )
+            self.device_plan = DevicePlan(self.runtime, config, device)
             # At exit too: the last steps are applied, and no thread is inside torch when the interpreter ends.
             weakref.finalize(self, self.runtime.worker.close)
             if training:
@@ -270,37 +268,10 @@ class Engine:
                 self._handles.append(module.register_forward_pre_hook(hook))
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Checks the model; predicts the memory of a training step when a batch is clearly larger than all before."""
+        """Checks the model, and lets the plan see the batch."""
         self._refuse_replaced(model)
-        elements = sum(value.numel() for value in kwargs.values() if isinstance(value, torch.Tensor))
-        is_training = self.training and model.training and torch.is_grad_enabled()
-        if not is_training or args or elements <= 1.25 * self._predicted_for_elements:
-            return
-        self._predicted_for_elements = elements
-        self.runtime.refresh_if_written()
-        try:
-            step_bytes = predict_step_bytes(model, self.runtime, kwargs, self.device) + LIBRARY_WORKSPACE_BYTES
-        except Exception as error:  # a model that looks at its data can't be run without any
-            logger.info("megatrain: the step's memory can't be predicted for this model (%s)", error)
-            return
-        held = self.device_bytes_by_kind()
-        if self.runtime.offloader.is_accumulating:
-            # From the second micro-batch on the residents' gradients are there when the forward begins.
-            trained = (state.parameter for group in self.runtime.groups for state in group.unit.states)
-            held["resident_gradients"] = sum(p.nbytes for p in trained if p.requires_grad)
-        self.predicted_device_bytes = sum(held.values()) + step_bytes
-        if self.device.type != "cuda":
-            return
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        if self.predicted_device_bytes > total:
-            logger.warning(
-                "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s, step %.1f) and the GPU has %.1f GiB; "
-                "if it runs out of memory, lower per_device_train_batch_size or the sequence length",
-                self.predicted_device_bytes / GIB,
-                ", ".join(f"{kind} {count / GIB:.1f}" for kind, count in held.items()),
-                step_bytes / GIB,
-                total / GIB,
-            )
+        if self.training and model.training and torch.is_grad_enabled() and not args:
+            self.device_plan.follow(model, kwargs)
 
     def _refuse_replaced(self, model: nn.Module) -> None:
         """The model must compute with what was adopted. Parameters inside layers are checked when the layer runs.
@@ -331,11 +302,12 @@ class Engine:
 
     def device_bytes_by_kind(self) -> dict[str, int]:
         """Bytes that the engine holds on the device, by what they hold."""
-        return {
-            "slots": self.runtime.prefetcher.device_bytes,
-            "gradient_slots": self.runtime.offloader.device_bytes,
-            "resident": sum(group.device_bytes for group in self.runtime.groups),
-        }
+        return self.device_plan.held_bytes_by_kind()
+
+    @property
+    def predicted_device_bytes(self) -> int:
+        """Predicted peak of the device's memory for the largest batch so far; 0 before the first, or if unknown."""
+        return self.device_plan.predicted_bytes
 
     def close(self) -> None:
         """Detaches the engine: a plain model stays, with its weights in ordinary host memory, in full precision.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -107,7 +107,13 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def predict_step_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> int:
+def predict_step_bytes(
+    model: nn.Module,
+    runtime: StreamingRuntime,
+    inputs: Mapping[str, Any],
+    device: torch.device,
+    kept_layers: Collection[int] = (),
+) -> int:
     """Bytes of device memory that a training step on ``inputs`` takes besides what the engine holds in any case.
 
     Args:
@@ -115,12 +121,15 @@ def predict_step_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Mapp
         runtime: its engine at work.
         inputs: the keyword arguments of the real call; labels among them, or the loss is taken as a sum over the output.
         device: where the step will run.
+        kept_layers: indices of the layers that aren't recomputed.
 
     Raises:
         Exception: whatever the model raises when it looks at data (``FakeTensorMode`` has none).
     """
 
     def segment(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if layer.index in kept_layers:
+            return layer.forward(*args, **kwargs)
         return checkpoint(layer.forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     in_layers = {id(state.parameter) for layer in runtime.layers for state in layer.unit.states}

@@ -21,6 +21,7 @@ from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
+from megatrain_accelerate.streaming.kept_graph import KeptGraph
 from megatrain_accelerate.streaming.layer import StreamedLayer
 
 
@@ -51,6 +52,7 @@ class RunContext:
         release: Callable[[WeightSlot], None],
         offloader: GradientOffloader,
         backward_begins: Callable[[], None],
+        keeps: Callable[[StreamedLayer], bool],
         recorder: OutputRecorder | None,
     ) -> None:
         self.device = device
@@ -59,6 +61,8 @@ class RunContext:
         self.release = release
         self.offloader = offloader
         self.backward_begins = backward_begins
+        self.keeps = keeps
+        """Whether a layer's activations stay on the device until its backward."""
         self.recorder = recorder
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         """Keeps the node in the graph when no input requires grad (a frozen embedding below trained layers)."""
@@ -157,8 +161,29 @@ class LayerCall:
         return tree_unflatten(leaves, self.output_spec)
 
 
+def _cut_off(tensors: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[torch.Tensor]:
+    """The layer's inputs as leaves of an inner graph."""
+    return [
+        tensor.detach().requires_grad_() if need else tensor.detach() for tensor, need in zip(tensors, needed, strict=True)
+    ]
+
+
+def _weights(layer: StreamedLayer, slot: WeightSlot) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """All weights in the slot, in entry order, and those of them that are trained, as leaves."""
+    weights = [view.detach() for view in slot.views(layer.unit.layout)]
+    leaves = [
+        weight.requires_grad_()
+        for weight, state in zip(weights, layer.unit.states, strict=True)
+        if state.entry.spec.trainable and state.parameter.requires_grad
+    ]
+    return weights, leaves
+
+
 class LayerFunction(torch.autograd.Function):
-    """Forward without a graph; backward fetches the layer again, recomputes, and offloads the gradients."""
+    """Forward without a graph; backward fetches the layer again, recomputes, and offloads the gradients.
+
+    For a layer that is kept the inner graph is made in forward instead, and used in backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: LayerCall, tape: Tape, position: int, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
@@ -170,9 +195,14 @@ class LayerFunction(torch.autograd.Function):
         versions = [tensor._version for tensor in tensors]
         slot = context.acquire_forward(layer, tape, position, True)
         ctx.weights_version = layer.unit.version
+        ctx.kept = KeptGraph(slot) if context.keeps(layer) else None
         try:
-            with layer.bound(slot.views(layer.unit.layout)), record_function(f"megatrain::forward ({layer.name})"):
-                outputs = call.run(list(tensors), replay=False)
+            with record_function(f"megatrain::forward ({layer.name})"):
+                if ctx.kept is None:
+                    with layer.bound(slot.views(layer.unit.layout)):
+                        outputs = call.run(list(tensors), replay=False)
+                else:
+                    outputs = LayerFunction._run_kept(ctx.kept, call, slot, _cut_off(tensors, ctx.needs_input_grad[4:]))
         finally:
             context.release(slot)
         if versions != [tensor._version for tensor in tensors]:
@@ -181,6 +211,15 @@ class LayerFunction(torch.autograd.Function):
                 "other layers in megatrain_config.layer_classes"
             )
         return tuple(outputs)
+
+    @staticmethod
+    def _run_kept(kept: KeptGraph, call: LayerCall, slot: WeightSlot, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        weights, kept.weight_leaves = _weights(call.layer, slot)
+        kept.inputs = inputs
+        with call.layer.bound(weights), kept.recording(), torch.enable_grad():
+            kept.outputs = call.run(inputs, replay=False)
+        kept.leave_slot()
+        return [output.detach() for output in kept.outputs]
 
     @staticmethod
     @once_differentiable
@@ -194,10 +233,8 @@ class LayerFunction(torch.autograd.Function):
                 "accelerator.prepare()"
             )
         context.backward_begins()
-        tensors = [
-            tensor.detach().requires_grad_(needed) if needed else tensor.detach()
-            for tensor, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[4:], strict=True)
-        ]
+        kept, ctx.kept = ctx.kept, None
+        tensors = kept.inputs if kept is not None else _cut_off(ctx.saved_tensors, ctx.needs_input_grad[4:])
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
         slot = context.acquire_backward(layer, ctx.tape, ctx.position)
         try:
@@ -206,20 +243,18 @@ class LayerFunction(torch.autograd.Function):
                     f"the weights of layer {layer.name} were changed between its forward and its backward (by "
                     "optimizer.step() or a write); run backward before the step"
                 )
-            weights: list[torch.Tensor] = []
-            leaves: list[torch.Tensor] = []
-            for state, view in zip(layer.unit.states, slot.views(layer.unit.layout), strict=True):
-                weight = view.detach()
-                if state.entry.spec.trainable and state.parameter.requires_grad:
-                    leaves.append(weight.requires_grad_())
-                weights.append(weight)
+            weights, leaves = _weights(layer, slot)
             with layer.bound(weights):
-                with (
-                    ctx.ambient.entered(),
-                    torch.enable_grad(),
-                    record_function(f"megatrain::recompute ({layer.name})"),
-                ):
-                    outputs = call.run(tensors, replay=True)
+                if kept is not None:
+                    outputs, leaves = kept.outputs, kept.weight_leaves
+                    kept.use_slot(slot)
+                else:
+                    with (
+                        ctx.ambient.entered(),
+                        torch.enable_grad(),
+                        record_function(f"megatrain::recompute ({layer.name})"),
+                    ):
+                        outputs = call.run(tensors, replay=True)
                 pairs = [
                     (output, gradient)
                     for output, gradient in zip(outputs, grad_outputs, strict=True)
@@ -236,7 +271,7 @@ class LayerFunction(torch.autograd.Function):
                         )
         finally:
             context.release(slot)
-        del outputs, pairs
+        del outputs, pairs, kept
         if leaves:
             arrived = iter(gradients[len(wanted) :])
             trainable = [state for state in layer.unit.states if state.entry.spec.trainable]

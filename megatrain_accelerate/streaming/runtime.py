@@ -90,6 +90,8 @@ class StreamingRuntime:
         self.gradients_complete: Callable[[], bool] = lambda: True
         """Whether the backward in progress is the last before a step; set from Accelerate's gradient state."""
         self.offloader.gradients_complete = lambda: self.gradients_complete()
+        self.kept_layers: frozenset[int] = frozenset()
+        """Indices of the layers whose activations stay on the device instead of being recomputed; set by the plan."""
         self._order = CallOrder(len(self.layers))
         self._context = RunContext(
             device=streams.device,
@@ -98,6 +100,7 @@ class StreamingRuntime:
             release=self.prefetcher.release,
             offloader=self.offloader,
             backward_begins=self._backward_begins,
+            keeps=lambda layer: layer.index in self.kept_layers,
             recorder=recorder,
         )
         self._handles: list[Any] = []

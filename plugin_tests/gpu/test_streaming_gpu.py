@@ -13,8 +13,8 @@ from engine_runs import attach, train_streamed
 from plain_torch import tiny_model, token_batches, train_bf16_with_masters
 from torch import nn
 
-from megatrain_accelerate.engine import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
+from megatrain_accelerate.planning.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.streaming import prefetch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -153,6 +153,38 @@ def test_gradient_slot_is_not_overwritten_while_a_slow_copy_reads_it(monkeypatch
 
     monkeypatch.setattr(grad_offload.GradientOffloader, "_copy_out", slow_copy_out)
     assert_bit_equal(train_streamed(model, batches, device="cuda", max_norm=None, gradient_slots=1), plain)
+
+
+@pytest.mark.parametrize("kept", [0, 2, 4])
+def test_kept_layers_are_bit_equal_on_the_gpu_while_their_slots_hold_others(kept: int) -> None:
+    model, batches = tiny_model(attn_implementation="eager"), token_batches(6)
+    streamed = train_streamed(model, batches, device="cuda", max_norm=None, keep_layers=kept)
+    assert_bit_equal(streamed, plain_on_gpu(model, batches))
+
+
+def test_layers_are_kept_up_to_the_budget_and_fewer_for_a_larger_batch() -> None:
+    torch.use_deterministic_algorithms(False)
+    shape = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
+    kept, peaks = [], []
+    for budget_gib in (0.36, 0.5, 4.0):
+        model = tiny_model(max_position_embeddings=1024, **shape).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        base = torch.cuda.memory_allocated()
+        engine = attach(model, device="cuda", gpu_memory_gib=budget_gib)
+        adopt_optimizer(optimizer, engine.runtime, "deferred")
+        torch.cuda.reset_peak_memory_stats()
+        for length in (512, 1024):
+            ids = token_batches(1, length=length, batch=8, vocabulary=64)[0].cuda()
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            kept.append(len(engine.runtime.kept_layers))
+        peaks.append(torch.cuda.max_memory_allocated() - base)
+        assert peaks[-1] <= engine.predicted_device_bytes <= budget_gib * 2**30
+        engine.close()
+    assert kept[0] > kept[1], "the longer batch leaves room for fewer"
+    assert kept[1] < kept[3] < kept[5] == 8
+    assert peaks[0] < peaks[1] < peaks[2]
 
 
 def test_host_buffers_are_registered_and_exact() -> None:

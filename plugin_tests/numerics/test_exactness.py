@@ -69,6 +69,17 @@ def test_learning_rate_is_read_at_the_step_not_when_the_worker_runs() -> None:
     assert_bit_equal(train_streamed(tiny_model(), token_batches(8), learning_rate=schedule), plain)
 
 
+@pytest.mark.parametrize("kept", [1, 2, 4])
+@pytest.mark.parametrize(("schedule", "max_norm"), [("deferred", 1.0), ("backward", None)])
+def test_kept_layers_are_bit_equal_to_recomputed_ones(kept: int, schedule: str, max_norm: float | None) -> None:
+    model, batches = tiny_model(attention_dropout=0.2), token_batches(12)
+    torch.manual_seed(3)
+    plain = train_bf16_with_masters(model, batches, accumulation=3, max_norm=max_norm)
+    torch.manual_seed(3)
+    streamed = train_streamed(model, batches, accumulation=3, max_norm=max_norm, schedule=schedule, keep_layers=kept, slots=2)
+    assert_bit_equal(streamed, plain)
+
+
 def test_tied_embeddings_are_bit_equal() -> None:
     plain = train_bf16_with_masters(tiny_model(tie_word_embeddings=True), token_batches(8))
     assert_bit_equal(train_streamed(tiny_model(tie_word_embeddings=True), token_batches(8)), plain)

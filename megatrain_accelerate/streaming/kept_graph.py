@@ -1,0 +1,75 @@
+"""The inner graph of a layer that isn't recomputed: activations stay on the device, weights don't.
+
+What autograd saves of the slot's weights is replaced by their place in the slot (``saved_tensors_hooks``), and put back
+from whatever slot holds the layer when its backward comes. So a kept layer costs its activations only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatrain_accelerate.streaming.device_slots import WeightSlot
+
+
+@dataclasses.dataclass(frozen=True)
+class _SlotPlace:
+    """A view of the slot's buffer, without the slot."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _SlotPlace:
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def view(self, slot: WeightSlot) -> torch.Tensor:
+        return slot.buffer.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+
+class KeptGraph:
+    """One kept run of a layer: leaves and outputs of its inner graph.
+
+    Owner: the layer's autograd node. Its memory is given back by the node's first backward; a second one recomputes.
+
+    Args:
+        slot: where the layer's weights are while it runs forward.
+    """
+
+    def __init__(self, slot: WeightSlot) -> None:
+        self._slot: WeightSlot | None = slot
+        self._address = slot.buffer.untyped_storage().data_ptr()
+        self.inputs: list[torch.Tensor] = []
+        """The layer's input tensors, cut off from the outer graph."""
+        self.weight_leaves: list[torch.Tensor] = []
+        """The trained weights, as leaves of the inner graph: for their place in it, not for their values."""
+        self.outputs: list[torch.Tensor] = []
+
+    def recording(self) -> AbstractContextManager[Any]:
+        """Autograd saves what the body computes, less the weights."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def leave_slot(self) -> None:
+        """Forward is over: the slot may hold another layer from now on."""
+        self._slot = None
+
+    def use_slot(self, slot: WeightSlot) -> None:
+        """Backward begins: the layer's weights are in ``slot``."""
+        self._slot = slot
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if tensor.untyped_storage().data_ptr() == self._address:
+            return _SlotPlace.of(tensor)
+        return tensor
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, _SlotPlace):
+            assert self._slot is not None, "a kept layer's graph is used outside its backward"
+            return packed.view(self._slot)
+        return packed

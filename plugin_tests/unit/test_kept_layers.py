@@ -1,0 +1,83 @@
+"""How many layers are kept, from predictions of a made-up step; and what a kept layer's graph holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+import torch
+from engine_runs import attach
+from plain_torch import tiny_model, token_batches
+
+from megatrain_accelerate.errors import ConfigError
+from megatrain_accelerate.planning.kept_layers import choose_kept_layers, last_layers
+
+
+def step_of(per_layer: int, base: int) -> object:
+    def predict(kept: Collection[int]) -> int:
+        return base + per_layer * len(kept)
+
+    return predict
+
+
+@pytest.mark.parametrize(("budget", "expected"), [(99, 0), (100, 0), (109, 0), (110, 1), (155, 5), (10_000, 12)])
+def test_as_many_layers_are_kept_as_fit(budget: int, expected: int) -> None:
+    kept = choose_kept_layers(12, budget, step_of(10, 100))  # type: ignore[arg-type]
+    assert kept == frozenset(range(12 - expected, 12))
+
+
+def test_a_prediction_above_the_budget_is_not_taken_for_linear() -> None:
+    def predict(kept: Collection[int]) -> int:
+        return 100 + 10 * len(kept) + (50 if len(kept) > 3 else 0)
+
+    assert len(choose_kept_layers(12, 160, predict)) == 3
+
+
+def test_last_layers_are_counted_from_the_end() -> None:
+    assert last_layers(5, 2) == {3, 4}
+    assert last_layers(5, 0) == frozenset()
+
+
+def test_more_kept_layers_than_there_are_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="has 4 layers"):
+        attach(tiny_model(), keep_layers=5)
+
+
+def test_a_kept_layer_holds_no_weights_and_lets_go_after_backward() -> None:
+    model = tiny_model().train()
+    engine = attach(model, keep_layers=4)
+    ids = token_batches(1)[0]
+    buffers = {slot.buffer.untyped_storage().data_ptr() for slot in engine.runtime.prefetcher.slots}
+    saved: list[torch.Tensor] = []
+    from megatrain_accelerate.streaming import kept_graph
+
+    pack = kept_graph.KeptGraph._pack
+    with pytest.MonkeyPatch.context() as patch:
+
+        def spy(self: kept_graph.KeptGraph, tensor: torch.Tensor) -> object:
+            packed = pack(self, tensor)
+            if isinstance(packed, torch.Tensor):
+                saved.append(packed)
+            return packed
+
+        patch.setattr(kept_graph.KeptGraph, "_pack", spy)
+        loss = model(input_ids=ids, labels=ids).loss
+    assert len(saved) > 20
+    assert not any(tensor.untyped_storage().data_ptr() in buffers for tensor in saved)
+    loss.backward()
+    assert model.model.layers[0].mlp.up_proj.weight.grad is not None
+    engine.close()
+
+
+def test_a_second_backward_through_a_kept_layer_recomputes() -> None:
+    gradients = []
+    for kept in (0, 4):
+        model = tiny_model().train()
+        engine = attach(model, keep_layers=kept)
+        ids = token_batches(1)[0]
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+        engine.close()
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
