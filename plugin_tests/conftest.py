@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,3 +21,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 # Asserts of the helpers say what differs, as those of the tests do.
 pytest.register_assert_rewrite("checkpoint_runs", "engine_runs", "loop_runs", "refusals", "trainer_runs")
+
+
+@pytest.fixture(autouse=True)
+def no_engine_outlives_its_test() -> Iterator[None]:
+    """A model that a traceback keeps alive would be drained by the next test's ``drain()``, with its failure."""
+    yield
+    engine = sys.modules.get("megatrain_accelerate.engine")
+    for left in engine.all_engines() if engine is not None else []:
+        left.close()
