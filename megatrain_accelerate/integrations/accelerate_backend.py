@@ -124,7 +124,7 @@ def prepare_optimizer(
     """Makes the optimizer step on the host store of its model, now or when the model is prepared.
 
     Raises:
-        UnsupportedError: it holds parameters that the model doesn't train, or has state already.
+        UnsupportedError: it holds parameters that the model doesn't train.
     """
     if not getattr(optimizer, "_is_accelerate_prepared", False):
         accelerator.__dict__.setdefault(_WAITING, []).append(optimizer)

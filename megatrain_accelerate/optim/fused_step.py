@@ -139,10 +139,7 @@ class FusedStep(HostStep):
         segments = plan_segments(steps)
         runtime = self.runtime
         kernels = runtime.kernels
-        issued_event = runtime.streams.event()
-        if group is not None:
-            issued_event.record(runtime.streams.compute_stream)
-            runtime.meter.counters.h2d_bytes += group.device_bytes
+        readers_finished_event = group.announce_push() if group is not None else None
         # In backward gradients may still be added up by the worker; step() checks those.
         versions = [] if before is not None else [(state, *_versions(state)) for state, _ in steps]
 
@@ -153,7 +150,7 @@ class FusedStep(HostStep):
             apply_segments(unit, segments, kernels)
             _refuse_written(unit, versions)
             if group is not None:
-                group.push_weights(issued_event)
+                group.push_weights(readers_finished_event)
 
         # Device copies are stale from now on, whether or not the worker has got to it.
         unit.version += 1

@@ -56,9 +56,6 @@ class MasterStep(HostStep):
             for unit, group in touched.values():
                 unit.version += 1
                 if group is not None:
-                    issued_event = runtime.streams.event()
-                    issued_event.record(runtime.streams.compute_stream)
-                    runtime.meter.counters.h2d_bytes += group.device_bytes
-                    group.push_weights(issued_event)
+                    group.push_weights(group.announce_push())
             runtime.drain()
         return result

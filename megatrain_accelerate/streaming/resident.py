@@ -105,11 +105,18 @@ class ResidentGroup:
         self._gradients_copied_event.synchronize()
         self._in_flight = []
 
+    def announce_push(self) -> Any:
+        """Called when a step is taken: counts the copies to come; returns the event for :meth:`push_weights`."""
+        readers_finished_event = self._streams.event()
+        readers_finished_event.record(self._streams.compute_stream)
+        self._meter.counters.h2d_bytes += self.device_bytes
+        return readers_finished_event
+
     def push_weights(self, readers_finished_event: Any) -> None:
         """Issues the copies of the host's weights to the device. Called by the step worker, after the step.
 
         Args:
-            readers_finished_event: recorded when the step was taken, behind all kernels that read the old weights.
+            readers_finished_event: from :meth:`announce_push`, behind all kernels that read the old weights.
         """
         h2d_stream = self._streams.h2d_stream
         with torch.no_grad(), self._streams.on(h2d_stream), record_function(f"megatrain::push_weights ({self.name})"):
