@@ -72,7 +72,8 @@ class DevicePlan:
             trained = (state.parameter for group in self._runtime.groups for state in group.unit.states)
             held["resident_gradients"] = sum(p.nbytes for p in trained if p.requires_grad)
         fixed_bytes = sum(held.values()) + LIBRARY_WORKSPACE_BYTES
-        predict = functools.partial(predict_step_bytes, model, self._runtime, inputs, self._device)
+        # A run without data takes a second or two: none is made twice.
+        predict = functools.cache(functools.partial(predict_step_bytes, model, self._runtime, inputs, self._device))
         try:
             if chooses:
                 count = len(self._runtime.layers)

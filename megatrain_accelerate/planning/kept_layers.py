@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 PROBE_LAYERS = 2
 """Layers that the probe keeps, to see what one costs."""
@@ -13,7 +13,7 @@ def last_layers(layer_count: int, kept: int) -> frozenset[int]:
     return frozenset(range(layer_count - kept, layer_count))
 
 
-def choose_kept_layers(layer_count: int, budget_bytes: int, predict: Callable[[Collection[int]], int]) -> frozenset[int]:
+def choose_kept_layers(layer_count: int, budget_bytes: int, predict: Callable[[frozenset[int]], int]) -> frozenset[int]:
     """The most layers that can be kept within a budget.
 
     At the peak, when the loss is computed, the activations of all kept layers are there at once, so the peak grows by the same

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import pytest
 import torch
 from engine_runs import attach
@@ -14,7 +12,7 @@ from megatrain_accelerate.planning.kept_layers import choose_kept_layers, last_l
 
 
 def step_of(per_layer: int, base: int) -> object:
-    def predict(kept: Collection[int]) -> int:
+    def predict(kept: frozenset[int]) -> int:
         return base + per_layer * len(kept)
 
     return predict
@@ -27,7 +25,7 @@ def test_as_many_layers_are_kept_as_fit(budget: int, expected: int) -> None:
 
 
 def test_a_prediction_above_the_budget_is_not_taken_for_linear() -> None:
-    def predict(kept: Collection[int]) -> int:
+    def predict(kept: frozenset[int]) -> int:
         return 100 + 10 * len(kept) + (50 if len(kept) > 3 else 0)
 
     assert len(choose_kept_layers(12, 160, predict)) == 3
