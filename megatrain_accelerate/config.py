@@ -53,6 +53,13 @@ class MegatrainConfig:
     """Layers whose activations stay on the GPU until backward instead of being recomputed, counted from the model's end.
     ``auto``: as many as fit the GPU memory by the predicted peak of the largest batch so far; 0 recomputes all."""
 
+    offload_layers: int = 0
+    """Layers whose activations go to host memory in forward and come back in backward instead of being recomputed: those
+    directly before the kept ones. Costs host memory, and time on the link while it is busy with weights."""
+
+    offload_inputs: bool = False
+    """Send the inputs of recomputed layers to host memory until backward, for sequences whose inputs alone fill the GPU."""
+
     gpu_memory_gib: float | None = None
     """GPU memory that the plan may fill, in GiB; by default 85% of what is free, since the allocator fragments it."""
 
@@ -67,6 +74,7 @@ class MegatrainConfig:
             self._check_int("host_threads", minimum=1)
         if self.keep_layers != "auto":
             self._check_int("keep_layers", minimum=0)
+        self._check_int("offload_layers", minimum=0)
         for name in ("host_memory_gib", "gpu_memory_gib"):
             value = getattr(self, name)
             if value is None:
@@ -75,7 +83,7 @@ class MegatrainConfig:
                 raise ConfigError(f"megatrain_config.{name} must be a number of GiB, got {value!r}")
             if value <= 0:
                 raise ConfigError(f"megatrain_config.{name} must be above 0, got {value}")
-        for name in ("huge_pages", "pin_memory"):
+        for name in ("huge_pages", "pin_memory", "offload_inputs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"megatrain_config.{name} must be true or false, got {getattr(self, name)!r}")
         if self.step_schedule not in STEP_SCHEDULES:

@@ -14,7 +14,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import ConfigError, StateError, StepWorkerError, UnsupportedError
+from megatrain_accelerate.errors import StateError, StepWorkerError, UnsupportedError
 from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_limits import anonymous_bytes, require_host_bytes
 from megatrain_accelerate.memory.host_store import HostUnit, planned_host_bytes
@@ -22,6 +22,7 @@ from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.planning.device_plan import DevicePlan
+from megatrain_accelerate.planning.kept_layers import require_layers
 from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import OutputRecorder
@@ -122,10 +123,7 @@ class Engine:
         groups: list[ResidentGroup] = []
         self.training = False
         self.is_closed = False
-        if isinstance(config.keep_layers, int) and config.keep_layers > len(discovery.layers):
-            raise ConfigError(
-                f"megatrain_config.keep_layers is {config.keep_layers}, but the model has {len(discovery.layers)} layers"
-            )
+        require_layers(len(discovery.layers), config.keep_layers, config.offload_layers)
         try:
             with self._progress(discovery, show_progress) as progress:
                 for name, module in discovery.layers:
@@ -298,6 +296,8 @@ class Engine:
         for unit in self.runtime.units:
             for kind, count in unit.host_bytes_by_kind().items():
                 total[kind] = total.get(kind, 0) + count
+        if self.runtime.activations.pool.size_bytes:
+            total["activations"] = self.runtime.activations.pool.size_bytes
         return total
 
     def device_bytes_by_kind(self) -> dict[str, int]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.planning.kept_layers import choose_kept_layers, last_layers
+from megatrain_accelerate.planning.kept_layers import choose_kept_layers, last_layers, layers_before
 from megatrain_accelerate.planning.step_memory import predict_step_bytes
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.units import GIB, MIB
@@ -43,8 +43,15 @@ class DevicePlan:
         self._planned_elements = 0
         self.predicted_bytes = 0
         """Predicted peak of the device's memory for the largest batch so far; 0 before the first, or if unknown."""
-        if isinstance(config.keep_layers, int):
-            runtime.kept_layers = last_layers(len(runtime.layers), config.keep_layers)
+        runtime.offloads_inputs = config.offload_inputs
+        self._place(last_layers(len(runtime.layers), config.keep_layers if isinstance(config.keep_layers, int) else 0))
+
+    def _place(self, kept_layers: frozenset[int]) -> None:
+        self._runtime.kept_layers = kept_layers
+        self._runtime.offloaded_layers = self._offloaded_beside(kept_layers)
+
+    def _offloaded_beside(self, kept_layers: frozenset[int]) -> frozenset[int]:
+        return layers_before(len(self._runtime.layers), kept_layers, self._config.offload_layers)
 
     def held_bytes_by_kind(self) -> dict[str, int]:
         """Bytes that the engine holds on the device in any case, by what they hold."""
@@ -73,16 +80,17 @@ class DevicePlan:
             held["resident_gradients"] = sum(p.nbytes for p in trained if p.requires_grad)
         fixed_bytes = sum(held.values()) + LIBRARY_WORKSPACE_BYTES
         # A run without data takes a second or two: none is made twice.
-        predict = functools.cache(functools.partial(predict_step_bytes, model, self._runtime, inputs, self._device))
+        step_bytes = functools.partial(predict_step_bytes, model, self._runtime, inputs, self._device)
+        predict = functools.cache(lambda kept: step_bytes(kept, self._offloaded_beside(kept)))
         try:
             if chooses:
                 count = len(self._runtime.layers)
-                self._runtime.kept_layers = choose_kept_layers(count, budget_bytes - fixed_bytes, predict)
+                self._place(choose_kept_layers(count, budget_bytes - fixed_bytes, predict))
             self.predicted_bytes = fixed_bytes + predict(self._runtime.kept_layers)
         except Exception as error:  # a model that looks at its data can't be run without any
             logger.info("megatrain: the step's memory can't be predicted for this model (%s)", error)
             if chooses:
-                self._runtime.kept_layers = frozenset()
+                self._place(frozenset())
             return
         if budget_bytes and self.predicted_bytes > budget_bytes:
             logger.warning(

@@ -8,6 +8,7 @@ layer inputs and one layer's working set are counted by the code that will make 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from megatrain_accelerate.planning.offload_twin import OffloadTwin
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
@@ -113,6 +115,7 @@ def predict_step_bytes(
     inputs: Mapping[str, Any],
     device: torch.device,
     kept_layers: Collection[int] = (),
+    offloaded_layers: Collection[int] = (),
 ) -> int:
     """Bytes of device memory that a training step on ``inputs`` takes besides what the engine holds in any case.
 
@@ -121,16 +124,26 @@ def predict_step_bytes(
         runtime: its engine at work.
         inputs: the keyword arguments of the real call; labels among them, or the loss is taken as a sum over the output.
         device: where the step will run.
-        kept_layers: indices of the layers that aren't recomputed.
+        kept_layers: indices of the layers whose activations stay on the device.
+        offloaded_layers: indices of the layers whose activations go to the host.
 
     Raises:
         Exception: whatever the model raises when it looks at data (``FakeTensorMode`` has none).
     """
 
+    twin = OffloadTwin()
+
     def segment(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forward = functools.partial(layer.forward, *args, **kwargs)
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         if layer.index in kept_layers:
-            return layer.forward(*args, **kwargs)
-        return checkpoint(layer.forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            return twin.run(forward, stay=None)
+        if layer.index in offloaded_layers:
+            return twin.run(forward, stay=[*tensors, *layer.module.parameters(), *layer.module.buffers()])
+        recomputed = functools.partial(
+            checkpoint, layer.forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+        )
+        return twin.run(recomputed, stay=[t for t in tensors if not t.requires_grad] if runtime.offloads_inputs else None)
 
     in_layers = {id(state.parameter) for layer in runtime.layers for state in layer.unit.states}
     inputs = _without_full_masks(inputs)

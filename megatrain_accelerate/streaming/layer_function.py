@@ -18,6 +18,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
+from megatrain_accelerate.streaming.activation_offload import ActivationOffloader
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
@@ -53,6 +54,8 @@ class RunContext:
         offloader: GradientOffloader,
         backward_begins: Callable[[], None],
         keeps: Callable[[StreamedLayer], bool],
+        offloads: Callable[[StreamedLayer], bool],
+        activations: ActivationOffloader,
         recorder: OutputRecorder | None,
     ) -> None:
         self.device = device
@@ -63,6 +66,9 @@ class RunContext:
         self.backward_begins = backward_begins
         self.keeps = keeps
         """Whether a layer's activations stay on the device until its backward."""
+        self.offloads = offloads
+        """Whether a layer's activations go to the host until its backward."""
+        self.activations = activations
         self.recorder = recorder
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         """Keeps the node in the graph when no input requires grad (a frozen embedding below trained layers)."""
@@ -182,7 +188,7 @@ def _weights(layer: StreamedLayer, slot: WeightSlot) -> tuple[list[torch.Tensor]
 class LayerFunction(torch.autograd.Function):
     """Forward without a graph; backward fetches the layer again, recomputes, and offloads the gradients.
 
-    For a layer that is kept the inner graph is made in forward instead, and used in backward.
+    For a layer that is kept or offloaded the inner graph is made in forward instead, and used in backward.
     """
 
     @staticmethod
@@ -195,14 +201,21 @@ class LayerFunction(torch.autograd.Function):
         versions = [tensor._version for tensor in tensors]
         slot = context.acquire_forward(layer, tape, position, True)
         ctx.weights_version = layer.unit.version
-        ctx.kept = KeptGraph(slot) if context.keeps(layer) else None
+        ctx.kept = offloaded = None
         try:
+            context.activations.run_begins()
+            if context.offloads(layer):
+                offloaded = context.activations.record(layer.name, [*tensors, *layer.module.buffers()])
+            if offloaded is not None or context.keeps(layer):
+                ctx.kept = KeptGraph(slot, offloaded)
             with record_function(f"megatrain::forward ({layer.name})"):
                 if ctx.kept is None:
                     with layer.bound(slot.views(layer.unit.layout)):
                         outputs = call.run(list(tensors), replay=False)
                 else:
                     outputs = LayerFunction._run_kept(ctx.kept, call, slot, _cut_off(tensors, ctx.needs_input_grad[4:]))
+                if offloaded is not None:
+                    context.activations.send(offloaded, tape, position)
         finally:
             context.release(slot)
         if versions != [tensor._version for tensor in tensors]:
@@ -234,8 +247,6 @@ class LayerFunction(torch.autograd.Function):
             )
         context.backward_begins()
         kept, ctx.kept = ctx.kept, None
-        tensors = kept.inputs if kept is not None else _cut_off(ctx.saved_tensors, ctx.needs_input_grad[4:])
-        wanted = [tensor for tensor in tensors if tensor.requires_grad]
         slot = context.acquire_backward(layer, ctx.tape, ctx.position)
         try:
             if layer.unit.version != ctx.weights_version:
@@ -243,6 +254,9 @@ class LayerFunction(torch.autograd.Function):
                     f"the weights of layer {layer.name} were changed between its forward and its backward (by "
                     "optimizer.step() or a write); run backward before the step"
                 )
+            context.activations.bring_back(ctx.tape, ctx.position, run=0)
+            tensors = kept.inputs if kept is not None else _cut_off(ctx.saved_tensors, ctx.needs_input_grad[4:])
+            wanted = [tensor for tensor in tensors if tensor.requires_grad]
             weights, leaves = _weights(layer, slot)
             with layer.bound(weights):
                 if kept is not None:

@@ -13,9 +13,11 @@ from torch.autograd import Variable
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.memory.host_pool import HostPool
 from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
+from megatrain_accelerate.streaming.activation_offload import ActivationOffloader, inputs_offloaded
 from megatrain_accelerate.streaming.call_order import CallOrder, Tape
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader, NormTable
@@ -25,6 +27,7 @@ from megatrain_accelerate.streaming.meter import Meter
 from megatrain_accelerate.streaming.prefetch import Prefetcher
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.streams import Streams
+from megatrain_accelerate.units import MIB
 
 LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -92,6 +95,19 @@ class StreamingRuntime:
         self.offloader.gradients_complete = lambda: self.gradients_complete()
         self.kept_layers: frozenset[int] = frozenset()
         """Indices of the layers whose activations stay on the device instead of being recomputed; set by the plan."""
+        self.offloaded_layers: frozenset[int] = frozenset()
+        """Indices of the layers whose activations go to the host instead of being recomputed; set by the plan."""
+        self.offloads_inputs = False
+        """Whether the inputs of recomputed layers go to the host; set by the plan."""
+        pool = HostPool(
+            # The stand-in's memory costs no registering, and its models are tiny.
+            256 * MIB if streams.is_cuda else MIB,
+            kernels=kernels,
+            huge_pages=config.huge_pages,
+            register=register,
+            host_memory_gib=config.host_memory_gib,
+        )
+        self.activations = ActivationOffloader(pool, streams, meter)
         self._order = CallOrder(len(self.layers))
         self._context = RunContext(
             device=streams.device,
@@ -101,6 +117,8 @@ class StreamingRuntime:
             offloader=self.offloader,
             backward_begins=self._backward_begins,
             keeps=lambda layer: layer.index in self.kept_layers,
+            offloads=lambda layer: layer.index in self.offloaded_layers,
+            activations=self.activations,
             recorder=recorder,
         )
         self._handles: list[Any] = []
@@ -160,7 +178,14 @@ class StreamingRuntime:
                 tape, position = self._order.record(layer.index)
                 self._open_tapes.add(tape)
                 anchor = self._context.anchor if layer.has_trainable else self._context.anchor.detach()
-                return call.rebuild(list(LayerFunction.apply(call, tape, position, anchor, *tensors)))
+                is_recomputed = layer.index not in self.kept_layers | self.offloaded_layers
+                with (
+                    inputs_offloaded(self.activations, layer.name, tensors, tape, position)
+                    if is_recomputed and self.offloads_inputs
+                    else contextlib.nullcontext()
+                ):
+                    outputs = list(LayerFunction.apply(call, tape, position, anchor, *tensors))
+                return call.rebuild(outputs)
         tape, position = self._order.record(layer.index)
         slot = self._acquire_forward(layer, tape, position, False)
         try:
@@ -204,6 +229,7 @@ class StreamingRuntime:
         self._open_tapes.clear()
         self._backward_tape = None
         self._order.end_pass()
+        self.activations.settle()
         self.worker.raise_if_failed()
         if self.gradients_complete():
             # From here on anybody may read `parameter.grad`, or let go of it.
@@ -345,6 +371,7 @@ class StreamingRuntime:
         for handle in self._handles:
             handle.remove()
         self.offloader.close()
+        self.activations.close()
         self.norms.close()
         for unit in self.units:
             unit.release()
