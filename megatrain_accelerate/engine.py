@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -294,11 +294,7 @@ class Engine:
 
     def host_bytes_by_kind(self) -> dict[str, int]:
         """Bytes of the host store now, by what they hold."""
-        total: dict[str, int] = {}
-        for unit in self.runtime.units:
-            for kind, count in unit.host_bytes_by_kind().items():
-                total[kind] = total.get(kind, 0) + count
-        return total
+        return _sum_by_kind(unit.bytes_by_kind() for unit in self.runtime.units if not unit.is_on_device)
 
     def device_bytes_by_kind(self) -> dict[str, int]:
         """Bytes that the engine holds on the device, by what they hold."""
@@ -332,6 +328,14 @@ class Engine:
         for model, engine in list(_engines.items()):
             if engine is self:
                 del _engines[model]
+
+
+def _sum_by_kind(parts: Iterable[dict[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for part in parts:
+        for kind, count in part.items():
+            total[kind] = total.get(kind, 0) + count
+    return total
 
 
 _REPLACED = (

@@ -58,12 +58,12 @@ class HostStep:
                 if parameter.grad is None:
                     continue
                 state = self.runtime.state_of(parameter)
-                if state is None or state.gradient is None:
+                if state is None or not state.entry.spec.trainable:
                     raise UnsupportedError(
                         "a parameter was added to the optimizer after the model was prepared; unfreeze it before "
                         "accelerator.prepare()"
                     )
-                is_streamed = parameter.data_ptr() == state.weight.data_ptr()
+                is_streamed = state.gradient is not None and parameter.data_ptr() == state.weight.data_ptr()
                 if is_streamed and parameter.grad.data_ptr() != state.gradient.data_ptr():
                     self.runtime.drain()  # a step that is still to be applied may read the place
                     state.gradient.copy_(parameter.grad)

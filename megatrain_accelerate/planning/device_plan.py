@@ -43,15 +43,25 @@ class DevicePlan:
         self._planned_elements = 0
         self.predicted_bytes = 0
         """Predicted peak of the device's memory for the largest batch so far; 0 before the first, or if unknown."""
+        count = len(runtime.layers)
         if isinstance(config.keep_layers, int):
-            runtime.kept_layers = last_layers(len(runtime.layers), config.keep_layers)
+            runtime.kept_layers = last_layers(count, config.keep_layers)
+        whole = config.device_layers if isinstance(config.device_layers, int) else 0
+        on_device = count if whole < 0 else whole
+        resident = config.resident_layers if isinstance(config.resident_layers, int) else 0
+        if on_device or resident:
+            runtime.place(range(on_device, on_device + resident), range(on_device), groups_on_device=whole < 0)
 
     def held_bytes_by_kind(self) -> dict[str, int]:
         """Bytes that the engine holds on the device in any case, by what they hold."""
         return {
             "slots": self._runtime.prefetcher.device_bytes,
             "gradient_slots": self._runtime.offloader.device_bytes,
-            "resident": sum(group.device_bytes for group in self._runtime.groups),
+            "resident": self._runtime.prefetcher.resident_bytes
+            + sum(group.device_bytes for group in self._runtime.groups if not group.unit.is_on_device),
+            "on_device": sum(
+                sum(unit.bytes_by_kind().values()) for unit in self._runtime.units if unit.is_on_device
+            ),
         }
 
     def follow(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
