@@ -152,7 +152,7 @@ class Engine:
                 register=register,
                 recorder=recorder,
             )
-            self.device_plan = DevicePlan(self.runtime, config, device)
+            self.device_plan = DevicePlan(self.runtime, config, device, show_progress)
             # At exit too: the last steps are applied, and no thread is inside torch when the interpreter ends.
             weakref.finalize(self, self.runtime.worker.close)
             if training:
@@ -286,6 +286,12 @@ class Engine:
             module = _find_module(model, owner)
             if module is None or module._parameters.get(key) is not parameter:
                 raise StateError(_REPLACED.format(f"parameter {owner}.{key}"))
+
+    def expect_accumulation(self, micro_batches: int) -> None:
+        """Prepares for this many backwards before each step: makes buffers, so that none is made within a step."""
+        self.device_plan.micro_batches = micro_batches
+        if micro_batches > 1:
+            self.runtime.offloader.prepare_accumulation()
 
     def drain(self) -> None:
         """Blocks until all weights are those of the last step, and takes over weights written from outside."""

@@ -63,10 +63,10 @@ class HostStep:
                         "a parameter was added to the optimizer after the model was prepared; unfreeze it before "
                         "accelerator.prepare()"
                     )
-                is_streamed = state.gradient is not None and parameter.data_ptr() == state.weight.data_ptr()
-                if is_streamed and parameter.grad.data_ptr() != state.gradient.data_ptr():
+                place = state.gradient if parameter.data_ptr() == state.weight.data_ptr() else None
+                if place is not None and parameter.grad.data_ptr() != place.data_ptr():
                     self.runtime.drain()  # a step that is still to be applied may read the place
-                    state.gradient.copy_(parameter.grad)
+                    place.copy_(parameter.grad)
                 found.append((state, group))
         return found
 

@@ -17,9 +17,10 @@ from megatrain_accelerate.streaming.streams import Streams
 class Prefetcher:
     """Owner of the weight slots.
 
-    The shared slots take turns; a *resident* layer has a slot of its own, so that it is copied once a step; a layer whose unit
-    lives on the device is its own slot and is never copied. A copy is issued on the h2d stream as soon as its slot's last reader was issued and its layer's step is applied; the
-    launching thread never waits for a copy, and waits for a step only when the layer itself is next.
+    The shared slots take turns; a *resident* layer has a slot of its own, so that it is copied once a step; a layer whose
+    unit lives on the device is its own slot and is never copied. A copy is issued on the h2d stream as soon as its slot's
+    last reader was issued and its layer's step is applied; the launching thread never waits for a copy, and waits for a step
+    only when the layer itself is next.
 
     Args:
         layers: all streamed layers, by index.

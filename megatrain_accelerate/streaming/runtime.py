@@ -76,6 +76,7 @@ class StreamingRuntime:
         self.kernels = kernels
         self.worker = worker
         self.config = config
+        self.register = register
         self.norms = NormTable(self.units, register)
         self.prefetcher = Prefetcher(self.layers, config.slots, streams, meter)
         self.offloader = GradientOffloader(
