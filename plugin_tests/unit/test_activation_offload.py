@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.memory.host_pool import HostPool
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.kernel import HostKernels
-from megatrain_accelerate.planning.kept_layers import last_layers, layers_before
-from megatrain_accelerate.planning.step_memory import predict_step_bytes
+from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.step_outline import outline_step
+from megatrain_accelerate.planning.step_simulation import peak_bytes
 from megatrain_accelerate.streaming import activation_offload
 from megatrain_accelerate.streaming.activation_offload import ActivationOffloader
 from megatrain_accelerate.streaming.call_order import Tape
@@ -286,9 +288,6 @@ def test_a_closed_engine_lets_a_graph_that_is_still_alive_go(small_tensors_leave
 
 
 def test_offloaded_layers_lie_directly_before_the_kept_ones() -> None:
-    assert layers_before(8, last_layers(8, 3), 2) == {3, 4}
-    assert layers_before(8, last_layers(8, 7), 2) == {0}
-    assert layers_before(8, frozenset(), 0) == frozenset()
     engine = attach(tiny_model(), keep_layers=1, offload_layers=2)
     assert engine.runtime.kept_layers == {3}
     assert engine.runtime.offloaded_layers == {1, 2}
@@ -301,24 +300,26 @@ def test_more_offloaded_layers_than_there_are_is_an_error(settings: dict[str, ob
         attach(tiny_model(), **settings)
 
 
-def test_the_predicted_step_counts_only_offloaded_layers_on_their_way(small_tensors_leave: None) -> None:
+def test_the_predicted_step_counts_offloaded_activations_only_on_their_way(small_tensors_leave: None) -> None:
     model = tiny_model(num_hidden_layers=12, vocab_size=16).train()
     engine = attach(model)
     ids = token_batches(1, vocabulary=16, length=128)[0]
+    outline = outline_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
+    sizes = engine.device_plan.model_sizes()
 
     def predicted(kept: int, offloaded: int, inputs: bool = False) -> int:
-        engine.runtime.offloads_inputs = inputs
-        layers = last_layers(12, kept)
-        batch = {"input_ids": ids, "labels": ids}
-        return predict_step_bytes(model, engine.runtime, batch, engine.device, layers, layers_before(12, layers, offloaded))
+        placement = Placement.of_counts(12, kept=kept, offloaded=offloaded)
+        return peak_bytes(outline, dataclasses.replace(sizes, offloads_inputs=inputs), placement)
 
-    recomputed, kept = predicted(0, 0), predicted(12, 0)
-    per_layer = (kept - predicted(4, 0)) / 8
+    (profile,) = outline.profiles.values()
     hidden = 2 * 128 * 64 * 2
-    # Two runs' activations at once, that of the layer in backward and that of the one before it.
-    assert recomputed < predicted(0, 12) < recomputed + 2.2 * per_layer
-    assert predicted(0, 12) - predicted(0, 6) < 0.1 * per_layer + 7 * hidden
-    assert kept - predicted(4, 8) > 5.5 * per_layer
-    # All inputs but those of the last runs are away.
-    assert recomputed - predicted(0, 0, inputs=True) > 8 * hidden
+    assert profile.input_bytes == hidden
+    assert 0.9 * profile.kept_bytes < profile.offloaded_bytes <= profile.kept_bytes
+    recomputed, kept = predicted(0, 0), predicted(12, 0)
+    # Two layers' activations at once, that of the layer in backward and that of the one before it.
+    assert predicted(0, 12) - recomputed < 2.2 * profile.kept_bytes
+    assert predicted(0, 12) - predicted(0, 6) < 0.2 * profile.kept_bytes
+    assert kept - predicted(4, 8) > 5.5 * profile.kept_bytes
+    # All inputs but those of the last runs are away at the peak, where the step of the last layers is.
+    assert recomputed - predicted(0, 0, inputs=True) >= 9 * hidden
     engine.close()
