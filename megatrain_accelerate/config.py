@@ -69,6 +69,11 @@ class MegatrainConfig:
     there, counted from the model's start; -1 stands for all layers, and the embeddings and the head with them. ``auto``: what
     the plan finds fastest."""
 
+    micro_batch_size: int | None = None
+    """Samples that a layer computes at once in training: a larger batch runs in pieces inside each layer, which is fetched
+    once for all of them and whose gradients are summed in fp32 (4 bytes for each parameter of one layer on the GPU). By
+    default the whole batch."""
+
     gpu_memory_gib: float | None = None
     """GPU memory that the plan may fill, in GiB; by default 85% of what is free, since the allocator fragments it."""
 
@@ -79,8 +84,9 @@ class MegatrainConfig:
         self._check_int("slots", minimum=2)
         self._check_int("gradient_slots", minimum=1)
         self._check_int("max_nonfinite_steps", minimum=1)
-        if self.host_threads is not None:
-            self._check_int("host_threads", minimum=1)
+        for name in ("host_threads", "micro_batch_size"):
+            if getattr(self, name) is not None:
+                self._check_int(name, minimum=1)
         for name, minimum in (("keep_layers", 0), ("resident_layers", 0), ("device_layers", -1)):
             if getattr(self, name) != "auto":
                 self._check_int(name, minimum=minimum)

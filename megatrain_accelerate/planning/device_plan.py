@@ -94,6 +94,7 @@ class DevicePlan:
             "slots": self._runtime.prefetcher.device_bytes,
             "gradient_slots": self._runtime.offloader.device_bytes,
             "resident": sum(group.device_bytes for group in self._runtime.groups),
+            **({"gradient_sums": self._runtime.gradient_sums.planned_bytes} if self._config.micro_batch_size else {}),
         }
 
     def follow(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:

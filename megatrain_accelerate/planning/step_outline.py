@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from megatrain_accelerate.planning.step_memory import LiveBytes, OpCosts, dry_model, loss_of
 from megatrain_accelerate.streaming import activation_offload
 from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.micro_batches import BatchSplit
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 
@@ -43,10 +44,42 @@ class LayerProfile:
     """The most in a backward that recomputes first."""
     inputs_need_grad: tuple[bool, ...]
     """For each tensor among the arguments."""
+    pieces: int = 1
+    """In which the batch runs."""
     forward_seconds: float | None = None
     """Measured (:mod:`.layer_measurement`); None: to be reckoned from the costs."""
     kept_forward_seconds: float | None = None
     backward_seconds: float | None = None
+
+    def of_pieces(self, split: BatchSplit, output_bytes: int) -> LayerProfile:
+        """This profile of the first piece of a batch as that of the whole batch, which runs piece by piece.
+
+        Args:
+            split: of the batch.
+            output_bytes: of the whole call; gradients of its inputs are as large.
+        """
+        if not split.sizes:
+            return self
+        share = sum(split.sizes) / split.sizes[0]
+        kept_bytes = round(share * self.kept_bytes)
+        times = (self.forward_seconds, self.kept_forward_seconds, self.backward_seconds)
+        forward_seconds, kept_forward_seconds, backward_seconds = (None if t is None else share * t for t in times)
+        return dataclasses.replace(
+            self,
+            forward=self.forward.times(share),
+            backward=self.backward.times(share),
+            kept_bytes=kept_bytes,
+            offloaded_bytes=round(share * self.offloaded_bytes),
+            # The pieces' outputs wait until they are joined.
+            forward_bytes=output_bytes + max(output_bytes, self.forward_bytes),
+            kept_forward_bytes=output_bytes + kept_bytes + max(output_bytes, self.kept_forward_bytes - self.kept_bytes),
+            kept_backward_bytes=output_bytes + max(output_bytes, self.kept_backward_bytes),
+            recomputed_bytes=output_bytes + max(output_bytes, self.recomputed_bytes),
+            pieces=split.count,
+            forward_seconds=forward_seconds,
+            kept_forward_seconds=kept_forward_seconds,
+            backward_seconds=backward_seconds,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,11 +180,12 @@ class _EmptyLayer(torch.autograd.Function):
 class _Outliner:
     """Runs in the place of the layers and notes the events."""
 
-    def __init__(self, live: LiveBytes, anchor: torch.Tensor) -> None:
+    def __init__(self, live: LiveBytes, anchor: torch.Tensor, micro_batch_size: int | None) -> None:
         self.events: list[Event] = []
         self.profiles: dict[Hashable, LayerProfile] = {}
         self._live = live
         self._anchor = anchor
+        self._micro_batch_size = micro_batch_size
         self._costs_before = OpCosts()
         self._outputs: dict[Hashable, tuple[list[Any], Any, list[bool], list[tuple[Any, ...]]]] = {}
 
@@ -182,22 +216,25 @@ class _Outliner:
     def _profile(self, layer: StreamedLayer, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs the layer itself, without data, and leaves the counters of the outside as they were."""
         live = self._live
+        split = BatchSplit.of_call(layer.name, args, kwargs, self._micro_batch_size)
+        leaving = _LeavingStorages(layer, args, kwargs)
+        needs = tuple(t.requires_grad for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor))
+        args, kwargs = split.first_piece(args, kwargs)
         base, costs = live.live_bytes, live.costs
         with torch.no_grad():
             output = layer.forward(*args, **kwargs)
         forward_bytes = live.take_peak() - base
-        leaves, spec = tree_flatten(output)
+        leaves, spec = tree_flatten(split.whole_output(output))
         is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         shapes = [(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in made]
         rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._outputs[kind] = (rest, spec, is_tensor, shapes)
-        output_bytes = sum(leaf.untyped_storage().nbytes() for leaf in made)
+        whole_bytes = sum(leaf.untyped_storage().nbytes() for leaf in made)
+        output_bytes = sum(t.untyped_storage().nbytes() for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor))
         del output, leaves, made
         forward = live.costs - costs
         costs = live.costs
-        needs = tuple(t.requires_grad for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor))
-        leaving = _LeavingStorages(layer, args, kwargs)
         with torch.enable_grad():
             cut_args, cut_kwargs = as_leaves(args, kwargs, needs)
             with leaving.counted():
@@ -225,7 +262,7 @@ class _Outliner:
             kept_backward_bytes=max(0, backward_peak - base - kept_bytes),
             recomputed_bytes=max(kept_forward_bytes, backward_peak - base),
             inputs_need_grad=needs,
-        )
+        ).of_pieces(split, whole_bytes)
         live.take_peak()
         self._costs_before = live.costs
 
@@ -255,7 +292,7 @@ def outline_step(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[st
     """
     with dry_model(model, inputs, device) as (dry_inputs, live):
         anchor = torch.empty((), device=device, requires_grad=True)
-        outliner = _Outliner(live, anchor)
+        outliner = _Outliner(live, anchor, runtime.config.micro_batch_size)
         runner: Callable[..., Any] = outliner
         with runtime.layers_run_by(runner), live:
             loss = loss_of(model.forward(**dry_inputs), device)

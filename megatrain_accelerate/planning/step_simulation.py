@@ -90,6 +90,9 @@ class _Away:
     def __init__(self, outline: StepOutline, model: Model, placement: Placement) -> None:
         self._calls = [event.layer for event in outline.forward_calls]
         self._sent = sent_bytes(outline, model, placement)
+        # Of a batch that runs in pieces, two pieces are on the device.
+        pieces = [outline.profiles[event.kind].pieces for event in outline.forward_calls]
+        self._at_once = [sent // count for sent, count in zip(self._sent, pieces, strict=True)]
         # An outline's inputs are all there; what an offloaded layer saved isn't in it.
         self._is_input = [layer not in placement.offloaded for layer in self._calls]
         self._inputs_before = [0]
@@ -117,7 +120,7 @@ class _Away:
 
     def _set(self, call: int, makes: bool) -> None:
         before = max(0, call - 1)
-        there = sum(self._sent[i] for i in range(before, call + makes) if not self._is_input[i])
+        there = sum(self._at_once[i] for i in range(before, call + makes) if not self._is_input[i])
         self.extra_bytes = there - self._inputs_before[before]
 
 
@@ -151,6 +154,8 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
         else:
             away.forward_begins()
             above = profile.kept_forward_bytes if keeps or offloads else profile.forward_bytes
+            if offloads and profile.pieces > 2:  # the earlier pieces' have left
+                above -= profile.offloaded_bytes * (profile.pieces - 2) // profile.pieces
             peak = max(peak, event.live_bytes + kept + above + away.extra_bytes)
             kept += staying
             away.forward_ends()

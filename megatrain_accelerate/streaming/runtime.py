@@ -25,6 +25,7 @@ from megatrain_accelerate.streaming.grad_offload import GradientOffloader, NormT
 from megatrain_accelerate.streaming.layer import StreamedLayer, UpdateGate
 from megatrain_accelerate.streaming.layer_function import LayerCall, LayerFunction, OutputRecorder, RunContext
 from megatrain_accelerate.streaming.meter import Meter
+from megatrain_accelerate.streaming.micro_batches import GradientSums
 from megatrain_accelerate.streaming.prefetch import Prefetcher
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.streams import Streams
@@ -115,6 +116,8 @@ class StreamingRuntime:
         self.states_may_move = True
         """Whether the optimizer can step on the device; false for one without a kernel of its own."""
         self._order = CallOrder(len(self.layers))
+        most = max((layer.unit.layout.state_elements for layer in self.layers), default=0)
+        self.gradient_sums = GradientSums(streams.device, most)
         self._context = RunContext(
             device=streams.device,
             acquire_forward=self._acquire_forward,
@@ -126,6 +129,8 @@ class StreamingRuntime:
             offloads=lambda layer: layer.index in self.offloaded_layers,
             activations=self.activations,
             recorder=recorder,
+            micro_batch_size=config.micro_batch_size,
+            sums=self.gradient_sums,
         )
         self._handles: list[Any] = []
         self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}

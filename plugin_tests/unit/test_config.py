@@ -37,6 +37,8 @@ def test_settings_survive_json() -> None:
         ({"offload_layers": -1}, "at least 0"),
         ({"offload_layers": "auto"}, "whole number"),
         ({"offload_inputs": 1}, "true or false"),
+        ({"micro_batch_size": 0}, "at least 1"),
+        ({"micro_batch_size": "2"}, "whole number"),
         ({"host_threads": 0}, "at least 1"),
         ({"max_nonfinite_steps": 0}, "at least 1"),
         ({"host_memory_gib": 0}, "above 0"),
