@@ -61,7 +61,8 @@ class LayerProfile:
         if not split.sizes:
             return self
         share = sum(split.sizes) / split.sizes[0]
-        kept_bytes = round(share * self.kept_bytes)
+        # The inner graphs hold the pieces' outputs besides the joined ones.
+        kept_bytes = round(share * self.kept_bytes) + output_bytes
         times = (self.forward_seconds, self.kept_forward_seconds, self.backward_seconds)
         forward_seconds, kept_forward_seconds, backward_seconds = (None if t is None else share * t for t in times)
         return dataclasses.replace(
@@ -72,7 +73,7 @@ class LayerProfile:
             offloaded_bytes=round(share * self.offloaded_bytes),
             # The pieces' outputs wait until they are joined.
             forward_bytes=output_bytes + max(output_bytes, self.forward_bytes),
-            kept_forward_bytes=output_bytes + kept_bytes + max(output_bytes, self.kept_forward_bytes - self.kept_bytes),
+            kept_forward_bytes=kept_bytes + max(output_bytes, self.kept_forward_bytes - self.kept_bytes),
             kept_backward_bytes=output_bytes + max(output_bytes, self.kept_backward_bytes),
             recomputed_bytes=output_bytes + max(output_bytes, self.recomputed_bytes),
             pieces=split.count,
