@@ -19,8 +19,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 
+from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.memory.host_pool import HostBlock, HostPool
+from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.meter import Meter
 from megatrain_accelerate.streaming.streams import Streams
@@ -190,6 +192,21 @@ class ActivationOffloader:
         self._run = 0
         self._leaving: collections.deque[_Departure] = collections.deque()
         self._recordings: weakref.WeakKeyDictionary[Tape, dict[int, list[Recording]]] = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def for_engine(
+        cls, config: MegatrainConfig, kernels: HostKernels, streams: Streams, meter: Meter, register: bool
+    ) -> ActivationOffloader:
+        """The offloader with a pool of its own, empty as yet."""
+        pool = HostPool(
+            # The stand-in's memory costs no registering, and its models are tiny.
+            256 * MIB if streams.is_cuda else MIB,
+            kernels=kernels,
+            huge_pages=config.huge_pages,
+            register=register,
+            host_memory_gib=config.host_memory_gib,
+        )
+        return cls(pool, streams, meter)
 
     @property
     def leaving_bytes(self) -> int:

@@ -281,7 +281,6 @@ class LayerFunction(torch.autograd.Function):
             )
         context.backward_begins()
         slot = context.acquire_backward(layer, ctx.tape, ctx.position)
-        is_trained = [state.parameter.requires_grad for state in layer.unit.states if state.entry.spec.trainable]
         weight_gradients: list[torch.Tensor | None] = []
         input_gradients: list[list[torch.Tensor | None]] = [[]] * split.count
         try:
@@ -295,18 +294,16 @@ class LayerFunction(torch.autograd.Function):
             grads_of = ctx.joined.gradients_of_pieces(grad_outputs, split)
             for piece in reversed(range(split.count)):
                 context.activations.bring_back(ctx.tape, ctx.position, piece)
-                input_gradients[piece], arrived = LayerFunction._backward_piece(ctx, slot, piece, grads_of[piece])
+                input_gradients[piece], weight_gradients = LayerFunction._backward_piece(ctx, slot, piece, grads_of[piece])
                 grads_of[piece] = []
-                # One that was frozen since it was prepared has no leaf: its place stays empty.
-                found = iter(arrived)
-                weight_gradients = [next(found) if trained else None for trained in is_trained]
                 if split.count > 1:
                     context.sums.add(weight_gradients)
+                    weight_gradients = []  # gone before the next piece makes its own
             if split.count > 1:
                 weight_gradients = context.sums.take()
         finally:
             context.release(slot)
-        if any(is_trained):
+        if weight_gradients:
             context.offloader.offload(layer, weight_gradients)
         return (None, None, None, None, *split.join_gradients(input_gradients))
 
@@ -314,7 +311,7 @@ class LayerFunction(torch.autograd.Function):
     def _backward_piece(
         ctx: Any, slot: WeightSlot, piece: int, grad_outputs: list[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """The gradients of a piece's inputs, and of the trained weights."""
+        """The gradients of a piece's inputs, and one for each trainable weight."""
         call, run = ctx.call, ctx.runs[piece]
         kept, run.kept = run.kept, None
         if kept is not None:
@@ -348,5 +345,10 @@ class LayerFunction(torch.autograd.Function):
                         [gradient for _, gradient in pairs],
                         allow_unused=True,
                     )
-        of_inputs = iter(gradients[: len(wanted)])
-        return [next(of_inputs) if t.requires_grad else None for t in tensors], list(gradients[len(wanted) :])
+        of_inputs, of_weights = iter(gradients[: len(wanted)]), iter(gradients[len(wanted) :])
+        trainable = [state for state in call.layer.unit.states if state.entry.spec.trainable]
+        return (
+            [next(of_inputs) if tensor.requires_grad else None for tensor in tensors],
+            # One that was frozen since it was prepared has no leaf: its place stays empty.
+            [next(of_weights) if state.parameter.requires_grad else None for state in trainable],
+        )

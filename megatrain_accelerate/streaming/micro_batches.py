@@ -7,7 +7,7 @@ wrong guess would train on wrong numbers without a word.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -180,12 +180,12 @@ class GradientSums:
 
     Args:
         device: where the layers compute.
-        elements: trained parameters of the largest layer, padding included.
+        layouts: of all layers.
     """
 
-    def __init__(self, device: torch.device, elements: int) -> None:
+    def __init__(self, device: torch.device, layouts: Iterable[FlatLayout]) -> None:
         self._device = device
-        self._elements = elements
+        self._elements = max((layout.state_elements for layout in layouts), default=0)
         self._buffer: torch.Tensor | None = None
         self._sums: list[torch.Tensor] = []
         self._present: set[int] = set()

@@ -13,7 +13,6 @@ from torch.autograd import Variable
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.memory.host_pool import HostPool
 from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
 from megatrain_accelerate.optim.device_kernel import device_kernels
 from megatrain_accelerate.optim.kernel import HostKernels
@@ -29,7 +28,6 @@ from megatrain_accelerate.streaming.micro_batches import GradientSums
 from megatrain_accelerate.streaming.prefetch import Prefetcher
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.streams import Streams
-from megatrain_accelerate.units import MIB
 
 LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -102,22 +100,13 @@ class StreamingRuntime:
         """Indices of the layers whose activations go to the host instead of being recomputed; set by the plan."""
         self.offloads_inputs = False
         """Whether the inputs of recomputed layers go to the host; set by the plan."""
-        pool = HostPool(
-            # The stand-in's memory costs no registering, and its models are tiny.
-            256 * MIB if streams.is_cuda else MIB,
-            kernels=kernels,
-            huge_pages=config.huge_pages,
-            register=register,
-            host_memory_gib=config.host_memory_gib,
-        )
-        self.activations = ActivationOffloader(pool, streams, meter)
+        self.activations = ActivationOffloader.for_engine(config, kernels, streams, meter, register)
         self.moved_listeners: dict[int, Callable[[HostUnit], None]] = {}
         """Called with a unit that moved to or from the device; entered by optimizers, by their id."""
         self.states_may_move = True
         """Whether the optimizer can step on the device; false for one without a kernel of its own."""
         self._order = CallOrder(len(self.layers))
-        most = max((layer.unit.layout.state_elements for layer in self.layers), default=0)
-        self.gradient_sums = GradientSums(streams.device, most)
+        self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
         self._context = RunContext(
             device=streams.device,
             acquire_forward=self._acquire_forward,
@@ -189,12 +178,9 @@ class StreamingRuntime:
                 tape, position = self._order.record(layer.index)
                 self._open_tapes.add(tape)
                 anchor = self._context.anchor if layer.has_trainable else self._context.anchor.detach()
-                is_recomputed = layer.index not in self.kept_layers | self.offloaded_layers
-                with (
-                    inputs_offloaded(self.activations, layer.name, tensors, tape, position)
-                    if is_recomputed and self.offloads_inputs
-                    else contextlib.nullcontext()
-                ):
+                offloads = self.offloads_inputs and layer.index not in self.kept_layers | self.offloaded_layers
+                offloading = inputs_offloaded(self.activations, layer.name, tensors, tape, position)
+                with offloading if offloads else contextlib.nullcontext():
                     outputs = list(LayerFunction.apply(call, tape, position, anchor, *tensors))
                 return call.rebuild(outputs)
         tape, position = self._order.record(layer.index)

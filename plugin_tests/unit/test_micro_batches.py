@@ -128,8 +128,9 @@ def test_gradients_of_inputs_are_joined_and_of_shared_ones_summed_in_fp32() -> N
 
 def test_weight_gradients_are_summed_in_fp32_and_absent_ones_stay_absent() -> None:
     specs = [ParameterSpec("a", (3, 2), torch.bfloat16, True), ParameterSpec("b", (5,), torch.float32, True)]
-    layout = FlatLayout([*specs, ParameterSpec("frozen", (2,), torch.bfloat16, False), specs[0].__class__("c", (1,), *CUT)])
-    sums = GradientSums(torch.device("cpu"), layout.state_elements)
+    specs += [ParameterSpec("frozen", (2,), torch.bfloat16, False), ParameterSpec("c", (1,), torch.bfloat16, True)]
+    layout = FlatLayout(specs)
+    sums = GradientSums(torch.device("cpu"), [layout])
     for _ in range(2):
         sums.begin(layout)
         for value in (256.0, 1.0, 1.0):
@@ -141,9 +142,6 @@ def test_weight_gradients_are_summed_in_fp32_and_absent_ones_stay_absent() -> No
         assert total[1] is not None
         assert torch.equal(total[1], torch.arange(5.0))
         assert total[2] is None
-
-
-CUT = (torch.bfloat16, True)
 
 
 # ---------------------------------------------------------------- in the engine
@@ -217,6 +215,7 @@ def peaks(**settings: object) -> tuple[int, int]:
     placement = Placement.of_counts(4, kept=int(settings.get("keep_layers", 0)))  # type: ignore[call-overload]
     predicted = peak_bytes(outline, engine.device_plan.model_sizes(), placement)
     runtime = engine.runtime
+    engine.device_plan.follow(model, {"input_ids": ids, "labels": ids})  # not while it is measured
     runtime.gradient_sums.begin(runtime.layers[0].unit.layout)
     present = [slot.buffer for slot in [*runtime.prefetcher.slots, *runtime.offloader.slots]]
     present += [*model.parameters(), *model.buffers(), *(unit.gradients for unit in runtime.units)]
@@ -232,8 +231,6 @@ def test_the_working_set_of_a_layer_shrinks_to_a_piece_as_predicted(kept: int, s
     whole, whole_predicted = peaks(keep_layers=kept)
     cut, cut_predicted = peaks(keep_layers=kept, micro_batch_size=1)
     # Kept layers hold the whole batch's activations in any case, and their outputs twice.
-    print(whole, whole_predicted, cut, cut_predicted)
     assert whole - cut > share * whole
-    # The outline's own run keeps a piece's gradients a little longer than the engine does, or less long.
-    assert cut_predicted == pytest.approx(cut, rel=0.15)
-    assert whole_predicted == pytest.approx(whole, rel=0.15)
+    assert cut_predicted == pytest.approx(cut, rel=0.05)
+    assert whole_predicted == pytest.approx(whole, rel=0.05)
