@@ -300,7 +300,7 @@ class LayerFunction(torch.autograd.Function):
                     context.sums.add(weight_gradients)
                     weight_gradients = []  # gone before the next piece makes its own
             if split.count > 1:
-                weight_gradients = context.sums.take()
+                weight_gradients = context.sums.take(to_stay=layer.unit.is_on_device)
         finally:
             context.release(slot)
         if weight_gradients:

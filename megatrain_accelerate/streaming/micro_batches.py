@@ -188,6 +188,7 @@ class GradientSums:
         self._elements = max((layout.state_elements for layout in layouts), default=0)
         self._buffer: torch.Tensor | None = None
         self._sums: list[torch.Tensor] = []
+        self._dtypes: list[torch.dtype] = []
         self._present: set[int] = set()
 
     @property
@@ -201,6 +202,7 @@ class GradientSums:
             self._buffer = torch.empty(self._elements, dtype=torch.float32, device=self._device)
         self._present.clear()
         self._sums = []
+        self._dtypes = [entry.spec.dtype for entry in layout.trainable_entries]
         for entry in layout.trainable_entries:
             assert entry.state_offset is not None
             flat = self._buffer[entry.state_offset : entry.state_offset + entry.spec.numel]
@@ -217,9 +219,17 @@ class GradientSums:
                 self._sums[place].copy_(gradient)
                 self._present.add(place)
 
-    def take(self) -> list[torch.Tensor | None]:
-        """The sums, None where no piece had a gradient. Valid until the next layer begins."""
-        return [total if place in self._present else None for place, total in enumerate(self._sums)]
+    def take(self, to_stay: bool) -> list[torch.Tensor | None]:
+        """The sums, None where no piece had a gradient.
+
+        Args:
+            to_stay: as tensors of their own, rounded to the dtypes of the weights, for gradients that stay on the device; else
+                in fp32, valid until the next layer begins.
+        """
+        found = [total if place in self._present else None for place, total in enumerate(self._sums)]
+        if not to_stay:
+            return found
+        return [None if g is None else g.to(dtype, copy=True) for g, dtype in zip(found, self._dtypes, strict=True)]
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -136,12 +136,20 @@ def test_weight_gradients_are_summed_in_fp32_and_absent_ones_stay_absent() -> No
         for value in (256.0, 1.0, 1.0):
             sums.add([torch.full((3, 2), value, dtype=torch.bfloat16), None, None])
         sums.add([None, torch.arange(5.0), None])
-        total = sums.take()
+        total = sums.take(to_stay=False)
         assert total[0] is not None
         assert torch.equal(total[0], torch.full((3, 2), 258.0))
         assert total[1] is not None
         assert torch.equal(total[1], torch.arange(5.0))
         assert total[2] is None
+        own = sums.take(to_stay=True)
+        sums.begin(layout)
+        sums.add([torch.zeros(3, 2), torch.zeros(5), None])
+        assert own[0] is not None
+        assert torch.equal(own[0], torch.full((3, 2), 258.0, dtype=torch.bfloat16))
+        assert own[1] is not None
+        assert torch.equal(own[1], torch.arange(5.0))
+        assert own[2] is None
 
 
 # ---------------------------------------------------------------- in the engine
