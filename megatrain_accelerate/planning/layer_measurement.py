@@ -95,6 +95,7 @@ def measure_layers(
             raise _AllLayersRan
         return outputs[kind]
 
+    _wake_autograd_thread(runtime.streams.device)
     devices = [runtime.streams.device]
     with (
         torch.random.fork_rng(devices=devices),
@@ -108,6 +109,11 @@ def measure_layers(
     outputs.clear()
     torch.cuda.empty_cache()
     return dataclasses.replace(outline, profiles={**outline.profiles, **measured})
+
+
+def _wake_autograd_thread(device: torch.device) -> None:
+    """Gives autograd's thread for the device its CUDA context by a small operation: cuBLAS warns where it has none."""
+    torch.ones((), device=device, requires_grad=True).mul(2.0).backward()
 
 
 def _measure(
