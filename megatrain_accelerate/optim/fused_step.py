@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +23,14 @@ RESIDUAL_KEY = "master_residual"
 """Key of the masters' low 16 bits (int16) in the optimizer's state; stock optimizers ignore it."""
 
 
+@functools.lru_cache(maxsize=256)
+def _shared_arguments(**values: Any) -> AdamArguments:
+    """One object for all parameters that share their settings."""
+    return AdamArguments(**values)
+
+
 def _adam_arguments(group: dict[str, Any], step: int, clip_factor: float, decoupled: bool) -> AdamArguments:
-    return AdamArguments(
+    return _shared_arguments(
         lr=float(group["lr"]),
         beta1=float(group["betas"][0]),
         beta2=float(group["betas"][1]),
