@@ -17,6 +17,7 @@ from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.streaming.call_order import CallOrder, Tape
+from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader, NormTable
 from megatrain_accelerate.streaming.layer import StreamedLayer, UpdateGate
@@ -92,6 +93,7 @@ class StreamingRuntime:
         self.offloader.gradients_complete = lambda: self.gradients_complete()
         self.kept_layers: frozenset[int] = frozenset()
         """Indices of the layers whose activations stay on the device instead of being recomputed; set by the plan."""
+        self.compiled = CompiledLayers(config.compile_layers, streams.device)
         self._order = CallOrder(len(self.layers))
         self._context = RunContext(
             device=streams.device,
@@ -102,6 +104,7 @@ class StreamingRuntime:
             backward_begins=self._backward_begins,
             keeps=lambda layer: layer.index in self.kept_layers,
             recorder=recorder,
+            compiled=self.compiled,
         )
         self._handles: list[Any] = []
         self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}
