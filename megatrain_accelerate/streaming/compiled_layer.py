@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain_accelerate.streaming.layer import StreamedLayer
 
 logger = logging.getLogger(__name__)
 
-Backend = Callable[[Any, list[Any]], Callable[..., Any]]
+Backend = Callable[..., Callable[..., Any]]
 
 SMALLEST_LAYER_PARAMETERS = 4_000_000
 """``auto`` compiles layers of at least this many parameters: kernels of smaller ones take less time than their launches,
@@ -50,7 +51,8 @@ def _announce(name: str) -> None:
     if not _announced:
         _announced = True
         logger.warning(
-            "megatrain: compiling %s (about half a minute, once for all equal layers; compile_layers: false leaves it out)", name
+            "megatrain: compiling %s (about half a minute, once for all equal layers; compile_layers: false leaves it out)",
+            name,
         )
 
 
@@ -59,9 +61,13 @@ def _comes_from_a_compiler(error: BaseException) -> bool:
     return any(kind.__module__.startswith(_COMPILERS) for kind in type(error).__mro__)
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+def _in_one_line(error: BaseException) -> str:
+    """The exception that the compiler met first, without its pages of advice."""
+    inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, BaseException) and inner is not error:
+        return _in_one_line(inner)
+    text = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
+    return f"{type(error).__name__}: {text[:200]}"
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -114,14 +120,14 @@ class CompiledLayers:
     Args:
         wanted: ``megatrain_config.compile_layers``.
         device: where the layers run.
-        backend: the compiler: Inductor, or another of dynamo's backends for tests.
     """
 
-    def __init__(self, wanted: bool | str, device: torch.device, backend: str = "inductor") -> None:
+    def __init__(self, wanted: bool | str, device: torch.device) -> None:
         self._smallest = SMALLEST_LAYER_PARAMETERS if wanted == "auto" else 0
         self._is_on = device.type == "cuda" if wanted == "auto" else bool(wanted)
         self._device = device
-        self._backend = backend
+        self.backend: str | Backend = "inductor"
+        """What compiles dynamo's graphs: a name that dynamo knows, or a function."""
         self._kinds: dict[Any, _Kind] = {}
         self._eager_noted: set[tuple[str, str]] = set()
         self._compiling = ""
@@ -165,7 +171,7 @@ class CompiledLayers:
         except Exception as error:
             if not _comes_from_a_compiler(error):
                 raise
-            reason = _first_line(error)
+            reason = _in_one_line(error)
         before.put_back()
         # Wrong arguments fail in the compiler too. Then this call raises what the user should see, and nothing is given up.
         output = layer.forward(*args, **kwargs)
@@ -201,11 +207,11 @@ class CompiledLayers:
         _announce(self._compiling)
         self.compilations += 1
         options: dict[str, Any] = {}
-        if self._backend == "inductor":
+        if self.backend == "inductor":
             # Dropout must draw the masks that the layer's own code draws: the run that follows a failure, or a recompute
             # after one, has to repeat them.
             options["config_patches"] = {"fallback_random": True}
-        compiler = torch._dynamo.lookup_backend(self._backend)
+        compiler = torch._dynamo.lookup_backend(self.backend)
         with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
             compiled: Callable[..., Any] = compiler(graph, inputs, **options)
         return compiled
@@ -224,11 +230,22 @@ def _missing_in_torch() -> str | None:
 @contextlib.contextmanager
 def _run_settings() -> Iterator[None]:
     """Settings of torch that hold while a compiled layer runs, and nowhere else."""
-    cached = torch.is_autocast_cache_enabled()
+    settings = torch._dynamo.config
+    cached, limit = torch.is_autocast_cache_enabled(), settings.recompile_limit
     # Guarded by dynamo, and off in recompute: a cast weight must not outlive its slot.
     torch.set_autocast_cache_enabled(False)
+    settings.recompile_limit = RECOMPILE_LIMIT
     try:
-        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-            yield
+        yield
     finally:
+        settings.recompile_limit = limit
         torch.set_autocast_cache_enabled(cached)
+
+
+def without_saving() -> saved_tensors_hooks:
+    """Autograd saves nothing of what the body computes: for a graph that is dropped at once."""
+    return saved_tensors_hooks(_forget, _forget)
+
+
+def _forget(_: Any) -> Any:
+    return None

@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.streaming.call_order import Tape
-from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
+from megatrain_accelerate.streaming.compiled_layer import CompiledLayers, without_saving
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.kept_graph import KeptGraph
@@ -236,7 +236,7 @@ class LayerFunction(torch.autograd.Function):
     def _run_compiled(call: LayerCall, slot: WeightSlot, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The graph that recompute will run, dropped again."""
         weights, _ = _weights(call.layer, slot)
-        with call.layer.bound(weights), torch.enable_grad():
+        with call.layer.bound(weights), without_saving(), torch.enable_grad():
             return [output.detach() for output in call.run(inputs, replay=False)]
 
     @staticmethod
