@@ -12,6 +12,7 @@ recompute then round alike, keeping a layer changes no bit, and there is one gra
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import types
 from collections.abc import Callable, Iterator
@@ -34,14 +35,16 @@ and a run on such a model may be over before the compilation has paid."""
 MOST_KINDS = 8
 """Kinds of unequal layers that are compiled; a model in which every layer differs would compile for as many minutes."""
 
-RECOMPILE_LIMIT = 32
-"""Graphs of one kind of layers: static and dynamic lengths, batch sizes, masks, attributes. Dynamo's own limit is 8."""
+RECOMPILE_LIMIT = 16
+"""Graphs of one kind of layers: static and dynamic lengths, batch sizes, masks, attributes. Dynamo's own limit is 8; a layer
+that reads what changes with every call (a counter) should give up before much time is lost."""
 
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "triton")
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
+_kind_numbers = itertools.count()
 _announced = False
 
 
@@ -97,19 +100,19 @@ class _Kind:
     Args:
         forward: their class's forward, not bound.
         name: of their class.
-        number: among the kinds, from 0.
         backend: what compiles.
     """
 
-    def __init__(self, forward: Callable[..., Any], name: str, number: int, backend: Backend) -> None:
+    def __init__(self, forward: Callable[..., Any], name: str, backend: Backend) -> None:
         self.name = name
         self.gave_up = False
 
         def run_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return forward(module, *args, **kwargs)
 
-        # Dynamo keeps graphs, limits and what it learnt of dynamic sizes by code object, and the last by name too.
-        code = run_layer.__code__.replace(co_name=f"run_layer_{number}")
+        # Dynamo keeps graphs and their limit by code object, and what it learnt of dynamic sizes by name. Were the two shared,
+        # the second kind's weights would have dynamic sizes.
+        code = run_layer.__code__.replace(co_name=f"run_layer_{next(_kind_numbers)}")
         function = types.FunctionType(code, run_layer.__globals__, code.co_name, None, run_layer.__closure__)
         self.function: Callable[..., Any] = torch.compile(function, backend=backend, fullgraph=True)
 
@@ -194,7 +197,7 @@ class CompiledLayers:
             if reason is not None:
                 self._note_eager(name, reason)
                 return None
-            kind = self._kinds[key] = _Kind(forward, name, len(self._kinds), self._compile)
+            kind = self._kinds[key] = _Kind(forward, name, self._compile)
         return kind
 
     def _note_eager(self, name: str, reason: str) -> None:
