@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.streaming.call_order import Tape
+from megatrain_accelerate.streaming.compiled_layer import CompiledLayers, without_saving
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.kept_graph import KeptGraph
@@ -54,8 +55,10 @@ class RunContext:
         backward_begins: Callable[[], None],
         keeps: Callable[[StreamedLayer], bool],
         recorder: OutputRecorder | None,
+        compiled: CompiledLayers,
     ) -> None:
         self.device = device
+        self.compiled = compiled
         self.acquire_forward = acquire_forward
         self.acquire_backward = acquire_backward
         self.release = release
@@ -124,6 +127,8 @@ class LayerCall:
         self.output_rest: list[Any] = []
         self.output_is_tensor: list[bool] = []
         self.token: Any = None
+        self.is_compiled = False
+        """Whether the layer should run compiled; decided once for forward and recompute."""
 
     def take_tensors(self) -> list[torch.Tensor]:
         """The tensors among the arguments, once: kept here they would live as long as the loss."""
@@ -139,7 +144,10 @@ class LayerCall:
         token = recorder.start(self.token if replay else None) if recorder is not None else None
         recorded: list[torch.Tensor] = []
         try:
-            output = self.layer.forward(*args, **kwargs)
+            if self.is_compiled:
+                output = self.context.compiled.run(self.layer, args, kwargs)
+            else:
+                output = self.layer.forward(*args, **kwargs)
         finally:
             if recorder is not None:
                 recorded = recorder.finish(token)
@@ -196,13 +204,16 @@ class LayerFunction(torch.autograd.Function):
         slot = context.acquire_forward(layer, tape, position, True)
         ctx.weights_version = layer.unit.version
         ctx.kept = KeptGraph(slot) if context.keeps(layer) else None
+        call.is_compiled = context.compiled.wants(layer)
         try:
             with record_function(f"megatrain::forward ({layer.name})"):
-                if ctx.kept is None:
+                if ctx.kept is not None:
+                    outputs = LayerFunction._run_kept(ctx.kept, call, slot, _cut_off(tensors, ctx.needs_input_grad[4:]))
+                elif call.is_compiled:
+                    outputs = LayerFunction._run_compiled(call, slot, _cut_off(tensors, ctx.needs_input_grad[4:]))
+                else:
                     with layer.bound(slot.views(layer.unit.layout)):
                         outputs = call.run(list(tensors), replay=False)
-                else:
-                    outputs = LayerFunction._run_kept(ctx.kept, call, slot, _cut_off(tensors, ctx.needs_input_grad[4:]))
         finally:
             context.release(slot)
         if versions != [tensor._version for tensor in tensors]:
@@ -220,6 +231,13 @@ class LayerFunction(torch.autograd.Function):
             kept.outputs = call.run(inputs, replay=False)
         kept.leave_slot()
         return [output.detach() for output in kept.outputs]
+
+    @staticmethod
+    def _run_compiled(call: LayerCall, slot: WeightSlot, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The graph that recompute will run, dropped again."""
+        weights, _ = bound_weights(call.layer, slot)
+        with call.layer.bound(weights), without_saving(), torch.enable_grad():
+            return [output.detach() for output in call.run(inputs, replay=False)]
 
     @staticmethod
     @once_differentiable

@@ -18,6 +18,7 @@ from megatrain_accelerate.optim.device_kernel import device_kernels
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.streaming.call_order import CallOrder, Tape
+from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader, NormTable
 from megatrain_accelerate.streaming.layer import StreamedLayer, UpdateGate
@@ -98,6 +99,7 @@ class StreamingRuntime:
         """Called with a unit that moved to or from the device; entered by optimizers, by their id."""
         self.states_may_move = True
         """Whether the optimizer can step on the device; false for one without a kernel of its own."""
+        self.compiled = CompiledLayers(config.compile_layers, streams.device)
         self._order = CallOrder(len(self.layers))
         self._context = RunContext(
             device=streams.device,
@@ -108,6 +110,7 @@ class StreamingRuntime:
             backward_begins=self._backward_begins,
             keeps=lambda layer: layer.index in self.kept_layers,
             recorder=recorder,
+            compiled=self.compiled,
         )
         self._handles: list[Any] = []
         self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}

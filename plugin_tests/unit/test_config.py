@@ -31,6 +31,8 @@ def test_settings_survive_json() -> None:
         ({"zzz": 3}, "no setting 'zzz'; known settings: slots"),
         ({3: 3}, "no setting 3"),
         ({"slots": 1}, "at least 2"),
+        ({"compile_layers": "yes"}, "compile_layers must be auto, true or false; got 'yes'"),
+        ({"compile_layers": 1}, "compile_layers must be auto, true or false; got 1"),
         ({"slots": True}, "whole number"),
         ({"slots": "3"}, "whole number"),
         ({"gradient_slots": 0}, "at least 1"),
