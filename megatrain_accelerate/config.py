@@ -53,6 +53,13 @@ class MegatrainConfig:
     """Layers whose activations stay on the GPU until backward instead of being recomputed, counted from the model's end.
     ``auto``: as many as fit the GPU memory by the predicted peak of the largest batch so far; 0 recomputes all."""
 
+    offload_layers: int = 0
+    """Layers whose activations go to host memory in forward and come back in backward instead of being recomputed: those
+    directly before the kept ones. Costs host memory, and time on the link while it is busy with weights."""
+
+    offload_inputs: bool = False
+    """Send the inputs of recomputed layers to host memory until backward, for sequences whose inputs alone fill the GPU."""
+
     resident_layers: int | str = "auto"
     """Layers whose weights stay on the GPU (2 bytes a parameter) and are copied there once a step instead of twice, counted
     from the first layer that isn't among ``device_layers``. ``auto``: what the plan finds fastest."""
@@ -61,6 +68,11 @@ class MegatrainConfig:
     """Layers that live on the GPU whole, masters and moments too (12 bytes a parameter, gradients 2 more), and are stepped
     there, counted from the model's start; -1 stands for all layers, and the embeddings and the head with them. ``auto``: what
     the plan finds fastest."""
+
+    micro_batch_size: int | None = None
+    """Samples that a layer computes at once in training: a larger batch runs in pieces inside each layer, which is fetched
+    once for all of them and whose gradients are summed in fp32 (4 bytes for each parameter of one layer on the GPU). By
+    default the whole batch."""
 
     gpu_memory_gib: float | None = None
     """GPU memory that the plan may fill, in GiB; by default 90% of what is free, since the allocator fragments it."""
@@ -77,11 +89,13 @@ class MegatrainConfig:
         self._check_int("slots", minimum=2)
         self._check_int("gradient_slots", minimum=1)
         self._check_int("max_nonfinite_steps", minimum=1)
-        if self.host_threads is not None:
-            self._check_int("host_threads", minimum=1)
+        for name in ("host_threads", "micro_batch_size"):
+            if getattr(self, name) is not None:
+                self._check_int(name, minimum=1)
         for name, minimum in (("keep_layers", 0), ("resident_layers", 0), ("device_layers", -1)):
             if getattr(self, name) != "auto":
                 self._check_int(name, minimum=minimum)
+        self._check_int("offload_layers", minimum=0)
         for name in ("host_memory_gib", "gpu_memory_gib"):
             value = getattr(self, name)
             if value is None:
@@ -92,7 +106,7 @@ class MegatrainConfig:
                 raise ConfigError(f"megatrain_config.{name} must be above 0, got {value}")
         if self.compile_layers != "auto" and not isinstance(self.compile_layers, bool):
             raise ConfigError(f"megatrain_config.compile_layers must be auto, true or false; got {self.compile_layers!r}")
-        for name in ("huge_pages", "pin_memory"):
+        for name in ("huge_pages", "pin_memory", "offload_inputs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"megatrain_config.{name} must be true or false, got {getattr(self, name)!r}")
         if self.step_schedule not in STEP_SCHEDULES:

@@ -14,7 +14,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import ConfigError, StateError, StepWorkerError, UnsupportedError
+from megatrain_accelerate.errors import StateError, StepWorkerError, UnsupportedError
 from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_limits import anonymous_bytes, require_host_bytes
 from megatrain_accelerate.memory.host_store import HostUnit, planned_host_bytes
@@ -23,6 +23,7 @@ from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.planning.device_plan import DevicePlan
 from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers
+from megatrain_accelerate.planning.placement import require_layers
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import OutputRecorder
 from megatrain_accelerate.streaming.meter import Meter
@@ -122,10 +123,7 @@ class Engine:
         groups: list[ResidentGroup] = []
         self.training = False
         self.is_closed = False
-        if isinstance(config.keep_layers, int) and config.keep_layers > len(discovery.layers):
-            raise ConfigError(
-                f"megatrain_config.keep_layers is {config.keep_layers}, but the model has {len(discovery.layers)} layers"
-            )
+        require_layers(len(discovery.layers), config.keep_layers, config.offload_layers)
         try:
             with self._progress(discovery, show_progress) as progress:
                 for name, module in discovery.layers:
@@ -300,7 +298,10 @@ class Engine:
 
     def host_bytes_by_kind(self) -> dict[str, int]:
         """Bytes of the host store now, by what they hold."""
-        return _sum_by_kind(unit.bytes_by_kind() for unit in self.runtime.units if not unit.is_on_device)
+        held = _sum_by_kind(unit.bytes_by_kind() for unit in self.runtime.units if not unit.is_on_device)
+        if self.runtime.activations.pool.size_bytes:
+            held["activations"] = self.runtime.activations.pool.size_bytes
+        return held
 
     def device_bytes_by_kind(self) -> dict[str, int]:
         """Bytes that the engine holds on the device, by what they hold."""

@@ -74,5 +74,15 @@ class CapturedOutputs:
         if token is not None:
             for (values, place), tensor in zip(token.places, tensors, strict=True):
                 values[place] = tensor
-            # The node holds the token: its outputs must not hang on it, or activations live until the next collection.
-            token.collected, token.places = {}, []
+            self._let_go(token)
+
+    def discard(self, token: _Token | None) -> None:
+        """See :class:`~megatrain_accelerate.streaming.layer_function.OutputRecorder`."""
+        if token is not None:
+            for key in token.keys:
+                del token.collected[key][token.lengths[key] :]
+            self._let_go(token)
+
+    def _let_go(self, token: _Token) -> None:
+        # The node holds the token: its outputs must not hang on it, or activations live until the next collection.
+        token.collected, token.places = {}, []

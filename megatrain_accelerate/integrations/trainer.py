@@ -43,7 +43,8 @@ def save_checkpoint(
     staging = run_dir / STAGING_FOLDER
     remove_incomplete(run_dir)
     staging.mkdir(parents=True)
-    expected = sum(count for kind, count in engine.host_bytes_by_kind().items() if kind != "gradients")
+    held = engine.host_bytes_by_kind()
+    expected = sum(count for kind, count in held.items() if kind not in ("gradients", "activations"))
     engine.drain()
     with saving_progress(staging, expected, show=not trainer.args.disable_tqdm), _saving_to(trainer, staging):
         original(trainer, model, trial, *args, **kwargs)

@@ -61,15 +61,17 @@ class DevicePlan:
         self.placement = Placement()
         self._choices = Choices(
             kept=_fixed(config.keep_layers),
-            offloaded=0,
+            offloaded=config.offload_layers,
             resident=_fixed(config.resident_layers),
             on_device=_fixed(config.device_layers),
         )
         count = len(runtime.layers)
+        runtime.offloads_inputs = config.offload_inputs
         self._place(
             Placement.of_counts(
                 count,
                 kept=self._choices.kept or 0,
+                offloaded=self._choices.offloaded or 0,
                 resident=self._choices.resident or 0,
                 on_device=count if self._choices.on_device == -1 else self._choices.on_device or 0,
                 groups_on_device=self._choices.on_device == -1,
@@ -92,6 +94,7 @@ class DevicePlan:
             "slots": self._runtime.prefetcher.device_bytes,
             "gradient_slots": self._runtime.offloader.device_bytes,
             "resident": sum(group.device_bytes for group in self._runtime.groups),
+            **({"gradient_sums": self._runtime.gradient_sums.planned_bytes} if self._config.micro_batch_size else {}),
         }
 
     def follow(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
@@ -109,7 +112,7 @@ class DevicePlan:
             outline = outline_step(model, self._runtime, inputs, self._device)
         except Exception as error:  # a model that looks at its data can't be run without any
             logger.info("megatrain: the step can't be predicted for this model (%s)", error)
-            self._place(dataclasses.replace(self.placement, kept=self._fixed_kept()))
+            self._place(self._fixed_activations())
             return
         fixed_bytes = sum(self._fixed_bytes_by_kind().values()) + LIBRARY_WORKSPACE_BYTES
         if not budget_bytes:
@@ -129,7 +132,7 @@ class DevicePlan:
         search = PlacementSearch(outline, sizes, machine, budget_bytes - fixed_bytes, choices, host_bytes)
         found = search.best()
         if found is None:
-            placement = dataclasses.replace(self.placement, kept=self._fixed_kept(), offloaded=frozenset())
+            placement = self._fixed_activations()
             time = simulate_step(outline, sizes, placement, machine)
             found = Candidate(placement, peak_bytes(outline, sizes, placement), time)
         self.predicted_bytes = fixed_bytes + found.peak_bytes
@@ -150,13 +153,16 @@ class DevicePlan:
 
     def _place(self, placement: Placement) -> None:
         before, self.placement = self.placement, placement
-        self._runtime.kept_layers = placement.kept
+        self._runtime.kept_layers, self._runtime.offloaded_layers = placement.kept, placement.offloaded
         where = (placement.resident, placement.on_device, placement.groups_on_device)
         if where != (before.resident, before.on_device, before.groups_on_device):
             self._runtime.place(*where)
 
-    def _fixed_kept(self) -> frozenset[int]:
-        return Placement.of_counts(len(self._runtime.layers), kept=self._choices.kept or 0).kept
+    def _fixed_activations(self) -> Placement:
+        """Weights and states as they lie; of the activations only what the settings ask for leaves recompute."""
+        count, choices = len(self._runtime.layers), self._choices
+        asked = Placement.of_counts(count, kept=choices.kept or 0, offloaded=choices.offloaded or 0)
+        return dataclasses.replace(self.placement, kept=asked.kept, offloaded=asked.offloaded)
 
     def model_sizes(self) -> Model:
         """What the simulation has to know of the engine."""
@@ -169,6 +175,7 @@ class DevicePlan:
             gradient_slots=max(1, len(runtime.offloader.slots)),
             steps_in_backward=bool(runtime.offloader.layer_done_listeners),
             micro_batches=self.micro_batches,
+            offloads_inputs=runtime.offloads_inputs,
         )
 
     def _budget_bytes(self) -> int:

@@ -20,6 +20,7 @@ from megatrain_accelerate.planning.step_outline import LayerProfile, StepOutline
 from megatrain_accelerate.streaming.kept_graph import KeptGraph
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import bound_weights
+from megatrain_accelerate.streaming.micro_batches import BatchSplit
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 _ROUNDS = 2
@@ -120,6 +121,8 @@ def _measure(
     runtime: StreamingRuntime, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], dry: LayerProfile
 ) -> tuple[LayerProfile, Any]:
     device = runtime.streams.device
+    split = BatchSplit.of_call(layer.name, args, kwargs, runtime.config.micro_batch_size)
+    args, kwargs = split.first_piece(args, kwargs)
     slot = runtime.prefetcher.acquire(layer, ())
     forward, kept_forward, backward = (_Stopwatch(device) for _ in range(3))
     run: Callable[..., Any] = layer.forward
@@ -148,8 +151,14 @@ def _measure(
     finally:
         runtime.prefetcher.release(slot)
     kept_bytes = max(0, kept_forward.left_bytes - output_bytes)
+    output = split.whole_output(output)
+    whole_bytes = sum(t.nbytes for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor))
+    share = sum(split.sizes) / split.sizes[0] if split.sizes else 1.0
     profile = dataclasses.replace(
         dry,
+        forward=dry.forward.times(1 / share),
+        backward=dry.backward.times(1 / share),
+        offloaded_bytes=round(dry.offloaded_bytes / share),
         kept_bytes=kept_bytes,
         forward_bytes=forward.peak_bytes,
         kept_forward_bytes=kept_forward.peak_bytes,
@@ -158,5 +167,5 @@ def _measure(
         forward_seconds=forward.seconds,
         kept_forward_seconds=kept_forward.seconds,
         backward_seconds=backward.seconds,
-    )
+    ).of_pieces(split, whole_bytes)
     return profile, output

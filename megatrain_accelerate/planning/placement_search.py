@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_outline import StepOutline
-from megatrain_accelerate.planning.step_simulation import Model, StepTime, peak_bytes, simulate_step
+from megatrain_accelerate.planning.step_simulation import Model, StepTime, peak_bytes, sent_bytes, simulate_step
 
 WORTH_IT = 0.005
 """Share of a step that a move of weights or states must gain; less isn't worth the memory."""
@@ -158,8 +158,7 @@ class PlacementSearch:
         return Candidate(chosen, taken, simulate_step(self._outline, self._model, chosen, self._machine))
 
     def _offloaded_bytes(self, placement: Placement) -> int:
-        profiles = self._outline.profiles
-        return sum(profiles[e.kind].kept_bytes for e in self._outline.forward_calls if e.layer in placement.offloaded)
+        return sum(sent_bytes(self._outline, self._model, placement))
 
 
 def _most(count: int, fits: Callable[[int], bool]) -> int:

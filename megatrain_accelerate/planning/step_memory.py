@@ -30,6 +30,10 @@ class OpCosts:
     traffic_bytes: float = 0.0
     """Read and written by all other operations that make new memory."""
 
+    def times(self, factor: float) -> OpCosts:
+        """The costs of ``factor`` times as much."""
+        return OpCosts(factor * self.flops, factor * self.traffic_bytes)
+
     def __sub__(self, other: OpCosts) -> OpCosts:
         return OpCosts(self.flops - other.flops, self.traffic_bytes - other.traffic_bytes)
 

@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from megatrain_accelerate.planning.step_memory import LiveBytes, OpCosts, dry_model, loss_of
+from megatrain_accelerate.streaming import activation_offload
 from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.micro_batches import BatchSplit
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 
@@ -27,6 +30,10 @@ class LayerProfile:
     backward: OpCosts
     kept_bytes: int
     """What the graph of a kept layer holds from forward to backward, its inputs and outputs left out."""
+    offloaded_bytes: int
+    """What of it goes to the host if the layer is offloaded."""
+    input_bytes: int
+    """What goes to the host of the inputs if those are offloaded."""
     forward_bytes: int
     """The most that is alive in a forward without a graph."""
     kept_forward_bytes: int
@@ -37,10 +44,43 @@ class LayerProfile:
     """The most in a backward that recomputes first."""
     inputs_need_grad: tuple[bool, ...]
     """For each tensor among the arguments."""
+    pieces: int = 1
+    """In which the batch runs."""
     forward_seconds: float | None = None
     """Measured (:mod:`.layer_measurement`); None: to be reckoned from the costs."""
     kept_forward_seconds: float | None = None
     backward_seconds: float | None = None
+
+    def of_pieces(self, split: BatchSplit, output_bytes: int) -> LayerProfile:
+        """This profile of the first piece of a batch as that of the whole batch, which runs piece by piece.
+
+        Args:
+            split: of the batch.
+            output_bytes: of the whole call; gradients of its inputs are as large.
+        """
+        if not split.sizes:
+            return self
+        share = sum(split.sizes) / split.sizes[0]
+        # The inner graphs hold the pieces' outputs besides the joined ones.
+        kept_bytes = round(share * self.kept_bytes) + output_bytes
+        times = (self.forward_seconds, self.kept_forward_seconds, self.backward_seconds)
+        forward_seconds, kept_forward_seconds, backward_seconds = (None if t is None else share * t for t in times)
+        return dataclasses.replace(
+            self,
+            forward=self.forward.times(share),
+            backward=self.backward.times(share),
+            kept_bytes=kept_bytes,
+            offloaded_bytes=round(share * self.offloaded_bytes),
+            # The pieces' outputs wait until they are joined.
+            forward_bytes=output_bytes + max(output_bytes, self.forward_bytes),
+            kept_forward_bytes=kept_bytes + max(output_bytes, self.kept_forward_bytes - self.kept_bytes),
+            kept_backward_bytes=output_bytes + max(output_bytes, self.kept_backward_bytes),
+            recomputed_bytes=output_bytes + max(output_bytes, self.recomputed_bytes),
+            pieces=split.count,
+            forward_seconds=forward_seconds,
+            kept_forward_seconds=kept_forward_seconds,
+            backward_seconds=backward_seconds,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +130,33 @@ def call_kind(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any
     return (type(layer.module).__qualname__, layer.unit.layout.key, attributes, shapes, str(spec))
 
 
+class _LeavingStorages:
+    """Counts what :mod:`megatrain_accelerate.streaming.activation_offload` would send to the host of one call.
+
+    Args:
+        layer, args, kwargs: the call.
+    """
+
+    def __init__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        sent = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in inputs if t.requires_grad}
+        self.input_bytes = sum(count for count in sent.values() if count >= activation_offload.MIN_OFFLOADED_BYTES)
+        self.saved_bytes = 0
+        stay = [*inputs, *layer.module.parameters(), *layer.module.buffers()]
+        self._seen = {tensor.untyped_storage()._cdata for tensor in stay}
+
+    def counted(self) -> saved_tensors_hooks:
+        """Adds up what autograd saves in the body, each storage once."""
+        return saved_tensors_hooks(self._count, lambda tensor: tensor)
+
+    def _count(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen and storage.nbytes() >= activation_offload.MIN_OFFLOADED_BYTES:
+            self._seen.add(storage._cdata)
+            self.saved_bytes += storage.nbytes()
+        return tensor
+
+
 class _EmptyLayer(torch.autograd.Function):
     """A layer's node without the layer: keeps its inputs, makes outputs and input gradients of the right shapes."""
 
@@ -114,11 +181,12 @@ class _EmptyLayer(torch.autograd.Function):
 class _Outliner:
     """Runs in the place of the layers and notes the events."""
 
-    def __init__(self, live: LiveBytes, anchor: torch.Tensor) -> None:
+    def __init__(self, live: LiveBytes, anchor: torch.Tensor, micro_batch_size: int | None) -> None:
         self.events: list[Event] = []
         self.profiles: dict[Hashable, LayerProfile] = {}
         self._live = live
         self._anchor = anchor
+        self._micro_batch_size = micro_batch_size
         self._costs_before = OpCosts()
         self._outputs: dict[Hashable, tuple[list[Any], Any, list[bool], list[tuple[Any, ...]]]] = {}
 
@@ -149,24 +217,29 @@ class _Outliner:
     def _profile(self, layer: StreamedLayer, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs the layer itself, without data, and leaves the counters of the outside as they were."""
         live = self._live
+        split = BatchSplit.of_call(layer.name, args, kwargs, self._micro_batch_size)
+        leaving = _LeavingStorages(layer, args, kwargs)
+        needs = tuple(t.requires_grad for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor))
+        args, kwargs = split.first_piece(args, kwargs)
         base, costs = live.live_bytes, live.costs
         with torch.no_grad():
             output = layer.forward(*args, **kwargs)
         forward_bytes = live.take_peak() - base
-        leaves, spec = tree_flatten(output)
+        leaves, spec = tree_flatten(split.whole_output(output))
         is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         shapes = [(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in made]
         rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._outputs[kind] = (rest, spec, is_tensor, shapes)
-        output_bytes = sum(leaf.untyped_storage().nbytes() for leaf in made)
+        whole_bytes = sum(leaf.untyped_storage().nbytes() for leaf in made)
+        output_bytes = sum(t.untyped_storage().nbytes() for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor))
         del output, leaves, made
         forward = live.costs - costs
         costs = live.costs
-        needs = tuple(t.requires_grad for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor))
         with torch.enable_grad():
             cut_args, cut_kwargs = as_leaves(args, kwargs, needs)
-            output = layer.forward(*cut_args, **cut_kwargs)
+            with leaving.counted():
+                output = layer.forward(*cut_args, **cut_kwargs)
         kept_forward_bytes = live.take_peak() - base
         kept_bytes = max(0, live.live_bytes - base - output_bytes)
         costs = live.costs
@@ -183,12 +256,14 @@ class _Outliner:
             forward=forward,
             backward=backward,
             kept_bytes=kept_bytes,
+            offloaded_bytes=min(kept_bytes, leaving.saved_bytes),
+            input_bytes=leaving.input_bytes,
             forward_bytes=forward_bytes,
             kept_forward_bytes=kept_forward_bytes,
             kept_backward_bytes=max(0, backward_peak - base - kept_bytes),
             recomputed_bytes=max(kept_forward_bytes, backward_peak - base),
             inputs_need_grad=needs,
-        )
+        ).of_pieces(split, whole_bytes)
         live.take_peak()
         self._costs_before = live.costs
 
@@ -218,7 +293,7 @@ def outline_step(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[st
     """
     with dry_model(model, inputs, device) as (dry_inputs, live):
         anchor = torch.empty((), device=device, requires_grad=True)
-        outliner = _Outliner(live, anchor)
+        outliner = _Outliner(live, anchor, runtime.config.micro_batch_size)
         runner: Callable[..., Any] = outliner
         with runtime.layers_run_by(runner), live:
             loss = loss_of(model.forward(**dry_inputs), device)

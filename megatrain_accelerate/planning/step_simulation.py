@@ -46,6 +46,8 @@ class Model:
     steps_in_backward: bool
     micro_batches: int
     """Backwards before a step."""
+    offloads_inputs: bool = False
+    """Whether the inputs of recomputed layers go to the host."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,63 @@ class StepTime:
         return max(busy, key=busy.__getitem__)
 
 
+def sent_bytes(outline: StepOutline, model: Model, placement: Placement) -> list[int]:
+    """For each call of the forward pass, the bytes that go to the host after it and come back in backward."""
+    sent = []
+    for event in outline.forward_calls:
+        profile = outline.profiles[event.kind]
+        recomputes = event.layer not in placement.kept | placement.offloaded
+        sent.append(
+            profile.offloaded_bytes * (event.layer in placement.offloaded)
+            + profile.input_bytes * (recomputes and model.offloads_inputs)
+        )
+    return sent
+
+
+class _Away:
+    """What of a step's activations is on the device besides, or less than, what the outline and kept layers hold.
+
+    Of the calls whose activations or inputs go to the host those of two runs are on the device at a time: in forward of this
+    one and the one before it, in backward of this one and the one that follows.
+    """
+
+    def __init__(self, outline: StepOutline, model: Model, placement: Placement) -> None:
+        self._calls = [event.layer for event in outline.forward_calls]
+        self._sent = sent_bytes(outline, model, placement)
+        # Of a batch that runs in pieces, two pieces are on the device.
+        pieces = [outline.profiles[event.kind].pieces for event in outline.forward_calls]
+        self._at_once = [sent // count for sent, count in zip(self._sent, pieces, strict=True)]
+        # An outline's inputs are all there; what an offloaded layer saved isn't in it.
+        self._is_input = [layer not in placement.offloaded for layer in self._calls]
+        self._inputs_before = [0]
+        for sent, is_input in zip(self._sent, self._is_input, strict=True):
+            self._inputs_before.append(self._inputs_before[-1] + (sent if is_input else 0))
+        self._forward, self._backward = -1, len(self._calls)
+        self.extra_bytes = 0
+        """To be added to what lives outside the layers now; negative if more is away."""
+
+    def forward_begins(self) -> None:
+        """The next call begins: the call before the last gives up its memory."""
+        self._forward += 1
+        self._set(self._forward, makes=False)
+
+    def forward_ends(self) -> None:
+        """The call's activations are made and begin to leave."""
+        self._set(self._forward, makes=True)
+
+    def backward_begins(self, layer: int) -> None:
+        """A layer's backward begins: its activations are back, those of the call before it come."""
+        self._backward -= 1
+        while self._backward > 0 and self._calls[self._backward] != layer:
+            self._backward -= 1
+        self._set(self._backward, makes=True)
+
+    def _set(self, call: int, makes: bool) -> None:
+        before = max(0, call - 1)
+        there = sum(self._at_once[i] for i in range(before, call + makes) if not self._is_input[i])
+        self.extra_bytes = there - self._inputs_before[before]
+
+
 def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
     """The most that a step has alive on the device, besides what the engine holds there in any case."""
     kept = grown = 0
@@ -77,24 +136,29 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
         # From the second on, the gradients of the first are there.
         held += sum(model.layers[i].gradient_bytes for i in placement.on_device)
         held += sum(unit.gradient_bytes for unit in groups)
+    away = _Away(outline, model, placement)
     for event in outline.events:
         profile = outline.profiles[event.kind]
-        peak = max(peak, event.peak_bytes + kept + grown)
+        peak = max(peak, event.peak_bytes + kept + grown + away.extra_bytes)
         keeps = event.layer in placement.kept
         offloads = event.layer in placement.offloaded
+        # What is too small to go to the host stays.
+        staying = profile.kept_bytes if keeps else profile.kept_bytes - profile.offloaded_bytes if offloads else 0
         if event.is_backward:
+            away.backward_begins(event.layer)
             above = profile.kept_backward_bytes if keeps or offloads else profile.recomputed_bytes
-            # What comes back for this layer, and for the next one while this one computes.
-            coming = 2 * profile.kept_bytes if offloads else 0
-            peak = max(peak, event.live_bytes + kept + grown + above + coming)
-            kept -= profile.kept_bytes if keeps else 0
+            peak = max(peak, event.live_bytes + kept + grown + above + away.extra_bytes)
+            kept -= staying
             if event.layer in placement.on_device and model.micro_batches == 1:
                 grown += model.layers[event.layer].gradient_bytes
         else:
+            away.forward_begins()
             above = profile.kept_forward_bytes if keeps or offloads else profile.forward_bytes
-            leaving = profile.kept_bytes if offloads else 0
-            peak = max(peak, event.live_bytes + kept + above + leaving)
-            kept += profile.kept_bytes if keeps else 0
+            if offloads and profile.pieces > 2:  # the earlier pieces' have left
+                above -= profile.offloaded_bytes * (profile.pieces - 2) // profile.pieces
+            peak = max(peak, event.live_bytes + kept + above + away.extra_bytes)
+            kept += staying
+            away.forward_ends()
     return held + max(peak, outline.tail_peak_bytes + kept + grown)
 
 
@@ -129,6 +193,7 @@ class _Pipeline:
     def __init__(self, outline: StepOutline, model: Model, placement: Placement, machine: Machine) -> None:
         self.outline, self.model, self.placement, self.machine = outline, model, placement, machine
         self.seconds = {kind: _profile_seconds(profile, machine) for kind, profile in outline.profiles.items()}
+        self.sent = sent_bytes(outline, model, placement)
         self.compute, self.h2d, self.d2h, self.host = _Resource(), _Resource(), _Resource(), _Resource()
         self.applied = [0.0] * len(model.layers)
         self.resident_at = [0.0] * len(model.layers)
@@ -160,19 +225,20 @@ class _Pipeline:
 
     def forward_and_backward(self, is_last: bool) -> None:
         placement, machine = self.placement, self.machine
-        returned: dict[int, float] = {}
+        gone: dict[int, float] = {}
+        sent = dict(zip([event.layer for event in self.outline.forward_calls], self.sent, strict=True))
         self.compute.work(0.0, self.before_at)
         events = self.outline.events
         last_forward = max((i for i, event in enumerate(events) if not event.is_backward), default=-1)
         for position, event in enumerate(events):
             self.compute.work(op_seconds(event.costs, machine))
-            unit, profile = self.model.layers[event.layer], self.outline.profiles[event.kind]
+            unit = self.model.layers[event.layer]
             forward, kept_forward, backward = self.seconds[event.kind]
             keeps, offloads = event.layer in placement.kept, event.layer in placement.offloaded
             ready = self._weights_at(event.layer)
             if event.is_backward:
-                if offloads:
-                    ready = max(ready, self.h2d.work(profile.kept_bytes / machine.h2d_bytes, returned[event.layer]))
+                if sent[event.layer]:
+                    ready = max(ready, self.h2d.work(sent[event.layer] / machine.h2d_bytes, gone[event.layer]))
                 if event.layer not in placement.on_device and unit.gradient_bytes:
                     full = len(self.gradients_out) == self.model.gradient_slots
                     ready = max(ready, self.gradients_out[0] if full else 0.0)
@@ -182,8 +248,8 @@ class _Pipeline:
                     self._gradient_leaves(event.layer, end, is_last)
             else:
                 end = self.compute.work(kept_forward if keeps or offloads else forward, ready)
-                if offloads:
-                    returned[event.layer] = self.d2h.work(profile.kept_bytes / machine.d2h_bytes, end)
+                if sent[event.layer]:
+                    gone[event.layer] = self.d2h.work(sent[event.layer] / machine.d2h_bytes, end)
                 if position == last_forward:
                     self.compute.work(0.0, self.after_at)
             self._uses_slot(event.layer, end)

@@ -1,7 +1,8 @@
-"""The inner graph of a layer that isn't recomputed: activations stay on the device, weights don't.
+"""The inner graph of a layer that isn't recomputed: activations are kept, on the device or on the host, weights aren't.
 
 What autograd saves of the slot's weights is replaced by their place in the slot (``saved_tensors_hooks``), and put back
-from whatever slot holds the layer when its backward comes. So a kept layer costs its activations only.
+from whatever slot holds the layer when its backward comes. So a kept layer costs its activations only; an offloaded one
+costs them in host memory (``activation_offload.py``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatrain_accelerate.streaming.activation_offload import ParcelPlace, Recording
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 
 
@@ -33,6 +35,30 @@ class _SlotPlace:
         return slot.buffer.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
+class _SavedTensors:
+    """What stands in the graph for each tensor that autograd saves.
+
+    An object of its own: the graph holds it through its hooks, so that one that holds the graph would never be freed.
+    """
+
+    def __init__(self, slot: WeightSlot, offloaded: Recording | None) -> None:
+        self.slot: WeightSlot | None = slot
+        self._address = slot.buffer.untyped_storage().data_ptr()
+        self._offloaded = offloaded
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        if tensor.untyped_storage().data_ptr() == self._address:
+            return _SlotPlace.of(tensor)
+        place = self._offloaded.place(tensor) if self._offloaded is not None else None
+        return tensor if place is None else place
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, _SlotPlace):
+            assert self.slot is not None, "a kept layer's graph is used outside its backward"
+            return packed.view(self.slot)
+        return packed.tensor() if isinstance(packed, ParcelPlace) else packed
+
+
 class KeptGraph:
     """One kept run of a layer: leaves and outputs of its inner graph.
 
@@ -40,11 +66,11 @@ class KeptGraph:
 
     Args:
         slot: where the layer's weights are while it runs forward.
+        offloaded: collects what goes to the host; None for a layer whose activations stay on the device.
     """
 
-    def __init__(self, slot: WeightSlot) -> None:
-        self._slot: WeightSlot | None = slot
-        self._address = slot.buffer.untyped_storage().data_ptr()
+    def __init__(self, slot: WeightSlot, offloaded: Recording | None = None) -> None:
+        self._saved = _SavedTensors(slot, offloaded)
         self.inputs: list[torch.Tensor] = []
         """The layer's input tensors, cut off from the outer graph."""
         self.weight_leaves: list[torch.Tensor] = []
@@ -53,23 +79,12 @@ class KeptGraph:
 
     def recording(self) -> AbstractContextManager[Any]:
         """Autograd saves what the body computes, less the weights."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return saved_tensors_hooks(self._saved.pack, self._saved.unpack)
 
     def leave_slot(self) -> None:
         """Forward is over: the slot may hold another layer from now on."""
-        self._slot = None
+        self._saved.slot = None
 
     def use_slot(self, slot: WeightSlot) -> None:
         """Backward begins: the layer's weights are in ``slot``."""
-        self._slot = slot
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        if tensor.untyped_storage().data_ptr() == self._address:
-            return _SlotPlace.of(tensor)
-        return tensor
-
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, _SlotPlace):
-            assert self._slot is not None, "a kept layer's graph is used outside its backward"
-            return packed.view(self._slot)
-        return packed
+        self._saved.slot = slot

@@ -18,12 +18,14 @@ from torch.profiler import record_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
+from megatrain_accelerate.streaming.activation_offload import ActivationOffloader
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers, without_saving
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.kept_graph import KeptGraph
 from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.micro_batches import BatchSplit, GradientSums, JoinedOutputs
 
 
 class OutputRecorder(Protocol):
@@ -41,6 +43,9 @@ class OutputRecorder(Protocol):
     def publish(self, token: Any, tensors: list[torch.Tensor]) -> None:
         """Puts the node's outputs in the place of the tensors recorded in forward. Must let go of all tensors."""
 
+    def discard(self, token: Any) -> None:
+        """Takes back what was recorded in forward since ``token`` was made. Must let go of all tensors."""
+
 
 class RunContext:
     """What a layer call needs of the engine; one object per engine."""
@@ -54,11 +59,18 @@ class RunContext:
         offloader: GradientOffloader,
         backward_begins: Callable[[], None],
         keeps: Callable[[StreamedLayer], bool],
+        offloads: Callable[[StreamedLayer], bool],
+        activations: ActivationOffloader,
         recorder: OutputRecorder | None,
         compiled: CompiledLayers,
+        micro_batch_size: int | None,
+        sums: GradientSums,
     ) -> None:
         self.device = device
         self.compiled = compiled
+        self.micro_batch_size = micro_batch_size
+        """Samples that a layer computes at once; None for the whole batch."""
+        self.sums = sums
         self.acquire_forward = acquire_forward
         self.acquire_backward = acquire_backward
         self.release = release
@@ -66,6 +78,9 @@ class RunContext:
         self.backward_begins = backward_begins
         self.keeps = keeps
         """Whether a layer's activations stay on the device until its backward."""
+        self.offloads = offloads
+        """Whether a layer's activations go to the host until its backward."""
+        self.activations = activations
         self.recorder = recorder
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         """Keeps the node in the graph when no input requires grad (a frozen embedding below trained layers)."""
@@ -126,7 +141,9 @@ class LayerCall:
         self.output_spec: TreeSpec | None = None
         self.output_rest: list[Any] = []
         self.output_is_tensor: list[bool] = []
-        self.token: Any = None
+        self.tokens: list[Any] = []
+        """The recorder's, one for each piece of the batch."""
+        self.split = BatchSplit.of_call(layer.name, args, kwargs, context.micro_batch_size)
         self.is_compiled = False
         """Whether the layer should run compiled; decided once for forward and recompute."""
 
@@ -135,13 +152,13 @@ class LayerCall:
         tensors, self._tensors = self._tensors, []
         return tensors
 
-    def run(self, tensors: list[torch.Tensor], replay: bool) -> list[torch.Tensor]:
-        """Runs the layer's own forward; returns its output tensors, then the recorded ones."""
+    def run(self, tensors: list[torch.Tensor], replay: bool, piece: int = 0) -> list[torch.Tensor]:
+        """Runs the layer's own forward on a piece of the batch; returns its output tensors, then the recorded ones."""
         source = iter(tensors)
         leaves = [next(source) if flag else rest for flag, rest in zip(self._is_tensor, self._rest, strict=True)]
         args, kwargs = tree_unflatten(leaves, self._spec)
         recorder = self.context.recorder
-        token = recorder.start(self.token if replay else None) if recorder is not None else None
+        token = recorder.start(self.tokens[piece] if replay else None) if recorder is not None else None
         recorded: list[torch.Tensor] = []
         try:
             if self.is_compiled:
@@ -154,9 +171,15 @@ class LayerCall:
         leaves, spec = tree_flatten(output)
         _refuse_hidden_tensors(self.layer, leaves)
         if not replay:
-            self.output_spec, self.token = spec, token
+            rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            if piece and (spec, rest) != (self.output_spec, self.output_rest):
+                raise UnsupportedError(
+                    f"layer {self.layer.name} returns other things for other pieces of a batch, which can't be joined; leave "
+                    "megatrain_config.micro_batch_size unset"
+                )
+            self.tokens.append(token)
+            self.output_spec, self.output_rest = spec, rest
             self.output_is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-            self.output_rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] + recorded
 
     def rebuild(self, tensors: list[torch.Tensor]) -> Any:
@@ -165,7 +188,9 @@ class LayerCall:
         source = iter(tensors)
         leaves = [next(source) if flag else rest for flag, rest in zip(self.output_is_tensor, self.output_rest, strict=True)]
         if self.context.recorder is not None:
-            self.context.recorder.publish(self.token, list(source))
+            for token in reversed(self.tokens[1:]):
+                self.context.recorder.discard(token)
+            self.context.recorder.publish(self.tokens[0], list(source))
         return tree_unflatten(leaves, self.output_spec)
 
 
@@ -187,10 +212,20 @@ def bound_weights(layer: StreamedLayer, slot: WeightSlot) -> tuple[list[torch.Te
     return weights, leaves
 
 
+@dataclasses.dataclass
+class _Run:
+    """What backward needs of one run of a layer, on the whole batch or a piece of it, besides the inputs."""
+
+    ambient: AmbientState
+    kept: KeptGraph | None
+    """Taken by the first backward; a second one recomputes."""
+
+
 class LayerFunction(torch.autograd.Function):
     """Forward without a graph; backward fetches the layer again, recomputes, and offloads the gradients.
 
-    For a layer that is kept the inner graph is made in forward instead, and used in backward.
+    For a layer that is kept or offloaded the inner graph is made in forward instead, and used in backward. A batch that is
+    cut runs piece by piece, forward in order and backward in the reverse, while the layer stays in its slot.
     """
 
     @staticmethod
@@ -198,22 +233,16 @@ class LayerFunction(torch.autograd.Function):
         context, layer = call.context, call.layer
         ctx.call, ctx.tape, ctx.position = call, tape, position
         ctx.set_materialize_grads(False)
-        ctx.ambient = AmbientState(context.device)
         ctx.save_for_backward(*tensors)
         versions = [tensor._version for tensor in tensors]
         slot = context.acquire_forward(layer, tape, position, True)
         ctx.weights_version = layer.unit.version
-        ctx.kept = KeptGraph(slot) if context.keeps(layer) else None
         call.is_compiled = context.compiled.wants(layer)
+        ctx.runs, made = [], []
         try:
             with record_function(f"megatrain::forward ({layer.name})"):
-                if ctx.kept is not None:
-                    outputs = LayerFunction._run_kept(ctx.kept, call, slot, _cut_off(tensors, ctx.needs_input_grad[4:]))
-                elif call.is_compiled:
-                    outputs = LayerFunction._run_compiled(call, slot, _cut_off(tensors, ctx.needs_input_grad[4:]))
-                else:
-                    with layer.bound(slot.views(layer.unit.layout)):
-                        outputs = call.run(list(tensors), replay=False)
+                for piece in call.split.pieces(tensors):
+                    made.append(LayerFunction._forward_piece(ctx, slot, piece))
         finally:
             context.release(slot)
         if versions != [tensor._version for tensor in tensors]:
@@ -221,29 +250,47 @@ class LayerFunction(torch.autograd.Function):
                 f"layer {layer.name} writes to its inputs in place, so that it can't be run again from them in backward; name "
                 "other layers in megatrain_config.layer_classes"
             )
-        return tuple(outputs)
+        joined = JoinedOutputs.of_pieces(layer.name, call.split, made, sum(call.output_is_tensor))
+        ctx.joined = joined.without_tensors()
+        return tuple(joined.tensors)
 
     @staticmethod
-    def _run_kept(kept: KeptGraph, call: LayerCall, slot: WeightSlot, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        weights, kept.weight_leaves = bound_weights(call.layer, slot)
-        kept.inputs = inputs
-        with call.layer.bound(weights), kept.recording(), torch.enable_grad():
-            kept.outputs = call.run(inputs, replay=False)
+    def _forward_piece(ctx: Any, slot: WeightSlot, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        call: LayerCall = ctx.call
+        context, layer = call.context, call.layer
+        piece = len(ctx.runs)
+        ctx.runs.append(_Run(AmbientState(context.device), None))
+        context.activations.run_begins()
+        offloaded = None
+        if context.offloads(layer):
+            offloaded = context.activations.record(layer.name, [*tensors, *layer.module.buffers()])
+        if offloaded is None and not context.keeps(layer):
+            if call.is_compiled:
+                return LayerFunction._run_compiled(call, slot, _cut_off(tensors, ctx.needs_input_grad[4:]), piece)
+            with layer.bound(slot.views(layer.unit.layout)):
+                return call.run(tensors, replay=False, piece=piece)
+        kept = ctx.runs[piece].kept = KeptGraph(slot, offloaded)
+        weights, kept.weight_leaves = bound_weights(layer, slot)
+        kept.inputs = _cut_off(tensors, ctx.needs_input_grad[4:])
+        with layer.bound(weights), kept.recording(), torch.enable_grad():
+            kept.outputs = call.run(kept.inputs, replay=False, piece=piece)
         kept.leave_slot()
+        if offloaded is not None:
+            context.activations.send(offloaded, ctx.tape, ctx.position)
         return [output.detach() for output in kept.outputs]
 
     @staticmethod
-    def _run_compiled(call: LayerCall, slot: WeightSlot, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _run_compiled(call: LayerCall, slot: WeightSlot, inputs: list[torch.Tensor], piece: int) -> list[torch.Tensor]:
         """The graph that recompute will run, dropped again."""
         weights, _ = bound_weights(call.layer, slot)
         with call.layer.bound(weights), without_saving(), torch.enable_grad():
-            return [output.detach() for output in call.run(inputs, replay=False)]
+            return [output.detach() for output in call.run(inputs, replay=False, piece=piece)]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
         call: LayerCall = ctx.call
-        context, layer = call.context, call.layer
+        context, layer, split = call.context, call.layer, call.split
         if layer.has_trainable and not torch.autograd._is_checkpoint_valid():
             raise UnsupportedError(
                 "torch.autograd.grad() and backward(inputs=...) can't be used through streamed layers that train: their "
@@ -251,49 +298,75 @@ class LayerFunction(torch.autograd.Function):
                 "accelerator.prepare()"
             )
         context.backward_begins()
-        kept, ctx.kept = ctx.kept, None
-        tensors = kept.inputs if kept is not None else _cut_off(ctx.saved_tensors, ctx.needs_input_grad[4:])
-        wanted = [tensor for tensor in tensors if tensor.requires_grad]
         slot = context.acquire_backward(layer, ctx.tape, ctx.position)
+        weight_gradients: list[torch.Tensor | None] = []
+        input_gradients: list[list[torch.Tensor | None]] = [[]] * split.count
         try:
             if layer.unit.version != ctx.weights_version:
                 raise StateError(
                     f"the weights of layer {layer.name} were changed between its forward and its backward (by "
                     "optimizer.step() or a write); run backward before the step"
                 )
-            weights, leaves = bound_weights(layer, slot)
-            with layer.bound(weights):
-                if kept is not None:
-                    outputs, leaves = kept.outputs, kept.weight_leaves
-                    kept.use_slot(slot)
-                else:
-                    with (
-                        ctx.ambient.entered(),
-                        torch.enable_grad(),
-                        record_function(f"megatrain::recompute ({layer.name})"),
-                    ):
-                        outputs = call.run(tensors, replay=True)
-                pairs = [
-                    (output, gradient)
-                    for output, gradient in zip(outputs, grad_outputs, strict=True)
-                    if gradient is not None and output.requires_grad
-                ]
-                gradients: tuple[torch.Tensor | None, ...] = (None,) * (len(wanted) + len(leaves))
-                if pairs and (wanted or leaves):
-                    with record_function(f"megatrain::backward ({layer.name})"):
-                        gradients = torch.autograd.grad(
-                            [output for output, _ in pairs],
-                            [*wanted, *leaves],
-                            [gradient for _, gradient in pairs],
-                            allow_unused=True,
-                        )
+            if split.count > 1:
+                context.sums.begin(layer.unit.layout)
+            grads_of = ctx.joined.gradients_of_pieces(grad_outputs, split)
+            for piece in reversed(range(split.count)):
+                context.activations.bring_back(ctx.tape, ctx.position, piece)
+                input_gradients[piece], weight_gradients = LayerFunction._backward_piece(ctx, slot, piece, grads_of[piece])
+                grads_of[piece] = []
+                if split.count > 1:
+                    context.sums.add(weight_gradients)
+                    weight_gradients = []  # gone before the next piece makes its own
+            if split.count > 1:
+                weight_gradients = context.sums.take()
         finally:
             context.release(slot)
-        del outputs, pairs, kept
-        if leaves:
-            arrived = iter(gradients[len(wanted) :])
-            trainable = [state for state in layer.unit.states if state.entry.spec.trainable]
-            # Frozen since it was prepared: its place stays empty.
-            context.offloader.offload(layer, [next(arrived) if state.parameter.requires_grad else None for state in trainable])
-        input_gradients = iter(gradients[: len(wanted)])
-        return (None, None, None, None, *(next(input_gradients) if t.requires_grad else None for t in tensors))
+        if weight_gradients:
+            context.offloader.offload(layer, weight_gradients)
+        return (None, None, None, None, *split.join_gradients(input_gradients))
+
+    @staticmethod
+    def _backward_piece(
+        ctx: Any, slot: WeightSlot, piece: int, grad_outputs: list[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """The gradients of a piece's inputs, and one for each trainable weight."""
+        call, run = ctx.call, ctx.runs[piece]
+        kept, run.kept = run.kept, None
+        if kept is not None:
+            tensors = kept.inputs
+        else:
+            tensors = _cut_off(call.split.pieces(ctx.saved_tensors)[piece], ctx.needs_input_grad[4:])
+        wanted = [tensor for tensor in tensors if tensor.requires_grad]
+        weights, leaves = bound_weights(call.layer, slot)
+        with call.layer.bound(weights):
+            if kept is not None:
+                outputs, leaves = kept.outputs, kept.weight_leaves
+                kept.use_slot(slot)
+            else:
+                with (
+                    run.ambient.entered(),
+                    torch.enable_grad(),
+                    record_function(f"megatrain::recompute ({call.layer.name})"),
+                ):
+                    outputs = call.run(tensors, replay=True, piece=piece)
+            pairs = [
+                (output, gradient)
+                for output, gradient in zip(outputs, grad_outputs, strict=True)
+                if gradient is not None and output.requires_grad
+            ]
+            gradients: tuple[torch.Tensor | None, ...] = (None,) * (len(wanted) + len(leaves))
+            if pairs and (wanted or leaves):
+                with record_function(f"megatrain::backward ({call.layer.name})"):
+                    gradients = torch.autograd.grad(
+                        [output for output, _ in pairs],
+                        [*wanted, *leaves],
+                        [gradient for _, gradient in pairs],
+                        allow_unused=True,
+                    )
+        of_inputs, of_weights = iter(gradients[: len(wanted)]), iter(gradients[len(wanted) :])
+        trainable = [state for state in call.layer.unit.states if state.entry.spec.trainable]
+        return (
+            [next(of_inputs) if tensor.requires_grad else None for tensor in tensors],
+            # One that was frozen since it was prepared has no leaf: its place stays empty.
+            [next(of_weights) if state.parameter.requires_grad else None for state in trainable],
+        )

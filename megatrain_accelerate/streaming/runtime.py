@@ -17,6 +17,7 @@ from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
 from megatrain_accelerate.optim.device_kernel import device_kernels
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
+from megatrain_accelerate.streaming.activation_offload import ActivationOffloader, inputs_offloaded
 from megatrain_accelerate.streaming.call_order import CallOrder, Tape
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
 from megatrain_accelerate.streaming.device_slots import WeightSlot
@@ -24,6 +25,7 @@ from megatrain_accelerate.streaming.grad_offload import GradientOffloader, NormT
 from megatrain_accelerate.streaming.layer import StreamedLayer, UpdateGate
 from megatrain_accelerate.streaming.layer_function import LayerCall, LayerFunction, OutputRecorder, RunContext
 from megatrain_accelerate.streaming.meter import Meter
+from megatrain_accelerate.streaming.micro_batches import GradientSums
 from megatrain_accelerate.streaming.prefetch import Prefetcher
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.streams import Streams
@@ -95,12 +97,18 @@ class StreamingRuntime:
         self.offloader.gradients_complete = lambda: self.gradients_complete()
         self.kept_layers: frozenset[int] = frozenset()
         """Indices of the layers whose activations stay on the device instead of being recomputed; set by the plan."""
+        self.offloaded_layers: frozenset[int] = frozenset()
+        """Indices of the layers whose activations go to the host instead of being recomputed; set by the plan."""
+        self.offloads_inputs = False
+        """Whether the inputs of recomputed layers go to the host; set by the plan."""
+        self.activations = ActivationOffloader.for_engine(config, kernels, streams, meter, register)
         self.moved_listeners: dict[int, Callable[[HostUnit], None]] = {}
         """Called with a unit that moved to or from the device; entered by optimizers, by their id."""
         self.states_may_move = True
         """Whether the optimizer can step on the device; false for one without a kernel of its own."""
         self.compiled = CompiledLayers(config.compile_layers, streams.device)
         self._order = CallOrder(len(self.layers))
+        self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
         self._context = RunContext(
             device=streams.device,
             acquire_forward=self._acquire_forward,
@@ -109,8 +117,12 @@ class StreamingRuntime:
             offloader=self.offloader,
             backward_begins=self._backward_begins,
             keeps=lambda layer: layer.index in self.kept_layers,
+            offloads=lambda layer: layer.index in self.offloaded_layers,
+            activations=self.activations,
             recorder=recorder,
             compiled=self.compiled,
+            micro_batch_size=config.micro_batch_size,
+            sums=self.gradient_sums,
         )
         self._handles: list[Any] = []
         self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}
@@ -169,7 +181,11 @@ class StreamingRuntime:
                 tape, position = self._order.record(layer.index)
                 self._open_tapes.add(tape)
                 anchor = self._context.anchor if layer.has_trainable else self._context.anchor.detach()
-                return call.rebuild(list(LayerFunction.apply(call, tape, position, anchor, *tensors)))
+                offloads = self.offloads_inputs and layer.index not in self.kept_layers | self.offloaded_layers
+                offloading = inputs_offloaded(self.activations, layer.name, tensors, tape, position)
+                with offloading if offloads else contextlib.nullcontext():
+                    outputs = list(LayerFunction.apply(call, tape, position, anchor, *tensors))
+                return call.rebuild(outputs)
         tape, position = self._order.record(layer.index)
         slot = self._acquire_forward(layer, tape, position, False)
         try:
@@ -218,6 +234,7 @@ class StreamingRuntime:
         self._open_tapes.clear()
         self._backward_tape = None
         self._order.end_pass()
+        self.activations.settle()
         self.worker.raise_if_failed()
         if self.gradients_complete():
             # From here on anybody may read `parameter.grad`, or let go of it.
@@ -397,6 +414,7 @@ class StreamingRuntime:
         for handle in self._handles:
             handle.remove()
         self.offloader.close()
+        self.activations.close()
         self.norms.close()
         for unit in self.units:
             unit.release()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import plain_torch
@@ -20,19 +19,6 @@ from megatrain_accelerate.streaming import prefetch
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SLEEP_CYCLES = 20_000_000  # about 10 ms: far longer than the kernels of the tiny models here
-
-
-@pytest.fixture(autouse=True)
-def exact_torch_sqrt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "sqrt", plain_torch.ieee_sqrt)
-
-
-@pytest.fixture(autouse=True)
-def deterministic_kernels() -> Iterator[None]:
-    # Atomics in attention's and the embedding's backward would make two runs of the same code differ.
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def plain_on_gpu(model: nn.Module, batches: list[torch.Tensor], **settings: Any) -> plain_torch.PlainRun:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from engine_runs import attach
@@ -23,16 +26,16 @@ def test_a_kept_layer_holds_no_weights_and_lets_go_after_backward() -> None:
     saved: list[torch.Tensor] = []
     from megatrain_accelerate.streaming import kept_graph
 
-    pack = kept_graph.KeptGraph._pack
+    pack = kept_graph._SavedTensors.pack
     with pytest.MonkeyPatch.context() as patch:
 
-        def spy(self: kept_graph.KeptGraph, tensor: torch.Tensor) -> object:
+        def spy(self: kept_graph._SavedTensors, tensor: torch.Tensor) -> object:
             packed = pack(self, tensor)
             if isinstance(packed, torch.Tensor):
                 saved.append(packed)
             return packed
 
-        patch.setattr(kept_graph.KeptGraph, "_pack", spy)
+        patch.setattr(kept_graph._SavedTensors, "pack", spy)
         loss = model(input_ids=ids, labels=ids).loss
     assert len(saved) > 20
     assert not any(tensor.untyped_storage().data_ptr() in buffers for tensor in saved)
@@ -53,3 +56,18 @@ def test_a_second_backward_through_a_kept_layer_recomputes() -> None:
         gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
         engine.close()
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_kept_forward_without_a_backward_gives_its_activations_back() -> None:
+    model = tiny_model().train()
+    engine = attach(model, keep_layers=4)
+    alive: list[weakref.ref[torch.UntypedStorage]] = []
+    hook = lambda module, args, output: alive.append(weakref.ref(output.untyped_storage()))  # noqa: E731
+    model.model.layers[1].mlp.act_fn.register_forward_hook(hook)
+    ids = token_batches(1)[0]
+    loss = model(input_ids=ids, labels=ids).loss
+    assert alive[0]() is not None
+    del loss
+    gc.collect()
+    assert alive[0]() is None
+    engine.close()

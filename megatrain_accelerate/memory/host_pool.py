@@ -1,0 +1,176 @@
+"""A pool of registered host memory for what leaves the device for a while: blocks that are taken and given back.
+
+A block may lie in several parts: what is free is used wherever it lies, so that the pool never fragments and never holds
+more than was in use at once, rounded up to a segment. Batches of another length find their place in it again.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+from typing import Any
+
+import torch
+
+from megatrain_accelerate.errors import HostMemoryError
+from megatrain_accelerate.memory.host_limits import available_host_bytes
+from megatrain_accelerate.memory.host_memory import HostMemory
+from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.units import KIB, format_bytes, round_up
+
+GRANULE_BYTES = 64 * KIB
+"""Blocks are multiples of it: no part is so small that its copy costs more to issue than to run."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class _Range:
+    """Bytes ``start`` to ``end`` of a segment."""
+
+    segment: int
+    start: int
+    end: int
+
+
+class HostBlock:
+    """Bytes of the pool, in one part or several.
+
+    Owner: who took it, until :meth:`HostPool.give_back`.
+
+    Args:
+        ranges: where the parts lie.
+        parts: the parts in order, uint8; together exactly the bytes that were asked for.
+    """
+
+    def __init__(self, ranges: list[_Range], parts: list[torch.Tensor]) -> None:
+        self.ranges = ranges
+        self.parts = parts
+
+
+class HostPool:
+    """Owner of registered segments of host memory, and of what is free in them.
+
+    A block that is given back with an event is free once the event is over: a copy may still read or write it. Blocks may be
+    given back by any thread; they are taken by one at a time.
+
+    Args:
+        segment_bytes: bytes by which the pool grows, at least.
+        kernels: touch new memory, with all their threads.
+        huge_pages, register: see :class:`HostMemory`.
+        host_memory_gib: the user's figure, see :func:`available_host_bytes`.
+    """
+
+    def __init__(
+        self,
+        segment_bytes: int,
+        *,
+        kernels: HostKernels,
+        huge_pages: bool,
+        register: bool,
+        host_memory_gib: float | None = None,
+    ) -> None:
+        self._segment_bytes = segment_bytes
+        self._kernels = kernels
+        self._huge_pages = huge_pages
+        self._register = register
+        self._host_memory_gib = host_memory_gib
+        self._segments: list[HostMemory] = []
+        self._buffers: list[torch.Tensor] = []
+        self._free: list[_Range] = []
+        self._free_bytes = 0
+        self._pending: collections.deque[tuple[Any, HostBlock]] = collections.deque()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(segment.size_bytes for segment in self._segments)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of blocks that weren't given back, or that a copy may still use."""
+        self._reclaim(wait=False)
+        return self.size_bytes - self._free_bytes
+
+    def take(self, size_bytes: int) -> HostBlock:
+        """A block of ``size_bytes`` (at least 1). Grows the pool only if what is free is too small.
+
+        Raises:
+            HostMemoryError: the pool would have to grow beyond the host memory that this process may use.
+        """
+        wanted = round_up(size_bytes, GRANULE_BYTES)
+        for wait in (False, True):
+            if self._free_bytes < wanted:
+                self._reclaim(wait)
+        if self._free_bytes < wanted:
+            self._grow(wanted - self._free_bytes)
+        ranges: list[_Range] = []
+        while wanted:
+            free = self._free.pop(0)
+            end = min(free.end, free.start + wanted)
+            ranges.append(_Range(free.segment, free.start, end))
+            if end < free.end:
+                self._free.insert(0, _Range(free.segment, end, free.end))
+            wanted -= end - free.start
+            self._free_bytes -= end - free.start
+        parts = []
+        for place in ranges:
+            part = self._buffers[place.segment][place.start : place.end][:size_bytes]
+            parts.append(part)
+            size_bytes -= part.numel()
+        return HostBlock(ranges, parts)
+
+    def give_back(self, block: HostBlock, event: Any) -> None:
+        """The block may be taken again once ``event`` is over."""
+        if self._segments:  # graphs may outlive a closed pool
+            self._pending.append((event, block))
+
+    def _reclaim(self, wait: bool) -> None:
+        for _ in range(len(self._pending)):
+            event, block = self._pending.popleft()
+            if wait:
+                event.synchronize()
+            elif not event.query():
+                self._pending.append((event, block))
+                continue
+            for place in block.ranges:
+                self._insert(place)
+
+    def _insert(self, place: _Range) -> None:
+        self._free_bytes += place.end - place.start
+        index = bisect.bisect_left(self._free, place)
+        if index < len(self._free):
+            after = self._free[index]
+            if after.segment == place.segment and after.start == place.end:
+                place = _Range(place.segment, place.start, after.end)
+                del self._free[index]
+        if index > 0:
+            before = self._free[index - 1]
+            if before.segment == place.segment and before.end == place.start:
+                place = _Range(place.segment, before.start, place.end)
+                index -= 1
+                del self._free[index]
+        self._free.insert(index, place)
+
+    def _grow(self, missing_bytes: int) -> None:
+        size = round_up(max(missing_bytes, self._segment_bytes), GRANULE_BYTES)
+        available = available_host_bytes(self._host_memory_gib)
+        if size > available:
+            raise HostMemoryError(
+                f"activations that leave the GPU hold {format_bytes(self.size_bytes)} of host memory and need "
+                f"{format_bytes(size)} more, but {format_bytes(available)} are left; lower "
+                "megatrain_config.offload_layers, set megatrain_config.offload_inputs to false, or take shorter batches"
+            )
+        memory = HostMemory(size, huge_pages=self._huge_pages, register=self._register)
+        buffer = memory.tensor(0, (size,), torch.uint8)
+        self._kernels.zero(buffer)
+        memory.register()
+        self._segments.append(memory)
+        self._buffers.append(buffer)
+        self._insert(_Range(len(self._segments) - 1, 0, size))
+
+    def close(self) -> None:
+        """Unregisters the memory; it is unmapped when the last block's views die."""
+        self._reclaim(wait=True)
+        for segment in self._segments:
+            segment.close()
+        self._segments, self._buffers, self._free, self._free_bytes = [], [], [], 0

@@ -1,0 +1,250 @@
+"""A layer's call in pieces of its batch: the layer is fetched once and serves all of them.
+
+What holds a whole batch is cut along dimension 0, what all samples share goes to every piece. Anything else is refused: a
+wrong guess would train on wrong numbers without a word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
+
+from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.memory.flat_layout import FlatLayout
+
+_PER_TOKEN_NAMES = ("cache_position",)
+"""Arguments of one dimension that are the same for all samples, whatever their length."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSplit:
+    """How the tensors of one call are cut.
+
+    Attributes:
+        sizes: samples of each piece, in order; the last may be smaller. Empty for a call that isn't cut.
+        is_split: for each tensor among the arguments, whether it is cut along dimension 0; else every piece gets it whole.
+    """
+
+    sizes: tuple[int, ...]
+    is_split: tuple[bool, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of pieces, at least 1."""
+        return max(1, len(self.sizes))
+
+    @classmethod
+    def of_call(cls, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any], micro_batch_size: int | None) -> BatchSplit:
+        """The split of a layer's call.
+
+        The batch is dimension 0 of the call's first floating tensor of two dimensions or more, the hidden states (B, T, ...).
+
+        Args:
+            layer: for messages.
+            args, kwargs: the call's.
+            micro_batch_size: samples of a piece; None never cuts.
+
+        Raises:
+            UnsupportedError: the batch is larger, and it isn't certain how to cut some argument.
+        """
+        paths = tree_flatten_with_path((args, kwargs))[0] if micro_batch_size is not None else []
+        tensors = [(keystr(path), leaf) for path, leaf in paths if isinstance(leaf, torch.Tensor)]
+        hidden = next((leaf for _, leaf in tensors if leaf.is_floating_point() and leaf.dim() >= 2), None)
+        if micro_batch_size is None or hidden is None or hidden.shape[0] <= micro_batch_size:
+            return cls((), ())
+        batch = hidden.shape[0]
+        if hidden.dim() < 3:
+            raise _cannot(layer, f"its hidden states have shape {tuple(hidden.shape)}, in which samples can't be told apart")
+        for path, leaf in paths:
+            if not isinstance(leaf, torch.Tensor) and _holds_tensors(leaf):
+                raise _cannot(layer, f"argument {keystr(path)} is a {type(leaf).__name__}, whose tensors can't be cut")
+        is_split = tuple(leaf is hidden or _is_cut(layer, name, leaf, hidden) for name, leaf in tensors)
+        sizes = [micro_batch_size] * (batch // micro_batch_size)
+        if batch % micro_batch_size:
+            sizes.append(batch % micro_batch_size)
+        return cls(tuple(sizes), is_split)
+
+    def pieces(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """The tensors of each piece, as views."""
+        if not self.sizes:
+            return [list(tensors)]
+        cut = [t.split(self.sizes) if flag else (t,) * self.count for t, flag in zip(tensors, self.is_split, strict=True)]
+        return [list(piece) for piece in zip(*cut, strict=True)]
+
+    def first_piece(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's arguments with the tensors of the first piece, which no other is larger than."""
+        if not self.sizes:
+            return args, kwargs
+        flags = iter(self.is_split)
+        made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
+            torch.Tensor, lambda tensor: tensor[: self.sizes[0]] if next(flags) else tensor, (args, kwargs)
+        )
+        return made
+
+    def whole_output(self, output: Any) -> Any:
+        """A call's output of the right shapes, zeros, from that of its first piece."""
+        if not self.sizes:
+            return output
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.new_zeros((sum(self.sizes), *tensor.shape[1:])), output)
+
+    def join_gradients(self, pieces: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
+        """The gradients of the call's tensors from those of its pieces; what pieces share is summed in fp32.
+
+        Args:
+            pieces: for each piece in order, one gradient per tensor; None where no gradient flows.
+        """
+        if not self.sizes:
+            return list(pieces[0])
+        joined: list[torch.Tensor | None] = []
+        for flag, gradients in zip(self.is_split, zip(*pieces, strict=True), strict=True):
+            found = [gradient for gradient in gradients if gradient is not None]
+            if not found:
+                joined.append(None)
+            elif flag:
+                like = found[0]
+                whole = [
+                    like.new_zeros((size, *like.shape[1:])) if gradient is None else gradient
+                    for size, gradient in zip(self.sizes, gradients, strict=True)
+                ]
+                joined.append(torch.cat(whole))
+            else:
+                total = found[0].float()
+                for gradient in found[1:]:
+                    total = total + gradient
+                joined.append(total.to(found[0].dtype))
+        return joined
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinedOutputs:
+    """The outputs of a call, joined from those of its pieces.
+
+    Attributes:
+        tensors: the layer's output tensors, then the recorded ones.
+        lengths: for each tensor, its pieces' sizes along dimension 0; empty for a call that wasn't cut.
+    """
+
+    tensors: list[torch.Tensor]
+    lengths: list[list[int]]
+
+    @classmethod
+    def of_pieces(cls, layer: str, split: BatchSplit, pieces: Sequence[list[torch.Tensor]], outputs: int) -> JoinedOutputs:
+        """Joins along dimension 0: samples, or for recorded tensors the tokens of samples, in the batch's order.
+
+        Args:
+            layer: for messages.
+            split: of the call.
+            pieces: each piece's tensors.
+            outputs: how many of them the layer returned; the rest was recorded.
+
+        Raises:
+            UnsupportedError: a tensor doesn't have the piece's samples along dimension 0.
+        """
+        if not split.sizes:
+            return cls(pieces[0], [])
+        if len({len(piece) for piece in pieces}) > 1:
+            raise _cannot(layer, f"its pieces return {[len(piece) for piece in pieces]} tensors")
+        for size, piece in zip(split.sizes, pieces, strict=True):
+            for place, tensor in enumerate(piece):
+                if tensor.dim() == 0 or (place < outputs and tensor.shape[0] != size):
+                    raise _cannot(layer, f"a piece of {size} samples returns a tensor of shape {tuple(tensor.shape)}")
+        columns = list(zip(*pieces, strict=True))
+        return cls([torch.cat(column) for column in columns], [[len(tensor) for tensor in column] for column in columns])
+
+    def gradients_of_pieces(
+        self, gradients: Sequence[torch.Tensor | None], split: BatchSplit
+    ) -> list[list[torch.Tensor | None]]:
+        """The outputs' gradients, cut as the outputs were joined."""
+        if not split.sizes:
+            return [list(gradients)]
+        cut = [
+            [None] * split.count if gradient is None else list(gradient.split(lengths))
+            for gradient, lengths in zip(gradients, self.lengths, strict=True)
+        ]
+        return [list(piece) for piece in zip(*cut, strict=True)]
+
+    def without_tensors(self) -> JoinedOutputs:
+        """The lengths alone: what backward needs."""
+        return JoinedOutputs([], self.lengths)
+
+
+class GradientSums:
+    """fp32 sums of the weight gradients of a call's pieces, on the device, rounded once when they leave.
+
+    Owner: the runtime. Writer and reader: the compute stream, one layer at a time. One flat buffer of the largest layer's
+    trained parameters, made when the first call is cut.
+
+    Args:
+        device: where the layers compute.
+        layouts: of all layers.
+    """
+
+    def __init__(self, device: torch.device, layouts: Iterable[FlatLayout]) -> None:
+        self._device = device
+        self._elements = max((layout.state_elements for layout in layouts), default=0)
+        self._buffer: torch.Tensor | None = None
+        self._sums: list[torch.Tensor] = []
+        self._present: set[int] = set()
+
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes of the buffer, whether it exists yet or not."""
+        return 4 * self._elements
+
+    def begin(self, layout: FlatLayout) -> None:
+        """A layer's backward begins: all sums are empty."""
+        if self._buffer is None:
+            self._buffer = torch.empty(self._elements, dtype=torch.float32, device=self._device)
+        self._present.clear()
+        self._sums = []
+        for entry in layout.trainable_entries:
+            assert entry.state_offset is not None
+            flat = self._buffer[entry.state_offset : entry.state_offset + entry.spec.numel]
+            self._sums.append(flat.view(entry.spec.shape))
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Adds one piece's gradients: one per trainable entry of the layout, None where there is none."""
+        for place, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            if place in self._present:
+                self._sums[place].add_(gradient)
+            else:
+                self._sums[place].copy_(gradient)
+                self._present.add(place)
+
+    def take(self) -> list[torch.Tensor | None]:
+        """The sums, None where no piece had a gradient. Valid until the next layer begins."""
+        return [total if place in self._present else None for place, total in enumerate(self._sums)]
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(item, torch.Tensor) for item in getattr(value, "__dict__", {}).values())
+
+
+def _is_cut(layer: str, name: str, tensor: torch.Tensor, hidden: torch.Tensor) -> bool:
+    batch, length = hidden.shape[:2]
+    if tensor.dim() == 0 or tensor.shape[0] == 1 or any(f"'{known}'" in name for known in _PER_TOKEN_NAMES):
+        return False
+    if tensor.dim() == 1:
+        # One number a token, or one a sample.
+        if batch != length and tensor.shape[0] in (batch, length):
+            return tensor.shape[0] == batch
+    elif tensor.shape[0] == batch and tensor.shape[1] != batch:
+        return True
+    raise _cannot(
+        layer,
+        f"argument {name} has shape {tuple(tensor.shape)} beside hidden states of shape {tuple(hidden.shape)}, and it isn't "
+        "certain which of its dimensions is the batch",
+    )
+
+
+def _cannot(layer: str, reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"megatrain_config.micro_batch_size can't cut the batch of layer {layer}: {reason}. Leave micro_batch_size unset and "
+        "lower per_device_train_batch_size, raising gradient_accumulation_steps instead"
+    )

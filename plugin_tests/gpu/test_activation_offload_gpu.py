@@ -1,0 +1,144 @@
+"""Offloaded activations on a GPU: bits, races with slow copies, memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import attach, train_streamed
+from plain_torch import PlainRun, tiny_model, token_batches
+
+from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
+from megatrain_accelerate.streaming import activation_offload
+from megatrain_accelerate.streaming.activation_offload import ActivationOffloader
+from megatrain_accelerate.units import MIB
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SLEEP_CYCLES = 4_000_000  # about 2 ms a copy: far longer than the kernels of the tiny models here
+
+PLACEMENTS: list[dict[str, Any]] = [
+    {"keep_layers": 0, "offload_layers": 4},
+    {"keep_layers": 1, "offload_layers": 2},
+    {"keep_layers": 0, "offload_inputs": True},
+    {"keep_layers": 1, "offload_layers": 1, "offload_inputs": True},
+]
+
+
+@pytest.fixture
+def small_tensors_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_offload, "MIN_OFFLOADED_BYTES", 1)
+
+
+@pytest.fixture
+def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = ActivationOffloader._copy
+
+    def slow_copy(self: Any, *args: Any, **kwargs: Any) -> None:
+        torch.cuda._sleep(SLEEP_CYCLES)  # on the copy's own stream
+        copy(self, *args, **kwargs)
+
+    monkeypatch.setattr(ActivationOffloader, "_copy", slow_copy)
+
+
+def trained(count: int = 4, **settings: Any) -> PlainRun:
+    model = tiny_model(attn_implementation="eager", attention_dropout=0.1).train()
+    torch.manual_seed(5)
+    return train_streamed(model, token_batches(count), device="cuda", **settings)
+
+
+def same_bits(run: PlainRun, other: PlainRun) -> bool:
+    masters = all(torch.equal(run.masters[name], master) for name, master in other.masters.items())
+    return masters and run.losses == other.losses and run.norms == other.norms
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_offloaded_layers_are_bit_equal_to_recomputed_ones_on_the_gpu(
+    placement: dict[str, Any], small_tensors_leave: None
+) -> None:
+    assert same_bits(trained(20, **placement), trained(20, keep_layers=0))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_kernels_wait_for_slow_copies_and_memory_for_both_ways(
+    placement: dict[str, Any], small_tensors_leave: None, slow_copies: None
+) -> None:
+    assert same_bits(trained(**placement), trained(keep_layers=0))
+
+
+@pytest.mark.parametrize("missing", ["_wait_for", "_give_up"])
+def test_the_race_tests_see_a_missing_wait(
+    missing: str, small_tensors_leave: None, slow_copies: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = trained(keep_layers=0)
+
+    def use_at_once(self: Any, arrival: Any) -> None:
+        arrival.is_waited_for = True
+
+    def give_up_at_once(self: Any, departure: Any) -> None:
+        for parcel in departure.parcels:
+            parcel.leave_device()
+
+    monkeypatch.setattr(ActivationOffloader, missing, use_at_once if missing == "_wait_for" else give_up_at_once)
+    assert not same_bits(trained(keep_layers=0, offload_layers=4), reference)
+
+
+def measured_and_predicted(**settings: Any) -> tuple[int, int]:
+    """Peak of the device's memory in three steps of an eight-layer model on 8 x 1024 tokens, and its prediction."""
+    shape = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
+    model = tiny_model(max_position_embeddings=1024, **shape).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    base = torch.cuda.memory_allocated()
+    engine = attach(model, device="cuda", **settings)
+    adopt_optimizer(optimizer, engine.runtime, "deferred")
+    torch.cuda.reset_peak_memory_stats()
+    for ids in token_batches(3, length=1024, batch=8, vocabulary=64):
+        model(input_ids=ids.cuda(), labels=ids.cuda()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    peak, predicted = torch.cuda.max_memory_allocated() - base, engine.predicted_device_bytes
+    engine.close()
+    return peak, predicted
+
+
+def test_the_peak_falls_by_what_was_predicted() -> None:
+    torch.use_deterministic_algorithms(False)
+    kept, kept_predicted = measured_and_predicted(keep_layers=8)
+    for settings in ({"offload_layers": 8}, {"keep_layers": 2, "offload_layers": 6}, {"offload_layers": 4}):
+        peak, predicted = measured_and_predicted(**{"keep_layers": 0, **settings})
+        assert peak <= predicted
+        fall, predicted_fall = kept - peak, kept_predicted - predicted
+        # Two of the layers' activations are on the device in any case, and 4 of 8 layers or more go out.
+        assert fall > 0.25 * kept
+        assert fall == pytest.approx(predicted_fall, rel=0.1, abs=8 * MIB), settings
+    inputs, inputs_predicted = measured_and_predicted(keep_layers=0, offload_inputs=True)
+    recomputed, recomputed_predicted = measured_and_predicted(keep_layers=0)
+    # Eight inputs of 8 x 1024 x 256 bf16 values, 4 MiB each; some are on their way at the peak.
+    assert recomputed - inputs >= 12 * MIB
+    assert recomputed - inputs == pytest.approx(recomputed_predicted - inputs_predicted, abs=8 * MIB)
+
+
+def test_a_step_synchronises_nothing_pins_nothing_and_does_not_grow(
+    small_tensors_leave: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = attach(model, device="cuda", keep_layers=1, offload_layers=2, offload_inputs=True)
+    adopt_optimizer(optimizer, engine.runtime, "deferred")
+    pool, sizes, allocated = engine.runtime.activations.pool, [], []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("device-wide synchronisation in a step"))
+    for ids in token_batches(8):
+        ids = ids.cuda()
+        model(input_ids=ids, labels=ids).loss.backward()
+        engine.runtime.clip_grad_norm(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.current_stream().synchronize()
+        allocated.append(torch.cuda.memory_allocated())
+        sizes.append(pool.size_bytes)
+    assert len(set(allocated[2:])) == 1
+    assert len(set(sizes)) == 1
+    assert pool.take(1).parts[0].is_pinned()
+    monkeypatch.undo()
+    engine.close()

@@ -1,0 +1,236 @@
+"""A call in pieces: what is cut, what is shared, what is refused; and that a layer is still fetched once."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import attach
+from plain_torch import tiny_model, token_batches
+from torch import nn
+
+from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
+from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.step_memory import LiveBytes
+from megatrain_accelerate.planning.step_outline import outline_step
+from megatrain_accelerate.planning.step_simulation import peak_bytes
+from megatrain_accelerate.streaming.micro_batches import BatchSplit, GradientSums, JoinedOutputs
+
+B, T, D = 5, 7, 4
+HIDDEN = torch.randn(B, T, D)
+
+
+def split_of(*args: Any, size: int | None = 2, **kwargs: Any) -> BatchSplit:
+    return BatchSplit.of_call("layers.0", args, kwargs, size)
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def test_what_holds_the_batch_is_cut_and_what_samples_share_is_not() -> None:
+    split = split_of(
+        HIDDEN,
+        attention_mask=torch.ones(B, 1, T, T),
+        position_ids=torch.arange(T)[None],
+        cache_position=torch.arange(B),
+        lengths=torch.arange(B),
+        per_token=torch.arange(T),
+        scale=torch.tensor(2.0),
+        position_embeddings=(torch.randn(1, T, D), torch.randn(B, T, D)),
+        flag=True,
+    )
+    assert split.sizes == (2, 2, 1)
+    assert split.is_split == (True, True, False, False, True, False, False, False, True)
+    pieces = split.pieces([HIDDEN, *[torch.zeros(B, 1)] * 8])
+    assert torch.equal(torch.cat([piece[0] for piece in pieces]), HIDDEN)
+    assert [piece[1].shape[0] for piece in pieces] == [2, 2, 1]
+    assert [piece[2].shape[0] for piece in pieces] == [B, B, B]
+
+
+@pytest.mark.parametrize("size", [None, B, B + 1])
+def test_a_batch_that_is_not_larger_runs_whole(size: int | None) -> None:
+    split = split_of(HIDDEN, cu_seqlens=torch.arange(4), size=size)
+    assert split.count == 1
+    (piece,) = split.pieces([HIDDEN])
+    assert piece[0] is HIDDEN
+
+
+class BlockMask:
+    """Stands for a mask object that isn't a tensor but holds some."""
+
+    def __init__(self) -> None:
+        self.blocks = torch.zeros(B, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cu_seqlens": torch.arange(4)}, r"argument \[1\]\['cu_seqlens'\] has shape \(4,\)"),
+        ({"position_embeddings": torch.randn(3, B, T, D)}, r"shape \(3, 5, 7, 4\) beside hidden states of shape \(5, 7, 4\)"),
+        ({"bias": torch.randn(B, B, T)}, "which of its dimensions is the batch"),
+        ({"mask": BlockMask()}, "is a BlockMask, whose tensors can't be cut"),
+    ],
+)
+def test_what_cannot_be_cut_for_certain_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        split_of(HIDDEN, **arguments)
+
+
+def test_hidden_states_without_a_batch_and_lengths_that_may_be_either_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="samples can't be told apart"):
+        split_of(torch.randn(B, D))
+    with pytest.raises(UnsupportedError, match="isn't certain"):
+        split_of(torch.randn(B, B, D), torch.arange(B))
+
+
+# ---------------------------------------------------------------- outputs and gradients
+
+
+def test_outputs_are_joined_in_order_and_their_gradients_cut_alike() -> None:
+    split = split_of(HIDDEN)
+    logits = torch.randn(B * T, 3)
+    pieces = [[h, r] for h, r in zip(HIDDEN.split((2, 2, 1)), logits.split((2 * T, 2 * T, T)), strict=True)]
+    joined = JoinedOutputs.of_pieces("layers.0", split, pieces, outputs=1)
+    assert torch.equal(joined.tensors[0], HIDDEN)
+    assert torch.equal(joined.tensors[1], logits)
+    cut = joined.without_tensors().gradients_of_pieces([None, logits], split)
+    assert [piece[0] for piece in cut] == [None] * 3
+    assert all(torch.equal(mine[1], theirs[1]) for mine, theirs in zip(cut, pieces, strict=True) if mine[1] is not None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "outputs"), [((1, T), 1), ((), 0)], ids=["an output without the batch", "a recorded number without dimensions"]
+)
+def test_outputs_that_are_not_the_pieces_are_refused(shape: tuple[int, ...], outputs: int) -> None:
+    with pytest.raises(UnsupportedError, match="a piece of 2 samples returns a tensor of shape"):
+        JoinedOutputs.of_pieces("layers.0", split_of(HIDDEN), [[torch.zeros(shape)]] * 3, outputs=outputs)
+
+
+def test_gradients_of_inputs_are_joined_and_of_shared_ones_summed_in_fp32() -> None:
+    split = BatchSplit((2, 2, 1), (True, False, True))
+    rows = torch.randn(B, T)
+    # 256 + 1 + 1 isn't a bf16 number step by step, but 258 is.
+    shared = [torch.full((1, T), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
+    pieces = [[row, value, None] for row, value in zip(rows.split((2, 2, 1)), shared, strict=True)]
+    pieces[1][0] = None
+    joined = split.join_gradients(pieces)
+    expected = rows.clone()
+    expected[2:4] = 0
+    assert joined[0] is not None
+    assert torch.equal(joined[0], expected)
+    assert joined[1] is not None
+    assert torch.equal(joined[1], torch.full((1, T), 258.0, dtype=torch.bfloat16))
+    assert joined[2] is None
+
+
+def test_weight_gradients_are_summed_in_fp32_and_absent_ones_stay_absent() -> None:
+    specs = [ParameterSpec("a", (3, 2), torch.bfloat16, True), ParameterSpec("b", (5,), torch.float32, True)]
+    specs += [ParameterSpec("frozen", (2,), torch.bfloat16, False), ParameterSpec("c", (1,), torch.bfloat16, True)]
+    layout = FlatLayout(specs)
+    sums = GradientSums(torch.device("cpu"), [layout])
+    for _ in range(2):
+        sums.begin(layout)
+        for value in (256.0, 1.0, 1.0):
+            sums.add([torch.full((3, 2), value, dtype=torch.bfloat16), None, None])
+        sums.add([None, torch.arange(5.0), None])
+        total = sums.take()
+        assert total[0] is not None
+        assert torch.equal(total[0], torch.full((3, 2), 258.0))
+        assert total[1] is not None
+        assert torch.equal(total[1], torch.arange(5.0))
+        assert total[2] is None
+
+
+# ---------------------------------------------------------------- in the engine
+
+
+def step_counters(**settings: object) -> Any:
+    model = tiny_model().train()
+    engine = attach(model, **settings)
+    ids = token_batches(1, batch=B)[0]
+    model(input_ids=ids, labels=ids).loss.backward()
+    counters = copy.copy(engine.runtime.meter.counters)
+    engine.close()
+    return counters
+
+
+def test_a_layer_is_fetched_once_for_all_pieces_and_its_gradients_leave_once() -> None:
+    whole, cut = step_counters(), step_counters(micro_batch_size=2)
+    assert cut.weight_fetches == whole.weight_fetches == 4 + 2
+    assert cut.d2h_bytes == whole.d2h_bytes
+
+
+def test_a_second_backward_through_pieces_gives_the_gradients_of_the_first_twice() -> None:
+    for settings in ({}, {"keep_layers": 4}):
+        model = tiny_model().train()
+        engine = attach(model, bf16=False, micro_batch_size=2, **settings)
+        ids = token_batches(1, batch=B)[0]
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward(retain_graph=True)
+        once = [parameter.grad.clone() for parameter in model.parameters()]
+        loss.backward()
+        for first, parameter in zip(once, model.parameters(), strict=True):
+            assert torch.equal(2 * first, parameter.grad)
+        engine.close()
+
+
+def test_layers_that_record_different_things_for_pieces_are_refused() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(D))
+
+        def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, int]:
+            return hidden * self.weight, hidden.shape[0]
+
+    class Model(nn.Module):
+        _no_split_modules = ("Block",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                hidden, _ = layer(hidden)
+            return hidden.sum()
+
+    model = Model()
+    engine = attach(model, bf16=False, micro_batch_size=2)
+    assert model(HIDDEN[:4]).isfinite()
+    with pytest.raises(UnsupportedError, match="other things for other pieces"):
+        model(HIDDEN)
+    engine.close()
+
+
+def peaks(**settings: object) -> tuple[int, int]:
+    """Peak of a step's memory, besides what the engine holds, and its prediction."""
+    model = tiny_model(vocab_size=16).train()
+    engine = attach(model, **settings)
+    ids = token_batches(1, batch=8, length=128, vocabulary=16)[0]
+    outline = outline_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
+    placement = Placement.of_counts(4, kept=int(settings.get("keep_layers", 0)))  # type: ignore[call-overload]
+    predicted = peak_bytes(outline, engine.device_plan.model_sizes(), placement)
+    runtime = engine.runtime
+    engine.device_plan.follow(model, {"input_ids": ids, "labels": ids})  # not while it is measured
+    runtime.gradient_sums.begin(runtime.layers[0].unit.layout)
+    present = [slot.buffer for slot in [*runtime.prefetcher.slots, *runtime.offloader.slots]]
+    present += [*model.parameters(), *model.buffers(), *(unit.gradients for unit in runtime.units)]
+    present += [runtime.norms.norms, *runtime.gradient_sums._sums]
+    with LiveBytes(present) as live:
+        model(input_ids=ids, labels=ids).loss.backward()
+    engine.close()
+    return live.peak_bytes, predicted
+
+
+@pytest.mark.parametrize(("kept", "share"), [(0, 0.4), (4, -0.1)])
+def test_the_working_set_of_a_layer_shrinks_to_a_piece_as_predicted(kept: int, share: float) -> None:
+    whole, whole_predicted = peaks(keep_layers=kept)
+    cut, cut_predicted = peaks(keep_layers=kept, micro_batch_size=1)
+    # Kept layers hold the whole batch's activations in any case, and their outputs twice.
+    assert whole - cut > share * whole
+    assert cut_predicted == pytest.approx(cut, rel=0.05)
+    assert whole_predicted == pytest.approx(whole, rel=0.05)
