@@ -53,9 +53,10 @@ class MegatrainConfig:
     """Layers whose activations stay on the GPU until backward instead of being recomputed, counted from the model's end.
     ``auto``: as many as fit the GPU memory by the predicted peak of the largest batch so far; 0 recomputes all."""
 
-    offload_layers: int = 0
+    offload_layers: int | str = "auto"
     """Layers whose activations go to host memory in forward and come back in backward instead of being recomputed: those
-    directly before the kept ones. Costs host memory, and time on the link while it is busy with weights."""
+    directly before the kept ones. Costs host memory, and time on the link while it is busy with weights. ``auto``: what the
+    plan finds fastest."""
 
     offload_inputs: bool = False
     """Send the inputs of recomputed layers to host memory until backward, for sequences whose inputs alone fill the GPU."""
@@ -92,10 +93,9 @@ class MegatrainConfig:
         for name in ("host_threads", "micro_batch_size"):
             if getattr(self, name) is not None:
                 self._check_int(name, minimum=1)
-        for name, minimum in (("keep_layers", 0), ("resident_layers", 0), ("device_layers", -1)):
+        for name, minimum in (("keep_layers", 0), ("offload_layers", 0), ("resident_layers", 0), ("device_layers", -1)):
             if getattr(self, name) != "auto":
                 self._check_int(name, minimum=minimum)
-        self._check_int("offload_layers", minimum=0)
         for name in ("host_memory_gib", "gpu_memory_gib"):
             value = getattr(self, name)
             if value is None:
