@@ -56,6 +56,10 @@ class MegatrainConfig:
     gpu_memory_gib: float | None = None
     """GPU memory that the plan may fill, in GiB; by default 85% of what is free, since the allocator fragments it."""
 
+    tiled_loss: bool = True
+    """Compute the loss by tiles of tokens, so that its memory doesn't grow with the batch; logits are made only if they are
+    read. Where all logits are small (64 Mi elements), or the model's head isn't a plain ``nn.Linear``, nothing changes."""
+
     layer_classes: tuple[str, ...] = ()
     """Class names of the modules that stream; by default what the model names in ``_no_split_modules``."""
 
@@ -75,7 +79,7 @@ class MegatrainConfig:
                 raise ConfigError(f"megatrain_config.{name} must be a number of GiB, got {value!r}")
             if value <= 0:
                 raise ConfigError(f"megatrain_config.{name} must be above 0, got {value}")
-        for name in ("huge_pages", "pin_memory"):
+        for name in ("huge_pages", "pin_memory", "tiled_loss"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"megatrain_config.{name} must be true or false, got {getattr(self, name)!r}")
         if self.step_schedule not in STEP_SCHEDULES:

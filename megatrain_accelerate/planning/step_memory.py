@@ -42,7 +42,9 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_flatten(result)[0]:
             if isinstance(tensor, torch.Tensor):
-                self._track(tensor.untyped_storage())
+                # A tensor that only stands for others (lazy logits) has a storage of no bytes, and mustn't be made to fill it.
+                with torch._C.DisableTorchFunctionSubclass():
+                    self._track(tensor.untyped_storage())
         return result
 
     def _track(self, storage: torch.UntypedStorage) -> None:
