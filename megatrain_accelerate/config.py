@@ -83,6 +83,10 @@ class MegatrainConfig:
     step, faster from then on. ``auto``: on a GPU, layers of at least 4 million parameters; true:
     all, on the CPU too; false: none. A layer that can't be compiled runs as it is, and a log line says why."""
 
+    tiled_loss: bool = True
+    """Compute the loss by tiles of tokens, so that its memory doesn't grow with the batch; logits are made only if they are
+    read. Where all logits are small (64 Mi elements), or the model's head isn't a plain ``nn.Linear``, nothing changes."""
+
     layer_classes: tuple[str, ...] = ()
     """Class names of the modules that stream; by default what the model names in ``_no_split_modules``."""
 
@@ -106,7 +110,7 @@ class MegatrainConfig:
                 raise ConfigError(f"megatrain_config.{name} must be above 0, got {value}")
         if self.compile_layers != "auto" and not isinstance(self.compile_layers, bool):
             raise ConfigError(f"megatrain_config.compile_layers must be auto, true or false; got {self.compile_layers!r}")
-        for name in ("huge_pages", "pin_memory", "offload_inputs"):
+        for name in ("huge_pages", "pin_memory", "offload_inputs", "tiled_loss"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"megatrain_config.{name} must be true or false, got {getattr(self, name)!r}")
         if self.step_schedule not in STEP_SCHEDULES:

@@ -55,9 +55,11 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
-        is_new = [self._track(tensor.untyped_storage()) for tensor in made]
-        self._add_costs(func, args, kwargs or {}, result, made, any(is_new))
+        # A tensor that only stands for others (lazy logits) has a storage of no bytes, and mustn't be made to fill it.
+        with torch._C.DisableTorchFunctionSubclass():
+            made = [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
+            is_new = [self._track(tensor.untyped_storage()) for tensor in made]
+            self._add_costs(func, args, kwargs or {}, result, made, any(is_new))
         return result
 
     def take_peak(self) -> int:
@@ -85,7 +87,7 @@ class LiveBytes(TorchDispatchMode):
             self.costs = OpCosts(self.costs.flops + flops, self.costs.traffic_bytes)
         elif is_new or str(func.__name__).split(".")[0].endswith("_"):  # in place, or out of it: no view
             read = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
-            moved = sum(tensor.nbytes for tensor in [*read, *made])
+            moved = sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in [*read, *made])
             self.costs = OpCosts(self.costs.flops, self.costs.traffic_bytes + moved)
 
 

@@ -47,6 +47,7 @@ def test_settings_survive_json() -> None:
         ({"host_memory_gib": "10"}, "number of GiB"),
         ({"huge_pages": 1}, "true or false"),
         ({"pin_memory": "yes"}, "true or false"),
+        ({"tiled_loss": "no"}, "true or false"),
         ({"step_schedule": "later"}, "deferred"),
         ({"layer_classes": "Block"}, "list of class names"),
         ({"layer_classes": [1]}, "list of class names"),
