@@ -9,7 +9,7 @@ from torch.profiler import record_function
 
 from megatrain_accelerate.streaming.device_slots import SlotState, WeightSlot
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.meter import Meter
+from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.streams import Streams
 
 
@@ -33,6 +33,8 @@ class Prefetcher:
         largest = max(layer.unit.layout.weight_bytes for layer in layers)
         self.slots = [WeightSlot(index, largest, streams) for index in range(slots)]
         self._clock = 0
+        self._refused_at: dict[int, float] = {}
+        """When a layer's copy could have been issued but for its step, by index."""
 
     @property
     def device_bytes(self) -> int:
@@ -60,7 +62,7 @@ class Prefetcher:
         slot.last_used = self._clock
         try:
             # RAW: the kernels must see the whole copy.
-            self._meter.compute_waits_for(slot.params_copied_event)
+            self._meter.compute_waits_for(slot.params_copied_event, Cause.H2D, slot.late_ms)
             self._prefetch(upcoming)
         except BaseException:
             self.release(slot)
@@ -83,7 +85,8 @@ class Prefetcher:
             layer.gate.wait()
             return
         start = time.perf_counter()
-        with record_function(f"megatrain::wait_for_step ({layer.name})"):
+        self._refused_at.setdefault(layer.index, start)
+        with self._meter.blocked_by(Cause.HOST_STEP), record_function(f"megatrain::wait_for_step ({layer.name})"):
             layer.gate.wait()
         self._meter.counters.optimizer_wait_ms += 1e3 * (time.perf_counter() - start)
 
@@ -108,6 +111,7 @@ class Prefetcher:
         for index in wanted:
             layer = self._layers[index]
             if not layer.gate.is_open:
+                self._refused_at.setdefault(index, time.perf_counter())
                 break  # its copy is issued when it is next, right after its step
             layer.refresh_if_written()
             if self._is_held(layer):
@@ -121,12 +125,15 @@ class Prefetcher:
     def _fill(self, slot: WeightSlot, layer: StreamedLayer) -> None:
         slot.move_to(SlotState.FILLED)
         slot.holder = None  # until the copy is issued: an interrupt must not leave a slot that claims to hold it
+        now = time.perf_counter()
+        slot.late_ms = 1e3 * (now - self._refused_at.pop(layer.index, now))
         weights = layer.unit.weights
         h2d_stream = self._streams.h2d_stream
         with self._streams.on(h2d_stream), record_function(f"megatrain::prefetch ({layer.name})"):
             # WAR: kernels of the layer that the slot held may still read it.
             h2d_stream.wait_event(slot.compute_finished_event)
-            slot.buffer[: weights.numel()].copy_(weights, non_blocking=True)
+            with self._meter.copying(Cause.H2D, weights.numel()):
+                slot.buffer[: weights.numel()].copy_(weights, non_blocking=True)
             slot.params_copied_event.record(h2d_stream)
         slot.holder = (layer.index, layer.unit.version)
         self._meter.counters.h2d_bytes += weights.numel()

@@ -21,7 +21,7 @@ from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader, NormTable
 from megatrain_accelerate.streaming.layer import StreamedLayer, UpdateGate
 from megatrain_accelerate.streaming.layer_function import LayerCall, LayerFunction, OutputRecorder, RunContext
-from megatrain_accelerate.streaming.meter import Meter
+from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.prefetch import Prefetcher
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.streams import Streams
@@ -207,9 +207,10 @@ class StreamingRuntime:
         self.worker.raise_if_failed()
         if self.gradients_complete():
             # From here on anybody may read `parameter.grad`, or let go of it.
-            self.offloader.wait()
-            for group in self.groups:
-                group.wait_for_gradients()
+            with self.meter.blocked_by(Cause.BACKWARD_END):
+                self.offloader.wait()
+                for group in self.groups:
+                    group.wait_for_gradients()
 
     def may_step_in_backward(self, layer: StreamedLayer) -> bool:
         """Whether no other backward of this layer can still follow before the step."""
