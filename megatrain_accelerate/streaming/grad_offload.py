@@ -170,7 +170,7 @@ class GradientOffloader:
                 "accelerator.prepare(model) (evaluation_mode=False) to train it"
             )
         # WAR: a step that is still to be applied reads the gradients of the pass before.
-        self._meter.wait_for_step(layer.gate.is_open, layer.gate.wait)
+        self._meter.wait_for_step(layer.name, layer.gate.is_open, layer.gate.wait)
         slot = self.slots[self._next_slot]
         self._next_slot = (self._next_slot + 1) % len(self.slots)
         with record_function(f"megatrain::offload_gradients ({layer.name})"):

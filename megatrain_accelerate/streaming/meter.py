@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.profiler import record_function
+
 from megatrain_accelerate.streaming.streams import Streams
 
 
@@ -137,14 +139,18 @@ class Meter:
         streams = self._streams
         return self._timed(streams.h2d_stream if direction is Cause.H2D else streams.d2h_stream, add)
 
-    def wait_for_step(self, is_open: bool, wait: Callable[[], None]) -> None:
+    def wait_for_step(self, name: str, is_open: bool, wait: Callable[[], None]) -> None:
         """Blocks the launching thread until a step is applied, and accounts for the GPU's idle time.
 
         Args:
+            name: the layer's or resident's, for traces.
             is_open: whether it is applied already.
             wait: blocks, and raises what failed.
         """
-        with contextlib.nullcontext() if is_open else self.blocked_by(Cause.HOST_STEP):
+        if is_open:
+            wait()
+            return
+        with self.blocked_by(Cause.HOST_STEP), record_function(f"megatrain::wait_for_step ({name})"):
             wait()
 
     @contextlib.contextmanager

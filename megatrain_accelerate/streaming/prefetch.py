@@ -86,8 +86,7 @@ class Prefetcher:
             return
         start = time.perf_counter()
         self._refused_at.setdefault(layer.index, start)
-        with self._meter.blocked_by(Cause.HOST_STEP), record_function(f"megatrain::wait_for_step ({layer.name})"):
-            layer.gate.wait()
+        self._meter.wait_for_step(layer.name, False, layer.gate.wait)
         self._meter.counters.optimizer_wait_ms += 1e3 * (time.perf_counter() - start)
 
     def _is_stale(self, slot: WeightSlot) -> bool:

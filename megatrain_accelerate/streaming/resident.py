@@ -68,7 +68,7 @@ class ResidentGroup:
             StepWorkerError: the step failed.
         """
         start = time.perf_counter()
-        self._meter.wait_for_step(self.gate.is_open, self.gate.wait)
+        self._meter.wait_for_step(self.name, self.gate.is_open, self.gate.wait)
         late_ms = 1e3 * (time.perf_counter() - start)
         # RAW: the copy of the stepped weights must be over.
         self._meter.compute_waits_for(self._params_copied_event, Cause.H2D, late_ms, of_layer=False)
@@ -88,7 +88,7 @@ class ResidentGroup:
                 continue
             assert state.gradient is not None
             # WAR: a step that is still to be applied reads the gradients of the pass before.
-            self._meter.wait_for_step(self.gate.is_open, self.gate.wait)
+            self._meter.wait_for_step(self.name, self.gate.is_open, self.gate.wait)
             norm = gradient_norms([parameter.grad])[0]
             self._gradients_ready_event.record(self._streams.compute_stream)
             d2h_stream = self._streams.d2h_stream

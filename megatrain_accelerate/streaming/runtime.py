@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.profiler import record_function
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import StateError
@@ -207,7 +208,7 @@ class StreamingRuntime:
         self.worker.raise_if_failed()
         if self.gradients_complete():
             # From here on anybody may read `parameter.grad`, or let go of it.
-            with self.meter.blocked_by(Cause.BACKWARD_END):
+            with self.meter.blocked_by(Cause.BACKWARD_END), record_function("megatrain::wait_for_gradients"):
                 self.offloader.wait()
                 for group in self.groups:
                     group.wait_for_gradients()

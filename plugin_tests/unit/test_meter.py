@@ -90,9 +90,9 @@ def test_a_blocked_thread_is_no_idle_device_while_kernels_are_queued(meter: Mete
 
 
 def test_an_applied_step_costs_no_events(meter: Meter, clock: DeviceClock) -> None:
-    meter.wait_for_step(True, lambda: None)
+    meter.wait_for_step("a layer", True, lambda: None)
     assert clock.made == 0
-    meter.wait_for_step(False, lambda: None)
+    meter.wait_for_step("a layer", False, lambda: None)
     assert clock.made == 2
 
 

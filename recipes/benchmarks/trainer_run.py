@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 # vocabulary, hidden, intermediate, layers, heads, key-value heads, tied head: the published Qwen2.5 configurations.
@@ -91,27 +90,14 @@ def resident_bytes(key: str) -> int:
 
 
 class Recorder(TrainerCallback):
-    """Notes time and memory at the end of every step, and traces one step."""
+    """Notes time and memory at the end of every step."""
 
-    def __init__(self, trace_step: int, trace_path: str) -> None:
+    def __init__(self) -> None:
         self.ends: list[float] = []
         self.rows: list[dict[str, float]] = []
-        self._trace_step, self._trace_path = trace_step, trace_path
-        self._profile: Any = None
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Starts the profiler before the traced step."""
-        if self._trace_path and state.global_step == self._trace_step:
-            self._profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
-            self._profile.__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Takes the row of this step; ends the profiler two steps after it began, to see a deferred step's end."""
-        if self._profile is not None and state.global_step == self._trace_step + 2:
-            torch.cuda.synchronize()
-            self._profile.__exit__(None, None, None)
-            self._profile.export_chrome_trace(self._trace_path)
-            self._profile = None
+        """Takes the row of this step."""
         self.ends.append(time.perf_counter())
         row = {"step": float(state.global_step), "rss_gib": resident_bytes("VmRSS") / GIB}
         if torch.cuda.is_available():
@@ -130,14 +116,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
-    parser.add_argument("--trace", default="", help="write a Chrome trace of two steps to this file")
     parser.add_argument("--json", default="", help="append the result to this file")
     args = parser.parse_args()
     start = time.perf_counter()
     model = build_model(args.preset, args.length)
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
     built = time.perf_counter()
-    recorder = Recorder(max(2, args.steps - 3), args.trace)
+    recorder = Recorder()
     training = TrainingArguments(
         output_dir=os.environ.get("TMPDIR", "/tmp") + "/trainer_run",
         per_device_train_batch_size=args.batch,
@@ -157,8 +142,6 @@ def main() -> None:
     trainer = Trainer(model=model, args=training, train_dataset=data, callbacks=[recorder])
     trainer.train()
     times = [after - before for before, after in zip(recorder.ends[2:], recorder.ends[3:], strict=False)]
-    if args.trace:  # the profiler slows its own steps and the export of the trace lies behind the last of them
-        times = times[: args.steps - 7]
     step_seconds = statistics.median(times)
     tokens = args.batch * args.accumulation * args.length
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
