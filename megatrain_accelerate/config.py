@@ -53,6 +53,15 @@ class MegatrainConfig:
     """Layers whose activations stay on the GPU until backward instead of being recomputed, counted from the model's end.
     ``auto``: as many as fit the GPU memory by the predicted peak of the largest batch so far; 0 recomputes all."""
 
+    resident_layers: int | str = "auto"
+    """Layers whose weights stay on the GPU (2 bytes a parameter) and are copied there once a step instead of twice, counted
+    from the first layer that isn't among ``device_layers``. ``auto``: what the plan finds fastest."""
+
+    device_layers: int | str = "auto"
+    """Layers that live on the GPU whole, masters and moments too (12 bytes a parameter, gradients 2 more), and are stepped
+    there, counted from the model's start; -1 stands for all layers, and the embeddings and the head with them. ``auto``: what
+    the plan finds fastest."""
+
     gpu_memory_gib: float | None = None
     """GPU memory that the plan may fill, in GiB; by default 85% of what is free, since the allocator fragments it."""
 
@@ -65,8 +74,9 @@ class MegatrainConfig:
         self._check_int("max_nonfinite_steps", minimum=1)
         if self.host_threads is not None:
             self._check_int("host_threads", minimum=1)
-        if self.keep_layers != "auto":
-            self._check_int("keep_layers", minimum=0)
+        for name, minimum in (("keep_layers", 0), ("resident_layers", 0), ("device_layers", -1)):
+            if getattr(self, name) != "auto":
+                self._check_int(name, minimum=minimum)
         for name in ("host_memory_gib", "gpu_memory_gib"):
             value = getattr(self, name)
             if value is None:

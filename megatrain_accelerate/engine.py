@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -152,7 +152,7 @@ class Engine:
                 register=register,
                 recorder=recorder,
             )
-            self.device_plan = DevicePlan(self.runtime, config, device)
+            self.device_plan = DevicePlan(self.runtime, config, device, show_progress)
             # At exit too: the last steps are applied, and no thread is inside torch when the interpreter ends.
             weakref.finalize(self, self.runtime.worker.close)
             if training:
@@ -287,6 +287,12 @@ class Engine:
             if module is None or module._parameters.get(key) is not parameter:
                 raise StateError(_REPLACED.format(f"parameter {owner}.{key}"))
 
+    def expect_accumulation(self, micro_batches: int) -> None:
+        """Prepares for this many backwards before each step: makes buffers, so that none is made within a step."""
+        self.device_plan.micro_batches = micro_batches
+        if micro_batches > 1:
+            self.runtime.offloader.prepare_accumulation()
+
     def drain(self) -> None:
         """Blocks until all weights are those of the last step, and takes over weights written from outside."""
         self.runtime.drain()
@@ -294,11 +300,7 @@ class Engine:
 
     def host_bytes_by_kind(self) -> dict[str, int]:
         """Bytes of the host store now, by what they hold."""
-        total: dict[str, int] = {}
-        for unit in self.runtime.units:
-            for kind, count in unit.host_bytes_by_kind().items():
-                total[kind] = total.get(kind, 0) + count
-        return total
+        return _sum_by_kind(unit.bytes_by_kind() for unit in self.runtime.units if not unit.is_on_device)
 
     def device_bytes_by_kind(self) -> dict[str, int]:
         """Bytes that the engine holds on the device, by what they hold."""
@@ -332,6 +334,14 @@ class Engine:
         for model, engine in list(_engines.items()):
             if engine is self:
                 del _engines[model]
+
+
+def _sum_by_kind(parts: Iterable[dict[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for part in parts:
+        for kind, count in part.items():
+            total[kind] = total.get(kind, 0) + count
+    return total
 
 
 _REPLACED = (

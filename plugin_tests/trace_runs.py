@@ -50,11 +50,25 @@ print("trained to the end")
 )
 
 
+STREAMED = json.dumps({"keep_layers": 0, "resident_layers": 0, "device_layers": 0})
+"""Left to itself the plan would put a model of this size on a GPU as a whole."""
+
+
 def trace_script(folder: Path, code: str, step: int, config: Path, **env: str) -> tuple[str, dict[str, Any]]:
-    """(what was printed, the Perfetto file's content) of tracing a script."""
+    """(what was printed, the Perfetto file's content) of tracing a script whose layers all stream."""
     script, out = folder / "train.py", folder / "trace"
     script.write_text(code)
-    launch = (sys.executable, "-m", "accelerate.commands.launch", "--config", config, script, folder / "output")
+    launch = (
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config",
+        config,
+        "--megatrain_config",
+        STREAMED,
+        script,
+        folder / "output",
+    )
     command = (sys.executable, "-m", "megatrain_accelerate", "trace", "--out", out, "--step", str(step), "--", *launch)
     printed = run_command(*command, **env)
     assert "trained to the end" in printed

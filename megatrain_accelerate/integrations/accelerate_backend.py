@@ -108,7 +108,7 @@ def prepare_model(
     elif not evaluation_mode:
         engine.enable_training()
     if not evaluation_mode and accelerator.gradient_accumulation_steps > 1:
-        engine.runtime.offloader.prepare_accumulation()
+        engine.expect_accumulation(accelerator.gradient_accumulation_steps)
     if engine not in _engines(accelerator):
         _engines(accelerator).append(engine)
     prepared = original(accelerator, model, device_placement=False, evaluation_mode=True)

@@ -131,8 +131,7 @@ class MegatrainCallback(TrainerCallback):
         engine = self._engine(kwargs)
         if engine is not None:
             self._close_telemetry()  # an exception may have ended the training before
-            if args.gradient_accumulation_steps > 1:
-                engine.runtime.offloader.prepare_accumulation()
+            engine.expect_accumulation(args.gradient_accumulation_steps)
             if self._telemetry is not None:  # of a training that didn't reach its end
                 self._telemetry.close()
             follow_clipping(engine, clips=bool(args.max_grad_norm and args.max_grad_norm > 0))

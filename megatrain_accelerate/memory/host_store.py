@@ -1,4 +1,5 @@
-"""The host store: the home of weights, fp32 masters, moments and gradients, unit by unit.
+"""The store: the home of weights, fp32 masters, moments and gradients, unit by unit. On the host, unless the plan moves a
+unit to the device.
 
 A bf16 weight's fp32 master is split: the bf16 half that streams to the GPU and a 16-bit signed residual, so that
 ``master bits == (weight bits << 16) + residual`` exactly. An fp32 weight is its own master.
@@ -13,8 +14,10 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.memory.device_memory import DeviceMemory
 from megatrain_accelerate.memory.flat_layout import FlatEntry, FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_memory import HostMemory
+from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.optim.kernel import HostKernels
 
 
@@ -22,8 +25,8 @@ from megatrain_accelerate.optim.kernel import HostKernels
 class ParameterState:
     """One parameter in the store, as views of its unit's flat buffers. ``None`` where a frozen one has nothing.
 
-    ``weight`` (its shape, bf16 or fp32), ``gradient`` (the same), ``residual`` (int16), ``exp_avg`` and
-    ``exp_avg_sq`` (fp32), each with a storage of its own.
+    ``weight`` (its shape, bf16 or fp32), ``gradient`` (the same; None too for a unit on the device, whose gradients are
+    autograd's own), ``residual`` (int16), ``exp_avg`` and ``exp_avg_sq`` (fp32), each with a storage of its own.
     """
 
     parameter: nn.Parameter
@@ -68,7 +71,11 @@ class HostUnit:
         register: bool,
     ) -> None:
         self.name = name
-        self._kernels = kernels
+        self._host_kernels = kernels
+        self.kernels: StepKernels = kernels
+        """Those of the unit's home."""
+        self.device: torch.device | None = None
+        """Where the unit lives if not on the host, see :meth:`move_to_device`."""
         self._huge_pages = huge_pages
         self._register = register
         self.layout = FlatLayout(
@@ -79,11 +86,12 @@ class HostUnit:
         self._weight_memory = self._allocate(self.layout.weight_bytes, register)
         self.weights = self._weight_memory.tensor(0, (self.layout.weight_bytes,), torch.uint8)
         """Flat weights, uint8: what one copy moves to a slot."""
-        self._gradient_memory: HostMemory | None = None
+        self._gradient_memory: HostMemory | DeviceMemory | None = None
         self.gradients: torch.Tensor | None = None
         """Flat gradients, uint8: what one copy brings from a gradient slot. None before :meth:`allocate_gradients`."""
         self._residual_memory = self._allocate(2 * self.layout.split_elements, False)
         self.residuals = self._residual_memory.tensor(0, (self.layout.split_elements,), torch.int16)
+        self._moment_memory: HostMemory | DeviceMemory | None = None
         self.exp_avgs: torch.Tensor | None = None
         self.exp_avg_sqs: torch.Tensor | None = None
         self.states = [
@@ -91,18 +99,16 @@ class HostUnit:
         ]
         self._weight_memory.register()
 
-    def _allocate(self, size_bytes: int, register: bool) -> HostMemory:
+    def _allocate(self, size_bytes: int, register: bool) -> HostMemory | DeviceMemory:
+        if self.device is not None:
+            return DeviceMemory(size_bytes, self.device)
         memory = HostMemory(size_bytes, huge_pages=self._huge_pages, register=register and size_bytes > 0)
-        self._kernels.zero(memory.tensor(0, (memory.size_bytes,), torch.uint8))
+        self._host_kernels.zero(memory.tensor(0, (memory.size_bytes,), torch.uint8))
         return memory
 
     def _adopt(self, parameter: nn.Parameter, entry: FlatEntry) -> ParameterState:
-        spec = entry.spec
-        residual = None
-        weight = self._weight_memory.tensor(entry.weight_offset, spec.shape, spec.dtype)
-        if entry.has_residual and entry.state_offset is not None:
-            residual = self._residual_memory.tensor(2 * entry.state_offset, spec.shape, torch.int16)
-        state = ParameterState(parameter, entry, weight, residual)
+        state = ParameterState(parameter, entry, parameter.data, None)
+        self._bind(state)
         self.write_master(state, parameter.detach())
         return state
 
@@ -119,9 +125,9 @@ class HostUnit:
                 "tokens) before accelerator.prepare(), or prepare it anew"
             )
         if value.data_ptr() != state.weight.data_ptr():
-            value = value.to("cpu").contiguous()
+            value = value.to(state.weight.device).contiguous()
             if state.residual is not None and value.dtype == torch.float32:
-                self._kernels.split(value, state.weight, state.residual)
+                self.kernels.split(value, state.weight, state.residual)
                 return
             if bool((state.weight == value).all()):
                 return  # moved to another device, not written to: the master behind it stays
@@ -130,17 +136,17 @@ class HostUnit:
             state.residual.zero_()
 
     def read_master(self, state: ParameterState) -> torch.Tensor:
-        """A new fp32 tensor with the parameter's master, in its shape; for a frozen one, its weight."""
+        """A new fp32 host tensor with the parameter's master, in its shape; for a frozen one, its weight."""
         if state.residual is None:
-            return state.weight.float() if state.weight.dtype != torch.float32 else state.weight.clone()
-        master = torch.empty(state.weight.shape, dtype=torch.float32)
-        self._kernels.join(state.weight, state.residual, master)
-        return master
+            return state.weight.to("cpu", torch.float32, copy=True)
+        master = torch.empty(state.weight.shape, dtype=torch.float32, device=state.weight.device)
+        self.kernels.join(state.weight, state.residual, master)
+        return master.cpu()
 
     def allocate_gradients(self) -> None:
         """Makes the gradients' memory, registered. Does nothing if it exists, or if all parameters are frozen."""
         size = self.layout.gradient_bytes
-        if self._gradient_memory is not None or not size:
+        if self._gradient_memory is not None or not size or self.device is not None:
             return
         self._gradient_memory = self._allocate(size, self._register)
         self._gradient_memory.register()
@@ -155,7 +161,7 @@ class HostUnit:
         elements = self.layout.state_elements
         if self.exp_avgs is not None:
             return
-        memory = self._allocate(8 * elements, False)
+        memory = self._moment_memory = self._allocate(8 * elements, False)
         self.exp_avgs = memory.tensor(0, (elements,), torch.float32)
         self.exp_avg_sqs = memory.tensor(4 * elements, (elements,), torch.float32)
         for state in self.states:
@@ -164,8 +170,73 @@ class HostUnit:
                 state.exp_avg = memory.tensor(4 * offset, shape, torch.float32)
                 state.exp_avg_sq = memory.tensor(4 * (elements + offset), shape, torch.float32)
 
-    def host_bytes_by_kind(self) -> dict[str, int]:
-        """Bytes that the unit holds now, by what they hold."""
+    def move_to_device(self, device: torch.device, kernels: StepKernels) -> None:
+        """The unit lives on ``device`` from now on: weights, residuals, moments; gradients are autograd's own there.
+
+        Nothing may be pending on the unit: no step, no copy. The parameters' data and gradients move along.
+
+        Args:
+            device: where the model computes.
+            kernels: that step there.
+        """
+        self._move(device, kernels)
+
+    def move_to_host(self) -> None:
+        """Reverse of :meth:`move_to_device`: host memory is made and registered anew, and gradients get their place in it."""
+        self._move(None, self._host_kernels)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the unit was moved to the device."""
+        return self.device is not None
+
+    def _move(self, device: torch.device | None, kernels: StepKernels) -> None:
+        old_memory = (self._weight_memory, self._residual_memory, self._moment_memory, self._gradient_memory)
+        old = (self.weights, self.residuals, self.exp_avgs, self.exp_avg_sqs)
+        gradients = [state.parameter.grad for state in self.states]
+        has_gradients = self._gradient_memory is not None or self.device is not None
+        self.device, self.kernels = device, kernels
+        self._weight_memory = self._allocate(self.layout.weight_bytes, self._register)
+        self.weights = self._weight_memory.tensor(0, (self.layout.weight_bytes,), torch.uint8)
+        self._residual_memory = self._allocate(2 * self.layout.split_elements, False)
+        self.residuals = self._residual_memory.tensor(0, (self.layout.split_elements,), torch.int16)
+        self.weights.copy_(old[0])
+        self.residuals.copy_(old[1])
+        self._weight_memory.register()
+        for state in self.states:
+            state.parameter.grad = None
+            state.gradient = None
+            self._bind(state)
+            state.parameter.data = state.weight
+            state.seen_version = state.parameter._version
+        self._moment_memory = self._gradient_memory = self.gradients = self.exp_avgs = self.exp_avg_sqs = None
+        if old[2] is not None and old[3] is not None:
+            self.allocate_moments()
+            assert self.exp_avgs is not None
+            assert self.exp_avg_sqs is not None
+            self.exp_avgs.copy_(old[2])
+            self.exp_avg_sqs.copy_(old[3])
+        if has_gradients:
+            self.allocate_gradients()
+        for state, gradient in zip(self.states, gradients, strict=True):
+            if gradient is not None:
+                if state.gradient is not None:
+                    state.gradient.copy_(gradient)
+                state.parameter.grad = gradient.to(state.weight.device) if state.gradient is None else state.gradient
+        for memory in old_memory:
+            if memory is not None:
+                memory.close()
+        self.version += 1
+
+    def _bind(self, state: ParameterState) -> None:
+        """Makes the state's weight and residual views of the unit's memory."""
+        entry, spec = state.entry, state.entry.spec
+        state.weight = self._weight_memory.tensor(entry.weight_offset, spec.shape, spec.dtype)
+        if entry.has_residual and entry.state_offset is not None:
+            state.residual = self._residual_memory.tensor(2 * entry.state_offset, spec.shape, torch.int16)
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes that the unit holds now at its home, by what they hold."""
         return {
             "weights": self.layout.weight_bytes,
             "gradients": self.layout.gradient_bytes if self.gradients is not None else 0,
@@ -179,7 +250,8 @@ class HostUnit:
             state.parameter.grad = None
             if state.parameter.shape != state.weight.shape:
                 continue  # resized by somebody, in memory of its own
-            state.parameter.data = self.read_master(state) if state.residual is not None else state.weight.clone()
+            master = self.read_master(state) if state.residual is not None else state.weight.to("cpu", copy=True)
+            state.parameter.data = master
         self.close()
         # The mapping goes with the last view of it.
         self.states = []

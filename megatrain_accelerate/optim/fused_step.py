@@ -13,7 +13,7 @@ from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
 from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.kernel import AdamArguments
-from megatrain_accelerate.optim.segments import apply_segments, plan_segments
+from megatrain_accelerate.optim.segments import apply_segments, plan_segments, step_each
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause
 from megatrain_accelerate.streaming.resident import ResidentGroup
@@ -71,6 +71,7 @@ class FusedStep(HostStep):
         self._optimizer_state = optimizer.state
         self._stepped_in_backward: dict[int, AdamArguments] = {}
         self._skipped_in_backward: list[str] = []
+        runtime.moved_listeners[id(self)] = self._unit_moved
         for unit in runtime.units:
             states = [state for state in unit.states if id(state.parameter) in self.parameter_ids]
             if states:
@@ -109,6 +110,14 @@ class FusedStep(HostStep):
     def retire(self) -> None:
         """See :meth:`HostStep.retire`."""
         self.set_schedule("deferred")
+        self.runtime.moved_listeners.pop(id(self), None)
+
+    def _unit_moved(self, unit: HostUnit) -> None:
+        """The unit's moments are other tensors now."""
+        for state in unit.states:
+            entry = self._optimizer_state.get(state.parameter)
+            if entry:
+                self._expose(entry, state)
 
     def bind(self, optimizer: Optimizer) -> None:
         """Follows an optimizer whose state or groups were replaced (``load_state_dict``)."""
@@ -187,6 +196,7 @@ class FusedStep(HostStep):
         if not allowed:
             return
         by_parameter = {id(state.parameter): group for state, group in found}
+        on_device: list[tuple[HostUnit, list[tuple[ParameterState, AdamArguments]]]] = []
         for unit, gate, resident in runtime.in_forward_order():
             steps = []
             for state in unit.states:
@@ -195,8 +205,14 @@ class FusedStep(HostStep):
                     count = self._next_step(state)
                     factor = factors.get(id(state.parameter), 1.0)
                     steps.append((state, _adam_arguments(group, count, factor, self._decoupled)))
-            if steps:
+            if steps and unit.is_on_device:
+                on_device.append((unit, steps))
+            elif steps:
                 gate.close_until(self._submit(unit, resident, steps))
+        # Last, since the worker has begun meanwhile.
+        for unit, steps in on_device:
+            step_each(steps, unit.kernels)
+            unit.version += 1
         if self.schedule == "serial":
             with runtime.meter.blocked_by(Cause.HOST_STEP):
                 runtime.worker.drain()
@@ -235,7 +251,7 @@ class FusedStep(HostStep):
 
     def _layer_done(self, layer: StreamedLayer, wait: Callable[[], None]) -> None:
         """A layer's gradients are on their way to the host: steps it now if this backward is the last before the step."""
-        if not self.runtime.may_step_in_backward(layer):
+        if layer.unit.is_on_device or not self.runtime.may_step_in_backward(layer):
             return
         groups = {id(p): group for group in self._optimizer_groups for p in group["params"]}
         if any(id(state.parameter) in self._stepped_in_backward for state in layer.unit.states):

@@ -58,15 +58,15 @@ class HostStep:
                 if parameter.grad is None:
                     continue
                 state = self.runtime.state_of(parameter)
-                if state is None or state.gradient is None:
+                if state is None or not state.entry.spec.trainable:
                     raise UnsupportedError(
                         "a parameter was added to the optimizer after the model was prepared; unfreeze it before "
                         "accelerator.prepare()"
                     )
-                is_streamed = parameter.data_ptr() == state.weight.data_ptr()
-                if is_streamed and parameter.grad.data_ptr() != state.gradient.data_ptr():
+                place = state.gradient if parameter.data_ptr() == state.weight.data_ptr() else None
+                if place is not None and parameter.grad.data_ptr() != place.data_ptr():
                     self.runtime.drain()  # a step that is still to be applied may read the place
-                    state.gradient.copy_(parameter.grad)
+                    place.copy_(parameter.grad)
                 found.append((state, group))
         return found
 

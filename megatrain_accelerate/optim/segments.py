@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
+from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
 
 
@@ -46,6 +47,21 @@ def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list
         segments.append(Segment(entry.spec.dtype, entry.weight_offset, entry.state_offset, entry.spec.numel, arguments))
         assert (segments[-1].weight_offset % size) == 0
     return segments
+
+
+def step_each(steps: Sequence[tuple[ParameterState, AdamArguments]], kernels: StepKernels) -> None:
+    """Steps the parameters of a unit on the device in place, each from its own ``parameter.grad``."""
+    for state, arguments in steps:
+        gradient = state.parameter.grad
+        assert gradient is not None
+        assert state.exp_avg is not None
+        assert state.exp_avg_sq is not None
+        if state.residual is not None:
+            kernels.adamw_split(
+                state.weight, state.residual, state.exp_avg, state.exp_avg_sq, gradient.contiguous(), arguments
+            )
+        else:
+            kernels.adamw_fp32(state.weight, state.exp_avg, state.exp_avg_sq, gradient.contiguous(), arguments)
 
 
 def apply_segments(unit: HostUnit, segments: Sequence[Segment], kernels: HostKernels) -> None:

@@ -1,9 +1,10 @@
-"""The plan for the device's memory: what a step will take, and how many layers needn't be recomputed."""
+"""The plan: what lives where, from the model, the batch, the machine's speeds and the budgets. It follows the batches."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import logging
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +12,16 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.planning.kept_layers import choose_kept_layers, last_layers
-from megatrain_accelerate.planning.step_memory import predict_step_bytes
+from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes
+from megatrain_accelerate.memory.host_store import HostUnit
+from megatrain_accelerate.optim.device_kernel import can_step_on
+from megatrain_accelerate.planning.layer_measurement import measure_layers
+from megatrain_accelerate.planning.machine import measured_machine
+from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.placement_search import Candidate, Choices, PlacementSearch
+from megatrain_accelerate.planning.plan_table import plan_table
+from megatrain_accelerate.planning.step_outline import StepOutline, outline_step
+from megatrain_accelerate.planning.step_simulation import Model, StepTime, UnitSizes, peak_bytes, simulate_step
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.units import GIB, MIB
 
@@ -21,7 +30,7 @@ logger = logging.getLogger(__name__)
 LIBRARY_WORKSPACE_BYTES = 128 * MIB
 """Device memory for workspaces of cuBLAS (32 MiB a thread that computes) and small tensors outside the step's graph."""
 
-USABLE_SHARE_OF_DEVICE = 0.85
+USABLE_SHARE_OF_DEVICE = 0.9
 """Share of the device's free memory that the plan fills: the caching allocator's blocks don't fit without gaps."""
 
 _CLEARLY_LARGER = 1.25
@@ -31,23 +40,54 @@ class DevicePlan:
     """Follows the batches: when one is larger than all before, its step is predicted and planned anew.
 
     Args:
-        runtime: the engine at work; the plan sets its kept layers.
+        runtime: the engine at work; the plan places its layers.
         config: the settings.
         device: where the model computes.
+        show: whether this process shows the table.
     """
 
-    def __init__(self, runtime: StreamingRuntime, config: MegatrainConfig, device: torch.device) -> None:
+    def __init__(self, runtime: StreamingRuntime, config: MegatrainConfig, device: torch.device, show: bool = False) -> None:
         self._runtime = runtime
         self._config = config
         self._device = device
+        self._show = show
         self._planned_elements = 0
+        self.micro_batches = 1
+        """Backwards before each optimizer step."""
         self.predicted_bytes = 0
         """Predicted peak of the device's memory for the largest batch so far; 0 before the first, or if unknown."""
-        if isinstance(config.keep_layers, int):
-            runtime.kept_layers = last_layers(len(runtime.layers), config.keep_layers)
+        self.predicted_time: StepTime | None = None
+        """Predicted step on the largest batch so far; None before the first, without a GPU or budget, or if unknown."""
+        self.placement = Placement()
+        self._choices = Choices(
+            kept=_fixed(config.keep_layers),
+            offloaded=0,
+            resident=_fixed(config.resident_layers),
+            on_device=_fixed(config.device_layers),
+        )
+        count = len(runtime.layers)
+        self._place(
+            Placement.of_counts(
+                count,
+                kept=self._choices.kept or 0,
+                resident=self._choices.resident or 0,
+                on_device=count if self._choices.on_device == -1 else self._choices.on_device or 0,
+                groups_on_device=self._choices.on_device == -1,
+            )
+        )
 
     def held_bytes_by_kind(self) -> dict[str, int]:
-        """Bytes that the engine holds on the device in any case, by what they hold."""
+        """Bytes that the engine holds on the device now, by what they hold."""
+        units = self._runtime.units
+        return {
+            **self._fixed_bytes_by_kind(),
+            "resident_layers": self._runtime.prefetcher.resident_bytes,
+            "states": sum(_state_bytes(unit) - unit.layout.weight_bytes for unit in units if unit.is_on_device),
+            "layers": sum(layer.unit.layout.weight_bytes for layer in self._runtime.layers if layer.unit.is_on_device),
+        }
+
+    def _fixed_bytes_by_kind(self) -> dict[str, int]:
+        """Those under any placement."""
         return {
             "slots": self._runtime.prefetcher.device_bytes,
             "gradient_slots": self._runtime.offloader.device_bytes,
@@ -60,31 +100,46 @@ class DevicePlan:
         if elements <= self._planned_elements:
             return
         budget_bytes = self._budget_bytes()
-        chooses = self._config.keep_layers == "auto" and budget_bytes > 0
         # A plan that fills the memory has no room for a batch that is only a little longer; a mere prediction may wait.
-        if not chooses and elements <= _CLEARLY_LARGER * self._planned_elements:
+        if not budget_bytes and elements <= _CLEARLY_LARGER * self._planned_elements:
             return
         self._planned_elements = elements
         self._runtime.refresh_if_written()
-        held = self.held_bytes_by_kind()
-        if self._runtime.offloader.is_accumulating:
-            # From the second micro-batch on the residents' gradients are there when the forward begins.
-            trained = (state.parameter for group in self._runtime.groups for state in group.unit.states)
-            held["resident_gradients"] = sum(p.nbytes for p in trained if p.requires_grad)
-        fixed_bytes = sum(held.values()) + LIBRARY_WORKSPACE_BYTES
-        # A run without data takes a second or two: none is made twice.
-        predict = functools.cache(functools.partial(predict_step_bytes, model, self._runtime, inputs, self._device))
         try:
-            if chooses:
-                count = len(self._runtime.layers)
-                self._runtime.kept_layers = choose_kept_layers(count, budget_bytes - fixed_bytes, predict)
-            self.predicted_bytes = fixed_bytes + predict(self._runtime.kept_layers)
+            outline = outline_step(model, self._runtime, inputs, self._device)
         except Exception as error:  # a model that looks at its data can't be run without any
-            logger.info("megatrain: the step's memory can't be predicted for this model (%s)", error)
-            if chooses:
-                self._runtime.kept_layers = frozenset()
+            logger.info("megatrain: the step can't be predicted for this model (%s)", error)
+            self._place(dataclasses.replace(self.placement, kept=self._fixed_kept()))
             return
-        if budget_bytes and self.predicted_bytes > budget_bytes:
+        fixed_bytes = sum(self._fixed_bytes_by_kind().values()) + LIBRARY_WORKSPACE_BYTES
+        if not budget_bytes:
+            self.predicted_bytes = fixed_bytes + peak_bytes(outline, self.model_sizes(), self.placement)
+            return
+        if self._device.type == "cuda":
+            outline = measure_layers(model, self._runtime, inputs, outline)
+        self._plan(outline, fixed_bytes, budget_bytes)
+
+    def _plan(self, outline: StepOutline, fixed_bytes: int, budget_bytes: int) -> None:
+        machine = measured_machine(self._device, self._runtime.kernels, self._runtime.register)
+        sizes = self.model_sizes()
+        choices = self._choices
+        if not self._runtime.states_may_move or not can_step_on(self._device):
+            choices = dataclasses.replace(choices, on_device=0)
+        host_bytes = max(0, available_host_bytes(self._config.host_memory_gib) - CONSTANT_OVERHEAD_BYTES)
+        search = PlacementSearch(outline, sizes, machine, budget_bytes - fixed_bytes, choices, host_bytes)
+        found = search.best()
+        if found is None:
+            placement = dataclasses.replace(self.placement, kept=self._fixed_kept(), offloaded=frozenset())
+            time = simulate_step(outline, sizes, placement, machine)
+            found = Candidate(placement, peak_bytes(outline, sizes, placement), time)
+        self.predicted_bytes = fixed_bytes + found.peak_bytes
+        self.predicted_time = found.time
+        self._place(found.placement)
+        if self._show:
+            table = plan_table(found, self._runtime, self.predicted_bytes, budget_bytes, outline)
+            print(table, file=sys.stderr, flush=True)
+        if self.predicted_bytes > budget_bytes:
+            held = {**self._fixed_bytes_by_kind(), "step": found.peak_bytes}
             logger.warning(
                 "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s) and %.1f GiB are planned with; if it "
                 "runs out of memory, lower per_device_train_batch_size or the sequence length",
@@ -92,6 +147,29 @@ class DevicePlan:
                 ", ".join(f"{kind} {count / GIB:.1f}" for kind, count in held.items()),
                 budget_bytes / GIB,
             )
+
+    def _place(self, placement: Placement) -> None:
+        before, self.placement = self.placement, placement
+        self._runtime.kept_layers = placement.kept
+        where = (placement.resident, placement.on_device, placement.groups_on_device)
+        if where != (before.resident, before.on_device, before.groups_on_device):
+            self._runtime.place(*where)
+
+    def _fixed_kept(self) -> frozenset[int]:
+        return Placement.of_counts(len(self._runtime.layers), kept=self._choices.kept or 0).kept
+
+    def model_sizes(self) -> Model:
+        """What the simulation has to know of the engine."""
+        runtime = self._runtime
+        return Model(
+            layers=[_sizes(layer.unit) for layer in runtime.layers],
+            groups_before=[_sizes(group.unit) for group in runtime.groups if not group.comes_after_layers],
+            groups_after=[_sizes(group.unit) for group in runtime.groups if group.comes_after_layers],
+            slots=len(runtime.prefetcher.slots),
+            gradient_slots=max(1, len(runtime.offloader.slots)),
+            steps_in_backward=bool(runtime.offloader.layer_done_listeners),
+            micro_batches=self.micro_batches,
+        )
 
     def _budget_bytes(self) -> int:
         """Bytes of the device that a step may take, what the engine holds included; 0 without a GPU."""
@@ -101,3 +179,18 @@ class DevicePlan:
             return 0
         free, _ = torch.cuda.mem_get_info(self._device)
         return int(USABLE_SHARE_OF_DEVICE * (free + torch.cuda.memory_reserved(self._device)))
+
+
+def _fixed(setting: int | str) -> int | None:
+    return setting if isinstance(setting, int) else None
+
+
+def _state_bytes(unit: HostUnit) -> int:
+    """Weights, residuals and moments."""
+    layout = unit.layout
+    return layout.weight_bytes + 2 * layout.split_elements + 8 * layout.state_elements
+
+
+def _sizes(unit: HostUnit) -> UnitSizes:
+    layout = unit.layout
+    return UnitSizes(layout.weight_bytes, layout.gradient_bytes, layout.state_elements, _state_bytes(unit))

@@ -1,16 +1,16 @@
-"""The device memory of a training step, found by running the step on tensors without data.
+"""Runs of the user's model on tensors without data, and a dispatch mode that adds up what they would cost.
 
-The user's own forward is run under ``FakeTensorMode`` (torch/_subclasses/fake_tensor.py) with the shapes of the real batch,
-each streamed layer as one recomputed segment, then backward; a dispatch mode adds up what is alive. So logits, loss,
-layer inputs and one layer's working set are counted by the code that will make them, and nothing is allocated.
+The user's own forward runs under ``FakeTensorMode`` (torch/_subclasses/fake_tensor.py) with the shapes of the real batch, so
+that logits, loss and layer inputs are counted by the code that will make them, and nothing is allocated.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,14 +18,24 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
-from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
 
-from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.runtime import StreamingRuntime
+
+@dataclasses.dataclass(frozen=True)
+class OpCosts:
+    """What operations cost: sums."""
+
+    flops: float = 0.0
+    """Of matrix products, convolutions and attention."""
+    traffic_bytes: float = 0.0
+    """Read and written by all other operations that make new memory."""
+
+    def __sub__(self, other: OpCosts) -> OpCosts:
+        return OpCosts(self.flops - other.flops, self.traffic_bytes - other.traffic_bytes)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Adds up the bytes of storages that are made and die while it is active. Peak in :attr:`peak_bytes`.
+    """Adds up the bytes of storages that are made and die while it is active, and the costs of what runs.
 
     Args:
         present: tensors that are there already and don't count.
@@ -35,36 +45,82 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.costs = OpCosts()
         # Their storages come back in views, and aren't new.
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in present)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_flatten(result)[0]:
-            if isinstance(tensor, torch.Tensor):
-                self._track(tensor.untyped_storage())
+        made = [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
+        is_new = [self._track(tensor.untyped_storage()) for tensor in made]
+        self._add_costs(func, args, kwargs or {}, result, made, any(is_new))
         return result
 
-    def _track(self, storage: torch.UntypedStorage) -> None:
+    def take_peak(self) -> int:
+        """The peak since the last call."""
+        peak, self.peak_bytes = self.peak_bytes, self.live_bytes
+        return peak
+
+    def _track(self, storage: torch.UntypedStorage) -> bool:
         if storage in self._seen:
-            return
+            return False
         self._seen.add(storage)
         # The caching allocator hands out multiples of 512 bytes.
         size = -(-storage.nbytes() // 512) * 512
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._forget, size)
+        return True
 
     def _forget(self, size: int) -> None:
         self.live_bytes -= size
+
+    def _add_costs(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor], is_new: bool) -> None:
+        flops = _flops(func, args, kwargs, result)
+        if flops is not None:
+            self.costs = OpCosts(self.costs.flops + flops, self.costs.traffic_bytes)
+        elif is_new or str(func.__name__).split(".")[0].endswith("_"):  # in place, or out of it: no view
+            read = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+            moved = sum(tensor.nbytes for tensor in [*read, *made])
+            self.costs = OpCosts(self.costs.flops, self.costs.traffic_bytes + moved)
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
+    """Floating-point operations of a matrix product or the like; None for what has no formula."""
+    count = flop_registry.get(func._overloadpacket)
+    if count is None:
+        return None
+    try:
+        return float(count(*args, **kwargs, out_val=result))
+    except Exception:  # grouped-query attention, which torch's formula refuses: that of plain attention
+        tensors = [t for t in args if isinstance(t, torch.Tensor) and t.dim() == 4]
+        if len(tensors) < 3:
+            return None
+        query, key = (tensors[0], tensors[1]) if tensors[0].shape[-2] and "backward" not in str(func) else tensors[1:3]
+        products = 2 if "backward" not in str(func) else 5
+        return 2.0 * products * query.numel() * key.shape[-2]
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @contextlib.contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """The model has no hooks while the body runs, and keeps nothing that it sets on itself: users' hooks count real calls."""
+    attributes = [(module, dict(module.__dict__)) for module in model.modules()]
+    try:
+        for module in model.modules():
+            module.__dict__.update({name: OrderedDict() for name in _HOOKS})
+        yield
+    finally:
+        for module, before in attributes:
+            module.__dict__.clear()
+            module.__dict__.update(before)
+
+
+@contextlib.contextmanager
 def _fake_weights(model: nn.Module, device: torch.device) -> Iterator[list[torch.Tensor]]:
-    """The model's parameters and buffers are tensors without data while the body runs; yields the parameters."""
+    """The model's parameters and buffers are tensors without data while the body runs; yields them."""
     fakes: dict[int, torch.Tensor] = {}
     saved: list[tuple[Any, str, Any]] = []
 
@@ -75,25 +131,19 @@ def _fake_weights(model: nn.Module, device: torch.device) -> Iterator[list[torch
             fakes[id(tensor)] = twin.requires_grad_(tensor.requires_grad)
         return fakes[id(tensor)]
 
-    attributes = [(module, dict(module.__dict__)) for module in model.modules()]
-    try:
-        for module in model.modules():
-            # Hooks belong to real calls: the user's may count them, or look at the data.
-            module.__dict__.update({name: OrderedDict() for name in _HOOKS})
-            for store in (module._parameters, module._buffers):
-                for name, tensor in store.items():
-                    if tensor is not None:
-                        saved.append((store, name, tensor))
-        for store, name, tensor in saved:
-            store[name] = fake(tensor)
-        yield list(fakes.values())
-    finally:
-        for store, name, tensor in saved:
-            store[name] = tensor
-        # What a forward keeps on a module (a lazily made table) has no data either.
-        for module, before in attributes:
-            module.__dict__.clear()
-            module.__dict__.update(before)
+    with without_hooks(model):
+        try:
+            for module in model.modules():
+                for store in (module._parameters, module._buffers):
+                    for name, tensor in store.items():
+                        if tensor is not None:
+                            saved.append((store, name, tensor))
+            for store, name, tensor in saved:
+                store[name] = fake(tensor)
+            yield list(fakes.values())
+        finally:
+            for store, name, tensor in saved:
+                store[name] = tensor
 
 
 def _without_full_masks(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,51 +153,32 @@ def _without_full_masks(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if not (is_full and name == "attention_mask")}
 
 
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
-
-
-def predict_step_bytes(
-    model: nn.Module,
-    runtime: StreamingRuntime,
-    inputs: Mapping[str, Any],
-    device: torch.device,
-    kept_layers: Collection[int] = (),
-) -> int:
-    """Bytes of device memory that a training step on ``inputs`` takes besides what the engine holds in any case.
+@contextlib.contextmanager
+def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device) -> Iterator[tuple[dict[str, Any], LiveBytes]]:
+    """Weights and inputs have no data while the body runs, gradients are on, and nothing counts as a real call.
 
     Args:
-        model: the prepared model; its ``forward`` is called once, without data.
-        runtime: its engine at work.
-        inputs: the keyword arguments of the real call; labels among them, or the loss is taken as a sum over the output.
+        model: the prepared model.
+        inputs: the keyword arguments of the real call.
         device: where the step will run.
-        kept_layers: indices of the layers that aren't recomputed.
 
-    Raises:
-        Exception: whatever the model raises when it looks at data (``FakeTensorMode`` has none).
+    Yields:
+        The inputs without data, and the mode that counts while it is entered by the caller.
     """
-
-    def segment(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if layer.index in kept_layers:
-            return layer.forward(*args, **kwargs)
-        return checkpoint(layer.forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    in_layers = {id(state.parameter) for layer in runtime.layers for state in layer.unit.states}
     inputs = _without_full_masks(inputs)
-    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        is_layer_weight = [id(p) in in_layers for p in model.parameters()]
-        with _fake_weights(model, device) as weights, runtime.layers_run_by(segment), torch.enable_grad():
-            for parameter, inside in zip(model.parameters(), is_layer_weight, strict=True):
-                if inside and parameter.requires_grad:
-                    # They leave for the host through a gradient slot; the slots are counted as static.
-                    parameter.register_post_accumulate_grad_hook(_drop_gradient)
-            fake_inputs = tree_map_only(torch.Tensor, mode.from_tensor, inputs)
-            with LiveBytes(weights) as live:
-                output = model.forward(**fake_inputs)
-                loss = output["loss"] if isinstance(output, Mapping) and output.get("loss") is not None else None
-                if loss is None:
-                    tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
-                    loss = sum((tensor.float().sum() for tensor in tensors), torch.zeros((), device=device))
-                del output
-                loss.backward()
-    return live.peak_bytes
+    with (
+        torch.random.fork_rng(devices=[]),
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        _fake_weights(model, device) as weights,
+        torch.enable_grad(),
+    ):
+        yield tree_map_only(torch.Tensor, mode.from_tensor, inputs), LiveBytes(weights)
+
+
+def loss_of(output: Any, device: torch.device) -> torch.Tensor:
+    """The model's own loss, or for a model that was given no labels the sum over its output."""
+    loss = output["loss"] if isinstance(output, Mapping) and output.get("loss") is not None else None
+    if loss is None:
+        tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+        loss = sum((tensor.float().sum() for tensor in tensors), torch.zeros((), device=device))
+    return loss

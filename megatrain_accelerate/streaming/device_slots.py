@@ -52,13 +52,13 @@ class WeightSlot:
 
     Args:
         index: for messages.
-        size_bytes: bytes of the largest layer.
+        buffer: uint8, one dimension, as long as the largest layer that it is to hold.
         streams: the engine's streams.
     """
 
-    def __init__(self, index: int, size_bytes: int, streams: Streams) -> None:
+    def __init__(self, index: int, buffer: torch.Tensor, streams: Streams) -> None:
         self.index = index
-        self.buffer = torch.empty(size_bytes, dtype=torch.uint8, device=streams.device)
+        self.buffer = buffer
         self.state = SlotState.EMPTY
         self.holder: tuple[int, int] | None = None
         """(layer index, version of the unit's weights) that the buffer holds or is being filled with."""

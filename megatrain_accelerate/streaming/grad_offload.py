@@ -84,6 +84,24 @@ class NormTable:
         self._memory.close()
 
 
+def _gradient(state: ParameterState) -> torch.Tensor:
+    assert state.parameter.grad is not None
+    return state.parameter.grad
+
+
+def _refuse_hooked(layer: StreamedLayer, state: ParameterState) -> None:
+    """Raises for a gradient hook on a layer's parameter.
+
+    Raises:
+        UnsupportedError: it has one.
+    """
+    if state.parameter._backward_hooks:
+        raise UnsupportedError(
+            f"parameter {layer.name}.{state.name} has a gradient hook (register_hook, wandb.watch), which a "
+            "streamed parameter's gradient never passes; remove it, or hook the layer's outputs instead"
+        )
+
+
 class _Staging:
     """A host buffer for gradients that are to be added to earlier ones. Owner: the offloader. Writer: the d2h stream.
 
@@ -135,6 +153,7 @@ class GradientOffloader:
         self._next_staging = 0
         self._last_copied_event = streams.event()
         self._last_ticket: Ticket | None = None
+        self._in_flight: list[torch.Tensor] = []
         self.gradients_complete: Callable[[], bool] = lambda: True
         """Whether the backward in progress is the last before a step; norms are needed only then."""
         self.layer_done_listeners: dict[int, Callable[[StreamedLayer, Callable[[], None]], None]] = {}
@@ -169,6 +188,9 @@ class GradientOffloader:
                 f"layer {layer.name} got a gradient but the model was prepared for evaluation only; prepare it with "
                 "accelerator.prepare(model) (evaluation_mode=False) to train it"
             )
+        if unit.is_on_device:
+            self._leave_on_device(layer, [trainable[i] for i in present], arrived)
+            return
         # WAR: a step that is still to be applied reads the gradients of the pass before.
         self._meter.wait_for_step(layer.name, layer.gate.is_open, layer.gate.wait)
         slot = self.slots[self._next_slot]
@@ -191,11 +213,7 @@ class GradientOffloader:
             self._last_ticket = ticket
             wait = ticket.wait
         for i in present:
-            if trainable[i].parameter._backward_hooks:
-                raise UnsupportedError(
-                    f"parameter {layer.name}.{trainable[i].name} has a gradient hook (register_hook, wandb.watch), which a "
-                    "streamed parameter's gradient never passes; remove it, or hook the layer's outputs instead"
-                )
+            _refuse_hooked(layer, trainable[i])
             if trainable[i].parameter.grad is None:
                 trainable[i].parameter.grad = trainable[i].gradient
             gradient = trainable[i].parameter.grad
@@ -206,6 +224,38 @@ class GradientOffloader:
                 self._norms.forget(trainable[i].parameter)
         for listener in self.layer_done_listeners.values():
             listener(layer, wait)
+
+    def _leave_on_device(self, layer: StreamedLayer, states: list[ParameterState], gradients: list[torch.Tensor]) -> None:
+        """Gradients of a unit on the device stay where they are; their norms go to the host."""
+        for state, gradient in zip(states, gradients, strict=True):
+            _refuse_hooked(layer, state)
+            if state.parameter.grad is None:
+                state.parameter.grad = gradient
+            else:
+                state.parameter.grad.add_(gradient)
+            self._norms.forget(state.parameter)
+        if not self.gradients_complete():
+            return
+        norms = torch.stack(gradient_norms([_gradient(state) for state in states]))
+        ready_event = self._streams.event()
+        ready_event.record(self._streams.compute_stream)
+        d2h_stream = self._streams.d2h_stream
+        table = self._norms.of_unit(layer.unit)
+        rows = [row for row, entry in enumerate(layer.unit.layout.trainable_entries) if entry in {s.entry for s in states}]
+        with self._streams.on(d2h_stream):
+            # RAW: the norms must be finished.
+            d2h_stream.wait_event(ready_event)
+            if len(rows) == table.numel():
+                table.copy_(norms, non_blocking=True)
+            else:
+                for row, norm in zip(rows, norms.unbind(), strict=True):
+                    table[row].copy_(norm, non_blocking=True)
+            self._last_copied_event = self._streams.event()
+            self._last_copied_event.record(d2h_stream)
+        # The allocator may hand out their memory again while the copy runs.
+        self._in_flight.append(norms)
+        for state in states:
+            self._norms.note(state.parameter, _gradient(state))
 
     def _copy_out(self, slot: GradientSlot, layer: StreamedLayer, target: torch.Tensor, norms: torch.Tensor | None) -> Any:
         """Issues the copy; returns an event of its own, since the slot's may be recorded again before it is waited for."""
@@ -285,6 +335,7 @@ class GradientOffloader:
             StepWorkerError: adding failed.
         """
         self._last_copied_event.synchronize()
+        self._in_flight = []
         if self._last_ticket is not None:
             self._last_ticket.wait()
             self._last_ticket = None

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.host_store import HostUnit
+from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.optim.step_worker import Ticket
 
 
@@ -72,6 +73,14 @@ class StreamedLayer:
         for state in self.unit.states:
             state.parameter.data = state.weight
             state.seen_version = state.parameter._version
+
+    def move_to_device(self, device: torch.device, kernels: StepKernels) -> None:
+        """Weights, masters and moments live on the device from now on. Nothing may be pending on the layer."""
+        self.unit.move_to_device(device, kernels)
+
+    def move_to_host(self) -> None:
+        """Reverse of :meth:`move_to_device`."""
+        self.unit.move_to_host()
 
     @contextlib.contextmanager
     def bound(self, weights: Sequence[torch.Tensor]) -> Iterator[None]:

@@ -168,7 +168,7 @@ def _cut_off(tensors: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[to
     ]
 
 
-def _weights(layer: StreamedLayer, slot: WeightSlot) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def bound_weights(layer: StreamedLayer, slot: WeightSlot) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """All weights in the slot, in entry order, and those of them that are trained, as leaves."""
     weights = [view.detach() for view in slot.views(layer.unit.layout)]
     leaves = [
@@ -214,7 +214,7 @@ class LayerFunction(torch.autograd.Function):
 
     @staticmethod
     def _run_kept(kept: KeptGraph, call: LayerCall, slot: WeightSlot, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        weights, kept.weight_leaves = _weights(call.layer, slot)
+        weights, kept.weight_leaves = bound_weights(call.layer, slot)
         kept.inputs = inputs
         with call.layer.bound(weights), kept.recording(), torch.enable_grad():
             kept.outputs = call.run(inputs, replay=False)
@@ -243,7 +243,7 @@ class LayerFunction(torch.autograd.Function):
                     f"the weights of layer {layer.name} were changed between its forward and its backward (by "
                     "optimizer.step() or a write); run backward before the step"
                 )
-            weights, leaves = _weights(layer, slot)
+            weights, leaves = bound_weights(layer, slot)
             with layer.bound(weights):
                 if kept is not None:
                     outputs, leaves = kept.outputs, kept.weight_leaves

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+import torch
 from torch.profiler import record_function
 
 from megatrain_accelerate.streaming.device_slots import SlotState, WeightSlot
@@ -16,8 +17,10 @@ from megatrain_accelerate.streaming.streams import Streams
 class Prefetcher:
     """Owner of the weight slots.
 
-    A copy is issued on the h2d stream as soon as its slot's last reader was issued and its layer's step is applied; the
-    launching thread never waits for a copy, and waits for a step only when the layer itself is next.
+    The shared slots take turns; a *resident* layer has a slot of its own, so that it is copied once a step; a layer whose
+    unit lives on the device is its own slot and is never copied. A copy is issued on the h2d stream as soon as its slot's
+    last reader was issued and its layer's step is applied; the launching thread never waits for a copy, and waits for a step
+    only when the layer itself is next.
 
     Args:
         layers: all streamed layers, by index.
@@ -31,15 +34,44 @@ class Prefetcher:
         self._streams = streams
         self._meter = meter
         largest = max(layer.unit.layout.weight_bytes for layer in layers)
-        self.slots = [WeightSlot(index, largest, streams) for index in range(slots)]
+        self.slots = [WeightSlot(index, self._buffer(largest), streams) for index in range(slots)]
+        self._own: dict[int, WeightSlot] = {}
         self._clock = 0
         self._refused_at: dict[int, float] = {}
         """When a layer's copy could have been issued but for its step, by index."""
 
+    def _buffer(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self._streams.device)
+
     @property
     def device_bytes(self) -> int:
-        """Bytes of all slots."""
+        """Bytes of the shared slots."""
         return sum(slot.buffer.numel() for slot in self.slots)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the resident layers' own slots."""
+        return sum(slot.buffer.numel() for index, slot in self._own.items() if not self._layers[index].unit.is_on_device)
+
+    def give_own_slots(self, indices: Collection[int]) -> None:
+        """Makes these layers, besides those on the device, the ones that have a slot of their own.
+
+        No kernel and no copy may be in flight.
+        """
+        self._own = {}
+        self._refused_at.clear()
+        for layer in self._layers:
+            index, unit = layer.index, layer.unit
+            if unit.is_on_device:
+                self._own[index] = WeightSlot(index, unit.weights, self._streams)
+                self._own[index].move_to(SlotState.FILLED)
+            elif index in indices:
+                self._own[index] = WeightSlot(index, self._buffer(unit.layout.weight_bytes), self._streams)
+
+    @property
+    def own_slot_count(self) -> int:
+        """Layers that have a slot of their own."""
+        return len(self._own)
 
     def acquire(self, layer: StreamedLayer, upcoming: Sequence[int]) -> WeightSlot:
         """Makes the layer's weights usable by kernels issued from now on, and starts the next copies.
@@ -55,14 +87,15 @@ class Prefetcher:
         slot = self._holding(layer)
         if slot is None:
             self._wait_for_step(layer)
-            slot = self._victim(set())
+            slot = self._victim(layer, set())
             self._fill(slot, layer)
         slot.move_to(SlotState.IN_USE)
         self._clock += 1
         slot.last_used = self._clock
         try:
-            # RAW: the kernels must see the whole copy.
-            self._meter.compute_waits_for(slot.params_copied_event, Cause.H2D, slot.late_ms)
+            if not layer.unit.is_on_device:
+                # RAW: the kernels must see the whole copy.
+                self._meter.compute_waits_for(slot.params_copied_event, Cause.H2D, slot.late_ms)
             self._prefetch(upcoming)
         except BaseException:
             self.release(slot)
@@ -75,10 +108,17 @@ class Prefetcher:
         slot.move_to(SlotState.FILLED)
 
     def _holding(self, layer: StreamedLayer) -> WeightSlot | None:
-        for slot in self.slots:
+        own = self._own.get(layer.index)
+        if own is not None and layer.unit.is_on_device:
+            return own
+        for slot in self._slots_for(layer):
             if slot.state is SlotState.FILLED and slot.holder == (layer.index, layer.unit.version):
                 return slot
         return None
+
+    def _slots_for(self, layer: StreamedLayer) -> list[WeightSlot]:
+        own = self._own.get(layer.index)
+        return self.slots if own is None else [own]
 
     def _wait_for_step(self, layer: StreamedLayer) -> None:
         if layer.gate.is_open:
@@ -95,9 +135,9 @@ class Prefetcher:
         index, version = slot.holder
         return self._layers[index].unit.version != version
 
-    def _victim(self, wanted: set[int]) -> WeightSlot:
-        """The slot to overwrite: a stale one, else the least recently used; none that is in use or wanted."""
-        free = [slot for slot in self.slots if slot.state is not SlotState.IN_USE]
+    def _victim(self, layer: StreamedLayer, wanted: set[int]) -> WeightSlot:
+        """The slot to overwrite: the layer's own, a stale one, else the least recently used; none in use or wanted."""
+        free = [slot for slot in self._slots_for(layer) if slot.state is not SlotState.IN_USE]
         stale = [slot for slot in free if self._is_stale(slot)]
         if stale:
             return stale[0]
@@ -106,9 +146,13 @@ class Prefetcher:
 
     def _prefetch(self, upcoming: Sequence[int]) -> None:
         room = sum(slot.state is not SlotState.IN_USE for slot in self.slots)
-        wanted = list(dict.fromkeys(upcoming))[:room]
+        # A resident layer takes no room: its copy may begin as soon as its step is applied.
+        shared = [index for index in dict.fromkeys(upcoming) if index not in self._own][:room]
+        wanted = [index for index in dict.fromkeys(upcoming) if index in self._own or index in shared]
         for index in wanted:
             layer = self._layers[index]
+            if layer.unit.is_on_device:
+                continue
             if not layer.gate.is_open:
                 self._refused_at.setdefault(index, time.perf_counter())
                 break  # its copy is issued when it is next, right after its step
@@ -116,10 +160,10 @@ class Prefetcher:
             if self._is_held(layer):
                 continue
             layer.gate.wait()
-            self._fill(self._victim(set(wanted)), layer)
+            self._fill(self._victim(layer, set(wanted)), layer)
 
     def _is_held(self, layer: StreamedLayer) -> bool:
-        return any(slot.holder == (layer.index, layer.unit.version) for slot in self.slots)
+        return any(slot.holder == (layer.index, layer.unit.version) for slot in self._slots_for(layer))
 
     def _fill(self, slot: WeightSlot, layer: StreamedLayer) -> None:
         slot.move_to(SlotState.FILLED)

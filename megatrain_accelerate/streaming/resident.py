@@ -1,7 +1,7 @@
 """Resident groups: parameters outside the layers (embeddings, final norm, head). Weights stay on the device.
 
-Their masters and moments live on the host like everybody's. Their gradients are autograd's own, on the device, and
-leave it when the optimizer steps.
+Their masters and moments live on the host like everybody's, unless the plan moves the whole unit to the device. Their
+gradients are autograd's own, on the device, and leave it when the optimizer steps.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch.profiler import record_function
 
 from megatrain_accelerate.memory.host_store import HostUnit
+from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.streaming.grad_offload import NormTable, gradient_norms
 from megatrain_accelerate.streaming.layer import UpdateGate
 from megatrain_accelerate.streaming.meter import Cause, Meter
@@ -49,12 +50,28 @@ class ResidentGroup:
         self._gradients_copied_event = streams.event()
         self._in_flight: list[torch.Tensor] = []
         self._device_weights: dict[int, torch.Tensor] = {}
-        for state in unit.states:
+        self._show_device_weights()
+
+    def _show_device_weights(self) -> None:
+        for state in self.unit.states:
             # A clone also where the device is the CPU: the device's copy and the host's must not be one there either.
-            device_weight = state.weight.to(streams.device, copy=True)
-            self._device_weights[id(state)] = device_weight
-            state.parameter.data = device_weight
+            on_device = self.unit.is_on_device
+            weight = state.weight if on_device else state.weight.to(self._streams.device, copy=True)
+            self._device_weights[id(state)] = weight
+            gradient, state.parameter.grad = state.parameter.grad, None
+            state.parameter.data = weight
+            state.parameter.grad = gradient if gradient is None else gradient.to(self._streams.device)
             state.seen_version = state.parameter._version
+
+    def move_to_device(self, device: torch.device, kernels: StepKernels) -> None:
+        """Masters and moments live on the device from now on, too. Nothing may be pending on the group."""
+        self.unit.move_to_device(device, kernels)
+        self._show_device_weights()
+
+    def move_to_host(self) -> None:
+        """Reverse of :meth:`move_to_device`."""
+        self.unit.move_to_host()
+        self._show_device_weights()
 
     @property
     def device_bytes(self) -> int:
@@ -86,7 +103,6 @@ class ResidentGroup:
             parameter = state.parameter
             if parameter.grad is None or norms.is_current(parameter) or (only is not None and parameter is not only):
                 continue
-            assert state.gradient is not None
             # WAR: a step that is still to be applied reads the gradients of the pass before.
             self._meter.wait_for_step(self.name, self.gate.is_open, self.gate.wait)
             norm = gradient_norms([parameter.grad])[0]
@@ -95,11 +111,12 @@ class ResidentGroup:
             with self._streams.on(d2h_stream), record_function(f"megatrain::copy_gradients ({self.name})"):
                 # RAW: gradient and norm must be finished.
                 d2h_stream.wait_event(self._gradients_ready_event)
-                with self._meter.copying(Cause.D2H, state.gradient.nbytes):
-                    state.gradient.copy_(parameter.grad, non_blocking=True)
+                if state.gradient is not None:
+                    with self._meter.copying(Cause.D2H, state.gradient.nbytes):
+                        state.gradient.copy_(parameter.grad, non_blocking=True)
+                    self._meter.counters.d2h_bytes += state.gradient.nbytes
                 table[row].copy_(norm, non_blocking=True)
                 self._gradients_copied_event.record(d2h_stream)
-            self._meter.counters.d2h_bytes += state.gradient.nbytes
             norms.note(parameter, parameter.grad)
             # The allocator may hand out their memory again while the copy runs.
             self._in_flight += [norm, parameter.grad]
@@ -140,6 +157,7 @@ class ResidentGroup:
                 self.wait_for_step()
                 self.unit.write_master(state, state.parameter.detach())
                 if replaced:
-                    self._device_weights[id(state)].copy_(state.weight)
+                    if not self.unit.is_on_device:
+                        self._device_weights[id(state)].copy_(state.weight)
                     state.parameter.data = self._device_weights[id(state)]
                 state.seen_version = state.parameter._version

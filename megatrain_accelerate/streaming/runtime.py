@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.profiler import record_function
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
+from megatrain_accelerate.optim.device_kernel import device_kernels
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.streaming.call_order import CallOrder, Tape
@@ -76,6 +77,7 @@ class StreamingRuntime:
         self.kernels = kernels
         self.worker = worker
         self.config = config
+        self.register = register
         self.norms = NormTable(self.units, register)
         self.prefetcher = Prefetcher(self.layers, config.slots, streams, meter)
         self.offloader = GradientOffloader(
@@ -93,6 +95,10 @@ class StreamingRuntime:
         self.offloader.gradients_complete = lambda: self.gradients_complete()
         self.kept_layers: frozenset[int] = frozenset()
         """Indices of the layers whose activations stay on the device instead of being recomputed; set by the plan."""
+        self.moved_listeners: dict[int, Callable[[HostUnit], None]] = {}
+        """Called with a unit that moved to or from the device; entered by optimizers, by their id."""
+        self.states_may_move = True
+        """Whether the optimizer can step on the device; false for one without a kernel of its own."""
         self._order = CallOrder(len(self.layers))
         self._context = RunContext(
             device=streams.device,
@@ -171,7 +177,7 @@ class StreamingRuntime:
             self.prefetcher.release(slot)
 
     def _acquire_forward(self, layer: StreamedLayer, tape: Tape, position: int, backward_follows: bool) -> WeightSlot:
-        upcoming = self._order.after_forward(tape, position, self.config.slots, backward_follows)
+        upcoming = self._order.after_forward(tape, position, self._look_ahead, backward_follows)
         slot = self.prefetcher.acquire(layer, upcoming)
         if layer is self.layers[-1]:
             # Some read the head's weight without calling the head (Liger, TRL): it must be valid from here on.
@@ -184,7 +190,12 @@ class StreamingRuntime:
         if self._clip_factors:
             self._refuse_clipped(state.parameter for state in layer.unit.states)
         forward_follows = not self.gradients_complete()
-        return self.prefetcher.acquire(layer, self._order.after_backward(tape, position, self.config.slots, forward_follows))
+        return self.prefetcher.acquire(layer, self._order.after_backward(tape, position, self._look_ahead, forward_follows))
+
+    @property
+    def _look_ahead(self) -> int:
+        """Calls to look ahead, so that as many as there are slots need one."""
+        return self.config.slots + self.prefetcher.own_slot_count
 
     def _backward_begins(self) -> None:
         if not self._in_backward:
@@ -224,6 +235,44 @@ class StreamingRuntime:
         if self._dry_run is None:
             group.refresh_if_written()
             group.wait_for_step()
+
+    # ------------------------------------------------------------------ placement
+
+    def place(self, resident: Collection[int], on_device: Collection[int], groups_on_device: bool) -> None:
+        """Moves weights and states to where they are to live. Between steps only; waits for everything in flight.
+
+        Args:
+            resident: indices of layers whose weights stay on the device, in slots of their own.
+            on_device: indices of layers that live there whole, with masters and moments.
+            groups_on_device: whether the masters and moments of the resident groups do.
+
+        Raises:
+            StepWorkerError: an earlier step failed.
+        """
+        self.drain()
+        self.refresh_if_written()
+        self.offloader.wait()
+        if self.streams.is_cuda:
+            torch.cuda.synchronize(self.streams.device)
+        parts: list[tuple[StreamedLayer | ResidentGroup, bool]] = [(layer, layer.index in on_device) for layer in self.layers]
+        parts += [(group, groups_on_device) for group in self.groups]
+        # First what leaves, so that there is room for what comes.
+        for part, _ in [(part, target) for part, target in parts if part.unit.is_on_device and not target]:
+            part.move_to_host()
+            self._moved(part.unit)
+        arriving = [part for part, target in parts if target and not part.unit.is_on_device]
+        kernels = device_kernels(self.streams.device, self.kernels) if arriving else self.kernels
+        for part in arriving:
+            part.move_to_device(self.streams.device, kernels)
+            self._moved(part.unit)
+        self.prefetcher.give_own_slots(resident)
+
+    def _moved(self, unit: HostUnit) -> None:
+        for state in unit.states:
+            if state.parameter.grad is not None:
+                self.norms.forget(state.parameter)
+        for listener in self.moved_listeners.values():
+            listener(unit)
 
     # ------------------------------------------------------------------ gradients as a whole
 

@@ -42,7 +42,7 @@ def last_entries(slow_kernels: bool = False, **settings: Any) -> tuple[str | Non
         for layer in model.model.layers:
             layer.input_layernorm.register_forward_pre_hook(lambda *_: torch.cuda._sleep(SLEEP_CYCLES))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine = attach(model, device="cuda", **settings)
+    engine = attach(model, device="cuda", keep_layers=0, **settings)
     adopt_optimizer(optimizer, engine.runtime, "deferred")
     telemetry = Telemetry(engine, model)
     entries: dict[str, float] = {}
@@ -68,7 +68,7 @@ def last_entries(slow_kernels: bool = False, **settings: Any) -> tuple[str | Non
 
 def test_slow_weight_copies_bound_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     sleep_before(monkeypatch, prefetch.Prefetcher, "_fill", "h2d_stream")
-    word, entries = last_entries(keep_layers=0)
+    word, entries = last_entries()
     assert word == "h2d", entries
     assert entries["copy_wait_ms"] >= entries["gpu_wait_h2d_ms"] > 20.0
 

@@ -1,4 +1,4 @@
-"""How many layers are kept, from predictions of a made-up step; and what a kept layer's graph holds."""
+"""What a kept layer's graph holds."""
 
 from __future__ import annotations
 
@@ -8,32 +8,6 @@ from engine_runs import attach
 from plain_torch import tiny_model, token_batches
 
 from megatrain_accelerate.errors import ConfigError
-from megatrain_accelerate.planning.kept_layers import choose_kept_layers, last_layers
-
-
-def step_of(per_layer: int, base: int) -> object:
-    def predict(kept: frozenset[int]) -> int:
-        return base + per_layer * len(kept)
-
-    return predict
-
-
-@pytest.mark.parametrize(("budget", "expected"), [(99, 0), (100, 0), (109, 0), (110, 1), (155, 5), (10_000, 12)])
-def test_as_many_layers_are_kept_as_fit(budget: int, expected: int) -> None:
-    kept = choose_kept_layers(12, budget, step_of(10, 100))  # type: ignore[arg-type]
-    assert kept == frozenset(range(12 - expected, 12))
-
-
-def test_a_prediction_above_the_budget_is_not_taken_for_linear() -> None:
-    def predict(kept: frozenset[int]) -> int:
-        return 100 + 10 * len(kept) + (50 if len(kept) > 3 else 0)
-
-    assert len(choose_kept_layers(12, 160, predict)) == 3
-
-
-def test_last_layers_are_counted_from_the_end() -> None:
-    assert last_layers(5, 2) == {3, 4}
-    assert last_layers(5, 0) == frozenset()
 
 
 def test_more_kept_layers_than_there_are_is_an_error() -> None:

@@ -7,14 +7,18 @@ import torch
 from engine_runs import attach
 from plain_torch import tiny_model, token_batches
 
-from megatrain_accelerate.planning.step_memory import LiveBytes, predict_step_bytes
+from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.step_memory import LiveBytes
+from megatrain_accelerate.planning.step_outline import outline_step
+from megatrain_accelerate.planning.step_simulation import peak_bytes
 
 
 def predicted(length: int = 32, **changes: object) -> int:
     model = tiny_model(**changes).train()
     engine = attach(model)
     ids = token_batches(1, length=length)[0]
-    step_bytes = predict_step_bytes(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
+    outline = outline_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
+    step_bytes = peak_bytes(outline, engine.device_plan.model_sizes(), Placement())
     engine.close()
     return step_bytes
 
@@ -36,7 +40,7 @@ def test_prediction_leaves_the_model_as_it_was() -> None:
     ids = token_batches(1)[0]
     before = {name: (id(p), p.data_ptr(), p.grad) for name, p in model.named_parameters()}
     state = torch.get_rng_state()
-    predict_step_bytes(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
+    outline_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
     assert torch.equal(torch.get_rng_state(), state)
     assert {name: (id(p), p.data_ptr(), p.grad) for name, p in model.named_parameters()} == before
     assert engine.runtime.meter.counters.weight_fetches == 0

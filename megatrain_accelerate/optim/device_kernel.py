@@ -1,0 +1,139 @@
+"""The step of a unit that lives on the device: the arithmetic of ``csrc/adamw.h`` as a Triton kernel, bit for bit.
+
+The same fused multiply-adds, correctly rounded square root and divisions, and no others: contraction is switched off, so
+that where a layer's states lie never changes a weight.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Protocol
+
+import torch
+
+from megatrain_accelerate.errors import KernelError
+from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
+
+_BLOCK = 1024
+
+
+class StepKernels(Protocol):
+    """What a unit needs of the kernels of its home, as :class:`~megatrain_accelerate.optim.kernel.HostKernels` has it."""
+
+    def adamw_split(
+        self,
+        hi_bf16: torch.Tensor,
+        residual_int16: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad_bf16: torch.Tensor,
+        arguments: AdamArguments,
+    ) -> None:
+        """See :meth:`HostKernels.adamw_split`."""
+
+    def adamw_fp32(
+        self,
+        weight: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad: torch.Tensor,
+        arguments: AdamArguments,
+    ) -> None:
+        """See :meth:`HostKernels.adamw_fp32`."""
+
+    def split(self, master_fp32: torch.Tensor, hi: torch.Tensor, residual: torch.Tensor) -> None:
+        """See :meth:`HostKernels.split`."""
+
+    def join(self, hi: torch.Tensor, residual: torch.Tensor, master_fp32_out: torch.Tensor) -> None:
+        """See :meth:`HostKernels.join`."""
+
+
+def device_kernels(device: torch.device, host_kernels: HostKernels) -> StepKernels:
+    """The kernels for units that live on ``device``: on the CPU stand-in the host's own.
+
+    Raises:
+        KernelError: Triton is missing.
+    """
+    if device.type == "cpu":
+        return host_kernels
+    if not can_step_on(device):
+        raise KernelError(
+            "optimizer states on the GPU need Triton, which this torch has not; install it (`pip install triton`), or set "
+            "megatrain_config.device_layers to 0"
+        )
+    return DeviceKernels()
+
+
+def can_step_on(device: torch.device) -> bool:
+    """Whether optimizer states can live on ``device``."""
+    return device.type == "cpu" or importlib.util.find_spec("triton") is not None
+
+
+class DeviceKernels:
+    """The kernels for CUDA tensors. Each call is issued on the current stream; all tensors of one are contiguous."""
+
+    def __init__(self) -> None:
+        from megatrain_accelerate.optim import triton_adamw
+
+        self._triton: Any = triton_adamw
+
+    def adamw_split(
+        self,
+        hi_bf16: torch.Tensor,
+        residual_int16: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad_bf16: torch.Tensor,
+        arguments: AdamArguments,
+    ) -> None:
+        """See :meth:`HostKernels.adamw_split`."""
+        # Read as bits: the kernel joins and splits the master itself.
+        hi_bits, grad_bits = hi_bf16.view(torch.int16), grad_bf16.view(torch.int16)
+        self._launch(self._triton.adamw_split, (hi_bits, residual_int16, exp_avg, exp_avg_sq, grad_bits), arguments)
+
+    def adamw_fp32(
+        self,
+        weight: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad: torch.Tensor,
+        arguments: AdamArguments,
+    ) -> None:
+        """See :meth:`HostKernels.adamw_fp32`."""
+        self._launch(self._triton.adamw_fp32, (weight, exp_avg, exp_avg_sq, grad), arguments)
+
+    def _launch(self, kernel: Any, tensors: tuple[torch.Tensor, ...], arguments: AdamArguments) -> None:
+        constants = arguments.to_constants()
+        count = tensors[0].numel()
+        if not count:
+            return
+        kernel[(-(-count // _BLOCK),)](
+            *tensors,
+            count,
+            constants.gradient_factor,
+            constants.decay,
+            constants.l2,
+            constants.one_minus_beta1,
+            constants.one_minus_beta1 - 1.0,
+            constants.beta2,
+            constants.one_minus_beta2,
+            constants.correction2_sqrt,
+            constants.eps,
+            constants.negative_step_size,
+            HAS_L2=not arguments.decoupled,
+            SMALL_STEP=constants.one_minus_beta1 < 0.5,
+            BLOCK=_BLOCK,
+            enable_fp_fusion=False,
+        )
+
+    def split(self, master_fp32: torch.Tensor, hi: torch.Tensor, residual: torch.Tensor) -> None:
+        """See :meth:`HostKernels.split`."""
+        bits = master_fp32.contiguous().view(torch.int32)
+        # Integers wrap when they are narrowed, as in C++.
+        hi.view(torch.int16).copy_(((bits + 0x8000) >> 16).to(torch.int16))
+        residual.copy_(bits.to(torch.int16))
+
+    def join(self, hi: torch.Tensor, residual: torch.Tensor, master_fp32_out: torch.Tensor) -> None:
+        """See :meth:`HostKernels.join`."""
+        bits = (hi.view(torch.int16).to(torch.int32) << 16) + residual.to(torch.int32)
+        master_fp32_out.view(torch.int32).copy_(bits)

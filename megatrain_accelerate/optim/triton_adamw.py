@@ -1,0 +1,146 @@
+# mypy: ignore-errors
+"""Triton kernels of AdamW and Adam. ``csrc/adamw.h`` has the formulas, their sources and the reason of each rounding.
+
+To be launched with ``enable_fp_fusion=False``: the fused multiply-adds are those written here and no others.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _element(
+    weight,
+    grad,
+    m,
+    v,
+    factor,
+    decay,
+    l2,
+    one_minus_beta1,
+    minus_beta1,
+    beta2,
+    one_minus_beta2,
+    correction2_sqrt,
+    eps,
+    negative_step_size,
+    HAS_L2: tl.constexpr,
+    SMALL_STEP: tl.constexpr,
+):
+    grad = grad * factor
+    if HAS_L2:
+        grad = tl.fma(weight, l2, grad)
+    else:
+        weight = weight * decay
+    difference = grad - m
+    m = tl.fma(difference, one_minus_beta1, m) if SMALL_STEP else tl.fma(difference, minus_beta1, grad)
+    v = tl.fma(grad * one_minus_beta2, grad, v * beta2)
+    denominator = tl.div_rn(tl.sqrt_rn(v), correction2_sqrt) + eps
+    return weight + tl.div_rn(m * negative_step_size, denominator), m, v
+
+
+@triton.jit
+def adamw_split(
+    hi_ptr,
+    lo_ptr,
+    m_ptr,
+    v_ptr,
+    grad_ptr,
+    count,
+    factor,
+    decay,
+    l2,
+    one_minus_beta1,
+    minus_beta1,
+    beta2,
+    one_minus_beta2,
+    correction2_sqrt,
+    eps,
+    negative_step_size,
+    HAS_L2: tl.constexpr,
+    SMALL_STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``hi``, ``lo`` and ``grad`` are the bits (int16) of bf16 weight, residual and bf16 gradient; ``m``, ``v`` are fp32."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    hi = tl.load(hi_ptr + at, inside, other=0).to(tl.int32)
+    lo = tl.load(lo_ptr + at, inside, other=0).to(tl.int32)
+    grad = (tl.load(grad_ptr + at, inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    m = tl.load(m_ptr + at, inside, other=0.0)
+    v = tl.load(v_ptr + at, inside, other=0.0)
+    weight = ((hi << 16) + lo).to(tl.float32, bitcast=True)
+    weight, m, v = _element(
+        weight,
+        grad,
+        m,
+        v,
+        factor,
+        decay,
+        l2,
+        one_minus_beta1,
+        minus_beta1,
+        beta2,
+        one_minus_beta2,
+        correction2_sqrt,
+        eps,
+        negative_step_size,
+        HAS_L2,
+        SMALL_STEP,
+    )
+    bits = weight.to(tl.int32, bitcast=True)
+    tl.store(m_ptr + at, m, inside)
+    tl.store(v_ptr + at, v, inside)
+    tl.store(hi_ptr + at, ((bits + 0x8000) >> 16).to(tl.int16), inside)
+    tl.store(lo_ptr + at, bits.to(tl.int16), inside)
+
+
+@triton.jit
+def adamw_fp32(
+    weight_ptr,
+    m_ptr,
+    v_ptr,
+    grad_ptr,
+    count,
+    factor,
+    decay,
+    l2,
+    one_minus_beta1,
+    minus_beta1,
+    beta2,
+    one_minus_beta2,
+    correction2_sqrt,
+    eps,
+    negative_step_size,
+    HAS_L2: tl.constexpr,
+    SMALL_STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """All tensors are fp32."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    weight = tl.load(weight_ptr + at, inside, other=0.0)
+    grad = tl.load(grad_ptr + at, inside, other=0.0)
+    m = tl.load(m_ptr + at, inside, other=0.0)
+    v = tl.load(v_ptr + at, inside, other=0.0)
+    weight, m, v = _element(
+        weight,
+        grad,
+        m,
+        v,
+        factor,
+        decay,
+        l2,
+        one_minus_beta1,
+        minus_beta1,
+        beta2,
+        one_minus_beta2,
+        correction2_sqrt,
+        eps,
+        negative_step_size,
+        HAS_L2,
+        SMALL_STEP,
+    )
+    tl.store(weight_ptr + at, weight, inside)
+    tl.store(m_ptr + at, m, inside)
+    tl.store(v_ptr + at, v, inside)

@@ -1,0 +1,162 @@
+"""One call of each kind of layer, run for real on the batch: its times, and its memory where an allocator counts it.
+
+The model's own forward is run without gradients up to its last layer, so that masks, position embeddings and hidden states
+are real; layers of a kind that was measured hand on the output of the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from megatrain_accelerate.planning.step_memory import without_hooks
+from megatrain_accelerate.planning.step_outline import LayerProfile, StepOutline, as_leaves, call_kind
+from megatrain_accelerate.streaming.kept_graph import KeptGraph
+from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.layer_function import bound_weights
+from megatrain_accelerate.streaming.runtime import StreamingRuntime
+
+_ROUNDS = 2
+
+
+class _AllLayersRan(Exception):
+    """Ends the forward: what follows the layers needs no run."""
+
+
+class _Stopwatch:
+    """Seconds on the device, and the most bytes that were alive meanwhile above those at the start."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.seconds = 0.0
+        self.peak_bytes = 0
+        self.left_bytes = 0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        base = torch.cuda.memory_allocated(self._device)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        yield
+        end.record()
+        torch.cuda.synchronize(self._device)
+        self.seconds = 1e-3 * start.elapsed_time(end)
+        self.peak_bytes = torch.cuda.max_memory_allocated(self._device) - base
+        self.left_bytes = torch.cuda.memory_allocated(self._device) - base
+
+
+@contextlib.contextmanager
+def _buffers_put_back(module: nn.Module) -> Iterator[None]:
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def measure_layers(
+    model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], outline: StepOutline
+) -> StepOutline:
+    """The outline with measured profiles.
+
+    Args:
+        model: the prepared model, on a CUDA device.
+        runtime: its engine, between steps.
+        inputs: the keyword arguments of the real call.
+        outline: of the same call.
+
+    Raises:
+        torch.OutOfMemoryError: one layer's own working set doesn't fit.
+    """
+    remaining = len(outline.forward_calls)
+    profiles: dict[Hashable, LayerProfile] = {}
+    outputs: dict[Hashable, Any] = {}
+    kinds: dict[Hashable, Hashable] = {}
+
+    def runner(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal remaining
+        kind = call_kind(layer, args, kwargs)
+        if kind not in profiles:
+            planned = outline.forward_calls[len(outline.forward_calls) - remaining].kind
+            kinds[kind] = planned
+            profiles[kind], outputs[kind] = _measure(runtime, layer, args, kwargs, outline.profiles[planned])
+        remaining -= 1
+        if not remaining:
+            raise _AllLayersRan
+        return outputs[kind]
+
+    _wake_autograd_thread(runtime.streams.device)
+    devices = [runtime.streams.device]
+    with (
+        torch.random.fork_rng(devices=devices),
+        without_hooks(model),
+        runtime.layers_run_by(runner),
+        torch.no_grad(),
+        contextlib.suppress(_AllLayersRan),
+    ):
+        model.forward(**inputs)
+    measured = {planned: profiles[kind] for kind, planned in kinds.items()}
+    outputs.clear()
+    torch.cuda.empty_cache()
+    return dataclasses.replace(outline, profiles={**outline.profiles, **measured})
+
+
+def _wake_autograd_thread(device: torch.device) -> None:
+    """Gives autograd's thread for the device its CUDA context by a small operation: cuBLAS warns where it has none."""
+    torch.ones((), device=device, requires_grad=True).mul(2.0).backward()
+
+
+def _measure(
+    runtime: StreamingRuntime, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], dry: LayerProfile
+) -> tuple[LayerProfile, Any]:
+    device = runtime.streams.device
+    slot = runtime.prefetcher.acquire(layer, ())
+    forward, kept_forward, backward = (_Stopwatch(device) for _ in range(3))
+    run: Callable[..., Any] = layer.forward
+    try:
+        with _buffers_put_back(layer.module):
+            for _ in range(_ROUNDS):  # the first compiles, and chooses kernels
+                with layer.bound(slot.views(layer.unit.layout)), forward.running():
+                    output = run(*args, **kwargs)
+                output = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+                output_bytes = sum(t.nbytes for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor))
+                cut_args, cut_kwargs = as_leaves(args, kwargs, dry.inputs_need_grad)
+                weights, leaves = bound_weights(layer, slot)
+                kept = KeptGraph(slot)
+                with layer.bound(weights), torch.enable_grad():
+                    with kept.recording(), kept_forward.running():
+                        made = run(*cut_args, **cut_kwargs)
+                    results = [t for t in tree_flatten(made)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+                    del made
+                    gradients = [torch.ones_like(tensor) for tensor in results]
+                    wanted = [t for t in tree_flatten((cut_args, cut_kwargs))[0] if isinstance(t, torch.Tensor)]
+                    wanted = [t for t in [*wanted, *leaves] if t.requires_grad]
+                    with backward.running():
+                        if results and wanted:
+                            torch.autograd.grad(results, wanted, gradients, allow_unused=True)
+                del results, gradients, wanted, leaves, weights, kept, cut_args, cut_kwargs
+    finally:
+        runtime.prefetcher.release(slot)
+    kept_bytes = max(0, kept_forward.left_bytes - output_bytes)
+    profile = dataclasses.replace(
+        dry,
+        kept_bytes=kept_bytes,
+        forward_bytes=forward.peak_bytes,
+        kept_forward_bytes=kept_forward.peak_bytes,
+        kept_backward_bytes=backward.peak_bytes,
+        recomputed_bytes=max(kept_forward.peak_bytes, kept_bytes + output_bytes + backward.peak_bytes),
+        forward_seconds=forward.seconds,
+        kept_forward_seconds=kept_forward.seconds,
+        backward_seconds=backward.seconds,
+    )
+    return profile, output

@@ -1,0 +1,121 @@
+"""How fast this machine moves and computes: measured once, in about a second, and kept in the user's cache folder."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megatrain_accelerate.memory.host_memory import HostMemory
+from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
+from megatrain_accelerate.units import MIB
+
+_COPY_BYTES = 256 * MIB
+_STEP_ELEMENTS = 32 * 1024 * 1024
+_ROUNDS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Speeds in units a second."""
+
+    h2d_bytes: float
+    """Host to device, from registered memory."""
+    d2h_bytes: float
+    """Device to host."""
+    host_step_parameters: float
+    """Parameters that the host's fused AdamW steps on split masters."""
+    device_bytes: float
+    """Device memory, read or written."""
+    device_flops: float
+    """bf16 matrix products on the device."""
+
+
+def measured_machine(device: torch.device, kernels: HostKernels, register: bool) -> Machine:
+    """The speeds of this machine, from the cache if they were measured under the same circumstances before.
+
+    Args:
+        device: where the model computes.
+        kernels: the host kernels at work.
+        register: whether host memory is page-locked.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    circumstances = [platform.node(), name, os.cpu_count(), kernels.threads, register, torch.__version__, _ROUNDS]
+    key = hashlib.sha256(json.dumps(circumstances).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatrain_accelerate"
+    path = folder / f"machine-{key}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Machine(**json.loads(path.read_text()))
+    machine = _measure(device, kernels, register)
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        # Other processes may read it meanwhile.
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+            file.write(json.dumps(dataclasses.asdict(machine)))
+        os.replace(file.name, path)
+    return machine
+
+
+def _seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """The best of a few rounds after one that doesn't count."""
+    best = float("inf")
+    for _ in range(_ROUNDS + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        first, best = best, min(best, time.perf_counter() - start)
+        if first == float("inf"):
+            best = 3.0e38  # the first round touches memory and loads kernels
+    return best
+
+
+def _measure(device: torch.device, kernels: HostKernels, register: bool) -> Machine:
+    size = _COPY_BYTES if device.type == "cuda" else _COPY_BYTES // 16
+    elements = _STEP_ELEMENTS if device.type == "cuda" else _STEP_ELEMENTS // 16
+    with torch.no_grad():
+        host_memory = HostMemory(size, huge_pages=True, register=register)
+        host = host_memory.tensor(0, (size,), torch.uint8)
+        kernels.zero(host)
+        host_memory.register()
+        on_device = torch.empty(size, dtype=torch.uint8, device=device)
+        other = torch.empty_like(on_device)
+        h2d = _seconds(device, lambda: on_device.copy_(host, non_blocking=True))
+        d2h = _seconds(device, lambda: host.copy_(on_device, non_blocking=True))
+        within = _seconds(device, lambda: other.copy_(on_device))
+        host_memory.close()
+        side = 8192 if device.type == "cuda" else 512
+        # Products of zeros take less power and are faster.
+        left = torch.randn(side, side, dtype=torch.bfloat16, device=device)
+        product = _seconds(device, lambda: left @ left)
+        step = _seconds(torch.device("cpu"), _host_step(kernels, elements))
+    return Machine(
+        h2d_bytes=size / h2d,
+        d2h_bytes=size / d2h,
+        host_step_parameters=elements / step,
+        device_bytes=2 * size / within,
+        device_flops=2 * side**3 / product,
+    )
+
+
+def _host_step(kernels: HostKernels, elements: int) -> Callable[[], None]:
+    """A step of the fused kernel on memory of its own, larger than the caches."""
+    hi = torch.empty(elements, dtype=torch.bfloat16)
+    gradient = torch.empty(elements, dtype=torch.bfloat16)
+    residual = torch.empty(elements, dtype=torch.int16)
+    exp_avg, exp_avg_sq = torch.empty(elements), torch.empty(elements)
+    for tensor in (hi, gradient, residual, exp_avg, exp_avg_sq):
+        kernels.zero(tensor)
+    arguments = AdamArguments(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
+    return lambda: kernels.adamw_split(hi, residual, exp_avg, exp_avg_sq, gradient, arguments)

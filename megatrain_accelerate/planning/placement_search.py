@@ -1,0 +1,174 @@
+"""The fastest placement that fits: what lives where is varied one kind at a time, each candidate is simulated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from megatrain_accelerate.planning.machine import Machine
+from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.step_outline import StepOutline
+from megatrain_accelerate.planning.step_simulation import Model, StepTime, peak_bytes, simulate_step
+
+WORTH_IT = 0.005
+"""Share of a step that a move of weights or states must gain; less isn't worth the memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """What the settings leave open: a number where the user fixed one, None where the plan chooses."""
+
+    kept: int | None = None
+    offloaded: int | None = None
+    resident: int | None = None
+    on_device: int | None = None
+    """-1: all layers and the groups."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A placement with what it is predicted to take."""
+
+    placement: Placement
+    peak_bytes: int
+    time: StepTime
+
+
+@dataclasses.dataclass(frozen=True)
+class _Counts:
+    offloaded: int
+    resident: int
+    on_device: int
+    groups_on_device: bool
+
+
+def _spread(count: int, most: int = 13) -> list[int]:
+    """0 to ``count``, at most ``most`` of them."""
+    if count < most:
+        return list(range(count + 1))
+    return sorted({round(i * count / (most - 1)) for i in range(most)})
+
+
+class PlacementSearch:
+    """Finds the fastest placement within a budget.
+
+    Args:
+        outline: of the step on the batch to plan for.
+        model: the engine's sizes.
+        machine: its speeds.
+        budget_bytes: device memory that the step may take besides what the engine holds in any case.
+        choices: what is fixed.
+        host_budget_bytes: host memory that offloaded activations may take.
+    """
+
+    def __init__(
+        self,
+        outline: StepOutline,
+        model: Model,
+        machine: Machine,
+        budget_bytes: int,
+        choices: Choices,
+        host_budget_bytes: int = 0,
+    ) -> None:
+        self._outline, self._model, self._machine = outline, model, machine
+        self._budget, self._choices = budget_bytes, choices
+        self._host_budget = host_budget_bytes
+        self._count = len(model.layers)
+        self._seen: dict[_Counts, Candidate | None] = {}
+
+    def best(self) -> Candidate | None:
+        """The fastest placement that fits; None if none does."""
+        choices = self._choices
+        start = _Counts(choices.offloaded or 0, choices.resident or 0, 0, False)
+        if choices.on_device is not None:
+            every = choices.on_device < 0
+            start = dataclasses.replace(start, on_device=self._count if every else choices.on_device, groups_on_device=every)
+        best, found = start, self._try(start)
+        for _ in range(3):
+            before = best
+            for variations in (self._groups, self._on_device, self._near, self._resident, self._offloaded):
+                for counts in variations(best):
+                    candidate = self._try(counts)
+                    if candidate is not None and (
+                        found is None or candidate.time.seconds < (1 - WORTH_IT) * found.time.seconds
+                    ):
+                        best, found = counts, candidate
+            if best == before:
+                break
+        return found
+
+    def _groups(self, at: _Counts) -> Iterable[_Counts]:
+        if self._choices.on_device is not None:
+            return ()
+        return [dataclasses.replace(at, groups_on_device=not at.groups_on_device)]
+
+    def _on_device(self, at: _Counts) -> Iterable[_Counts]:
+        if self._choices.on_device is not None:
+            return ()
+        return [
+            dataclasses.replace(at, on_device=count, groups_on_device=groups)
+            for groups in (at.groups_on_device, not at.groups_on_device)
+            for count in _spread(self._count)
+        ]
+
+    def _near(self, at: _Counts) -> Iterable[_Counts]:
+        if self._choices.on_device is not None:
+            return ()
+        near = range(max(0, at.on_device - 3), min(self._count, at.on_device + 3) + 1)
+        return [dataclasses.replace(at, on_device=count) for count in near]
+
+    def _resident(self, at: _Counts) -> Iterable[_Counts]:
+        if self._choices.resident is not None:
+            return ()
+        return [dataclasses.replace(at, resident=count) for count in _spread(self._count - at.on_device)]
+
+    def _offloaded(self, at: _Counts) -> Iterable[_Counts]:
+        if self._choices.offloaded is not None:
+            return ()
+        return [dataclasses.replace(at, offloaded=count) for count in _spread(self._count)]
+
+    def _try(self, counts: _Counts) -> Candidate | None:
+        if counts not in self._seen:
+            self._seen[counts] = self._evaluate(counts)
+        return self._seen[counts]
+
+    def _evaluate(self, counts: _Counts) -> Candidate | None:
+        """The candidate with as many kept layers as fit."""
+
+        def placement(kept: int) -> Placement:
+            return Placement.of_counts(
+                self._count,
+                kept=kept,
+                offloaded=counts.offloaded,
+                resident=counts.resident,
+                on_device=counts.on_device,
+                groups_on_device=counts.groups_on_device,
+            )
+
+        def peak(kept: int) -> int:
+            return peak_bytes(self._outline, self._model, placement(kept))
+
+        kept = self._choices.kept
+        if kept is None:
+            kept = _most(self._count, lambda k: peak(k) <= self._budget)
+        chosen = placement(max(0, kept))
+        taken = peak_bytes(self._outline, self._model, chosen)
+        if taken > self._budget or self._offloaded_bytes(chosen) > self._host_budget:
+            return None
+        return Candidate(chosen, taken, simulate_step(self._outline, self._model, chosen, self._machine))
+
+    def _offloaded_bytes(self, placement: Placement) -> int:
+        profiles = self._outline.profiles
+        return sum(profiles[e.kind].kept_bytes for e in self._outline.forward_calls if e.layer in placement.offloaded)
+
+
+def _most(count: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to ``count`` that fits, if smaller ones do too; -1 if none."""
+    low, high = -1, count
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low

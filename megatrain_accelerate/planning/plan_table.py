@@ -1,0 +1,51 @@
+"""The plan as a short table, shown when a training begins and when it is planned anew."""
+
+from __future__ import annotations
+
+from megatrain_accelerate.planning.placement_search import Candidate
+from megatrain_accelerate.planning.step_outline import StepOutline
+from megatrain_accelerate.streaming.runtime import StreamingRuntime
+from megatrain_accelerate.units import GIB
+
+
+def plan_table(
+    chosen: Candidate, runtime: StreamingRuntime, predicted_bytes: int, budget_bytes: int, outline: StepOutline
+) -> str:
+    """What lies where, the predicted memory and step, and what bounds it.
+
+    Args:
+        chosen: the placement with its prediction.
+        runtime: the engine, with the placement applied.
+        predicted_bytes: predicted peak of the device's memory, what the engine holds included.
+        budget_bytes: what may be taken.
+        outline: of the step.
+    """
+    placement, time = chosen.placement, chosen.time
+    count = len(runtime.layers)
+    streamed = count - len(placement.resident) - len(placement.on_device)
+    recomputed = count - len(placement.kept) - len(placement.offloaded)
+    host = sum(sum(unit.bytes_by_kind().values()) for unit in runtime.units if not unit.is_on_device)
+    kept_bytes = sum(outline.profiles[e.kind].kept_bytes for e in outline.forward_calls if e.layer in placement.kept)
+    groups = "GPU" if placement.groups_on_device else "host"
+    rows = [
+        (
+            "weights",
+            f"{streamed} of {count} layers streamed, {len(placement.resident)} resident, "
+            f"{len(placement.on_device)} on the GPU with their states",
+        ),
+        ("states outside the layers", f"on the {groups}"),
+        (
+            "activations",
+            f"{len(placement.kept)} layers kept ({kept_bytes / GIB:.1f} GiB), "
+            f"{len(placement.offloaded)} offloaded, {recomputed} recomputed",
+        ),
+        ("GPU memory", f"{predicted_bytes / GIB:.1f} of {budget_bytes / GIB:.1f} GiB"),
+        ("host memory", f"{host / GIB:.1f} GiB"),
+        (
+            "step",
+            f"{time.seconds:.3f} s, bound by {time.bound_by} (compute {time.compute:.3f}, H2D {time.h2d:.3f}, "
+            f"D2H {time.d2h:.3f}, host step {time.host_step:.3f} s)",
+        ),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(["megatrain: plan", *(f"  {name:<{width}}  {text}" for name, text in rows)])

@@ -1,0 +1,227 @@
+"""The outline of a training step: what lives and what is computed outside the layers, call by call, and what a layer costs.
+
+One run without data (:mod:`.step_memory`) with each layer replaced by an empty node. Any placement's peak of memory and time
+follow from it by arithmetic (:mod:`.step_simulation`), so that hundreds of placements can be weighed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from megatrain_accelerate.planning.step_memory import LiveBytes, OpCosts, dry_model, loss_of
+from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.runtime import StreamingRuntime
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerProfile:
+    """What one call of a layer costs on the device. Bytes are above what is there when the call begins."""
+
+    forward: OpCosts
+    backward: OpCosts
+    kept_bytes: int
+    """What the graph of a kept layer holds from forward to backward, its inputs and outputs left out."""
+    forward_bytes: int
+    """The most that is alive in a forward without a graph."""
+    kept_forward_bytes: int
+    """The most in a forward that keeps its graph."""
+    kept_backward_bytes: int
+    """The most in a backward, above what was kept; the weights' gradients among it."""
+    recomputed_bytes: int
+    """The most in a backward that recomputes first."""
+    inputs_need_grad: tuple[bool, ...]
+    """For each tensor among the arguments."""
+    forward_seconds: float | None = None
+    """Measured (:mod:`.layer_measurement`); None: to be reckoned from the costs."""
+    kept_forward_seconds: float | None = None
+    backward_seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """A layer's call or its backward, with what happened outside the layers since the event before."""
+
+    is_backward: bool
+    layer: int
+    kind: Hashable
+    """Calls of one kind have one profile."""
+    live_bytes: int
+    """Alive outside when the call begins."""
+    peak_bytes: int
+    """The most alive outside since the event before."""
+    costs: OpCosts
+    """Of what ran outside since the event before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOutline:
+    """A step on one batch: events in order, what follows the last one, and the profile of each kind of call."""
+
+    events: tuple[Event, ...]
+    tail_peak_bytes: int
+    tail_costs: OpCosts
+    profiles: dict[Hashable, LayerProfile]
+
+    @property
+    def forward_calls(self) -> list[Event]:
+        """The calls of the forward pass."""
+        return [event for event in self.events if not event.is_backward]
+
+
+def call_kind(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """What two calls must share to cost the same: layout, simple attributes of the modules, shapes of the arguments."""
+    leaves, spec = tree_flatten((args, kwargs))
+    shapes = tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)[:80]
+        for leaf in leaves
+    )
+    attributes = tuple(
+        (name, key, value)
+        for name, module in layer.module.named_modules()
+        for key, value in sorted(module.__dict__.items())
+        if isinstance(value, (bool, int, float, str)) and "idx" not in key and "index" not in key and "layer_id" not in key
+    )
+    return (type(layer.module).__qualname__, layer.unit.layout.key, attributes, shapes, str(spec))
+
+
+class _EmptyLayer(torch.autograd.Function):
+    """A layer's node without the layer: keeps its inputs, makes outputs and input gradients of the right shapes."""
+
+    @staticmethod
+    def forward(ctx: Any, outline: _Outliner, layer: int, kind: Hashable, *tensors: torch.Tensor) -> Any:
+        ctx.outline, ctx.layer, ctx.kind = outline, layer, kind
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return tuple(
+            torch.empty_strided(size, stride, dtype=dtype, device=device)
+            for size, stride, dtype, device in outline.output_shapes(kind)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
+        ctx.outline.note(True, ctx.layer, ctx.kind)
+        inputs = ctx.saved_tensors
+        gradients = [torch.empty_like(t) if need else None for t, need in zip(inputs, ctx.needs_input_grad[3:], strict=True)]
+        return (None, None, None, *gradients)
+
+
+class _Outliner:
+    """Runs in the place of the layers and notes the events."""
+
+    def __init__(self, live: LiveBytes, anchor: torch.Tensor) -> None:
+        self.events: list[Event] = []
+        self.profiles: dict[Hashable, LayerProfile] = {}
+        self._live = live
+        self._anchor = anchor
+        self._costs_before = OpCosts()
+        self._outputs: dict[Hashable, tuple[list[Any], Any, list[bool], list[tuple[Any, ...]]]] = {}
+
+    def note(self, is_backward: bool, layer: int, kind: Hashable) -> None:
+        live = self._live
+        self.events.append(Event(is_backward, layer, kind, live.live_bytes, live.take_peak(), live.costs - self._costs_before))
+        self._costs_before = live.costs
+
+    def output_shapes(self, kind: Hashable) -> list[tuple[Any, ...]]:
+        return self._outputs[kind][3]
+
+    def rest(self) -> tuple[int, OpCosts]:
+        """Peak and costs since the last event."""
+        return self._live.take_peak(), self._live.costs - self._costs_before
+
+    def __call__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kind = call_kind(layer, args, kwargs)
+        self.note(False, layer.index, kind)
+        if kind not in self.profiles:
+            self._profile(layer, kind, args, kwargs)
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        rest, spec, is_tensor, _ = self._outputs[kind]
+        # As in the real node: a trained layer is in the graph also above a frozen embedding.
+        made = iter(_EmptyLayer.apply(self, layer.index, kind, *tensors, *([self._anchor] if layer.has_trainable else [])))
+        leaves = [next(made) if flag else value for flag, value in zip(is_tensor, rest, strict=True)]
+        return tree_unflatten(leaves, spec)
+
+    def _profile(self, layer: StreamedLayer, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Runs the layer itself, without data, and leaves the counters of the outside as they were."""
+        live = self._live
+        base, costs = live.live_bytes, live.costs
+        with torch.no_grad():
+            output = layer.forward(*args, **kwargs)
+        forward_bytes = live.take_peak() - base
+        leaves, spec = tree_flatten(output)
+        is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        shapes = [(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in made]
+        rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._outputs[kind] = (rest, spec, is_tensor, shapes)
+        output_bytes = sum(leaf.untyped_storage().nbytes() for leaf in made)
+        del output, leaves, made
+        forward = live.costs - costs
+        costs = live.costs
+        needs = tuple(t.requires_grad for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor))
+        with torch.enable_grad():
+            cut_args, cut_kwargs = as_leaves(args, kwargs, needs)
+            output = layer.forward(*cut_args, **cut_kwargs)
+        kept_forward_bytes = live.take_peak() - base
+        kept_bytes = max(0, live.live_bytes - base - output_bytes)
+        costs = live.costs
+        outputs = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+        wanted = [t for t in tree_flatten((cut_args, cut_kwargs))[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+        wanted += [p for p in layer.module.parameters() if p.requires_grad]
+        backward, backward_peak = OpCosts(), live.live_bytes
+        if outputs and wanted:
+            gradients = torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True)
+            backward, backward_peak = live.costs - costs, live.take_peak()
+            del gradients
+        del output, outputs, wanted, cut_args, cut_kwargs
+        self.profiles[kind] = LayerProfile(
+            forward=forward,
+            backward=backward,
+            kept_bytes=kept_bytes,
+            forward_bytes=forward_bytes,
+            kept_forward_bytes=kept_forward_bytes,
+            kept_backward_bytes=max(0, backward_peak - base - kept_bytes),
+            recomputed_bytes=max(kept_forward_bytes, backward_peak - base),
+            inputs_need_grad=needs,
+        )
+        live.take_peak()
+        self._costs_before = live.costs
+
+
+def as_leaves(
+    args: tuple[Any, ...], kwargs: dict[str, Any], needs_grad: Sequence[bool]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, cut off from their graph; those tensors that ``needs_grad`` names require grad."""
+    needs = iter(needs_grad)
+    made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
+        torch.Tensor, lambda tensor: tensor.detach().requires_grad_(next(needs)), (args, kwargs)
+    )
+    return made
+
+
+def outline_step(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> StepOutline:
+    """Runs the model's forward and backward once without data.
+
+    Args:
+        model: the prepared model.
+        runtime: its engine at work.
+        inputs: the keyword arguments of the real call; labels among them, or the loss is taken as a sum over the output.
+        device: where the step will run.
+
+    Raises:
+        Exception: whatever the model raises when it looks at data (``FakeTensorMode`` has none).
+    """
+    with dry_model(model, inputs, device) as (dry_inputs, live):
+        anchor = torch.empty((), device=device, requires_grad=True)
+        outliner = _Outliner(live, anchor)
+        runner: Callable[..., Any] = outliner
+        with runtime.layers_run_by(runner), live:
+            loss = loss_of(model.forward(**dry_inputs), device)
+            loss.backward()
+            peak, costs = outliner.rest()
+    return StepOutline(tuple(outliner.events), peak, costs, outliner.profiles)

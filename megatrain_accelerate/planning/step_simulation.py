@@ -1,0 +1,247 @@
+"""Peak memory and duration of a step under a placement, by arithmetic on its outline.
+
+Time is a small simulation of the pipeline: the device's compute, the two directions of the link, and the host's
+optimizer, each a resource that does one thing at a time, over three steps of which the last counts.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+from megatrain_accelerate.planning.machine import Machine
+from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.step_memory import OpCosts
+from megatrain_accelerate.planning.step_outline import LayerProfile, StepOutline
+
+DEVICE_STEP_BYTES = 26
+"""Device memory traffic of a step on split masters, a parameter."""
+
+_STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitSizes:
+    """What a unit moves and holds."""
+
+    weight_bytes: int
+    gradient_bytes: int
+    parameters: int
+    """Trained ones, the padding included."""
+    state_bytes: int
+    """Weights, residuals and moments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What the simulation has to know of the engine."""
+
+    layers: Sequence[UnitSizes]
+    groups_before: Sequence[UnitSizes]
+    """Resident groups that the first layer needs."""
+    groups_after: Sequence[UnitSizes]
+    slots: int
+    gradient_slots: int
+    steps_in_backward: bool
+    micro_batches: int
+    """Backwards before a step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """A predicted step, in seconds: its duration and how long each resource is at work in it."""
+
+    seconds: float
+    compute: float
+    h2d: float
+    d2h: float
+    host_step: float
+
+    @property
+    def bound_by(self) -> str:
+        """The resource that is at work longest."""
+        busy = {"compute": self.compute, "H2D": self.h2d, "D2H": self.d2h, "host step": self.host_step}
+        return max(busy, key=busy.__getitem__)
+
+
+def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
+    """The most that a step has alive on the device, besides what the engine holds there in any case."""
+    kept = grown = 0
+    peak = outline.tail_peak_bytes
+    held = sum(model.layers[i].state_bytes for i in placement.on_device)
+    held += sum(model.layers[i].weight_bytes for i in placement.resident)
+    groups = [*model.groups_before, *model.groups_after]
+    held += sum(unit.state_bytes - unit.weight_bytes for unit in groups) if placement.groups_on_device else 0
+    if model.micro_batches > 1:
+        # From the second on, the gradients of the first are there.
+        held += sum(model.layers[i].gradient_bytes for i in placement.on_device)
+        held += sum(unit.gradient_bytes for unit in groups)
+    for event in outline.events:
+        profile = outline.profiles[event.kind]
+        peak = max(peak, event.peak_bytes + kept + grown)
+        keeps = event.layer in placement.kept
+        offloads = event.layer in placement.offloaded
+        if event.is_backward:
+            above = profile.kept_backward_bytes if keeps or offloads else profile.recomputed_bytes
+            # What comes back for this layer, and for the next one while this one computes.
+            coming = 2 * profile.kept_bytes if offloads else 0
+            peak = max(peak, event.live_bytes + kept + grown + above + coming)
+            kept -= profile.kept_bytes if keeps else 0
+            if event.layer in placement.on_device and model.micro_batches == 1:
+                grown += model.layers[event.layer].gradient_bytes
+        else:
+            above = profile.kept_forward_bytes if keeps or offloads else profile.forward_bytes
+            leaving = profile.kept_bytes if offloads else 0
+            peak = max(peak, event.live_bytes + kept + above + leaving)
+            kept += profile.kept_bytes if keeps else 0
+    return held + max(peak, outline.tail_peak_bytes + kept + grown)
+
+
+def _profile_seconds(profile: LayerProfile, machine: Machine) -> tuple[float, float, float]:
+    """Forward, forward that keeps, and backward from what was kept."""
+    forward, backward = op_seconds(profile.forward, machine), op_seconds(profile.backward, machine)
+    measured = (profile.forward_seconds, profile.kept_forward_seconds, profile.backward_seconds)
+    reckoned = (forward, forward, backward)
+    return tuple(m if m is not None else r for m, r in zip(measured, reckoned, strict=True))  # type: ignore[return-value]
+
+
+def op_seconds(costs: OpCosts, machine: Machine) -> float:
+    """Seconds of operations outside measured layers."""
+    return costs.flops / machine.device_flops + costs.traffic_bytes / machine.device_bytes
+
+
+class _Resource:
+    """Does one thing at a time."""
+
+    def __init__(self) -> None:
+        self.free_at = 0.0
+        self.busy = 0.0
+
+    def work(self, seconds: float, not_before: float = 0.0) -> float:
+        """Queues work; returns when it is over."""
+        self.free_at = max(self.free_at, not_before) + seconds
+        self.busy += seconds
+        return self.free_at
+
+
+class _Pipeline:
+    def __init__(self, outline: StepOutline, model: Model, placement: Placement, machine: Machine) -> None:
+        self.outline, self.model, self.placement, self.machine = outline, model, placement, machine
+        self.seconds = {kind: _profile_seconds(profile, machine) for kind, profile in outline.profiles.items()}
+        self.compute, self.h2d, self.d2h, self.host = _Resource(), _Resource(), _Resource(), _Resource()
+        self.applied = [0.0] * len(model.layers)
+        self.resident_at = [0.0] * len(model.layers)
+        self.before_at = self.after_at = 0.0
+        self.slot_users: collections.deque[tuple[int, float]] = collections.deque(maxlen=model.slots)
+        self.gradients_out: collections.deque[float] = collections.deque(maxlen=model.gradient_slots)
+
+    def _weights_at(self, layer: int) -> float:
+        """When the layer's weights are on the device."""
+        if layer in self.placement.on_device:
+            return 0.0
+        size = self.model.layers[layer].weight_bytes
+        if layer in self.placement.resident:
+            if self.resident_at[layer] < 0.0:  # stale since its last step
+                self.resident_at[layer] = self.h2d.work(size / self.machine.h2d_bytes, self.applied[layer])
+            return self.resident_at[layer]
+        if any(held == layer for held, _ in self.slot_users):
+            return 0.0
+        # The slot is free when the layer that used it last has computed.
+        free_at = self.slot_users[0][1] if len(self.slot_users) == self.model.slots else 0.0
+        return self.h2d.work(size / self.machine.h2d_bytes, max(self.applied[layer], free_at))
+
+    def _uses_slot(self, layer: int, until: float) -> None:
+        if layer in self.placement.on_device or layer in self.placement.resident:
+            return
+        others = [(held, end) for held, end in self.slot_users if held != layer]
+        self.slot_users.clear()
+        self.slot_users.extend([*others, (layer, until)])
+
+    def forward_and_backward(self, is_last: bool) -> None:
+        placement, machine = self.placement, self.machine
+        returned: dict[int, float] = {}
+        self.compute.work(0.0, self.before_at)
+        events = self.outline.events
+        last_forward = max((i for i, event in enumerate(events) if not event.is_backward), default=-1)
+        for position, event in enumerate(events):
+            self.compute.work(op_seconds(event.costs, machine))
+            unit, profile = self.model.layers[event.layer], self.outline.profiles[event.kind]
+            forward, kept_forward, backward = self.seconds[event.kind]
+            keeps, offloads = event.layer in placement.kept, event.layer in placement.offloaded
+            ready = self._weights_at(event.layer)
+            if event.is_backward:
+                if offloads:
+                    ready = max(ready, self.h2d.work(profile.kept_bytes / machine.h2d_bytes, returned[event.layer]))
+                if event.layer not in placement.on_device and unit.gradient_bytes:
+                    full = len(self.gradients_out) == self.model.gradient_slots
+                    ready = max(ready, self.gradients_out[0] if full else 0.0)
+                seconds = backward if keeps or offloads else kept_forward + backward
+                end = self.compute.work(seconds, ready)
+                if event.layer not in placement.on_device and unit.gradient_bytes:
+                    self._gradient_leaves(event.layer, end, is_last)
+            else:
+                end = self.compute.work(kept_forward if keeps or offloads else forward, ready)
+                if offloads:
+                    returned[event.layer] = self.d2h.work(profile.kept_bytes / machine.d2h_bytes, end)
+                if position == last_forward:
+                    self.compute.work(0.0, self.after_at)
+            self._uses_slot(event.layer, end)
+        self.compute.work(op_seconds(self.outline.tail_costs, machine))
+        if is_last and not placement.groups_on_device:
+            for unit in [*self.model.groups_after, *self.model.groups_before]:
+                self.d2h.work(unit.gradient_bytes / machine.d2h_bytes, self.compute.free_at)
+
+    def _gradient_leaves(self, layer: int, computed_at: float, is_last: bool) -> None:
+        unit, model = self.model.layers[layer], self.model
+        out = self.d2h.work(unit.gradient_bytes / self.machine.d2h_bytes, computed_at)
+        self.gradients_out.append(out)
+        step_seconds = unit.parameters / self.machine.host_step_parameters
+        if model.micro_batches > 1:
+            # Added to those before: 6 bytes of the step's 26.
+            self.host.work(step_seconds * 6 / 26, out)
+        if is_last and model.steps_in_backward:
+            self.applied[layer] = self.host.work(step_seconds, out)
+
+    def step(self) -> None:
+        """Called when every gradient is on the host: what ``optimizer.step()`` does."""
+        model, placement, speed = self.model, self.placement, self.machine.host_step_parameters
+        now = self.compute.work(0.0, self.d2h.free_at)
+        on_device = sum(model.layers[i].parameters for i in placement.on_device)
+        groups = [*model.groups_before, *model.groups_after]
+        on_device += sum(unit.parameters for unit in groups) if placement.groups_on_device else 0
+        if not placement.groups_on_device:
+            self.before_at = self._step_groups(model.groups_before, now)
+        for layer, unit in enumerate(model.layers):
+            if layer not in placement.on_device:
+                if not model.steps_in_backward:
+                    self.applied[layer] = self.host.work(unit.parameters / speed, now)
+                self.resident_at[layer] = -1.0
+        if not placement.groups_on_device:
+            self.after_at = self._step_groups(model.groups_after, now)
+        self.slot_users.clear()  # all stale
+        self.compute.work(on_device * DEVICE_STEP_BYTES / self.machine.device_bytes)
+
+    def _step_groups(self, groups: Sequence[UnitSizes], now: float) -> float:
+        ready = now
+        for unit in groups:
+            stepped = self.host.work(unit.parameters / self.machine.host_step_parameters, now)
+            # Issued when its step is over, between copies of layers that were issued before and after.
+            seconds = unit.weight_bytes / self.machine.h2d_bytes
+            self.h2d.busy += seconds
+            ready = stepped + seconds
+        return ready
+
+
+def simulate_step(outline: StepOutline, model: Model, placement: Placement, machine: Machine) -> StepTime:
+    """The duration of a step in the steady state, and how long each resource is at work in it."""
+    pipeline = _Pipeline(outline, model, placement, machine)
+    resources = (pipeline.compute, pipeline.h2d, pipeline.d2h, pipeline.host)
+    start, busy = 0.0, [0.0] * 4
+    for _ in range(_STEPS):
+        start, busy = pipeline.compute.free_at, [resource.busy for resource in resources]
+        for micro_batch in range(model.micro_batches):
+            pipeline.forward_and_backward(is_last=micro_batch == model.micro_batches - 1)
+        pipeline.step()
+    compute, h2d, d2h, host = (after.busy - before for after, before in zip(resources, busy, strict=True))
+    return StepTime(pipeline.compute.free_at - start, compute, h2d, d2h, host)

@@ -1,0 +1,65 @@
+"""Where weights and states live never changes a bit: streamed, resident, on the device; moved in the middle of a training."""
+
+from __future__ import annotations
+
+import plain_torch
+import pytest
+import torch
+from engine_runs import train_streamed
+from plain_torch import PlainRun, tiny_model, token_batches, train_bf16_with_masters
+from test_exactness import assert_bit_equal
+
+STEPS = 20
+pytestmark = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="torch's baseline CPU kernels have no fused multiply-add and round AdamW differently from its others",
+)
+
+
+@pytest.fixture(autouse=True)
+def exact_torch_sqrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "sqrt", plain_torch.ieee_sqrt)
+
+
+@pytest.fixture(scope="module")
+def plain_clipped() -> PlainRun:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "sqrt", plain_torch.ieee_sqrt)
+        return train_bf16_with_masters(tiny_model(), token_batches(STEPS))
+
+
+PLACEMENTS = [
+    {"resident_layers": 1},
+    {"resident_layers": 4},
+    {"device_layers": 1},
+    {"device_layers": 4},
+    {"device_layers": -1},
+    {"device_layers": 1, "resident_layers": 2},
+    {"device_layers": 2, "keep_layers": 3},
+    {"device_layers": -1, "keep_layers": 4},
+]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("schedule", ["deferred", "serial"])
+def test_every_placement_is_bit_equal_to_plain_pytorch(
+    plain_clipped: PlainRun, placement: dict[str, int], schedule: str
+) -> None:
+    assert_bit_equal(train_streamed(tiny_model(), token_batches(STEPS), schedule=schedule, **placement), plain_clipped)
+
+
+@pytest.mark.parametrize("placement", [{"device_layers": 2}, {"device_layers": -1}, {"resident_layers": 3}], ids=str)
+@pytest.mark.parametrize(("schedule", "max_norm"), [("deferred", 1.0), ("backward", None)])
+def test_accumulation_under_every_placement(placement: dict[str, int], schedule: str, max_norm: float | None) -> None:
+    batches = token_batches(12)
+    plain = train_bf16_with_masters(tiny_model(), batches, accumulation=3, max_norm=max_norm)
+    streamed = train_streamed(tiny_model(), batches, accumulation=3, schedule=schedule, max_norm=max_norm, **placement)
+    assert_bit_equal(streamed, plain)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_fp32_compute_on_the_device_is_bit_equal_to_the_host(tied: bool) -> None:
+    model, batches = tiny_model(tie_word_embeddings=tied), token_batches(6)
+    runs = [train_streamed(model, batches, bf16=False, device_layers=count) for count in (0, 2, -1)]
+    for run in runs[1:]:
+        assert_bit_equal(run, runs[0])
