@@ -63,7 +63,7 @@ class MegatrainConfig:
     the plan finds fastest."""
 
     gpu_memory_gib: float | None = None
-    """GPU memory that the plan may fill, in GiB; by default 85% of what is free, since the allocator fragments it."""
+    """GPU memory that the plan may fill, in GiB; by default 90% of what is free, since the allocator fragments it."""
 
     layer_classes: tuple[str, ...] = ()
     """Class names of the modules that stream; by default what the model names in ``_no_split_modules``."""

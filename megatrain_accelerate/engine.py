@@ -311,6 +311,12 @@ class Engine:
         """Predicted peak of the device's memory for the largest batch so far; 0 before the first, or if unknown."""
         return self.device_plan.predicted_bytes
 
+    @property
+    def predicted_step_seconds(self) -> float | None:
+        """Predicted duration of a step on the largest batch so far; None if unknown."""
+        time = self.device_plan.predicted_time
+        return None if time is None else time.seconds
+
     def close(self) -> None:
         """Detaches the engine: a plain model stays, with its weights in ordinary host memory, in full precision.
 
