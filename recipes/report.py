@@ -51,6 +51,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Speed": {
         "tokens_per_second": ("tokens a second", ""),
+        "predicted_step_ms": ("a step, as the plan expects it", "ms"),
         "tflops": ("TFLOPS (6 x parameters x tokens)", ""),
         "skipped_steps": ("steps skipped, gradient not finite", ""),
     },

@@ -154,6 +154,9 @@ class Telemetry:
             values |= {f"bound_share_{name}": share for name, share in self.shares.items()}
             values["tokens_per_second"] = tokens / seconds
             values["tflops"] = 6e-12 * self._engine.parameter_count * tokens / seconds
+        predicted_seconds = self._engine.predicted_step_seconds
+        if predicted_seconds is not None:
+            values["predicted_step_ms"] = 1e3 * predicted_seconds
         if not self._layout_logged:  # these don't change: once is enough
             self._layout_logged = True
             for kind, count in self._engine.host_bytes_by_kind().items():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from trainer_runs import TrainerRun, run_trainer, tiny_llama
 
+from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.optim import fused_step
 from megatrain_accelerate.streaming import prefetch
 
@@ -62,6 +63,16 @@ def test_every_log_holds_numbers_that_every_tracker_can_draw(tmp_path: Path) -> 
     ]
     assert rates
     assert all(rate > 0 for rate in rates)
+
+
+def test_the_step_that_the_plan_expects_is_logged_where_it_expects_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_trainer(tiny_llama, tmp_path / "unplanned", streamed=True)
+    assert all("predicted_step_ms" not in entry for entry in megatrain_logs(run))
+    monkeypatch.setattr(Engine, "predicted_step_seconds", 0.25)
+    run = run_trainer(tiny_llama, tmp_path / "planned", streamed=True)
+    assert [entry["predicted_step_ms"] for entry in megatrain_logs(run)] == [250.0] * 6
 
 
 def test_a_slow_host_step_bounds_the_step(
