@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.profiler import record_function
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import StateError
@@ -24,7 +25,7 @@ from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader, NormTable
 from megatrain_accelerate.streaming.layer import StreamedLayer, UpdateGate
 from megatrain_accelerate.streaming.layer_function import LayerCall, LayerFunction, OutputRecorder, RunContext
-from megatrain_accelerate.streaming.meter import Meter
+from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.micro_batches import GradientSums
 from megatrain_accelerate.streaming.prefetch import Prefetcher
 from megatrain_accelerate.streaming.resident import ResidentGroup
@@ -238,9 +239,10 @@ class StreamingRuntime:
         self.worker.raise_if_failed()
         if self.gradients_complete():
             # From here on anybody may read `parameter.grad`, or let go of it.
-            self.offloader.wait()
-            for group in self.groups:
-                group.wait_for_gradients()
+            with self.meter.blocked_by(Cause.BACKWARD_END), record_function("megatrain::wait_for_gradients"):
+                self.offloader.wait()
+                for group in self.groups:
+                    group.wait_for_gradients()
 
     def may_step_in_backward(self, layer: StreamedLayer) -> bool:
         """Whether no other backward of this layer can still follow before the step."""
