@@ -1,4 +1,4 @@
-# make demo | test | test-fast | lint | clean | venv
+# make demo | test | test-fast | lint | bench | clean | venv
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -6,6 +6,9 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 OUTPUT ?= outputs/demo
 DEMO_ARGS ?=
+BENCH_OUTPUT ?= outputs/bench
+# For example: make bench BENCH_ARGS="--cases 3b-8x4096 --peers FOLDER"
+BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 DEPENDENCIES := $(VENV)/.dependencies
@@ -20,7 +23,7 @@ GPU_DEMO_ARGS := --block_size 1024 --max_text_mib 8 --per_device_train_batch_siz
 COMMON_DEMO_ARGS := --model_size auto --lr_scheduler_type cosine --adam_beta2 0.95 --weight_decay 0.1 --seed 42 \
 	--eval_strategy steps --save_strategy no --report_to wandb --run_name demo
 
-.PHONY: demo test test-fast lint clean venv
+.PHONY: demo test test-fast lint bench clean venv
 .DELETE_ON_ERROR:
 
 venv: $(INSTALLED)
@@ -78,6 +81,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+bench: $(INSTALLED)
+	$(BIN)/python recipes/benchmarks/run.py --out $(BENCH_OUTPUT) $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist outputs/demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

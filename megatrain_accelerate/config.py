@@ -53,9 +53,10 @@ class MegatrainConfig:
     """Layers whose activations stay on the GPU until backward instead of being recomputed, counted from the model's end.
     ``auto``: as many as fit the GPU memory by the predicted peak of the largest batch so far; 0 recomputes all."""
 
-    offload_layers: int = 0
+    offload_layers: int | str = "auto"
     """Layers whose activations go to host memory in forward and come back in backward instead of being recomputed: those
-    directly before the kept ones. Costs host memory, and time on the link while it is busy with weights."""
+    directly before the kept ones. Costs host memory, and time on the link while it is busy with weights. ``auto``: what the
+    plan finds fastest."""
 
     offload_inputs: bool = False
     """Send the inputs of recomputed layers to host memory until backward, for sequences whose inputs alone fill the GPU."""
@@ -75,7 +76,16 @@ class MegatrainConfig:
     default the whole batch."""
 
     gpu_memory_gib: float | None = None
-    """GPU memory that the plan may fill, in GiB; by default 85% of what is free, since the allocator fragments it."""
+    """GPU memory that the plan may fill, in GiB; by default 90% of what is free, since the allocator fragments it."""
+
+    compile_layers: bool | str = "auto"
+    """Run the layers of a training step through ``torch.compile``: once for all equal layers, about half a minute at the first
+    step, faster from then on. ``auto``: on a GPU, layers of at least 4 million parameters; true:
+    all, on the CPU too; false: none. A layer that can't be compiled runs as it is, and a log line says why."""
+
+    tiled_loss: bool = True
+    """Compute the loss by tiles of tokens, so that its memory doesn't grow with the batch; logits are made only if they are
+    read. Where all logits are small (64 Mi elements), or the model's head isn't a plain ``nn.Linear``, nothing changes."""
 
     layer_classes: tuple[str, ...] = ()
     """Class names of the modules that stream; by default what the model names in ``_no_split_modules``."""
@@ -87,10 +97,9 @@ class MegatrainConfig:
         for name in ("host_threads", "micro_batch_size"):
             if getattr(self, name) is not None:
                 self._check_int(name, minimum=1)
-        for name, minimum in (("keep_layers", 0), ("resident_layers", 0), ("device_layers", -1)):
+        for name, minimum in (("keep_layers", 0), ("offload_layers", 0), ("resident_layers", 0), ("device_layers", -1)):
             if getattr(self, name) != "auto":
                 self._check_int(name, minimum=minimum)
-        self._check_int("offload_layers", minimum=0)
         for name in ("host_memory_gib", "gpu_memory_gib"):
             value = getattr(self, name)
             if value is None:
@@ -99,7 +108,9 @@ class MegatrainConfig:
                 raise ConfigError(f"megatrain_config.{name} must be a number of GiB, got {value!r}")
             if value <= 0:
                 raise ConfigError(f"megatrain_config.{name} must be above 0, got {value}")
-        for name in ("huge_pages", "pin_memory", "offload_inputs"):
+        if self.compile_layers != "auto" and not isinstance(self.compile_layers, bool):
+            raise ConfigError(f"megatrain_config.compile_layers must be auto, true or false; got {self.compile_layers!r}")
+        for name in ("huge_pages", "pin_memory", "offload_inputs", "tiled_loss"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"megatrain_config.{name} must be true or false, got {getattr(self, name)!r}")
         if self.step_schedule not in STEP_SCHEDULES:

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import StateError, StepWorkerError, UnsupportedError
+from megatrain_accelerate.loss.head import TiledHead, find_head
 from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_limits import anonymous_bytes, require_host_bytes
 from megatrain_accelerate.memory.host_store import HostUnit, planned_host_bytes
@@ -111,6 +112,7 @@ class Engine:
         self.optimizer_drivers: list[HostStep] = []
         discovery = discover_layers(model, config.layer_classes)
         self._handles: list[Any] = []
+        self._tiled_head: TiledHead | None = None
         self._resident_places: list[tuple[str, str, nn.Parameter]] = []
         self._dtypes = self._choose_dtypes(model, bf16)
         self._require_memory(discovery, training)
@@ -157,6 +159,7 @@ class Engine:
                 self._allocate_for_training()
             self._move_buffers(model)
             self._hook(model, discovery)
+            self._make_logits_wait(model)
         except BaseException:
             self._give_back(layers, groups)
             raise
@@ -188,10 +191,19 @@ class Engine:
                 if buffer is not None:
                     module._buffers[key] = moved.setdefault(id(buffer), buffer.to(self.device))
 
+    def _make_logits_wait(self, model: nn.Module) -> None:
+        head = find_head(model, (layer.module for layer in self.runtime.layers)) if self.config.tiled_loss else None
+        if head is not None:
+            own = {id(parameter) for parameter in head.parameters()}
+            units = [unit for unit in self.runtime.units if any(id(state.parameter) in own for state in unit.states)]
+            self._tiled_head = TiledHead(head, lambda: [unit.version for unit in units], self._drain_for_copy)
+
     def _give_back(self, layers: Sequence[StreamedLayer], groups: Sequence[ResidentGroup]) -> None:
         """Undoes an adoption that failed half-way."""
         for handle in self._handles:
             handle.remove()
+        if self._tiled_head is not None:
+            self._tiled_head.remove()
         for layer in layers:
             remove_proxy(layer.module, layer.forward)
         for unit in [layer.unit for layer in layers] + [group.unit for group in groups]:
@@ -312,6 +324,12 @@ class Engine:
         """Predicted peak of the device's memory for the largest batch so far; 0 before the first, or if unknown."""
         return self.device_plan.predicted_bytes
 
+    @property
+    def predicted_step_seconds(self) -> float | None:
+        """Predicted duration of a step on the largest batch so far; None if unknown."""
+        time = self.device_plan.predicted_time
+        return None if time is None else time.seconds
+
     def close(self) -> None:
         """Detaches the engine: a plain model stays, with its weights in ordinary host memory, in full precision.
 
@@ -328,6 +346,8 @@ class Engine:
                 part.refresh_if_written()
         for handle in self._handles:
             handle.remove()
+        if self._tiled_head is not None:
+            self._tiled_head.remove()
         for layer in self.runtime.layers:
             remove_proxy(layer.module, layer.forward)
         self.runtime.close()

@@ -30,3 +30,14 @@ def no_engine_outlives_its_test() -> Iterator[None]:
     engine = sys.modules.get("megatrain_accelerate.engine")
     for left in engine.all_engines() if engine is not None else []:
         left.close()
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiled loss at work on tests' tiny models: tiles of 12 tokens, strips of 5 for a vocabulary of 128."""
+    from megatrain_accelerate.loss import products, tiled_cross_entropy
+
+    monkeypatch.setattr(tiled_cross_entropy, "TILE_BYTES", 0)
+    monkeypatch.setattr(tiled_cross_entropy, "MIN_TILE_TOKENS", 12)
+    monkeypatch.setattr(tiled_cross_entropy, "STRIP_BYTES", 4 * 128 * 5)
+    monkeypatch.setattr(products, "PART_BYTES", 4 * 32 * 50)

@@ -13,6 +13,7 @@ from megatrain_accelerate.activation import active_config
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine, all_engines, engine_of
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
+from megatrain_accelerate.integrations import step_trace
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 from megatrain_accelerate.optim.fused_step import FusedStep
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
@@ -146,6 +147,7 @@ def _adopt_waiting(accelerator: Any) -> None:
                         earlier.retire()
                 kept = [d for d in engine.optimizer_drivers if not d.parameter_ids & driver.parameter_ids]
                 engine.optimizer_drivers = [*kept, driver]
+                step_trace.follow(optimizer, engine)
                 break
 
 

@@ -46,6 +46,12 @@ def patch_default_callbacks(module: ModuleType) -> None:
     wrap(module, name, callbacks)
 
 
+def patch_label_smoother(module: ModuleType) -> None:
+    """The smoothed loss of lazy logits is computed by tiles."""
+    smooth = delegate("smoothing", "label_smoothed_loss")
+    wrap(find_class(module, "LabelSmoother"), "__call__", smooth, needs=("self", "model_output", "labels", "shift_labels"))
+
+
 def patch_from_pretrained(module: ModuleType) -> None:
     """Models are loaded to the host."""
 

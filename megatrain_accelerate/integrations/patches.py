@@ -156,6 +156,12 @@ PATCHES = (
         "Transformers lets an installed package add callbacks",
     ),
     Patch(
+        "transformers.trainer_pt_utils:LabelSmoother.__call__",
+        "patch_trainer:patch_label_smoother",
+        "computes the smoothed loss from the log-probabilities of all tokens; `cross_entropy` gives the same by tiles",
+        "the Trainer smooths labels by torch.nn.functional.cross_entropy",
+    ),
+    Patch(
         "transformers.modeling_utils:PreTrainedModel.from_pretrained",
         "patch_trainer:patch_from_pretrained",
         "drops `device_map` with a warning: TRL sets it to auto, which fills the GPU",

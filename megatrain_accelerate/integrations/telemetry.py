@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.engine import Engine
-from megatrain_accelerate.streaming.meter import Counters
+from megatrain_accelerate.streaming.meter import Cause, Counters
 from megatrain_accelerate.units import GB, GIB, KIB
 
 
@@ -52,6 +52,39 @@ class TokenCounter:
         return int(count)
 
 
+RESOURCES = ("compute", "h2d", "d2h", "host_step")
+"""What can bound a step. The rest of a step, launching and the data loader among it, counts as compute."""
+
+
+def bound_shares(wait_ms: dict[str, float], step_ms: float) -> dict[str, float]:
+    """Shares of a step in which the GPU worked (``compute``) and in which it stood still for each other resource.
+
+    Args:
+        wait_ms: by what the GPU stood still for; the end of backward is the d2h link's.
+        step_ms: the whole step, above 0. Waits are read when they are over, so that those of a step may be counted in the
+            next: a sum above the step is scaled down to it.
+    """
+    waits = {
+        "h2d": wait_ms["h2d"],
+        "d2h": wait_ms["d2h"] + wait_ms["backward_end"],
+        "host_step": wait_ms["host_step"],
+    }
+    whole = max(step_ms, sum(waits.values()))
+    shares = {name: waited / whole for name, waited in waits.items()}
+    return {"compute": 1.0 - sum(shares.values()), **shares}
+
+
+def bound_by(shares: dict[str, float]) -> str:
+    """The resource with the largest share of a step."""
+    return max(RESOURCES, key=lambda name: shares[name])
+
+
+def describe_bound(shares: dict[str, float]) -> str:
+    """The shares in words: ``is bound by h2d (h2d 61%, compute 30%, d2h 8%, host_step 1%)``."""
+    ordered = sorted(RESOURCES, key=lambda name: -shares[name])
+    return f"is bound by {bound_by(shares)} ({', '.join(f'{name} {shares[name]:.0%}' for name in ordered)})"
+
+
 class Telemetry:
     """Turns an engine's counters into log entries. Rates and sums are per optimizer step since the entry before.
 
@@ -68,6 +101,13 @@ class Telemetry:
         self._steps = 0
         self._mark: float | None = None
         self._layout_logged = False
+        self.shares: dict[str, float] = {}
+        """:func:`bound_shares` of the steps of the last entries; empty before."""
+
+    @property
+    def bound_by(self) -> str | None:
+        """What bounded the steps of the last entries; None before."""
+        return bound_by(self.shares) if self.shares else None
 
     def step_begins(self) -> None:
         """Training time runs from here; what lay between two steps counts unless :meth:`pause` was called."""
@@ -103,9 +143,20 @@ class Telemetry:
             "skipped_steps": float(now.skipped_steps),
             "host_peak_gib": host_peak_bytes() / GIB,
         }
+        wait_ms = {
+            cause.value: (getattr(now, f"{cause.value}_wait_ms") - getattr(before, f"{cause.value}_wait_ms")) / steps
+            for cause in Cause
+        }
+        values |= {f"gpu_wait_{name}_ms": waited for name, waited in wait_ms.items()}
+        values |= self._rates(now, before)
         if seconds > 0:
+            self.shares = bound_shares(wait_ms, 1e3 * seconds / steps)
+            values |= {f"bound_share_{name}": share for name, share in self.shares.items()}
             values["tokens_per_second"] = tokens / seconds
             values["tflops"] = 6e-12 * self._engine.parameter_count * tokens / seconds
+        predicted_seconds = self._engine.predicted_step_seconds
+        if predicted_seconds is not None:
+            values["predicted_step_ms"] = 1e3 * predicted_seconds
         if not self._layout_logged:  # these don't change: once is enough
             self._layout_logged = True
             for kind, count in self._engine.host_bytes_by_kind().items():
@@ -117,6 +168,21 @@ class Telemetry:
             values["gpu_predicted_gib"] = self._engine.predicted_device_bytes / GIB
             values["gpu_peak_gib"] = torch.cuda.max_memory_allocated(self._engine.device) / GIB
         return {f"megatrain/{name}": round(value, 4) for name, value in values.items()}
+
+    @staticmethod
+    def _rates(now: Counters, before: Counters) -> dict[str, float]:
+        """GB/s of the link while it copied and G parameters/s of the host step while it computed, where they did."""
+        rates = {}
+        for direction in ("h2d", "d2h"):
+            copied_bytes = getattr(now, f"{direction}_copied_bytes") - getattr(before, f"{direction}_copied_bytes")
+            copy_ms = getattr(now, f"{direction}_copy_ms") - getattr(before, f"{direction}_copy_ms")
+            if copy_ms > 0:
+                rates[f"{direction}_gb_per_second"] = copied_bytes / GB / (1e-3 * copy_ms)
+        step_seconds = now.step_seconds - before.step_seconds
+        if step_seconds > 0:
+            parameters = now.stepped_parameters - before.stepped_parameters
+            rates["host_step_gparams_per_second"] = 1e-9 * parameters / step_seconds
+        return rates
 
     def close(self) -> None:
         """Stops counting tokens."""

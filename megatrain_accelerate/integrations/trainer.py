@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from megatrain_accelerate.checkpointing import (
@@ -22,7 +23,7 @@ from megatrain_accelerate.checkpointing import (
 )
 from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.integrations.accelerate_backend import follow_clipping
-from megatrain_accelerate.integrations.telemetry import Telemetry
+from megatrain_accelerate.integrations.telemetry import Telemetry, describe_bound
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +121,7 @@ class MegatrainCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self._telemetry: Telemetry | None = None
+        self._last_word: str | None = None
 
     def _engine(self, kwargs: dict[str, Any]) -> Engine | None:
         model = kwargs.get("model")
@@ -157,13 +159,17 @@ class MegatrainCallback(TrainerCallback):
             self._telemetry.pause()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Adds the numbers to a training log, for every tracker and for the history."""
+        """Adds the numbers to a training log, for trackers and history; prints what bounds a step when that changes."""
         if self._telemetry is None or logs is None or "loss" not in logs:
             return
         entries = self._telemetry.entries()
         logs.update(entries)
         if state.log_history:
             state.log_history[-1].update(entries)
+        if state.is_local_process_zero and self._telemetry.bound_by not in (None, self._last_word):
+            # A word among the logs would make MLflow and ClearML warn at each of them, and callbacks that format numbers fail.
+            self._last_word = self._telemetry.bound_by
+            tqdm.write(f"megatrain: step {state.global_step} {describe_bound(self._telemetry.shares)}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The last step is applied before anybody reads the weights."""

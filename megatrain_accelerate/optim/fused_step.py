@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.kernel import AdamArguments
 from megatrain_accelerate.optim.segments import apply_segments, plan_segments, step_each
 from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.meter import Cause
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
@@ -22,8 +24,14 @@ RESIDUAL_KEY = "master_residual"
 """Key of the masters' low 16 bits (int16) in the optimizer's state; stock optimizers ignore it."""
 
 
+@functools.lru_cache(maxsize=256)
+def _shared_arguments(**values: Any) -> AdamArguments:
+    """One object for all parameters that share their settings."""
+    return AdamArguments(**values)
+
+
 def _adam_arguments(group: dict[str, Any], step: int, clip_factor: float, decoupled: bool) -> AdamArguments:
-    return AdamArguments(
+    return _shared_arguments(
         lr=float(group["lr"]),
         beta1=float(group["betas"][0]),
         beta2=float(group["betas"][1]),
@@ -147,7 +155,8 @@ class FusedStep(HostStep):
     ) -> Any:
         segments = plan_segments(steps)
         runtime = self.runtime
-        kernels = runtime.kernels
+        kernels, meter = runtime.kernels, runtime.meter
+        parameters = sum(state.parameter.numel() for state, _ in steps)
         readers_finished_event = group.announce_push() if group is not None else None
         # In backward gradients may still be added up by the worker; step() checks those.
         versions = [] if before is not None else [(state, *_versions(state)) for state, _ in steps]
@@ -156,7 +165,8 @@ class FusedStep(HostStep):
             if before is not None and not before():
                 return
             _refuse_written(unit, versions)
-            apply_segments(unit, segments, kernels)
+            with meter.stepping(parameters):
+                apply_segments(unit, segments, kernels)
             _refuse_written(unit, versions)
             if group is not None:
                 group.push_weights(readers_finished_event)
@@ -211,6 +221,8 @@ class FusedStep(HostStep):
             step_each(steps, unit.kernels)
             unit.version += 1
         if self.schedule == "serial":
+            with runtime.meter.blocked_by(Cause.HOST_STEP):
+                runtime.worker.drain()
             runtime.drain()
 
     def _refuse_rewritten(self, optimizer: Optimizer, done: dict[int, AdamArguments]) -> None:
@@ -231,7 +243,8 @@ class FusedStep(HostStep):
         done: dict[int, AdamArguments],
     ) -> None:
         """Steps taken in backward must be the ones that ``step()`` would have taken."""
-        self.runtime.worker.drain()
+        with self.runtime.meter.blocked_by(Cause.HOST_STEP):
+            self.runtime.worker.drain()
         for state, group in found:
             used = done.get(id(state.parameter))
             if used is None:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import math
 import pathlib
 import weakref
@@ -106,6 +107,7 @@ class AdamArguments:
         if self.step < 1:
             raise ConfigError(f"AdamArguments.step counts from 1, got {self.step}")
 
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - frozen, small, and asked for by every parameter of a step
     def to_constants(self) -> _AdamConstants:
         """The scalars of the loop, in double precision in the order of ``torch/optim/adam.py``, then rounded once."""
         bias_correction1 = 1 - self.beta1**self.step

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
 from megatrain_accelerate.optim.host_step import HostStep
+from megatrain_accelerate.streaming.meter import Cause
 from megatrain_accelerate.streaming.resident import ResidentGroup
 
 
@@ -45,7 +46,9 @@ class MasterStep(HostStep):
             state.parameter.grad = gradient
             touched[id(unit)] = (unit, group)
         try:
-            result = own_step()
+            parameters = sum(master.numel() for _, master, _, _ in shown)
+            with runtime.meter.blocked_by(Cause.HOST_STEP), runtime.meter.stepping(parameters):
+                result = own_step()
         finally:
             for state, master, weight, gradient_before in shown:
                 state.parameter.grad = None

@@ -55,7 +55,9 @@ class StepWorker:
         self._closed = False
         self._last_ticket: Ticket | None = None
         self.busy_seconds = 0.0
-        """Time spent in work since the start; read by the telemetry."""
+        """Time spent in work since the start."""
+        self.on_work_done: Callable[[str, int, int], None] | None = None
+        """Called by the thread with the name of each piece of work, its begin and its end (``perf_counter_ns``)."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -63,14 +65,23 @@ class StepWorker:
         while (item := self._queue.get()) is not None:
             ticket, work = item
             if self._failure is None:
-                start = time.perf_counter()
+                start_ns = time.perf_counter_ns()
                 try:
                     work()
                 except BaseException as error:
                     self._failure = error
-                self.busy_seconds += time.perf_counter() - start
+                end_ns = time.perf_counter_ns()
+                self.busy_seconds += (end_ns - start_ns) / 1e9
+                observer = self.on_work_done
+                if observer is not None:
+                    observer(ticket.name, start_ns, end_ns)
             ticket.finish(self._failure)
             del item, ticket, work  # a closure may hold device memory
+
+    @property
+    def native_id(self) -> int:
+        """The thread's id with the operating system."""
+        return self._thread.native_id or 0
 
     def submit(self, name: str, work: Callable[[], None]) -> Ticket:
         """Queues ``work`` behind everything submitted before.

@@ -61,7 +61,7 @@ class DevicePlan:
         self.placement = Placement()
         self._choices = Choices(
             kept=_fixed(config.keep_layers),
-            offloaded=config.offload_layers,
+            offloaded=_fixed(config.offload_layers),
             resident=_fixed(config.resident_layers),
             on_device=_fixed(config.device_layers),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from megatrain_accelerate.planning.step_memory import without_hooks
 from megatrain_accelerate.planning.step_outline import LayerProfile, StepOutline, as_leaves, call_kind
+from megatrain_accelerate.streaming.compiled_layer import without_saving
 from megatrain_accelerate.streaming.kept_graph import KeptGraph
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import bound_weights
@@ -96,6 +97,7 @@ def measure_layers(
             raise _AllLayersRan
         return outputs[kind]
 
+    _wake_autograd_thread(runtime.streams.device)
     devices = [runtime.streams.device]
     with (
         torch.random.fork_rng(devices=devices),
@@ -111,6 +113,11 @@ def measure_layers(
     return dataclasses.replace(outline, profiles={**outline.profiles, **measured})
 
 
+def _wake_autograd_thread(device: torch.device) -> None:
+    """Gives autograd's thread for the device its CUDA context by a small operation: cuBLAS warns where it has none."""
+    torch.ones((), device=device, requires_grad=True).mul(2.0).backward()
+
+
 def _measure(
     runtime: StreamingRuntime, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], dry: LayerProfile
 ) -> tuple[LayerProfile, Any]:
@@ -119,20 +126,25 @@ def _measure(
     args, kwargs = split.first_piece(args, kwargs)
     slot = runtime.prefetcher.acquire(layer, ())
     forward, kept_forward, backward = (_Stopwatch(device) for _ in range(3))
-    run: Callable[..., Any] = layer.forward
+    is_compiled = runtime.compiled.wants(layer)
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return runtime.compiled.run(layer, args, kwargs) if is_compiled else layer.forward(*args, **kwargs)
+
     try:
         with _buffers_put_back(layer.module):
             for _ in range(_ROUNDS):  # the first compiles, and chooses kernels
-                with layer.bound(slot.views(layer.unit.layout)), forward.running():
-                    output = run(*args, **kwargs)
-                output = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
-                output_bytes = sum(t.nbytes for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor))
                 cut_args, cut_kwargs = as_leaves(args, kwargs, dry.inputs_need_grad)
                 weights, leaves = bound_weights(layer, slot)
+                # As in LayerFunction: a compiled layer runs the graph that can be differentiated, and drops it.
+                graph = (torch.enable_grad(), without_saving()) if is_compiled else (contextlib.nullcontext(),) * 2
+                with layer.bound(weights), graph[0], graph[1], forward.running():
+                    output = tree_map_only(torch.Tensor, torch.Tensor.detach, run(cut_args, cut_kwargs))
+                output_bytes = sum(t.nbytes for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor))
                 kept = KeptGraph(slot)
                 with layer.bound(weights), torch.enable_grad():
                     with kept.recording(), kept_forward.running():
-                        made = run(*cut_args, **cut_kwargs)
+                        made = run(cut_args, cut_kwargs)
                     results = [t for t in tree_flatten(made)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
                     del made
                     gradients = [torch.ones_like(tensor) for tensor in results]
@@ -152,7 +164,8 @@ def _measure(
         dry,
         forward=dry.forward.times(1 / share),
         backward=dry.backward.times(1 / share),
-        offloaded_bytes=round(dry.offloaded_bytes / share),
+        # A compiled layer saves less than one that runs without data; its large tensors are the same share.
+        offloaded_bytes=round(kept_bytes * min(1.0, dry.offloaded_bytes / max(1, dry.kept_bytes))),
         kept_bytes=kept_bytes,
         forward_bytes=forward.peak_bytes,
         kept_forward_bytes=kept_forward.peak_bytes,

@@ -7,7 +7,7 @@ import dataclasses
 from megatrain_accelerate.errors import ConfigError
 
 
-def require_layers(layer_count: int, keep_layers: int | str, offload_layers: int) -> None:
+def require_layers(layer_count: int, keep_layers: int | str, offload_layers: int | str) -> None:
     """Refuses settings that name more layers than the model has.
 
     Raises:
@@ -16,7 +16,7 @@ def require_layers(layer_count: int, keep_layers: int | str, offload_layers: int
     kept = keep_layers if isinstance(keep_layers, int) else 0
     if kept > layer_count:
         raise ConfigError(f"megatrain_config.keep_layers is {kept}, but the model has {layer_count} layers")
-    if offload_layers > layer_count - kept:
+    if isinstance(offload_layers, int) and offload_layers > layer_count - kept:
         raise ConfigError(
             f"megatrain_config.offload_layers is {offload_layers}, but {layer_count - kept} of the model's {layer_count} "
             f"layers aren't kept (megatrain_config.keep_layers is {keep_layers!r}); lower one of the two"

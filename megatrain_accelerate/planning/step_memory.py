@@ -55,9 +55,11 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
-        is_new = [self._track(tensor.untyped_storage()) for tensor in made]
-        self._add_costs(func, args, kwargs or {}, result, made, any(is_new))
+        # A tensor that only stands for others (lazy logits) has a storage of no bytes, and mustn't be made to fill it.
+        with torch._C.DisableTorchFunctionSubclass():
+            made = [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
+            is_new = [self._track(tensor.untyped_storage()) for tensor in made]
+            self._add_costs(func, args, kwargs or {}, result, made, any(is_new))
         return result
 
     def take_peak(self) -> int:
@@ -80,14 +82,29 @@ class LiveBytes(TorchDispatchMode):
         self.live_bytes -= size
 
     def _add_costs(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor], is_new: bool) -> None:
-        count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            flops = float(count(*args, **kwargs, out_val=result))
+        flops = _flops(func, args, kwargs, result)
+        if flops is not None:
             self.costs = OpCosts(self.costs.flops + flops, self.costs.traffic_bytes)
         elif is_new or str(func.__name__).split(".")[0].endswith("_"):  # in place, or out of it: no view
             read = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
-            moved = sum(tensor.nbytes for tensor in [*read, *made])
+            moved = sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in [*read, *made])
             self.costs = OpCosts(self.costs.flops, self.costs.traffic_bytes + moved)
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
+    """Floating-point operations of a matrix product or the like; None for what has no formula."""
+    count = flop_registry.get(func._overloadpacket)
+    if count is None:
+        return None
+    try:
+        return float(count(*args, **kwargs, out_val=result))
+    except Exception:  # grouped-query attention, which torch's formula refuses: that of plain attention
+        tensors = [t for t in args if isinstance(t, torch.Tensor) and t.dim() == 4]
+        if len(tensors) < 3:
+            return None
+        query, key = (tensors[0], tensors[1]) if tensors[0].shape[-2] and "backward" not in str(func) else tensors[1:3]
+        products = 2 if "backward" not in str(func) else 5
+        return 2.0 * products * query.numel() * key.shape[-2]
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

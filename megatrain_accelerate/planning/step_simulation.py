@@ -292,7 +292,10 @@ class _Pipeline:
         ready = now
         for unit in groups:
             stepped = self.host.work(unit.parameters / self.machine.host_step_parameters, now)
-            ready = self.h2d.work(unit.weight_bytes / self.machine.h2d_bytes, stepped)
+            # Issued when its step is over, between copies of layers that were issued before and after.
+            seconds = unit.weight_bytes / self.machine.h2d_bytes
+            self.h2d.busy += seconds
+            ready = stepped + seconds
         return ready
 
 

@@ -63,6 +63,8 @@ class WeightSlot:
         self.holder: tuple[int, int] | None = None
         """(layer index, version of the unit's weights) that the buffer holds or is being filled with."""
         self.last_used = 0
+        self.late_ms = 0.0
+        """How much earlier the copy would have been issued but for the layer's step; for the counters."""
         self.params_copied_event = streams.event()
         self.compute_finished_event = streams.event()
         self._views: dict[object, list[torch.Tensor]] = {}

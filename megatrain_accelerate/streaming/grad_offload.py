@@ -21,7 +21,7 @@ from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker, Ticket
 from megatrain_accelerate.streaming.device_slots import GradientSlot
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.meter import Meter
+from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.streams import Streams
 
 
@@ -192,12 +192,12 @@ class GradientOffloader:
             self._leave_on_device(layer, [trainable[i] for i in present], arrived)
             return
         # WAR: a step that is still to be applied reads the gradients of the pass before.
-        layer.gate.wait()
+        self._meter.wait_for_step(layer.name, layer.gate.is_open, layer.gate.wait)
         slot = self.slots[self._next_slot]
         self._next_slot = (self._next_slot + 1) % len(self.slots)
         with record_function(f"megatrain::offload_gradients ({layer.name})"):
             # WAR: the copy of the layer that used this slot last may still read it.
-            self._meter.compute_waits_for(slot.grads_copied_event)
+            self._meter.compute_waits_for(slot.grads_copied_event, Cause.D2H)
             views = slot.views(unit.layout)
             torch._foreach_copy_([views[i] for i in present], arrived)
             # All of them, and nothing to add to: they go straight to their place, with their norms.
@@ -264,7 +264,8 @@ class GradientOffloader:
         with self._streams.on(d2h_stream), record_function(f"megatrain::copy_gradients ({layer.name})"):
             # RAW: the copy must see the finished gradients.
             d2h_stream.wait_event(slot.grads_ready_event)
-            target[:size].copy_(slot.buffer[:size], non_blocking=True)
+            with self._meter.copying(Cause.D2H, size):
+                target[:size].copy_(slot.buffer[:size], non_blocking=True)
             if norms is not None:
                 norms.copy_(slot.norms[: norms.numel()], non_blocking=True)
             slot.grads_copied_event.record(d2h_stream)
@@ -312,7 +313,8 @@ class GradientOffloader:
         self._next_staging = (self._next_staging + 1) % len(self._staging)
         if staging.ticket is not None and not staging.ticket.is_done:
             start = time.perf_counter()
-            staging.ticket.wait()
+            with self._meter.blocked_by(Cause.HOST_STEP):
+                staging.ticket.wait()
             self._meter.counters.optimizer_wait_ms += 1e3 * (time.perf_counter() - start)
         return staging
 

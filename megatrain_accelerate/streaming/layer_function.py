@@ -20,6 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.streaming.activation_offload import ActivationOffloader
 from megatrain_accelerate.streaming.call_order import Tape
+from megatrain_accelerate.streaming.compiled_layer import CompiledLayers, without_saving
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.kept_graph import KeptGraph
@@ -61,10 +62,12 @@ class RunContext:
         offloads: Callable[[StreamedLayer], bool],
         activations: ActivationOffloader,
         recorder: OutputRecorder | None,
+        compiled: CompiledLayers,
         micro_batch_size: int | None,
         sums: GradientSums,
     ) -> None:
         self.device = device
+        self.compiled = compiled
         self.micro_batch_size = micro_batch_size
         """Samples that a layer computes at once; None for the whole batch."""
         self.sums = sums
@@ -141,6 +144,8 @@ class LayerCall:
         self.tokens: list[Any] = []
         """The recorder's, one for each piece of the batch."""
         self.split = BatchSplit.of_call(layer.name, args, kwargs, context.micro_batch_size)
+        self.is_compiled = False
+        """Whether the layer should run compiled; decided once for forward and recompute."""
 
     def take_tensors(self) -> list[torch.Tensor]:
         """The tensors among the arguments, once: kept here they would live as long as the loss."""
@@ -156,7 +161,10 @@ class LayerCall:
         token = recorder.start(self.tokens[piece] if replay else None) if recorder is not None else None
         recorded: list[torch.Tensor] = []
         try:
-            output = self.layer.forward(*args, **kwargs)
+            if self.is_compiled:
+                output = self.context.compiled.run(self.layer, args, kwargs)
+            else:
+                output = self.layer.forward(*args, **kwargs)
         finally:
             if recorder is not None:
                 recorded = recorder.finish(token)
@@ -229,6 +237,7 @@ class LayerFunction(torch.autograd.Function):
         versions = [tensor._version for tensor in tensors]
         slot = context.acquire_forward(layer, tape, position, True)
         ctx.weights_version = layer.unit.version
+        call.is_compiled = context.compiled.wants(layer)
         ctx.runs, made = [], []
         try:
             with record_function(f"megatrain::forward ({layer.name})"):
@@ -256,6 +265,8 @@ class LayerFunction(torch.autograd.Function):
         if context.offloads(layer):
             offloaded = context.activations.record(layer.name, [*tensors, *layer.module.buffers()])
         if offloaded is None and not context.keeps(layer):
+            if call.is_compiled:
+                return LayerFunction._run_compiled(call, slot, _cut_off(tensors, ctx.needs_input_grad[4:]), piece)
             with layer.bound(slot.views(layer.unit.layout)):
                 return call.run(tensors, replay=False, piece=piece)
         kept = ctx.runs[piece].kept = KeptGraph(slot, offloaded)
@@ -267,6 +278,13 @@ class LayerFunction(torch.autograd.Function):
         if offloaded is not None:
             context.activations.send(offloaded, ctx.tape, ctx.position)
         return [output.detach() for output in kept.outputs]
+
+    @staticmethod
+    def _run_compiled(call: LayerCall, slot: WeightSlot, inputs: list[torch.Tensor], piece: int) -> list[torch.Tensor]:
+        """The graph that recompute will run, dropped again."""
+        weights, _ = bound_weights(call.layer, slot)
+        with call.layer.bound(weights), without_saving(), torch.enable_grad():
+            return [output.detach() for output in call.run(inputs, replay=False, piece=piece)]
 
     @staticmethod
     @once_differentiable

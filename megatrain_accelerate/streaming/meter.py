@@ -1,12 +1,37 @@
-"""Counters of what the engine moved and waited for. Written by the streaming parts, read by the telemetry."""
+"""Counters of what the engine moved and waited for. Written by the streaming parts, read by the telemetry.
+
+The GPU's own clock tells how long it stood still: a pair of timing events on the compute stream, one on either side of a
+wait. Work that is queued before the pair delays both alike, so a thread that is blocked while the GPU still has kernels
+to run doesn't count as an idle GPU. Events are used again, and read when they are over; nothing is waited for.
+"""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import enum
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.profiler import record_function
+
 from megatrain_accelerate.streaming.streams import Streams
+
+
+class Cause(enum.Enum):
+    """What the compute stream stood still for."""
+
+    H2D = "h2d"
+    """A layer's weights were still on their way."""
+    D2H = "d2h"
+    """No gradient slot was free."""
+    HOST_STEP = "host_step"
+    """The host optimizer hadn't applied a step yet."""
+    BACKWARD_END = "backward_end"
+    """The last gradients of a backward were still on their way."""
 
 
 @dataclasses.dataclass
@@ -22,34 +47,151 @@ class Counters:
     """Time the launching thread was blocked by the host optimizer."""
     skipped_steps: int = 0
     """Optimizer steps not taken because of a non-finite gradient norm."""
+    h2d_wait_ms: float = 0.0
+    d2h_wait_ms: float = 0.0
+    host_step_wait_ms: float = 0.0
+    """With the part of a copy's wait that an earlier step would have saved."""
+    backward_end_wait_ms: float = 0.0
+    h2d_copy_ms: float = 0.0
+    d2h_copy_ms: float = 0.0
+    """Time in which the link was copying; of the copies that are over."""
+    h2d_copied_bytes: int = 0
+    d2h_copied_bytes: int = 0
+    """Bytes of the copies that ``*_copy_ms`` timed."""
+    stepped_parameters: int = 0
+    step_seconds: float = 0.0
+    """Time the step worker computed; without its waits for gradients."""
+
+    def add_wait(self, cause: Cause, waited_ms: float) -> None:
+        """The compute stream stood still for ``waited_ms``."""
+        name = f"{cause.value}_wait_ms"
+        setattr(self, name, getattr(self, name) + waited_ms)
+
+    def add_copy_wait(self, cause: Cause, waited_ms: float, late_ms: float) -> None:
+        """The compute stream stood still for a copy that a step delayed by ``late_ms``."""
+        by_step_ms = min(waited_ms, late_ms)
+        self.add_wait(Cause.HOST_STEP, by_step_ms)
+        self.add_wait(cause, waited_ms - by_step_ms)
+
+    def add_copy(self, direction: Cause, copied_bytes: int, copy_ms: float) -> None:
+        """A copy of ``copied_bytes`` is over and took ``copy_ms`` on the link."""
+        if direction is Cause.H2D:
+            self.h2d_copied_bytes += copied_bytes
+            self.h2d_copy_ms += copy_ms
+        else:
+            self.d2h_copied_bytes += copied_bytes
+            self.d2h_copy_ms += copy_ms
 
 
 class Meter:
-    """Owner of the counters. Stalls of the compute stream are measured by pairs of timing events, read when over."""
+    """Owner of the counters. On the CPU stand-in, where work is over when it is issued, the host's clock is read instead."""
 
     def __init__(self, streams: Streams) -> None:
         self.counters = Counters()
         self._streams = streams
-        self._pending: collections.deque[tuple[Any, Any]] = collections.deque()
+        self._pending: collections.deque[tuple[Any, Any, Callable[[float], None]]] = collections.deque()
         self._spare: list[tuple[Any, Any]] = []
+        # Copies of residents are issued by the step worker, beside the launching thread.
+        self._lock = threading.Lock()
 
-    def compute_waits_for(self, event: Any) -> None:
-        """Makes the compute stream wait for ``event`` and accounts for the stall."""
+    def compute_waits_for(self, event: Any, cause: Cause, late_ms: float = 0.0, of_layer: bool = True) -> None:
+        """Makes the compute stream wait for a copy's ``event`` and accounts for the stall.
+
+        Args:
+            event: recorded behind the copy.
+            cause: the copy's direction.
+            late_ms: how much earlier the copy would have been issued if the step of its weights had been applied in time.
+            of_layer: the copy is a layer's and not a resident's; ``copy_wait_ms`` counts the former only.
+        """
+
+        def add(waited_ms: float) -> None:
+            self.counters.add_copy_wait(cause, waited_ms, late_ms)
+            if of_layer:
+                self.counters.copy_wait_ms += waited_ms
+
         compute_stream = self._streams.compute_stream
         if not self._streams.is_cuda:
             compute_stream.wait_event(event)
             return
-        start, end = self._spare.pop() if self._spare else (self._streams.event(True), self._streams.event(True))
-        start.record(compute_stream)
-        compute_stream.wait_event(event)
-        end.record(compute_stream)
-        self._pending.append((start, end))
-        if len(self._pending) > 1024:
-            self.harvest()
+        with self._timed(compute_stream, add):
+            compute_stream.wait_event(event)
+
+    def blocked_by(self, cause: Cause) -> contextlib.AbstractContextManager[None]:
+        """Accounts for the GPU's idle time while the body blocks the launching thread."""
+        return self._timed(self._streams.compute_stream, lambda ms: self.counters.add_wait(cause, ms))
+
+    def copying(
+        self, direction: Cause, copied_bytes: int, beside_compute: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """Times the copies that the body issues; to be entered on their stream, behind what the stream waits for.
+
+        Args:
+            direction: ``Cause.H2D`` or ``Cause.D2H``.
+            copied_bytes: bytes of the copies.
+            beside_compute: issued by the step worker. Any other copy of the CPU stand-in holds up compute.
+        """
+
+        def add(copy_ms: float) -> None:
+            self.counters.add_copy(direction, copied_bytes, copy_ms)
+            if not self._streams.is_cuda and not beside_compute:
+                self.counters.add_wait(direction, copy_ms)
+
+        streams = self._streams
+        return self._timed(streams.h2d_stream if direction is Cause.H2D else streams.d2h_stream, add)
+
+    def wait_for_step(self, name: str, is_open: bool, wait: Callable[[], None]) -> None:
+        """Blocks the launching thread until a step is applied, and accounts for the GPU's idle time.
+
+        Args:
+            name: the layer's or resident's, for traces.
+            is_open: whether it is applied already.
+            wait: blocks, and raises what failed.
+        """
+        if is_open:
+            wait()
+            return
+        with self.blocked_by(Cause.HOST_STEP), record_function(f"megatrain::wait_for_step ({name})"):
+            wait()
+
+    @contextlib.contextmanager
+    def stepping(self, parameters: int) -> Iterator[None]:
+        """Times the arithmetic of a step on ``parameters`` parameters; entered by whoever computes."""
+        start = time.perf_counter()
+        yield
+        self.counters.step_seconds += time.perf_counter() - start
+        self.counters.stepped_parameters += parameters
+
+    @contextlib.contextmanager
+    def _timed(self, stream: Any, add: Callable[[float], None]) -> Iterator[None]:
+        if not self._streams.is_cuda:
+            begin = time.perf_counter()
+            try:
+                yield
+            finally:
+                with self._lock:
+                    add(1e3 * (time.perf_counter() - begin))
+            return
+        with self._lock:
+            pair = self._spare.pop() if self._spare else None
+        start, end = pair or (self._streams.event(timing=True), self._streams.event(timing=True))
+        start.record(stream)
+        try:
+            yield
+        finally:
+            end.record(stream)
+            with self._lock:
+                self._pending.append((start, end, add))
+                is_long = len(self._pending) > 4096
+            if is_long:
+                self.harvest()
 
     def harvest(self) -> None:
-        """Adds up the stalls that are over, without waiting."""
-        while self._pending and self._pending[0][1].query():
-            start, end = self._pending.popleft()
-            self.counters.copy_wait_ms += start.elapsed_time(end)
-            self._spare.append((start, end))
+        """Adds up the stalls and copies that are over, without waiting."""
+        with self._lock:
+            for _ in range(len(self._pending)):
+                start, end, add = self._pending.popleft()
+                if end.query():
+                    add(start.elapsed_time(end))
+                    self._spare.append((start, end))
+                else:
+                    self._pending.append((start, end, add))

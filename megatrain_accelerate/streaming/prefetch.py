@@ -10,7 +10,7 @@ from torch.profiler import record_function
 
 from megatrain_accelerate.streaming.device_slots import SlotState, WeightSlot
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.meter import Meter
+from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.streams import Streams
 
 
@@ -37,6 +37,8 @@ class Prefetcher:
         self.slots = [WeightSlot(index, self._buffer(largest), streams) for index in range(slots)]
         self._own: dict[int, WeightSlot] = {}
         self._clock = 0
+        self._refused_at: dict[int, float] = {}
+        """When a layer's copy could have been issued but for its step, by index."""
 
     def _buffer(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._streams.device)
@@ -57,6 +59,7 @@ class Prefetcher:
         No kernel and no copy may be in flight.
         """
         self._own = {}
+        self._refused_at.clear()
         for layer in self._layers:
             index, unit = layer.index, layer.unit
             if unit.is_on_device:
@@ -92,7 +95,7 @@ class Prefetcher:
         try:
             if not layer.unit.is_on_device:
                 # RAW: the kernels must see the whole copy.
-                self._meter.compute_waits_for(slot.params_copied_event)
+                self._meter.compute_waits_for(slot.params_copied_event, Cause.H2D, slot.late_ms)
             self._prefetch(upcoming)
         except BaseException:
             self.release(slot)
@@ -122,8 +125,8 @@ class Prefetcher:
             layer.gate.wait()
             return
         start = time.perf_counter()
-        with record_function(f"megatrain::wait_for_step ({layer.name})"):
-            layer.gate.wait()
+        self._refused_at.setdefault(layer.index, start)
+        self._meter.wait_for_step(layer.name, False, layer.gate.wait)
         self._meter.counters.optimizer_wait_ms += 1e3 * (time.perf_counter() - start)
 
     def _is_stale(self, slot: WeightSlot) -> bool:
@@ -151,6 +154,7 @@ class Prefetcher:
             if layer.unit.is_on_device:
                 continue
             if not layer.gate.is_open:
+                self._refused_at.setdefault(index, time.perf_counter())
                 break  # its copy is issued when it is next, right after its step
             layer.refresh_if_written()
             if self._is_held(layer):
@@ -164,12 +168,15 @@ class Prefetcher:
     def _fill(self, slot: WeightSlot, layer: StreamedLayer) -> None:
         slot.move_to(SlotState.FILLED)
         slot.holder = None  # until the copy is issued: an interrupt must not leave a slot that claims to hold it
+        now = time.perf_counter()
+        slot.late_ms = 1e3 * (now - self._refused_at.pop(layer.index, now))
         weights = layer.unit.weights
         h2d_stream = self._streams.h2d_stream
         with self._streams.on(h2d_stream), record_function(f"megatrain::prefetch ({layer.name})"):
             # WAR: kernels of the layer that the slot held may still read it.
             h2d_stream.wait_event(slot.compute_finished_event)
-            slot.buffer[: weights.numel()].copy_(weights, non_blocking=True)
+            with self._meter.copying(Cause.H2D, weights.numel()):
+                slot.buffer[: weights.numel()].copy_(weights, non_blocking=True)
             slot.params_copied_event.record(h2d_stream)
         slot.holder = (layer.index, layer.unit.version)
         self._meter.counters.h2d_bytes += weights.numel()

@@ -6,6 +6,7 @@ gradients are autograd's own, on the device, and leave it when the optimizer ste
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.streaming.grad_offload import NormTable, gradient_norms
 from megatrain_accelerate.streaming.layer import UpdateGate
-from megatrain_accelerate.streaming.meter import Meter
+from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.streams import Streams
 
 
@@ -83,9 +84,11 @@ class ResidentGroup:
         Raises:
             StepWorkerError: the step failed.
         """
-        self.gate.wait()
+        start = time.perf_counter()
+        self._meter.wait_for_step(self.name, self.gate.is_open, self.gate.wait)
+        late_ms = 1e3 * (time.perf_counter() - start)
         # RAW: the copy of the stepped weights must be over.
-        self._streams.compute_stream.wait_event(self._params_copied_event)
+        self._meter.compute_waits_for(self._params_copied_event, Cause.H2D, late_ms, of_layer=False)
 
     def fetch_gradients(self, norms: NormTable, only: torch.Tensor | None = None) -> None:
         """Issues the copies to the host of the gradients that aren't there yet, and of their norms.
@@ -101,7 +104,7 @@ class ResidentGroup:
             if parameter.grad is None or norms.is_current(parameter) or (only is not None and parameter is not only):
                 continue
             # WAR: a step that is still to be applied reads the gradients of the pass before.
-            self.gate.wait()
+            self._meter.wait_for_step(self.name, self.gate.is_open, self.gate.wait)
             norm = gradient_norms([parameter.grad])[0]
             self._gradients_ready_event.record(self._streams.compute_stream)
             d2h_stream = self._streams.d2h_stream
@@ -109,7 +112,8 @@ class ResidentGroup:
                 # RAW: gradient and norm must be finished.
                 d2h_stream.wait_event(self._gradients_ready_event)
                 if state.gradient is not None:
-                    state.gradient.copy_(parameter.grad, non_blocking=True)
+                    with self._meter.copying(Cause.D2H, state.gradient.nbytes):
+                        state.gradient.copy_(parameter.grad, non_blocking=True)
                     self._meter.counters.d2h_bytes += state.gradient.nbytes
                 table[row].copy_(norm, non_blocking=True)
                 self._gradients_copied_event.record(d2h_stream)
@@ -139,8 +143,9 @@ class ResidentGroup:
         with torch.no_grad(), self._streams.on(h2d_stream), record_function(f"megatrain::push_weights ({self.name})"):
             # WAR: kernels issued before the step read the old weights.
             h2d_stream.wait_event(readers_finished_event)
-            for state in self.unit.states:
-                if state.entry.spec.trainable:
+            pushed = [state for state in self.unit.states if state.entry.spec.trainable]
+            with self._meter.copying(Cause.H2D, sum(state.weight.nbytes for state in pushed), beside_compute=True):
+                for state in pushed:
                     state.parameter.data.copy_(state.weight, non_blocking=True)
             self._params_copied_event.record(h2d_stream)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.profiler import record_function
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import StateError
@@ -19,11 +20,12 @@ from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.streaming.activation_offload import ActivationOffloader, inputs_offloaded
 from megatrain_accelerate.streaming.call_order import CallOrder, Tape
+from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader, NormTable
 from megatrain_accelerate.streaming.layer import StreamedLayer, UpdateGate
 from megatrain_accelerate.streaming.layer_function import LayerCall, LayerFunction, OutputRecorder, RunContext
-from megatrain_accelerate.streaming.meter import Meter
+from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.micro_batches import GradientSums
 from megatrain_accelerate.streaming.prefetch import Prefetcher
 from megatrain_accelerate.streaming.resident import ResidentGroup
@@ -105,6 +107,7 @@ class StreamingRuntime:
         """Called with a unit that moved to or from the device; entered by optimizers, by their id."""
         self.states_may_move = True
         """Whether the optimizer can step on the device; false for one without a kernel of its own."""
+        self.compiled = CompiledLayers(config.compile_layers, streams.device)
         self._order = CallOrder(len(self.layers))
         self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
         self._context = RunContext(
@@ -118,6 +121,7 @@ class StreamingRuntime:
             offloads=lambda layer: layer.index in self.offloaded_layers,
             activations=self.activations,
             recorder=recorder,
+            compiled=self.compiled,
             micro_batch_size=config.micro_batch_size,
             sums=self.gradient_sums,
         )
@@ -235,9 +239,10 @@ class StreamingRuntime:
         self.worker.raise_if_failed()
         if self.gradients_complete():
             # From here on anybody may read `parameter.grad`, or let go of it.
-            self.offloader.wait()
-            for group in self.groups:
-                group.wait_for_gradients()
+            with self.meter.blocked_by(Cause.BACKWARD_END), record_function("megatrain::wait_for_gradients"):
+                self.offloader.wait()
+                for group in self.groups:
+                    group.wait_for_gradients()
 
     def may_step_in_backward(self, layer: StreamedLayer) -> bool:
         """Whether no other backward of this layer can still follow before the step."""

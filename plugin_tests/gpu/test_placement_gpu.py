@@ -114,7 +114,7 @@ def trained(**settings: object) -> Training:
 
 
 def test_a_small_model_ends_up_wholly_on_the_gpu() -> None:
-    run = trained()
+    run = trained(device_layers="auto")
     assert run.engine.device_plan.placement.groups_on_device
     assert len(run.engine.device_plan.placement.on_device) == 12
     assert sum(run.engine.host_bytes_by_kind().values()) == 0
@@ -123,7 +123,7 @@ def test_a_small_model_ends_up_wholly_on_the_gpu() -> None:
 @pytest.mark.parametrize("budget_gib", [1.6, 2.5, 5.0, 8.0])
 def test_the_predicted_peak_holds_within_five_percent(budget_gib: float) -> None:
     before = torch.cuda.memory_allocated()
-    run = trained(gpu_memory_gib=budget_gib)
+    run = trained(gpu_memory_gib=budget_gib, device_layers="auto", resident_layers="auto")
     measured = torch.cuda.max_memory_allocated() - before
     predicted = run.engine.predicted_device_bytes
     assert measured <= predicted

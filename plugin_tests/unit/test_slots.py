@@ -27,7 +27,7 @@ LEGAL = {(EMPTY, FILLED), (FILLED, FILLED), (FILLED, EMPTY), (FILLED, IN_USE), (
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(SlotState, SlotState)))
 def test_an_illegal_move_raises_and_names_both_states(before: SlotState, after: SlotState) -> None:
-    slot = WeightSlot(3, 64, Streams(torch.device("cpu")))
+    slot = WeightSlot(3, torch.empty(64, dtype=torch.uint8), Streams(torch.device("cpu")))
     slot.state = before
     if (before, after) in LEGAL:
         slot.move_to(after)
@@ -39,7 +39,7 @@ def test_an_illegal_move_raises_and_names_both_states(before: SlotState, after: 
 
 
 def test_views_of_layers_with_equal_layout_are_made_once() -> None:
-    slot = WeightSlot(0, 4096, Streams(torch.device("cpu")))
+    slot = WeightSlot(0, torch.empty(4096, dtype=torch.uint8), Streams(torch.device("cpu")))
     layout = FlatLayout([ParameterSpec("a", (4, 5), torch.bfloat16, True)])
     twin = FlatLayout([ParameterSpec("a", (4, 5), torch.bfloat16, True)])
     other = FlatLayout([ParameterSpec("a", (5, 4), torch.bfloat16, True)])

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 # vocabulary, hidden, intermediate, layers, heads, key-value heads, tied head: the published Qwen2.5 configurations.
@@ -28,6 +27,8 @@ PRESETS = {
     "14b": (152064, 5120, 13824, 48, 40, 8, False),
 }
 GIB = 2**30
+RUNNING_PEAKS = ("megatrain/gpu_peak_gib", "megatrain/host_peak_gib")
+"""Logged as the largest so far: the last counts, and no median."""
 
 
 def build_model(preset: str, length: int) -> Qwen2ForCausalLM:
@@ -82,6 +83,34 @@ class RandomTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
 
+class Collator:
+    """Stacks sequences, and makes sure that every token that is counted was trained on.
+
+    Args:
+        length: of every sequence.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __call__(self, records: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """A batch.
+
+        Raises:
+            ValueError: a sequence is shorter or longer, or has tokens without a label: they would count as speed.
+        """
+        batch = {key: torch.stack([record[key] for record in records]) for key in ("input_ids", "labels")}
+        if batch["input_ids"].shape != (len(records), self._length) or bool((batch["labels"] != batch["input_ids"]).any()):
+            raise ValueError(f"a batch has padding, or not {self._length} tokens in each sequence: its speed would be wrong")
+        return batch
+
+
+def medians(logs: list[dict[str, Any]]) -> dict[str, float]:
+    """The median of each number that the plugin logged, over the logs that have it."""
+    keys = {key for entry in logs for key, value in entry.items() if key.startswith("megatrain/") and isinstance(value, float)}
+    return {key: round(statistics.median(entry[key] for entry in logs if key in entry), 4) for key in sorted(keys)}
+
+
 def resident_bytes(key: str) -> int:
     """A line of /proc/self/status in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -91,27 +120,14 @@ def resident_bytes(key: str) -> int:
 
 
 class Recorder(TrainerCallback):
-    """Notes time and memory at the end of every step, and traces one step."""
+    """Notes time and memory at the end of every step."""
 
-    def __init__(self, trace_step: int, trace_path: str) -> None:
+    def __init__(self) -> None:
         self.ends: list[float] = []
         self.rows: list[dict[str, float]] = []
-        self._trace_step, self._trace_path = trace_step, trace_path
-        self._profile: Any = None
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Starts the profiler before the traced step."""
-        if self._trace_path and state.global_step == self._trace_step:
-            self._profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
-            self._profile.__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Takes the row of this step; ends the profiler two steps after it began, to see a deferred step's end."""
-        if self._profile is not None and state.global_step == self._trace_step + 2:
-            torch.cuda.synchronize()
-            self._profile.__exit__(None, None, None)
-            self._profile.export_chrome_trace(self._trace_path)
-            self._profile = None
+        """Takes the row of this step."""
         self.ends.append(time.perf_counter())
         row = {"step": float(state.global_step), "rss_gib": resident_bytes("VmRSS") / GIB}
         if torch.cuda.is_available():
@@ -128,16 +144,18 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=3, help="first steps that don't count: compilation, the plan's own")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
-    parser.add_argument("--trace", default="", help="write a Chrome trace of two steps to this file")
     parser.add_argument("--json", default="", help="append the result to this file")
     args = parser.parse_args()
+    if not 1 <= args.warmup < args.steps:
+        parser.error(f"--warmup must be 1 or more and below --steps; got {args.warmup} of {args.steps}")
     start = time.perf_counter()
     model = build_model(args.preset, args.length)
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
     built = time.perf_counter()
-    recorder = Recorder(max(2, args.steps - 3), args.trace)
+    recorder = Recorder()
     training = TrainingArguments(
         output_dir=os.environ.get("TMPDIR", "/tmp") + "/trainer_run",
         per_device_train_batch_size=args.batch,
@@ -146,7 +164,8 @@ def main() -> None:
         max_grad_norm=args.max_grad_norm,
         learning_rate=1e-5,
         lr_scheduler_type="cosine",
-        bf16=True,
+        bf16=torch.cuda.is_available(),  # only some CPUs compute in it at speed
+        dataloader_pin_memory=torch.cuda.is_available(),
         logging_steps=1,
         save_strategy="no",
         report_to="none",
@@ -154,11 +173,12 @@ def main() -> None:
         remove_unused_columns=False,
     )
     data = RandomTokens(args.batch * args.accumulation * args.steps, args.length, model.config.vocab_size)
-    trainer = Trainer(model=model, args=training, train_dataset=data, callbacks=[recorder])
+    collator = Collator(args.length)
+    trainer = Trainer(model=model, args=training, train_dataset=data, data_collator=collator, callbacks=[recorder])
     trainer.train()
-    times = [after - before for before, after in zip(recorder.ends[2:], recorder.ends[3:], strict=False)]
-    if args.trace:  # the profiler slows its own steps and the export of the trace lies behind the last of them
-        times = times[: args.steps - 7]
+    times = [
+        after - before for before, after in zip(recorder.ends[args.warmup - 1 :], recorder.ends[args.warmup :], strict=False)
+    ]
     step_seconds = statistics.median(times)
     tokens = args.batch * args.accumulation * args.length
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -170,6 +190,8 @@ def main() -> None:
         "accumulation": args.accumulation,
         "max_grad_norm": args.max_grad_norm,
         "steps": args.steps,
+        "warmup": args.warmup,
+        "tokens": tokens,
         "step_seconds": round(step_seconds, 4),
         "step_seconds_all": [round(seconds, 3) for seconds in times],
         "tokens_per_second": round(tokens / step_seconds, 1),
@@ -180,7 +202,8 @@ def main() -> None:
         "rows": recorder.rows[4::5] + recorder.rows[-1:],
         "build_seconds": round(built - start, 1),
         "total_seconds": round(time.perf_counter() - start, 1),
-        "last_log": logs[-1] if logs else {},
+        "log_medians": medians(logs[args.warmup :]) | {key: logs[-1][key] for key in RUNNING_PEAKS if key in logs[-1]},
+        "last_log": logs[-1],
     }
     print(json.dumps(result), flush=True)
     if args.json:

@@ -1,0 +1,121 @@
+"""The console script ``megatrain``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatrain_accelerate.errors import ConfigError, MegatrainError
+from megatrain_accelerate.tracing import picture, timeline
+from megatrain_accelerate.tracing.request import (
+    DEFAULT_STEP,
+    PERFETTO_TRACE,
+    PICTURE,
+    RAW_INFO,
+    RAW_TRACE,
+    TraceRequest,
+)
+
+_POLL_SECONDS = 0.5
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a subcommand.
+
+    Args:
+        arguments: without the program's name; by default those of the process.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(prog="megatrain", description="Tools around trainings with megatrain_accelerate.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    trace = commands.add_parser(
+        "trace",
+        help="draw one optimizer step of a training: a picture, and a trace for ui.perfetto.dev",
+        description="Runs a training command and traces one optimizer step of it: the period from the optimizer.step() "
+        "before it to its own, with the host's AdamW under the forward. The training isn't changed and runs to its end.",
+        usage="megatrain trace --out DIR [--step N] -- accelerate launch --config megatrain.yaml train.py ...",
+    )
+    trace.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for what is written")
+    trace.add_argument(
+        "--step", type=int, default=DEFAULT_STEP, metavar="N", help="optimizer step, from 2; default %(default)s"
+    )
+    trace.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the training")
+    options = parser.parse_args(arguments)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        trace.error("the training's command is missing: megatrain trace --out DIR -- accelerate launch ... train.py")
+    try:
+        return run_traced(command, TraceRequest(options.out, options.step))
+    except MegatrainError as error:
+        print(f"megatrain trace: {error}", file=sys.stderr)
+        return 1
+
+
+def run_traced(command: Sequence[str], request: TraceRequest) -> int:
+    """Runs a training, and writes the results as soon as the step was traced.
+
+    Returns:
+        The command's exit status; 1 if it ended well without a trace.
+
+    Raises:
+        ConfigError: the command can't be started.
+    """
+    folder = request.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (RAW_TRACE, RAW_INFO, PERFETTO_TRACE, PICTURE):
+        (folder / name).unlink(missing_ok=True)
+    try:
+        process = subprocess.Popen(command, env={**os.environ, **request.environment()})
+    except OSError as error:
+        raise ConfigError(f"the command can't be started: {error}") from error
+    is_written = False
+    status = None
+    try:
+        while status is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(timeout=_POLL_SECONDS)
+            if not is_written and (folder / RAW_INFO).exists():
+                is_written = True
+                write_results(folder)
+    finally:
+        if status is None:  # interrupted: so was the command, by the same signal
+            process.wait()
+    if not is_written:
+        print(
+            f"megatrain trace: no step was traced. Did the training reach optimizer step {request.step} (--step), and is "
+            "megatrain on in it (distributed_type: MEGATRAIN in the yaml, or --megatrain)?",
+            file=sys.stderr,
+        )
+    return status or (0 if is_written else 1)
+
+
+def write_results(folder: Path) -> None:
+    """Makes the Perfetto file, the picture and the printed table of the raw trace in ``folder``, and deletes that."""
+    with gzip.open(folder / RAW_TRACE, "rt", encoding="utf-8") as file:
+        trace = json.load(file)
+    info = json.loads((folder / RAW_INFO).read_text())
+    found, trace["traceEvents"] = timeline.build(trace["traceEvents"], info)
+    trace["megatrain"] = {key: info[key] for key in ("step", "device", "wait_ms", "shares")}
+    with gzip.open(folder / PERFETTO_TRACE, "wt", encoding="utf-8") as file:
+        json.dump(trace, file)
+    for name in (RAW_TRACE, RAW_INFO):
+        (folder / name).unlink()
+    print(
+        f"\n{timeline.format_summary(found)}\nwritten: {folder / PERFETTO_TRACE} (open it at https://ui.perfetto.dev)",
+        flush=True,
+    )
+    try:
+        picture.draw(found, folder / PICTURE)
+    except MegatrainError as error:
+        print(f"megatrain trace: {error}", file=sys.stderr, flush=True)
+    else:
+        print(f"written: {folder / PICTURE}", flush=True)

@@ -1,0 +1,1 @@
+"""The loss by tiles of tokens: logits that never exist whole."""

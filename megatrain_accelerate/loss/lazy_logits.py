@@ -1,0 +1,314 @@
+"""Logits that are made only if somebody reads them.
+
+:class:`LazyLogits` is what the head returns in training: a tensor with shape, dtype, device and a place in the autograd
+graph, but no memory. Views that keep the vocabulary axis whole and element-wise operations with numbers are recorded on it;
+``cross_entropy`` of it runs by tiles; anything else makes the values, by the operations that plain PyTorch would have run.
+Recording happens below autograd, so that every gradient that reaches it, by whatever way, finds PyTorch's own nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_map_only
+
+from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.loss.tiled_cross_entropy import LossOptions, Operation, TiledCrossEntropy
+
+_aten = torch.ops.aten
+
+_ELEMENTWISE = {_aten._to_copy.default, _aten.mul.Tensor, _aten.div.Tensor, _aten.tanh.default, _aten.neg.default}
+
+_RESHAPES = {_aten.view.default, _aten._unsafe_view.default}
+
+_SAME_ROWS = {_aten.clone.default, _aten.alias.default, _aten.detach.default}
+
+_VIEWS = {_aten.view.default, _aten.slice.Tensor, _aten.alias.default, _aten.detach.default}
+"""Recorded operations whose result shares memory with what they were called on."""
+
+_RECORDED = _ELEMENTWISE | _RESHAPES | _SAME_ROWS | {_aten.slice.Tensor}
+
+_OBSERVERS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
+"""Whoever calls these wants to see the gradient of the logits, which tiles don't make as a whole."""
+
+_READERS = {
+    torch.Tensor.__array__,
+    torch.Tensor.__deepcopy__,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.__format__,
+    torch.Tensor.__reduce_ex__,
+    torch.Tensor.__repr__,
+    torch.Tensor.data_ptr,
+    torch.Tensor.numpy,
+    torch.Tensor.storage,
+    torch.Tensor.tolist,
+    torch.Tensor.untyped_storage,
+}
+"""Methods that look at memory without an operation of the dispatcher."""
+
+
+class HeadCall:
+    """One call of the head.
+
+    Args:
+        hidden: (..., D), with its graph, in the dtype in which the head computes.
+        weight: (V, D), of the same dtype; bias: (V,) or None.
+        weights_version: changes whenever the head's weights do.
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        weights_version: Callable[[], Any],
+    ) -> None:
+        self.hidden = hidden
+        self.weight = weight
+        self.bias = bias
+        self.is_observed = False
+        """Whether somebody waits for the gradient of the logits."""
+        self._weights_version = weights_version
+        self._version_at_call = weights_version()
+
+    def logits(self) -> torch.Tensor:
+        """All logits, (..., V), without a graph.
+
+        Raises:
+            StateError: the head's weights were changed since the call.
+        """
+        if self._weights_version() != self._version_at_call:
+            raise StateError(
+                "logits were read after the head's weights had changed (by optimizer.step() or a write). They are made when "
+                "they are first read: read them before the step, or set megatrain_config.tiled_loss to false"
+            )
+        # The operands have the dtype in which the head computed, cast by autocast or not.
+        with torch.no_grad(), torch.autocast(self.hidden.device.type, enabled=False):
+            return functional.linear(self.hidden, self.weight, self.bias)
+
+
+class LazyLogits(torch.Tensor):
+    """Logits without memory; see the module. Made by :func:`lazy_linear` and by recorded operations."""
+
+    _call: HeadCall
+    _parent: LazyLogits | None
+    _operation: Operation | None
+    _value: torch.Tensor | None
+
+    @staticmethod
+    def _make(call: HeadCall, like: torch.Tensor, parent: LazyLogits | None, operation: Operation | None) -> LazyLogits:
+        """A new one with shape, strides and dtype of ``like``: ``operation`` on ``parent``, or the head's own output."""
+        made: LazyLogits = torch.Tensor._make_wrapper_subclass(
+            LazyLogits,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=0,
+            dtype=like.dtype,
+            device=call.hidden.device,
+            storage_size=0,
+        )
+        made._call, made._parent, made._operation, made._value = call, parent, operation, None
+        return made
+
+    def _lineage(self) -> list[LazyLogits]:
+        """The head's output and all that was recorded on it up to this one, in order."""
+        nodes, node = [], self
+        while True:
+            nodes.append(node)
+            if node._parent is None:
+                return nodes[::-1]
+            node = node._parent
+
+    def _materialised(self) -> torch.Tensor:
+        """The values, without a graph; made once, so that in-place writes are seen by all who share them.
+
+        Raises:
+            StateError: they can't be made any more.
+        """
+        if self._value is None:
+            self._value = self._computed()
+        return self._value
+
+    def _computed(self) -> torch.Tensor:
+        if self._value is not None:
+            return self._value
+        if self._parent is None or self._operation is None:
+            return self._call.logits()
+        with torch.no_grad():
+            if self._operation.function in _VIEWS:
+                return self._operation(self._parent._materialised())
+            if self._parent._version:
+                raise StateError(
+                    "logits were written to in place after others had been derived from them and before these were read; "
+                    "write to a copy, or set megatrain_config.tiled_loss to false"
+                )
+            # Autograd has saved what tanh made, for the fall-back's backward.
+            is_saved = self._parent._operation is not None and self._parent._operation.function is _aten.tanh.default
+            return self._operation(self._parent._materialised() if is_saved else self._parent._computed())
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.cross_entropy:
+            loss = _tiled(*args, **kwargs)
+            if loss is not None:
+                return loss
+        elif func in _OBSERVERS:
+            args[0]._call.is_observed = True
+        elif func in _READERS:
+            args = (_Plain.apply(args[0]), *args[1:])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # the base's is a marker for "none"
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        recorded = _record(func, args, kwargs)
+        if recorded is not None:
+            return recorded
+        lazy: dict[int, LazyLogits] = {}
+
+        def value(logits: LazyLogits) -> torch.Tensor:
+            made = logits._materialised()
+            lazy[id(made)] = logits
+            return made
+
+        args, kwargs = tree_map_only(LazyLogits, value, (args, kwargs))
+        # What comes back as it went in was written in place: the caller's own tensor must come back.
+        return tree_map_only(torch.Tensor, lambda tensor: lazy.get(id(tensor), tensor), func(*args, **kwargs))
+
+
+class _LazyLinear(torch.autograd.Function):
+    """The head's place in the graph: its gradient is that of ``linear``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        call: HeadCall,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        with no_dispatch():
+            like = torch.empty(*hidden.shape[:-1], len(weight), dtype=hidden.dtype, device="meta")
+        return LazyLogits._make(call, like, None, None)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+        hidden, weight = ctx.saved_tensors
+        hidden_wanted, weight_wanted, bias_wanted, _ = ctx.needs_input_grad
+        flat = grad_output.reshape(-1, len(weight))
+        return (
+            (flat @ weight).view_as(hidden) if hidden_wanted else None,
+            flat.t() @ hidden.reshape(len(flat), -1) if weight_wanted else None,
+            flat.sum(0) if bias_wanted else None,
+            None,
+        )
+
+
+class _Plain(torch.autograd.Function):
+    """Lazy logits as an ordinary tensor that shares their values."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: LazyLogits) -> torch.Tensor:
+        return logits._materialised().detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
+        return grad_output
+
+
+def lazy_linear(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    weights_version: Callable[[], Any],
+) -> LazyLogits:
+    """``torch.nn.functional.linear``, later.
+
+    Args:
+        hidden: (..., D); weight: (V, D); bias: (V,) or None; all of one dtype.
+        weights_version: changes whenever the weights do; logits that are read after that can't be made.
+    """
+    logits = _LazyLinear.apply(hidden, weight, bias, HeadCall(hidden, weight, bias, weights_version))
+    assert isinstance(logits, LazyLogits)
+    return logits
+
+
+def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits | None:
+    """The result of an operation that can wait, or None."""
+    logits = args[0] if args else None
+    if func not in _RECORDED or not isinstance(logits, LazyLogits) or logits._version:
+        return None
+    others = [value for value in args[1:] if isinstance(value, torch.Tensor)]
+    # A factor that learns needs the logits for its gradient.
+    if any(type(other) is not torch.Tensor or other.dim() or other.requires_grad for other in others):
+        return None
+    if any(key not in ("dtype", "memory_format") and value is not None for key, value in kwargs.items()):
+        return None
+    with no_dispatch():
+        like = torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype, device="meta")
+        rest = [torch.empty_like(v, device="meta") if isinstance(v, torch.Tensor) else v for v in args[1:]]
+        try:
+            result = func(like, *rest, **kwargs)
+        except RuntimeError:
+            # The real operation has the better message.
+            return None
+    if not result.shape or result.shape[-1] != logits.shape[-1] or not result.is_floating_point():
+        return None
+    return LazyLogits._make(logits._call, result, logits, Operation(func, args[1:], kwargs))
+
+
+def _rows(hidden: torch.Tensor, node: LazyLogits) -> torch.Tensor:
+    """The hidden states after the operation that made ``node``, as far as it moved tokens."""
+    operation = node._operation
+    assert operation is not None
+    if operation.function in _RESHAPES:
+        return hidden.reshape(*node.shape[:-1], hidden.shape[-1])
+    if operation.function is _aten.slice.Tensor:
+        dim = operation.args[0] if operation.args else 0
+        return hidden if dim % hidden.dim() == hidden.dim() - 1 else operation(hidden)
+    return hidden
+
+
+def _tiled(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor | None:
+    """``cross_entropy`` by tiles; None if it has to be computed from the logits."""
+    if not isinstance(input, LazyLogits) or input.dim() != 2 or isinstance(target, LazyLogits):
+        return None
+    if target.dim() != 1 or target.is_floating_point() or target.shape[0] != input.shape[0] or target.device != input.device:
+        return None
+    if weight is not None or size_average is not None or reduce is not None or reduction not in ("mean", "sum"):
+        return None
+    nodes = input._lineage()
+    if input._call.is_observed or any(node._version for node in nodes):
+        return None
+    call = input._call
+    hidden, head_weight, bias = call.hidden, call.weight, call.bias
+    if not input.requires_grad or not torch.is_grad_enabled():
+        hidden, head_weight, bias = hidden.detach(), head_weight.detach(), bias.detach() if bias is not None else None
+    elif any(node.is_leaf or not node.requires_grad for node in nodes):
+        # Somebody cut the graph and began a new one in between.
+        return None
+    for node in nodes[1:]:
+        hidden = _rows(hidden, node)
+    chain = tuple(
+        node._operation for node in nodes if node._operation is not None and node._operation.function in _ELEMENTWISE
+    )
+    options = LossOptions(ignore_index, reduction, label_smoothing)
+    return TiledCrossEntropy.apply(hidden, head_weight, bias, target, chain, options)

@@ -1,0 +1,93 @@
+"""Matrix products of bf16 that are added up in fp32: the sums over tiles round once, at the end."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megatrain_accelerate.units import MIB
+
+PART_BYTES = 64 * MIB
+"""Bytes of a converted operand, where a product has to be taken in parts."""
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums of products of ``dtype`` are kept."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+@functools.cache
+def _product_form(device_type: str, dtype: torch.dtype) -> str:
+    """How this torch adds a half-precision product to an fp32 matrix on the device.
+
+    ``addmm``: in one kernel; ``mm``: fp32 product, then a sum; ``rounded``: the product is rounded first; ``converted``: the
+    operands are converted. Tried out with small matrices, since versions differ in which overload takes what.
+    """
+    if device_type != "cuda":
+        return "converted"
+    ones = torch.ones(16, 16, dtype=dtype, device=device_type)
+    total = torch.ones(16, 16, device=device_type)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+        return "addmm" if bool((total == 17).all()) else "rounded"
+    except (RuntimeError, TypeError):
+        pass
+    try:
+        return "mm" if torch.mm(ones, ones, out_dtype=torch.float32).dtype == torch.float32 else "rounded"
+    except (RuntimeError, TypeError):
+        return "rounded"
+
+
+def prepare_products(device: torch.device, dtype: torch.dtype) -> None:
+    """Finds out, once, what this torch offers; waits for the device, so that no step has to."""
+    if accumulator_dtype(dtype) != dtype:
+        _product_form(device.type, dtype)
+
+
+def _form(total: torch.Tensor, dtype: torch.dtype) -> str:
+    if total.dtype == dtype:
+        return "same"
+    form = _product_form(total.device.type, dtype)
+    # Not every torch knows the shapes of `out_dtype` without data; a part's temporary is small in the prediction.
+    return "rounded" if isinstance(total, FakeTensor) and form in ("addmm", "mm") else form
+
+
+def parts(total: torch.Tensor, dtype: torch.dtype, rows: int, width: int) -> Iterator[slice]:
+    """Slices of ``rows`` in which products are to be taken, so that temporaries of ``width`` columns stay small.
+
+    Args:
+        total: the matrix that is added to.
+        dtype: of the operands.
+        rows, width: counts of elements.
+    """
+    whole = _form(total, dtype) in ("same", "addmm")
+    step = rows if whole else max(1, PART_BYTES // (4 * width))
+    for begin in range(0, rows, step):
+        yield slice(begin, min(begin + step, rows))
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """``total += left @ right``, in place, summed in the dtype of ``total``.
+
+    On CUDA since torch 2.8 the product of half-precision operands comes in fp32 from the tensor cores. Before that it is
+    rounded once for each call there; on the CPU the operands are converted.
+
+    Args:
+        total: (M, N), fp32 or the operands' dtype.
+        left: (M, K).
+        right: (K, N).
+    """
+    form = _form(total, left.dtype)
+    if form == "same":
+        total.addmm_(left, right)
+    elif form == "addmm":
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    elif form == "mm":
+        total.add_(torch.mm(left, right, out_dtype=total.dtype))
+    elif form == "rounded":
+        total.add_(torch.mm(left, right))
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))

@@ -1,0 +1,203 @@
+"""Cross entropy of a linear head, by tiles of tokens, forward and gradient at once.
+
+Of the logits one tile exists at a time, and becomes its own gradient in place; the gradients of hidden states, weight and
+bias are summed as tiles go by, and backward only scales them. Fusing loss and head in this way is known from Liger Kernel
+(arXiv 2410.10989) and Cut Cross-Entropy (arXiv 2411.09009); here the element-wise part is the user's own chain of torch
+operations, differentiated by autograd on each strip.
+
+Shapes: N tokens, V vocabulary, D hidden, n tokens of a tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.profiler import record_function
+
+from megatrain_accelerate.loss.products import accumulator_dtype, add_product, parts
+from megatrain_accelerate.units import MIB
+
+TILE_BYTES = 512 * MIB
+"""Bytes of one tile's logits, in the head's dtype: many enough tokens for the products to be bound by arithmetic."""
+
+MIN_TILE_TOKENS = 512
+"""Tokens of a tile at least, however large the vocabulary."""
+
+STRIP_BYTES = 256 * MIB
+"""Bytes of a strip's logits in fp32. The loss is taken by strips of a tile: it needs three such at once."""
+
+_TOKENS_MULTIPLE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation that was recorded on logits: called with a tensor before ``args``."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.function(tensor, *self.args, **self.kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossOptions:
+    """The arguments of ``torch.nn.functional.cross_entropy`` that tiles can honour."""
+
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+
+
+def tile_tokens(vocabulary: int, itemsize: int) -> int:
+    """Tokens of one tile for logits of ``itemsize`` bytes."""
+    tokens = max(MIN_TILE_TOKENS, TILE_BYTES // (vocabulary * itemsize))
+    return tokens - tokens % _TOKENS_MULTIPLE if tokens > _TOKENS_MULTIPLE else tokens
+
+
+def strip_tokens(vocabulary: int) -> int:
+    """Tokens of one strip; a batch of no more isn't worth tiles."""
+    return max(1, STRIP_BYTES // (4 * vocabulary))
+
+
+class TiledCrossEntropy(torch.autograd.Function):
+    """``cross_entropy(chain(linear(hidden, weight, bias)), target)`` as one node.
+
+    Args of ``apply``:
+        hidden: (N, D), in the head's dtype.
+        weight: (V, D), of the same dtype; bias: (V,) or None.
+        target: (N,) token ids.
+        chain: the element-wise operations between head and loss, in order.
+        options: reduction ``mean`` or ``sum``, smoothing, ignored id.
+
+    Returns:
+        The loss, without dimensions, in the dtype that the untiled loss has.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        chain: tuple[Operation, ...],
+        options: LossOptions,
+    ) -> torch.Tensor:
+        ctx.dtype = hidden.dtype
+        sum_dtype = accumulator_dtype(hidden.dtype)
+        hidden_wanted, weight_wanted, bias_wanted = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(hidden, dtype=sum_dtype) if hidden_wanted else None
+        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if weight_wanted else None
+        grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if bias is not None and bias_wanted else None
+        wanted = hidden_wanted or weight_wanted or bias_wanted
+        count, vocabulary = len(target), len(weight)
+        step = min(count, tile_tokens(vocabulary, hidden.itemsize))
+        buffer = hidden.new_empty(step, vocabulary)
+        total = torch.zeros((), dtype=sum_dtype, device=hidden.device)
+        loss_dtype = sum_dtype
+        for begin in range(0, count, step):
+            tile = slice(begin, min(begin + step, count))
+            logits = buffer[: tile.stop - begin]
+            with record_function("megatrain::loss_tile"):
+                with torch.autocast(hidden.device.type, enabled=False):
+                    _linear_out(hidden[tile], weight, bias, logits)
+                loss_dtype = _loss_to_gradient(logits, target[tile], total, chain, options, wanted)
+                with torch.autocast(hidden.device.type, enabled=False):
+                    tile_grad_hidden = grad_hidden[tile] if grad_hidden is not None else None
+                    _add_gradients(logits, hidden[tile], weight, tile_grad_hidden, grad_weight, grad_bias)
+        divisor = None
+        if options.reduction == "mean":
+            # The sums are divided in backward: before that, the gradient of a logit is p - 1 or p, where rounding to bf16 is
+            # small against 1; a divided one would carry the error of the rounded divisor in every token.
+            divisor = (target != options.ignore_index).sum().to(sum_dtype)
+            # Without a token left the loss is 0 / 0 = nan, as torch's, and the gradients zero.
+            total = total / divisor
+            divisor = divisor.clamp(min=1)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, divisor)
+        return total.to(loss_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+        *all_sums, divisor = ctx.saved_tensors
+        with torch.autocast(grad_output.device.type, enabled=False):
+            factor = grad_output if divisor is None else grad_output / divisor
+            return (*(_scaled(sums, factor, ctx.dtype) for sums in all_sums), None, None, None)
+
+
+def _linear_out(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    if bias is None:
+        torch.mm(hidden, weight.t(), out=out)
+    else:
+        torch.addmm(bias, hidden, weight.t(), out=out)
+
+
+def _loss_to_gradient(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    total: torch.Tensor,
+    chain: tuple[Operation, ...],
+    options: LossOptions,
+    wanted: bool,
+) -> torch.dtype:
+    """Adds the tile's summed loss to ``total``, and turns ``logits`` (n, V) into the sum's gradient if it is wanted.
+
+    Returns:
+        The loss's dtype.
+    """
+    step = strip_tokens(logits.shape[1])
+    dtype = logits.dtype
+    for begin in range(0, len(logits), step):
+        strip = slice(begin, begin + step)
+        leaf = logits[strip].detach().requires_grad_(wanted)
+        with torch.set_grad_enabled(wanted):
+            values = leaf
+            for operation in chain:
+                values = operation(values)
+            loss = functional.cross_entropy(
+                values,
+                target[strip],
+                ignore_index=options.ignore_index,
+                reduction="sum",
+                label_smoothing=options.label_smoothing,
+            )
+        del values
+        dtype = loss.dtype
+        total += loss.detach()
+        if wanted:
+            (gradient,) = torch.autograd.grad(loss, leaf)
+            logits[strip] = gradient
+    return dtype
+
+
+def _add_gradients(
+    gradient: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    grad_hidden: torch.Tensor | None,
+    grad_weight: torch.Tensor | None,
+    grad_bias: torch.Tensor | None,
+) -> None:
+    """Adds a tile's part to the sums: ``gradient`` is (n, V), ``hidden`` and ``grad_hidden`` (n, D)."""
+    total = grad_hidden if grad_hidden is not None else grad_weight
+    if total is not None:
+        for part in parts(total, gradient.dtype, len(weight), max(hidden.shape)):
+            if grad_hidden is not None:
+                add_product(grad_hidden, gradient[:, part], weight[part])
+            if grad_weight is not None:
+                add_product(grad_weight[part], gradient[:, part].t(), hidden)
+    if grad_bias is not None:
+        grad_bias += gradient.sum(0, dtype=grad_bias.dtype)
+
+
+def _scaled(sums: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """``sums * factor``, rounded once to ``dtype``, without a temporary of the sums' dtype on a GPU."""
+    if sums is None:
+        return None
+    return torch.mul(sums, factor, out=torch.empty_like(sums, dtype=dtype))

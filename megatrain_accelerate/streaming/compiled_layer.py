@@ -1,0 +1,254 @@
+"""Compiled layers: one ``torch.compile`` for all equal layers, and the layer's own code where that fails.
+
+Layers are equal if they run the same function on parameters of the same names, shapes and dtypes. They share one compiled
+function, whose arguments are the module and its inputs: dynamo lifts the weights bound to the module into inputs of its
+graph, so that neither the layer nor the slot matters. What else the code reads of a module (a window, a flag) is guarded,
+and layers that differ in it get graphs of their own.
+
+A compiled layer always runs the graph that can be differentiated, also in a forward that is recomputed later: forward and
+recompute then round alike, keeping a layer changes no bit, and there is one graph to compile instead of two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatrain_accelerate.streaming.layer import StreamedLayer
+
+logger = logging.getLogger(__name__)
+
+Backend = Callable[..., Callable[..., Any]]
+
+SMALLEST_LAYER_PARAMETERS = 4_000_000
+"""``auto`` compiles layers of at least this many parameters: kernels of smaller ones take less time than their launches,
+and a run on such a model may be over before the compilation has paid."""
+
+MOST_KINDS = 8
+"""Kinds of unequal layers that are compiled; a model in which every layer differs would compile for as many minutes."""
+
+RECOMPILE_LIMIT = 16
+"""Graphs of one kind of layers: static and dynamic lengths, batch sizes, masks, attributes. Dynamo's own limit is 8; a layer
+that reads what changes with every call (a counter) should give up before much time is lost."""
+
+_COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "triton")
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+
+_kind_numbers = itertools.count()
+_announced = False
+
+
+def _announce(name: str) -> None:
+    """Says once in a process why the first step takes so long."""
+    global _announced
+    if not _announced:
+        _announced = True
+        logger.warning(
+            "megatrain: compiling %s (about half a minute, once for all equal layers; compile_layers: false leaves it out)",
+            name,
+        )
+
+
+def _comes_from_a_compiler(error: BaseException) -> bool:
+    """Whether the exception is one of the compiler's, and not one that the layer's own code or the device raised."""
+    return any(kind.__module__.startswith(_COMPILERS) for kind in type(error).__mro__)
+
+
+def _in_one_line(error: BaseException) -> str:
+    """The exception that the compiler met first, without its pages of advice."""
+    inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, BaseException) and inner is not error:
+        return _in_one_line(inner)
+    text = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether hooks run inside the layer (those on the layer itself run outside of its forward)."""
+    if any(getattr(nn.modules.module, name, None) for name in _GLOBAL_HOOKS):
+        return True
+    return any(getattr(child, name) for child in module.modules() if child is not module for name in _HOOKS)
+
+
+class _RandomState:
+    """The generators' states, to be put back before a run is made again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def put_back(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+class _Kind:
+    """The layers that share a compiled function.
+
+    Args:
+        forward: their class's forward, not bound.
+        name: of their class.
+        backend: what compiles.
+    """
+
+    def __init__(self, forward: Callable[..., Any], name: str, backend: Backend) -> None:
+        self.name = name
+        self.gave_up = False
+
+        def run_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return forward(module, *args, **kwargs)
+
+        # Dynamo keeps graphs and their limit by code object, and what it learnt of dynamic sizes by name. Were the two shared,
+        # the second kind's weights would have dynamic sizes.
+        code = run_layer.__code__.replace(co_name=f"run_layer_{next(_kind_numbers)}")
+        function = types.FunctionType(code, run_layer.__globals__, code.co_name, None, run_layer.__closure__)
+        self.function: Callable[..., Any] = torch.compile(function, backend=backend, fullgraph=True)
+
+
+class CompiledLayers:
+    """Runs the layers of one engine compiled where that is wanted and works.
+
+    Args:
+        wanted: ``megatrain_config.compile_layers``.
+        device: where the layers run.
+    """
+
+    def __init__(self, wanted: bool | str, device: torch.device) -> None:
+        self._smallest = SMALLEST_LAYER_PARAMETERS if wanted == "auto" else 0
+        self._is_on = device.type == "cuda" if wanted == "auto" else bool(wanted)
+        self._device = device
+        self.backend: str | Backend = "inductor"
+        """What compiles dynamo's graphs: a name that dynamo knows, or a function."""
+        self._kinds: dict[Any, _Kind] = {}
+        self._eager_noted: set[tuple[str, str]] = set()
+        self._compiling = ""
+        self.compilations = 0
+        """Graphs compiled so far."""
+
+    def wants(self, layer: StreamedLayer) -> bool:
+        """Whether this call of the layer should run compiled. The caller must then run it with gradients enabled.
+
+        Layers with hooks inside aren't: dynamo doesn't look whether hooks come and go.
+        """
+        if not self._is_on or layer.unit.layout.parameter_count < self._smallest:
+            return False
+        if torch._C._len_torch_dispatch_stack() > 0:
+            # Dynamo declines under a mode that watches operations (a FLOP counter), and it should see them all.
+            return False
+        kind = self._kind_of(layer)
+        if kind is None or kind.gave_up:
+            return False
+        if _has_hooks(layer.module):
+            self._note_eager(kind.name, "hooks are registered inside it")
+            return False
+        return True
+
+    def run(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the layer's forward with the weights that are bound to it: compiled, or its own code if that fails.
+
+        Called with gradients enabled, for a layer that :meth:`wants` approved.
+
+        Raises:
+            Exception: what the layer's own code raises.
+        """
+        kind = self._kind_of(layer)
+        if kind is None or kind.gave_up:
+            return layer.forward(*args, **kwargs)
+        before = _RandomState(self._device)
+        self._compiling = kind.name
+        try:
+            with _run_settings():
+                return kind.function(layer.module, args, kwargs)
+        except Exception as error:
+            if not _comes_from_a_compiler(error):
+                raise
+            reason = _in_one_line(error)
+        before.put_back()
+        # Wrong arguments fail in the compiler too. Then this call raises what the user should see, and nothing is given up.
+        output = layer.forward(*args, **kwargs)
+        kind.gave_up = True
+        self._note_eager(kind.name, reason)
+        return output
+
+    def _kind_of(self, layer: StreamedLayer) -> _Kind | None:
+        forward = getattr(layer.forward, "__func__", None)
+        name = type(layer.module).__name__
+        if forward is None or getattr(layer.forward, "__self__", None) is not layer.module:
+            self._note_eager(name, "its forward was replaced by something that isn't a method of it")
+            return None
+        key = (forward, layer.unit.layout.key)
+        kind = self._kinds.get(key)
+        if kind is None:
+            reason = _missing_in_torch()
+            if reason is None and len(self._kinds) == MOST_KINDS:
+                reason = f"more than {MOST_KINDS} kinds of layers with different parameters would have to be compiled"
+            if reason is not None:
+                self._note_eager(name, reason)
+                return None
+            kind = self._kinds[key] = _Kind(forward, name, self._compile)
+        return kind
+
+    def _note_eager(self, name: str, reason: str) -> None:
+        if (name, reason) not in self._eager_noted:
+            self._eager_noted.add((name, reason))
+            logger.warning("megatrain: %s isn't compiled and runs as it is (%s)", name, reason)
+
+    def _compile(self, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
+        """Dynamo's backend: forward and backward of one graph, so that neither can fail later."""
+        _announce(self._compiling)
+        self.compilations += 1
+        options: dict[str, Any] = {}
+        if self.backend == "inductor":
+            # Dropout must draw the masks that the layer's own code draws: the run that follows a failure, or a recompute
+            # after one, has to repeat them.
+            options["config_patches"] = {"fallback_random": True}
+        compiler = torch._dynamo.lookup_backend(self.backend)
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+            compiled: Callable[..., Any] = compiler(graph, inputs, **options)
+        return compiled
+
+
+def _missing_in_torch() -> str | None:
+    """Why this version of torch can't be used, or None."""
+    import torch._dynamo
+    import torch._functorch.config
+
+    if not hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
+        return f"torch {torch.__version__} can't compile a layer's backward together with its forward; a newer one can"
+    return None
+
+
+@contextlib.contextmanager
+def _run_settings() -> Iterator[None]:
+    """Settings of torch that hold while a compiled layer runs, and nowhere else."""
+    settings = torch._dynamo.config
+    cached, limit = torch.is_autocast_cache_enabled(), settings.recompile_limit
+    # Guarded by dynamo, and off in recompute: a cast weight must not outlive its slot.
+    torch.set_autocast_cache_enabled(False)
+    settings.recompile_limit = RECOMPILE_LIMIT
+    try:
+        yield
+    finally:
+        settings.recompile_limit = limit
+        torch.set_autocast_cache_enabled(cached)
+
+
+def without_saving() -> saved_tensors_hooks:
+    """Autograd saves nothing of what the body computes: for a graph that is dropped at once."""
+    return saved_tensors_hooks(_forget, _forget)
+
+
+def _forget(_: Any) -> Any:
+    return None

@@ -1,0 +1,139 @@
+"""Compiled layers on a GPU: Inductor's kernels, the backward thread, slots that are refilled."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import attach, train_streamed
+from plain_torch import tiny_model, token_batches
+from torch import nn
+
+from megatrain_accelerate.engine import Engine
+from megatrain_accelerate.streaming import compiled_layer
+from megatrain_accelerate.streaming.device_slots import SlotState
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+LAYERS = 4
+GRADIENT_TOLERANCE = 3e-2
+"""bf16 gradients, relative to the largest: eager kernels round to 8 bits where fused ones keep fp32."""
+
+
+@pytest.fixture(autouse=True)
+def memory_is_given_back() -> Iterator[None]:
+    """Other tests measure the device's memory."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def prepared(**settings: Any) -> tuple[nn.Module, Engine]:
+    model = tiny_model(**settings.pop("changes", {})).train()
+    return model, attach(model, device="cuda", **{"compile_layers": True, **settings})
+
+
+def loss_of(model: nn.Module, batch: int = 2, length: int = 32) -> torch.Tensor:
+    ids = token_batches(1, batch, length)[0].cuda()
+    return model(input_ids=ids, labels=ids).loss
+
+
+def one_pass(**settings: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of one pass under autocast, as the Trainer runs it."""
+    model, engine = prepared(**settings)
+    torch.manual_seed(5)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = loss_of(model)
+    loss.backward()
+    gradients = {name: parameter.grad.cpu().clone() for name, parameter in model.named_parameters()}
+    engine.close()
+    return loss.item(), gradients
+
+
+@pytest.mark.parametrize(("kept", "slots"), [(0, 2), (LAYERS, 3)])
+def test_all_layers_share_one_compilation_also_in_the_backward_thread(kept: int, slots: int) -> None:
+    model, engine = prepared(keep_layers=kept, slots=slots)
+    for _ in range(3):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = loss_of(model)
+        loss.backward()
+    assert engine.runtime.compiled.compilations == 1
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_kept_is_bit_equal_to_recomputed_and_close_to_the_layers_own_code(dropout: float) -> None:
+    changes = {"attention_dropout": dropout}
+    recomputed, kept = (one_pass(keep_layers=count, changes=changes) for count in (0, LAYERS))
+    eager = one_pass(compile_layers=False, changes=changes)
+    assert kept[0] == recomputed[0] == pytest.approx(eager[0], rel=1e-2)
+    assert kept[1].keys() == eager[1].keys()
+    for name, gradient in eager[1].items():
+        # Atomics in attention's backward sum in any order.
+        scale = max(float(gradient.float().abs().max()), 1e-3)
+        assert float((kept[1][name].float() - recomputed[1][name].float()).abs().max()) <= 1e-2 * scale, name
+        assert float((kept[1][name].float() - gradient.float()).abs().max()) <= GRADIENT_TOLERANCE * scale, name
+
+
+def test_many_lengths_and_batch_sizes_take_few_compilations() -> None:
+    model, engine = prepared(keep_layers=2)
+    for batch, length in [(2, 32), (2, 64), (2, 40), (2, 33), (3, 57), (4, 80), (6, 16), (2, 32), (5, 24)]:
+        loss_of(model, batch, length).backward()
+    # One for the first shape, then any length, then any batch size; lengths that attention's kernels align may be apart.
+    assert engine.runtime.compiled.compilations <= 5
+
+
+@pytest.mark.parametrize("kept", [0, LAYERS])
+def test_backward_doesnt_read_what_forward_left_in_the_slots(kept: int) -> None:
+    gradients = []
+    for garbage in (False, True):
+        model, engine = prepared(keep_layers=kept, slots=LAYERS)
+        loss = loss_of(model)
+        torch.cuda.synchronize()
+        for slot in engine.runtime.prefetcher.slots if garbage else ():
+            slot.buffer.fill_(0x7F)
+            slot.move_to(SlotState.EMPTY)
+            slot.holder = None
+        torch.cuda.synchronize()
+        loss.backward()
+        gradients.append({name: parameter.grad.cpu().clone() for name, parameter in model.named_parameters()})
+        engine.close()
+    for name, gradient in gradients[0].items():
+        scale = max(float(gradient.float().abs().max()), 1e-3)
+        # Atomics in attention's backward sum in any order.
+        assert float((gradients[1][name].float() - gradient.float()).abs().max()) <= 1e-2 * scale, name
+
+
+def test_twenty_steps_agree_with_the_layers_own_code() -> None:
+    model, batches = tiny_model(), token_batches(20)
+    eager = train_streamed(model, batches, device="cuda", compile_layers=False)
+    ours = train_streamed(model, batches, device="cuda", compile_layers=True, keep_layers=2)
+    # bf16 products round to 8 bits; the loss averages them down.
+    torch.testing.assert_close(ours.losses, eager.losses, rtol=1e-2, atol=1e-2)
+
+
+def test_a_compiler_that_fails_leaves_the_run_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(graph: Any, inputs: list[Any]) -> Any:
+        raise NotImplementedError("no such kernel")
+
+    caplog.set_level(logging.WARNING, logger=compiled_layer.__name__)
+    losses = []
+    for compile_layers in (False, True):
+        model, engine = prepared(compile_layers=compile_layers, changes={"attention_dropout": 0.3})
+        engine.runtime.compiled.backend = fails
+        torch.manual_seed(5)
+        loss = loss_of(model)
+        loss.backward()
+        losses.append(loss.item())
+        engine.close()
+    assert losses[0] == losses[1]
+    assert sum("isn't compiled and runs as it is" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_small_layers_are_left_alone_by_default() -> None:
+    model, engine = prepared(compile_layers="auto")
+    loss_of(model).backward()
+    assert engine.runtime.compiled.compilations == 0

@@ -1,0 +1,81 @@
+"""The benchmarks' whole chain on the CPU: our Trainer job, a suite of peers, table, JSON, plots, trace."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fresh_process import run_command
+
+RUN = Path(__file__).parents[2] / "recipes" / "benchmarks" / "run.py"
+
+SUITE = """
+echo "$@" >> "$OUT/../calls.txt"
+for bench in "$@"; do
+  case $bench in
+    warm) ;;
+    broken) echo '{"tag": "broken", "ok": false, "error": "does not fit"}' >> "$OUT/peers.jsonl" ;;
+    *) { printf '{"tag": "%s", "preset": "%s", "batch": %s, "seq": %s, ' "$bench" "$PRESET" "$BATCH" "$SEQ"
+         printf '"steps": %s, "warmup": %s, "ok": true, "tokens_per_s": 2.0, "step_s": 8.0, ' "$STEPS" "$WARMUP"
+         printf '"tflops_6nt": 0.5, "peak_gpu_gib": 1.5, "peak_host_used_gib": 3.5}\\n'; } >> "$OUT/peers.jsonl" ;;
+  esac
+done
+"""
+
+
+def bench(out: Path, *arguments: str | Path, check: bool = True) -> tuple[str, dict[str, Any]]:
+    """(what was printed, the JSON file's content)."""
+    command = (sys.executable, RUN, "--out", out, "--steps", "5", "--warmup", "2", *arguments)
+    printed = run_command(*command, check=check)
+    return printed, json.loads((out / "results.json").read_text())
+
+
+def test_our_job_and_the_peers_end_in_one_table(tmp_path: Path) -> None:
+    (tmp_path / "run_suite.sh").write_text(SUITE)
+    peers = ("--peers", tmp_path, "--peer-benches", "ds3", "broken")
+    cases = ("--cases", "tiny-2x32", "tiny-2x32-1gib", "--set", "slots=3", "host_threads=1")
+    printed, document = bench(tmp_path / "out", *cases, *peers, check=False)  # a peer that fails is reported as a failure
+    rows = {(row["case"], row["system"]): row for row in document["rows"]}
+    assert set(rows) == {
+        ("tiny-2x32", "ds3"),
+        ("tiny-2x32", "broken"),
+        ("tiny-2x32", "megatrain"),
+        ("tiny-2x32-1gib", "megatrain"),
+    }
+    # One shape: the suite runs once, with its set-up first.
+    assert (tmp_path / "out" / "calls.txt").read_text() == "warm ds3 broken\n"
+    peer = next(line for line in document["results"] if line["system"] == "ds3")
+    assert (peer["preset"], peer["batch"], peer["seq"], peer["steps"], peer["warmup"]) == ("tiny", 2, 32, 3, 2)
+    for case in ("tiny-2x32", "tiny-2x32-1gib"):
+        ours = rows[case, "megatrain"]
+        assert ours["tokens"] == 64
+        # Seconds are rounded to four places, of steps of some tens of milliseconds.
+        assert ours["tokens_per_second"] * ours["step_ms"] / 1e3 == pytest.approx(64.0, rel=0.02)
+        assert ours["ratios"]["ds3"] * 2.0 == ours["tokens_per_second"]
+        assert sum(ours["split_ms"].values()) == pytest.approx(ours["step_ms"], rel=0.05), "medians of shares add up nearly"
+        assert ours["bound_by"] in printed
+    commands = {line["case"]: line["command"] for line in document["results"] if line["system"] == "megatrain"}
+    assert '{"slots": 3, "host_threads": 1}' in commands["tiny-2x32"]
+    assert '{"slots": 3, "host_threads": 1, "gpu_memory_gib": 1.0}' in commands["tiny-2x32-1gib"]
+    assert "failed: does not fit" in printed
+    for name in ("torch", "transformers", "accelerate"):
+        assert document["versions"][name][0].isdigit()
+    assert document["cpus"] >= 1
+    for name in ("tokens_per_second.png", "step_split.png", "memory.png"):
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_sweep_with_traces_and_a_setting_that_is_refused(tmp_path: Path) -> None:
+    printed, document = bench(tmp_path / "sweep", "--cases", "tiny-1x16", "--sweep", "2", "--trace")
+    assert [row["tokens"] for row in document["rows"]] == [16, 32]
+    assert all("error" not in row for row in document["rows"])
+    for case in ("tiny-1x16", "tiny-2x16"):
+        assert (tmp_path / "sweep" / case / "trace.perfetto.json.gz").exists(), printed
+    printed, document = bench(tmp_path / "refused", "--cases", "tiny-1x16", "--set", "slotz=3", check=False)
+    assert "exit status 1" in document["rows"][0]["error"]
+    assert "did you mean 'slots'" in (tmp_path / "refused" / "tiny-1x16" / "log.txt").read_text()
+    assert not (tmp_path / "refused" / "memory.png").exists(), "nothing was measured"

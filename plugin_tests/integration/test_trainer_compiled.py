@@ -1,0 +1,63 @@
+"""The stock Trainer with layers compiled by Inductor, on the CPU: what its generated code computes, and what is kept of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from trainer_runs import Padding, assert_same_run, examples, ragged_examples, run_trainer, tiny_llama
+
+from megatrain_accelerate.engine import engine_of
+from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++ on the CPU")
+
+TOLERANCE = 2e-5
+"""Fused fp32 kernels round otherwise; Adam's first steps divide tiny gradients by their own size and magnify it."""
+
+
+@pytest.mark.slow
+def test_twenty_compiled_steps_agree_with_plain_ones_kept_or_recomputed(tmp_path: Path) -> None:
+    changes = {"max_steps": 20, "dataset": examples(8, length=16), "learning_rate": 1e-4}
+    eager = run_trainer(tiny_llama, tmp_path / "eager", streamed=True, settings={"compile_layers": False}, **changes)
+    runs = []
+    for kept in (0, 2):
+        settings = {"compile_layers": True, "keep_layers": kept}
+        runs.append(run_trainer(tiny_llama, tmp_path / f"{kept}", streamed=True, settings=settings, **changes))
+        engine = engine_of(runs[-1].trainer.model)
+        assert engine is not None
+        assert engine.runtime.compiled.compilations == 1
+        assert_same_run(runs[-1], eager, TOLERANCE)
+    assert all(torch.equal(runs[1].weights[name], weight) for name, weight in runs[0].weights.items())
+
+
+def test_ragged_batches_of_the_trainer_compile_few_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    init = CompiledLayers.__init__
+
+    def with_a_quick_backend(self: CompiledLayers, *args: object) -> None:
+        init(self, *args)  # type: ignore[arg-type]
+        self.backend = "aot_eager"
+
+    monkeypatch.setattr(CompiledLayers, "__init__", with_a_quick_backend)
+    runs = [
+        run_trainer(
+            tiny_llama,
+            tmp_path / str(flag),
+            streamed=True,
+            dataset=ragged_examples(23),
+            options=lambda model: {"data_collator": Padding("right")},
+            settings={"compile_layers": flag},
+            num_train_epochs=2,
+            max_steps=-1,
+            bf16=True,
+        )
+        for flag in (True, False)
+    ]
+    engine = engine_of(runs[0].trainer.model)
+    assert engine is not None
+    # Two epochs of 12 batches, the last of them of one row: any length; a row; no padding in a batch.
+    assert 1 <= engine.runtime.compiled.compilations <= 5
+    # bf16 has 8 bits; Adam moves each weight by the learning rate a step, whatever the gradient's error.
+    assert_same_run(runs[0], runs[1], tolerance=3e-2)

@@ -1,0 +1,119 @@
+"""The benchmarks' own arithmetic: cases, ratios, the table, limits of time, and that padding is no speed."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "recipes" / "benchmarks"
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a script of the benchmarks' folder by name."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    before = set(sys.modules)
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    yield load
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(FOLDER)):
+            del sys.modules[name]
+
+
+def test_a_cases_name_is_all_of_it(scripts: Any) -> None:
+    cases = scripts("bench_cases")
+    for case in (*cases.TABLE, *cases.TINY, cases.Case("0.5b", 1, 8, 7.5)):
+        assert cases.Case.parse(case.name) == case
+    assert cases.Case("3b", 8, 4096, 24.0).name == "3b-8x4096-24gib"
+    for wrong in ("3b", "3b-8", "3b-8x", "3b-8x4096-24"):
+        with pytest.raises(ValueError, match="a case is PRESET-BATCHxLENGTH"):
+            cases.Case.parse(wrong)
+
+
+def test_a_sweep_measures_each_batch_once(scripts: Any) -> None:
+    cases = scripts("bench_cases")
+    names = [case.name for case in cases.chosen(["3b-2x64", "7b-4x64-9gib"], None, [2, 4])]
+    assert names == ["3b-2x64", "7b-4x64-9gib", "3b-4x64", "7b-2x64-9gib"]
+    assert cases.chosen([], None, []) == cases.TABLE
+    assert cases.chosen([], "tiny", []) == cases.TINY
+    assert {case.preset for case in cases.chosen([], "3b", [])} == {"3b"}
+    with pytest.raises(ValueError, match="no case has the preset '9b'"):
+        cases.chosen([], "9b", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [("slots=3", ("slots", 3)), ("keep_layers=auto", ("keep_layers", "auto")), ("huge_pages=false", ("huge_pages", False))],
+)
+def test_settings_are_json_or_text(scripts: Any, text: str, setting: tuple[str, Any]) -> None:
+    assert scripts("bench_cases").parse_setting(text) == setting
+
+
+def test_a_setting_without_a_value_is_refused(scripts: Any) -> None:
+    with pytest.raises(ValueError, match="a setting is KEY=VALUE"):
+        scripts("bench_cases").parse_setting("slots")
+
+
+def test_ratios_are_to_peers_of_the_same_shape_only(scripts: Any) -> None:
+    report = scripts("bench_report")
+    ours = {"system": report.OURS, "shape": ["3b", 2, 64], "tokens": 128, "tokens_per_second": 300.0}
+    rows = [
+        {**ours, "case": "3b-2x64"},
+        {**ours, "case": "3b-2x64-24gib", "tokens_per_second": 150.0, "bound_by": "h2d"},
+        report.peer_row(
+            "3b-2x64", ("3b", 2, 64), "slow", {"ok": True, "tokens_per_s": 100.0, "step_s": 1.28, "tflops_6nt": 1.0}
+        ),
+        report.peer_row("3b-4x64", ("3b", 4, 64), "other", {"ok": True, "tokens_per_s": 10.0, "step_s": 25.6}),
+        report.peer_row("3b-2x64", ("3b", 2, 64), "broken", {"ok": False, "error": "out of memory"}),
+    ]
+    report.add_ratios(rows)
+    assert [row.get("ratios") for row in rows] == [{"slow": 3.0}, {"slow": 1.5}, None, None, None]
+    lines = report.format_table(rows).splitlines()
+    assert lines[1].endswith("3.00 x slow")
+    assert "h2d" in lines[2]
+    assert lines[5].endswith("failed: out of memory")
+
+
+def test_a_command_past_its_limit_is_ended_with_what_it_started(scripts: Any, tmp_path: Path) -> None:
+    run = scripts("run")
+    marker = tmp_path / "marker"
+    begin = time.perf_counter()
+    error = run.run_logged(["bash", "-c", f"(sleep 5; touch {marker}) & sleep 60"], tmp_path / "log", 1.0)
+    assert "not over after 1 s" in error
+    assert time.perf_counter() - begin < 5.0
+    time.sleep(max(0.0, 6.0 - (time.perf_counter() - begin)))
+    assert not marker.exists()
+
+
+def test_a_commands_failure_names_its_log(scripts: Any, tmp_path: Path) -> None:
+    run = scripts("run")
+    assert (
+        run.run_logged(["bash", "-c", "echo why; exit 3"], tmp_path / "log", 30.0) == f"exit status 3; see {tmp_path / 'log'}"
+    )
+    assert (tmp_path / "log").read_text() == "why\n"
+    assert run.run_logged(["true"], tmp_path / "log", 30.0) is None
+
+
+def test_padding_is_refused_and_never_counted(scripts: Any) -> None:
+    collate = scripts("trainer_run").Collator(4)
+    row = torch.arange(4)
+    assert collate([{"input_ids": row, "labels": row}] * 2)["input_ids"].shape == (2, 4)
+    padded = torch.tensor([0, 1, 2, -100])
+    for wrong in ({"input_ids": row, "labels": padded}, {"input_ids": row[:3], "labels": row[:3]}):
+        with pytest.raises(ValueError, match="a batch has padding"):
+            collate([wrong])
+
+
+def test_medians_are_over_the_logs_that_have_the_number(scripts: Any) -> None:
+    logs = [{"megatrain/a": 1.0, "loss": 9.0}, {"megatrain/a": 3.0, "megatrain/b": 5.0}, {"megatrain/a": 100.0}]
+    assert scripts("trainer_run").medians(logs) == {"megatrain/a": 3.0, "megatrain/b": 5.0}

@@ -1,0 +1,193 @@
+"""Placements: what a simulated step takes in time and memory, and which placement is found the fastest that fits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatrain_accelerate.planning.machine import Machine
+from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.placement_search import Candidate, Choices, PlacementSearch
+from megatrain_accelerate.planning.step_memory import OpCosts
+from megatrain_accelerate.planning.step_outline import Event, LayerProfile, StepOutline
+from megatrain_accelerate.planning.step_simulation import Model, StepTime, UnitSizes, peak_bytes, simulate_step
+
+LAYERS = 10
+MACHINE = Machine(h2d_bytes=100.0, d2h_bytes=100.0, host_step_parameters=100.0, device_bytes=26e6, device_flops=1e3)
+PROFILE = LayerProfile(
+    forward=OpCosts(),
+    backward=OpCosts(),
+    kept_bytes=50,
+    forward_bytes=10,
+    kept_forward_bytes=60,
+    kept_backward_bytes=40,
+    recomputed_bytes=100,
+    inputs_need_grad=(True,),
+    forward_seconds=1.0,
+    kept_forward_seconds=1.0,
+    backward_seconds=2.0,
+)
+LAYER = UnitSizes(weight_bytes=20, gradient_bytes=20, parameters=10, state_bytes=120)
+GROUP = UnitSizes(weight_bytes=2, gradient_bytes=2, parameters=1, state_bytes=12)
+
+
+def outline(input_bytes: int = 5, **changes: float) -> StepOutline:
+    profile = dataclasses.replace(PROFILE, **changes)  # type: ignore[arg-type]
+    forward = [Event(False, i, "layer", input_bytes * i, input_bytes * i, OpCosts()) for i in range(LAYERS)]
+    backward = [Event(True, i, "layer", input_bytes * i, input_bytes * i, OpCosts()) for i in reversed(range(LAYERS))]
+    return StepOutline((*forward, *backward), 0, OpCosts(), {"layer": profile})
+
+
+def model(**changes: object) -> Model:
+    settings: dict[str, object] = {
+        "layers": [LAYER] * LAYERS,
+        "groups_before": [GROUP],
+        "groups_after": [GROUP],
+        "slots": 2,
+        "gradient_slots": 2,
+        "steps_in_backward": False,
+        "micro_batches": 1,
+    }
+    return Model(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+def seconds(machine: Machine = MACHINE, sizes: Model | None = None, **counts: object) -> StepTime:
+    placement = Placement.of_counts(LAYERS, **counts)  # type: ignore[arg-type]
+    return simulate_step(outline(), sizes or model(), placement, machine)
+
+
+def test_a_recomputed_step_takes_forward_twice_and_backward_once() -> None:
+    assert seconds().compute == pytest.approx(LAYERS * (1 + 1 + 2), rel=0.01)
+    assert seconds(kept=4).compute == pytest.approx(LAYERS * 3 + 6, rel=0.01)
+
+
+def test_a_step_is_never_shorter_than_its_busiest_resource_and_nearly_that_when_the_others_hide() -> None:
+    bound_by = {
+        "compute": MACHINE,
+        "H2D": dataclasses.replace(MACHINE, h2d_bytes=2.0),
+        "D2H": dataclasses.replace(MACHINE, d2h_bytes=1.0),
+        "host step": dataclasses.replace(MACHINE, host_step_parameters=1.0),
+    }
+    for name, machine in bound_by.items():
+        time = seconds(machine)
+        assert time.bound_by == name
+        busiest = max(time.compute, time.h2d, time.d2h, time.host_step)
+        assert busiest <= time.seconds
+    assert seconds().seconds <= 1.05 * seconds().compute
+
+
+def test_the_link_carries_weights_twice_but_for_the_last_slots_and_gradients_once() -> None:
+    time = seconds()
+    groups = 2 * 2 / 100
+    assert time.h2d == pytest.approx((LAYERS + LAYERS - 2) * 20 / 100 + groups)
+    assert time.d2h == pytest.approx(LAYERS * 20 / 100 + groups)
+    assert seconds(resident=LAYERS).h2d == pytest.approx(LAYERS * 20 / 100 + groups)
+    on_device = seconds(on_device=LAYERS, groups_on_device=True)
+    assert (on_device.h2d, on_device.d2h, on_device.host_step) == (0.0, 0.0, 0.0)
+
+
+def test_a_deferred_step_hides_under_forward_only_and_one_in_backward_under_both() -> None:
+    slow = dataclasses.replace(MACHINE, host_step_parameters=5.0)  # 20 s of steps; 10 s of forward, 30 of backward
+    deferred = seconds(slow).seconds
+    in_backward = seconds(slow, model(steps_in_backward=True)).seconds
+    assert deferred == pytest.approx(20 + 30, rel=0.1)
+    assert in_backward == pytest.approx(40, rel=0.1)
+
+
+def test_offloaded_activations_use_the_link_instead_of_computing_twice() -> None:
+    time = seconds(offloaded=LAYERS)
+    assert time.compute == pytest.approx(LAYERS * 3, rel=0.01)
+    assert time.d2h == pytest.approx(LAYERS * (20 + 50) / 100 + 4 / 100, rel=0.02)
+
+
+def test_peak_grows_by_what_is_placed_on_the_device() -> None:
+    step, sizes = outline(), model()
+
+    def peak(**counts: object) -> int:
+        return peak_bytes(step, sizes, Placement.of_counts(LAYERS, **counts))  # type: ignore[arg-type]
+
+    assert peak() == 9 * 5 + 100
+    assert peak(resident=3) == peak() + 3 * 20
+    assert peak(groups_on_device=True) == peak() + 2 * 10
+    # The layer before it is recomputed while the kept one is gone already.
+    assert peak(kept=1) == max(9 * 5 + 50 + 40, 8 * 5 + 100)
+    # All kept: the most when the last layer's backward begins.
+    assert peak(kept=LAYERS) == 9 * 5 + LAYERS * 50 + 40
+    # Gradients of layers on the device pile up towards the end of backward, where activations have gone.
+    assert peak(on_device=1) == peak() + 120
+    assert peak(on_device=LAYERS) == LAYERS * 120 + max(9 * 5 + 100, LAYERS * 20 - 20 + 100)
+
+
+def found(budget: int, machine: Machine = MACHINE, sizes: Model | None = None, **choices: int | None) -> Candidate | None:
+    settings = {"offloaded": 0, **choices}
+    return PlacementSearch(outline(), sizes or model(), machine, budget, Choices(**settings), 10**9).best()  # type: ignore[arg-type]
+
+
+def test_nothing_fits_a_budget_below_the_smallest_peak() -> None:
+    assert found(100) is None
+    smallest = found(9 * 5 + 100)
+    assert smallest is not None
+    assert smallest.placement == Placement.of_counts(LAYERS, kept=1)
+
+
+def test_a_huge_budget_puts_the_whole_model_on_the_device_where_the_host_bounds() -> None:
+    slow_host = dataclasses.replace(MACHINE, host_step_parameters=1.0)
+    best = found(10**6, slow_host)
+    assert best is not None
+    assert best.placement == Placement.of_counts(LAYERS, kept=LAYERS, on_device=LAYERS, groups_on_device=True)
+
+
+def test_activations_are_kept_where_compute_bounds() -> None:
+    best = found(9 * 5 + 500)
+    assert best is not None
+    assert len(best.placement.kept) == 9
+    assert not best.placement.on_device
+
+
+@pytest.mark.parametrize("budget", [145, 300, 600, 900, 1500, 2500])
+@pytest.mark.parametrize("host", [1.0, 5.0, 100.0])
+def test_the_search_comes_within_two_percent_of_trying_everything(budget: int, host: float) -> None:
+    machine = dataclasses.replace(MACHINE, host_step_parameters=host)
+    best = found(budget, machine)
+    assert best is not None
+    step, sizes = outline(), model()
+    candidates = [
+        Placement.of_counts(LAYERS, kept=kept, resident=resident, on_device=on_device, groups_on_device=groups)
+        for kept in range(LAYERS + 1)
+        for on_device in range(LAYERS + 1)
+        for resident in range(LAYERS + 1 - on_device)
+        for groups in (False, True)
+    ]
+    fitting = [placement for placement in candidates if peak_bytes(step, sizes, placement) <= budget]
+    optimum = min(simulate_step(step, sizes, placement, machine).seconds for placement in fitting)
+    assert best.time.seconds <= 1.02 * optimum
+
+
+def test_what_the_user_fixed_stays() -> None:
+    best = found(10**6, kept=3, resident=2, on_device=1)
+    assert best is not None
+    assert best.placement == Placement.of_counts(LAYERS, kept=3, resident=2, on_device=1)
+    everything = found(10**6, on_device=-1)
+    assert everything is not None
+    assert everything.placement.groups_on_device
+
+
+def test_offloading_is_chosen_where_the_link_is_idle_and_host_memory_is_there() -> None:
+    fast_link = dataclasses.replace(MACHINE, h2d_bytes=1e4, d2h_bytes=1e4)
+    best = found(9 * 5 + 260, fast_link, offloaded=None)
+    assert best is not None
+    assert best.placement.offloaded
+    settled = PlacementSearch(outline(), model(), fast_link, 9 * 5 + 260, Choices(), host_budget_bytes=0).best()
+    assert settled is not None
+    assert not settled.placement.offloaded
+
+
+def test_accumulation_counts_the_gradients_that_wait_for_the_others() -> None:
+    one, two = model(), model(micro_batches=2)
+    placement = Placement.of_counts(LAYERS, on_device=4)
+    assert peak_bytes(outline(), two, placement) > peak_bytes(outline(), one, placement)
+    assert (
+        simulate_step(outline(), two, placement, MACHINE).seconds
+        > 1.9 * simulate_step(outline(), one, placement, MACHINE).compute
+    )

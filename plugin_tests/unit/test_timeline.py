@@ -1,0 +1,220 @@
+"""A profiler's trace becomes named lanes: streams told by what ran on them, clocks tied, results written."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain_accelerate import cli
+from megatrain_accelerate.errors import ConfigError, StateError
+from megatrain_accelerate.tracing import picture, request, timeline
+from megatrain_accelerate.tracing.timeline import Span
+
+PID, MAIN, BACKWARD_THREAD, WORKER_THREAD = 100, 100, 101, 102
+OFFSET_US = 5000.0
+"""The trace's clock is this much ahead of the host's."""
+
+
+def span(name: str, start: float, end: float, thread: int = MAIN) -> dict[str, Any]:
+    times = {"ts": start + OFFSET_US, "dur": end - start}
+    return {"ph": "X", "cat": "user_annotation", "name": name, "pid": PID, "tid": thread, **times}
+
+
+def device(
+    name: str, start: float, end: float, stream: int, launched: float, thread: int, number: int
+) -> list[dict[str, Any]]:
+    """Work of the GPU, and its launch."""
+    cat = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
+    launch = {
+        "ph": "X",
+        "cat": "cuda_runtime",
+        "name": "launch",
+        "pid": PID,
+        "tid": thread,
+        "ts": launched + OFFSET_US,
+        "dur": 1,
+    }
+    work = {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": stream, "ts": start + OFFSET_US, "dur": end - start}
+    return [{**event, "args": {"correlation": number}} for event in (launch, work)]
+
+
+@pytest.fixture
+def raw() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A GPU's trace of two layers, and the notes: a period from 100 to 1100 us."""
+    events = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": 7, "ts": 0, "args": {"name": "stream 7"}},
+        {"ph": "M", "name": "thread_name", "pid": PID, "tid": MAIN, "ts": 0, "args": {"name": "thread 100 (python)"}},
+        span(request.CLOCK_MARK, 10, 20.5),
+        span(request.CLOCK_MARK, 30, 31),
+        span("megatrain::forward (model.layers.0)", 40, 60),
+        span("megatrain::prefetch (model.layers.1)", 110, 120),
+        span("megatrain::forward (model.layers.1)", 200, 300),
+        span("megatrain::backward (model.layers.1)", 400, 500, BACKWARD_THREAD),
+        span("megatrain::copy_gradients (model.layers.1)", 510, 520, BACKWARD_THREAD),
+        *device("gemm of the period before", 50, 90, 7, 45, MAIN, 1),
+        *device("Memcpy HtoD (Pinned -> Device)", 120, 320, 13, 115, MAIN, 2),
+        *device("gemm", 250, 450, 7, 210, MAIN, 3),
+        *device("gemm", 460, 700, 7, 410, BACKWARD_THREAD, 4),
+        *device("Memcpy DtoH (Device -> Pinned)", 700, 900, 17, 515, BACKWARD_THREAD, 5),
+        *device("Memcpy HtoD (Pinned -> Device)", 330, 340, 13, 329, WORKER_THREAD, 6),
+        *device("loss", 450, 454, 7, 350, MAIN, 7),
+    ]
+    info = {
+        "step": 5,
+        "device": "a card",
+        "pid": PID,
+        "threads": {timeline.LAUNCHER: MAIN, timeline.WORKER: WORKER_THREAD},
+        "begin_ns": 100_000,
+        "end_ns": 1_100_000,
+        "marks_ns": [11_000, 31_000],
+        "worker_spans": [["step (model.layers.1)", 90_000, 150_000], ["step (model.norm)", 5_000, 6_000]],
+        "wait_ms": {},
+        "shares": {},
+        "bound": "is bound by h2d (h2d 60%)",
+    }
+    return events, info
+
+
+def test_streams_and_threads_become_lanes_with_the_layers_names(raw: Any) -> None:
+    found, _ = timeline.build(*raw)
+    assert found.period_us == pytest.approx(1000.0)
+    assert list(found.lanes) == list(timeline.LANES)
+    assert found.lanes[timeline.COMPUTE] == [
+        Span(150.0, 350.0, "forward", "model.layers.1"),
+        Span(350.0, 354.0, timeline.OTHER, ""),
+        Span(360.0, 600.0, "backward", "model.layers.1"),
+    ]
+    assert found.lanes[timeline.H2D] == [
+        Span(20.0, 220.0, "copy of weights", "model.layers.1"),
+        Span(230.0, 240.0, "copy of weights", ""),
+    ]
+    assert found.lanes[timeline.D2H] == [Span(600.0, 800.0, "copy of gradients", "model.layers.1")]
+    assert [span.kind for span in found.lanes[timeline.AUTOGRAD]] == ["backward", "copy of gradients"]
+    # What began before the period is cut off at its begin; what ended before isn't there.
+    assert found.lanes[timeline.WORKER] == [Span(0.0, 50.0, "host step", "model.layers.1")]
+
+
+def test_the_summary_says_what_was_hidden_and_what_bounded(raw: Any) -> None:
+    text = timeline.format_summary(timeline.build(*raw)[0])
+    rows = {line[:20].strip(): line[20:].split() for line in text.splitlines()}
+    assert rows["compute"] == ["0.44", "44%"]  # 200 + 4 + 240 of 1000 us
+    assert rows["GPU idle"] == ["0.56", "56%"]
+    assert rows["h2d under compute"][:2] == ["0.08", "38%"]  # 70 + 10 of 210 us
+    assert rows["d2h under compute"][:2] == ["0.00", "0%"]
+    assert text.endswith("the step is bound by h2d (h2d 60%)")
+
+
+def test_perfetto_events_are_those_of_the_period_with_names(raw: Any) -> None:
+    _, events = timeline.build(*raw)
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {
+        (0, 7): "compute",
+        (0, 13): "h2d",
+        (0, 17): "d2h",
+        (PID, MAIN): "launcher thread",
+        (PID, BACKWARD_THREAD): "autograd thread",
+        (PID, WORKER_THREAD): "megatrain-step-worker",
+    }
+    assert sum(e["name"] == "thread_name" for e in events) == len(names), "the profiler's own names are gone"
+    shown = [e["name"] for e in events if e["ph"] == "X"]
+    assert "megatrain::step (model.layers.1)" in shown
+    assert "gemm of the period before" not in shown
+    assert "megatrain::forward (model.layers.0)" not in shown
+    assert request.CLOCK_MARK not in shown
+
+
+def test_a_trace_that_lost_its_clock_marks_is_refused(raw: Any) -> None:
+    events, info = raw
+    with pytest.raises(StateError, match="1 clock marks and not 2"):
+        timeline.build(events[:2] + events[3:], info)
+
+
+def test_overlap_is_that_of_sets_of_points() -> None:
+    ours = timeline.union([(0, 10), (5, 20), (30, 40)])
+    assert ours == [(0, 20), (30, 40)]
+    assert timeline.overlap(ours, [(15, 32), (39, 100)]) == 5 + 2 + 1
+    assert timeline.overlap(ours, []) == 0
+
+
+def write_raw(folder: Path, raw: Any) -> None:
+    with gzip.open(folder / request.RAW_TRACE, "wt") as file:
+        json.dump({"traceEvents": raw[0], "schemaVersion": 1}, file)
+    (folder / request.RAW_INFO).write_text(json.dumps(raw[1]))
+
+
+def test_results_are_a_perfetto_file_a_picture_and_a_table(
+    tmp_path: Path, raw: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_raw(tmp_path, raw)
+    cli.write_results(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [request.PICTURE, request.PERFETTO_TRACE]
+    assert (tmp_path / request.PICTURE).read_bytes().startswith(b"\x89PNG")
+    trace = json.loads(gzip.decompress((tmp_path / request.PERFETTO_TRACE).read_bytes()))
+    assert trace["schemaVersion"] == 1
+    assert trace["megatrain"]["step"] == 5
+    assert "GPU idle" in capsys.readouterr().out
+
+
+def test_without_matplotlib_the_perfetto_file_is_written_and_the_remedy_named(
+    tmp_path: Path, raw: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    write_raw(tmp_path, raw)
+    cli.write_results(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [request.PERFETTO_TRACE]
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_neighbours_of_one_layer_are_drawn_as_one() -> None:
+    spans = [
+        Span(0, 1, "forward", "a"),
+        Span(1.5, 2, "forward", "a"),
+        Span(2, 3, "backward", "a"),
+        Span(9, 10, "backward", "a"),
+    ]
+    assert picture.merged(spans, 1.0) == [Span(0, 2, "forward", "a"), *spans[2:]]
+
+
+@pytest.mark.parametrize(("unit", "number"), [("model.layers.17", "17"), ("model.norm", ""), ("", "")])
+def test_layers_are_known_by_their_number(unit: str, number: str) -> None:
+    assert Span(0, 1, "forward", unit).layer_number == number
+
+
+class TestCommand:
+    def test_the_first_step_has_no_period(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["trace", "--out", str(tmp_path), "--step", "1", "--", "true"]) == 1
+        assert "use 2 or more" in capsys.readouterr().err
+
+    def test_a_missing_command_is_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["trace", "--out", str(tmp_path)])
+        assert "the training's command is missing" in capsys.readouterr().err
+
+    def test_a_command_that_is_not_there_is_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["trace", "--out", str(tmp_path), "--", "no-such-command"]) == 1
+        assert "no-such-command" in capsys.readouterr().err
+
+    def test_a_command_that_traces_nothing_is_no_success(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / request.RAW_INFO).write_text("left by an earlier run")
+        assert cli.main(["trace", "--out", str(tmp_path), "--", sys.executable, "-c", "pass"]) == 1
+        assert "reach optimizer step 5" in capsys.readouterr().err
+
+    def test_the_commands_own_failure_is_handed_on(self, tmp_path: Path) -> None:
+        assert cli.main(["trace", "--out", str(tmp_path), "--", sys.executable, "-c", "raise SystemExit(7)"]) == 7
+
+    def test_the_request_is_handed_on_by_environment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in request.TraceRequest(tmp_path / "x", 9).environment().items():
+            monkeypatch.setenv(name, value)
+        assert request.TraceRequest.from_environment() == request.TraceRequest(tmp_path / "x", 9)
+        monkeypatch.setenv(request.ENV_TRACE_STEP, "soon")
+        with pytest.raises(ConfigError, match="'soon'"):
+            request.TraceRequest.from_environment()
+        monkeypatch.delenv(request.ENV_TRACE_DIR)
+        assert request.TraceRequest.from_environment() is None
