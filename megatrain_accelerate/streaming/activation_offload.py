@@ -24,7 +24,7 @@ from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.memory.host_pool import HostBlock, HostPool
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.streaming.call_order import Tape
-from megatrain_accelerate.streaming.meter import Meter
+from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.streams import Streams
 from megatrain_accelerate.units import MIB
 
@@ -232,7 +232,7 @@ class ActivationOffloader:
 
     def _give_up(self, departure: _Departure) -> None:
         # WAR: the copy out must be over before the allocator hands the memory to other kernels.
-        self._meter.compute_waits_for(departure.copied_event)
+        self._meter.compute_waits_for(departure.copied_event, Cause.D2H)
         for parcel in departure.parcels:
             parcel.leave_device()
 
@@ -245,7 +245,7 @@ class ActivationOffloader:
     def _wait_for(self, arrival: _Arrival) -> None:
         if not arrival.is_waited_for:
             # RAW: kernels must see the whole copy.
-            self._meter.compute_waits_for(arrival.event)
+            self._meter.compute_waits_for(arrival.event, Cause.H2D)
             arrival.is_waited_for = True
 
     def send(self, recording: Recording, tape: Tape, position: int) -> None:

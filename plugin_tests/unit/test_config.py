@@ -37,7 +37,7 @@ def test_settings_survive_json() -> None:
         ({"slots": "3"}, "whole number"),
         ({"gradient_slots": 0}, "at least 1"),
         ({"offload_layers": -1}, "at least 0"),
-        ({"offload_layers": "auto"}, "whole number"),
+        ({"offload_layers": "all"}, "whole number"),
         ({"offload_inputs": 1}, "true or false"),
         ({"micro_batch_size": 0}, "at least 1"),
         ({"micro_batch_size": "2"}, "whole number"),
