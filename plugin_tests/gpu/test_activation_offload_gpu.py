@@ -18,8 +18,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 SLEEP_CYCLES = 4_000_000  # about 2 ms a copy: far longer than the kernels of the tiny models here
 
-STREAMED: dict[str, Any] = {"resident_layers": 0, "device_layers": 0}
-"""Else the plan would put all of so small a model on the GPU."""
+STREAMED: dict[str, Any] = {
+    "resident_layers": 0,
+    "device_layers": 0,
+    "offload_layers": 0,
+    "keep_layers": 0,
+    "compile_layers": False,
+}
+"""What a test doesn't ask for: the plan would put all of so small a model on the GPU."""
 
 PLACEMENTS: list[dict[str, Any]] = [
     {"keep_layers": 0, "offload_layers": 4},
@@ -48,7 +54,7 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(count: int = 4, **settings: Any) -> PlainRun:
     model = tiny_model(attn_implementation="eager", attention_dropout=0.1).train()
     torch.manual_seed(5)
-    return train_streamed(model, token_batches(count), device="cuda", **STREAMED, **settings)
+    return train_streamed(model, token_batches(count), device="cuda", **{**STREAMED, **settings})
 
 
 def same_bits(run: PlainRun, other: PlainRun) -> bool:
@@ -93,7 +99,7 @@ def measured_and_predicted(**settings: Any) -> tuple[int, int]:
     model = tiny_model(max_position_embeddings=1024, **shape).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     base = torch.cuda.memory_allocated()
-    engine = attach(model, device="cuda", **STREAMED, **settings)
+    engine = attach(model, device="cuda", **{**STREAMED, **settings})
     adopt_optimizer(optimizer, engine.runtime, "deferred")
     torch.cuda.reset_peak_memory_stats()
     for ids in token_batches(3, length=1024, batch=8, vocabulary=64):
@@ -127,7 +133,8 @@ def test_a_step_synchronises_nothing_pins_nothing_and_does_not_grow(
 ) -> None:
     model = tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine = attach(model, device="cuda", keep_layers=1, offload_layers=2, offload_inputs=True, **STREAMED)
+    placement = {**STREAMED, "keep_layers": 1, "offload_layers": 2, "offload_inputs": True}
+    engine = attach(model, device="cuda", **placement)
     adopt_optimizer(optimizer, engine.runtime, "deferred")
     pool, sizes, allocated = engine.runtime.activations.pool, [], []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("device-wide synchronisation in a step"))

@@ -15,14 +15,20 @@ from megatrain_accelerate.streaming import activation_offload
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-STREAMED: dict[str, Any] = {"resident_layers": 0, "device_layers": 0}
-"""Else the plan would put all of so small a model on the GPU."""
+STREAMED: dict[str, Any] = {
+    "resident_layers": 0,
+    "device_layers": 0,
+    "offload_layers": 0,
+    "keep_layers": 0,
+    "compile_layers": False,
+}
+"""What a test doesn't ask for: the plan would put all of so small a model on the GPU."""
 
 
 def trained(**settings: Any) -> PlainRun:
     model = tiny_model(attn_implementation="eager", attention_dropout=0.1).train()
     torch.manual_seed(5)
-    return train_streamed(model, token_batches(10, batch=5), device="cuda", **STREAMED, **settings)
+    return train_streamed(model, token_batches(10, batch=5), device="cuda", **{**STREAMED, **settings})
 
 
 @pytest.mark.parametrize(
@@ -49,7 +55,7 @@ def peak_of(**settings: Any) -> tuple[int, int]:
     model = tiny_model(max_position_embeddings=1024, **shape).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     base = torch.cuda.memory_allocated()
-    engine = attach(model, device="cuda", keep_layers=0, **STREAMED, **settings)
+    engine = attach(model, device="cuda", **{**STREAMED, **settings})
     adopt_optimizer(optimizer, engine.runtime, "deferred")
     torch.cuda.reset_peak_memory_stats()
     for ids in token_batches(3, length=1024, batch=8, vocabulary=64):
