@@ -75,6 +75,12 @@ class MegatrainConfig:
     once for all of them and whose gradients are summed in fp32 (4 bytes for each parameter of one layer on the GPU). By
     default the whole batch."""
 
+    join_micro_batches: bool | str = "auto"
+    """With ``gradient_accumulation_steps`` above 1, run a step's micro-batches as one batch, a layer at a time, where that gives
+    the same loss: layers are fetched, and gradients leave, once a step. Each layer's inputs of all micro-batches are held at
+    once, and dropout draws other numbers. ``auto``: where the plan predicts a faster step within the GPU memory; true: wherever
+    it is exact; false: never."""
+
     gpu_memory_gib: float | None = None
     """GPU memory that the plan may fill, in GiB; by default 90% of what is free, since the allocator fragments it."""
 
@@ -108,8 +114,9 @@ class MegatrainConfig:
                 raise ConfigError(f"megatrain_config.{name} must be a number of GiB, got {value!r}")
             if value <= 0:
                 raise ConfigError(f"megatrain_config.{name} must be above 0, got {value}")
-        if self.compile_layers != "auto" and not isinstance(self.compile_layers, bool):
-            raise ConfigError(f"megatrain_config.compile_layers must be auto, true or false; got {self.compile_layers!r}")
+        for name in ("compile_layers", "join_micro_batches"):
+            if getattr(self, name) != "auto" and not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"megatrain_config.{name} must be auto, true or false; got {getattr(self, name)!r}")
         for name in ("huge_pages", "pin_memory", "offload_inputs", "tiled_loss"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"megatrain_config.{name} must be true or false, got {getattr(self, name)!r}")

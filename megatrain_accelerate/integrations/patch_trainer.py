@@ -46,6 +46,18 @@ def patch_default_callbacks(module: ModuleType) -> None:
     wrap(module, name, callbacks)
 
 
+def patch_get_batch_samples(module: ModuleType) -> None:
+    """A step's micro-batches are seen when the Trainer fetches them."""
+    note = delegate("joined_batches", "get_batch_samples")
+    wrap(find_class(module, "Trainer"), "get_batch_samples", note, needs=("self", "epoch_iterator", "num_batches"))
+
+
+def patch_training_step(module: ModuleType) -> None:
+    """The last micro-batch of a step may stand for all of them."""
+    step = delegate("joined_batches", "training_step")
+    wrap(find_class(module, "Trainer"), "training_step", step, needs=("self", "model", "inputs", "num_items_in_batch"))
+
+
 def patch_label_smoother(module: ModuleType) -> None:
     """The smoothed loss of lazy logits is computed by tiles."""
     smooth = delegate("smoothing", "label_smoothed_loss")

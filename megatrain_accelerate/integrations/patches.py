@@ -156,6 +156,18 @@ PATCHES = (
         "Transformers lets an installed package add callbacks",
     ),
     Patch(
+        "transformers.trainer:Trainer.get_batch_samples",
+        "patch_trainer:patch_get_batch_samples",
+        "the one place where all micro-batches of an optimizer step are together; nothing is changed in them",
+        "Transformers tells callbacks of a step's micro-batches",
+    ),
+    Patch(
+        "transformers.trainer:Trainer.training_step",
+        "patch_trainer:patch_training_step",
+        "runs the micro-batches of a step as one batch, so that a layer is fetched once for all of them",
+        "the Trainer lets a plugin run a step's micro-batches together",
+    ),
+    Patch(
         "transformers.trainer_pt_utils:LabelSmoother.__call__",
         "patch_trainer:patch_label_smoother",
         "computes the smoothed loss from the log-probabilities of all tokens; `cross_entropy` gives the same by tiles",

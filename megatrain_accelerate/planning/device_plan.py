@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class DevicePlan:
         self._device = device
         self._show = show
         self._planned_elements = 0
+        self._foreseen: dict[Hashable, StepOutline] = {}
         self.micro_batches = 1
         """Backwards before each optimizer step."""
         self.predicted_bytes = 0
@@ -90,11 +91,12 @@ class DevicePlan:
 
     def _fixed_bytes_by_kind(self) -> dict[str, int]:
         """Those under any placement."""
+        sums = self._runtime.gradient_sums
         return {
             "slots": self._runtime.prefetcher.device_bytes,
             "gradient_slots": self._runtime.offloader.device_bytes,
             "resident": sum(group.device_bytes for group in self._runtime.groups),
-            **({"gradient_sums": self._runtime.gradient_sums.planned_bytes} if self._config.micro_batch_size else {}),
+            **({"gradient_sums": sums.planned_bytes} if sums.is_made or self._runtime.micro_batch_size else {}),
         }
 
     def follow(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
@@ -108,8 +110,10 @@ class DevicePlan:
             return
         self._planned_elements = elements
         self._runtime.refresh_if_written()
+        foreseen = self._foreseen.get(self._key(inputs))
+        self._foreseen.clear()
         try:
-            outline = outline_step(model, self._runtime, inputs, self._device)
+            outline = foreseen or outline_step(model, self._runtime, inputs, self._device)
         except Exception as error:  # a model that looks at its data can't be run without any
             logger.info("megatrain: the step can't be predicted for this model (%s)", error)
             self._place(self._fixed_activations())
@@ -118,21 +122,54 @@ class DevicePlan:
         if not budget_bytes:
             self.predicted_bytes = fixed_bytes + peak_bytes(outline, self.model_sizes(), self.placement)
             return
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and foreseen is None:
             outline = measure_layers(model, self._runtime, inputs, outline)
         self._plan(outline, fixed_bytes, budget_bytes)
 
+    def forget(self) -> None:
+        """The next batch is planned for as if it were the first: steps are to run in another way from now on."""
+        self._planned_elements = 0
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether device memory is planned with; else nothing is placed and no time predicted."""
+        return self._budget_bytes() > 0
+
+    def foresee(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
+        """The outline of a step on ``inputs``, without planning for it. :meth:`follow` on the like takes it over.
+
+        Raises:
+            UnsupportedError: the batch can't run in pieces.
+            Exception: whatever the model raises when it looks at its data.
+        """
+        key = self._key(inputs)
+        if key not in self._foreseen:
+            self._runtime.refresh_if_written()
+            outline = outline_step(model, self._runtime, inputs, self._device)
+            if self._device.type == "cuda":
+                outline = measure_layers(model, self._runtime, inputs, outline)
+            self._foreseen[key] = outline
+        return self._foreseen[key]
+
+    def weigh(self, model: nn.Module, inputs: Mapping[str, Any]) -> Candidate | None:
+        """The fastest placement for steps on ``inputs``, which isn't applied; None if none fits the budget.
+
+        Raises:
+            Exception: see :meth:`foresee`.
+        """
+        outline = self.foresee(model, inputs)
+        fixed_bytes = sum(self._fixed_bytes_by_kind().values()) + LIBRARY_WORKSPACE_BYTES
+        return self._search(outline, self._budget_bytes() - fixed_bytes).best()
+
+    def _key(self, inputs: Mapping[str, Any]) -> Hashable:
+        shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
+        return (self._runtime.micro_batch_size, shapes)
+
     def _plan(self, outline: StepOutline, fixed_bytes: int, budget_bytes: int) -> None:
-        machine = measured_machine(self._device, self._runtime.kernels, self._runtime.register)
-        sizes = self.model_sizes()
-        choices = self._choices
-        if not self._runtime.states_may_move or not can_step_on(self._device):
-            choices = dataclasses.replace(choices, on_device=0)
-        host_bytes = max(0, available_host_bytes(self._config.host_memory_gib) - CONSTANT_OVERHEAD_BYTES)
-        search = PlacementSearch(outline, sizes, machine, budget_bytes - fixed_bytes, choices, host_bytes)
-        found = search.best()
+        found = self._search(outline, budget_bytes - fixed_bytes).best()
         if found is None:
-            placement = self._fixed_activations()
+            placement, sizes = self._fixed_activations(), self.model_sizes()
+            machine = measured_machine(self._device, self._runtime.kernels, self._runtime.register)
             time = simulate_step(outline, sizes, placement, machine)
             found = Candidate(placement, peak_bytes(outline, sizes, placement), time)
         self.predicted_bytes = fixed_bytes + found.peak_bytes
@@ -150,6 +187,14 @@ class DevicePlan:
                 ", ".join(f"{kind} {count / GIB:.1f}" for kind, count in held.items()),
                 budget_bytes / GIB,
             )
+
+    def _search(self, outline: StepOutline, step_bytes: int) -> PlacementSearch:
+        machine = measured_machine(self._device, self._runtime.kernels, self._runtime.register)
+        choices = self._choices
+        if not self._runtime.states_may_move or not can_step_on(self._device):
+            choices = dataclasses.replace(choices, on_device=0)
+        host_bytes = max(0, available_host_bytes(self._config.host_memory_gib) - CONSTANT_OVERHEAD_BYTES)
+        return PlacementSearch(outline, self.model_sizes(), machine, step_bytes, choices, host_bytes)
 
     def _place(self, placement: Placement) -> None:
         before, self.placement = self.placement, placement

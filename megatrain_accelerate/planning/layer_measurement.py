@@ -122,7 +122,7 @@ def _measure(
     runtime: StreamingRuntime, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], dry: LayerProfile
 ) -> tuple[LayerProfile, Any]:
     device = runtime.streams.device
-    split = BatchSplit.of_call(layer.name, args, kwargs, runtime.config.micro_batch_size)
+    split = BatchSplit.of_call(layer.name, args, kwargs, runtime.micro_batch_size)
     args, kwargs = split.first_piece(args, kwargs)
     slot = runtime.prefetcher.acquire(layer, ())
     forward, kept_forward, backward = (_Stopwatch(device) for _ in range(3))

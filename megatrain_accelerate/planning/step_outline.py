@@ -293,7 +293,7 @@ def outline_step(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[st
     """
     with dry_model(model, inputs, device) as (dry_inputs, live):
         anchor = torch.empty((), device=device, requires_grad=True)
-        outliner = _Outliner(live, anchor, runtime.config.micro_batch_size)
+        outliner = _Outliner(live, anchor, runtime.micro_batch_size)
         runner: Callable[..., Any] = outliner
         with runtime.layers_run_by(runner), live:
             loss = loss_of(model.forward(**dry_inputs), device)

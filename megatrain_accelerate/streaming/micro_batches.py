@@ -196,6 +196,11 @@ class GradientSums:
         """Bytes of the buffer, whether it exists yet or not."""
         return 4 * self._elements
 
+    @property
+    def is_made(self) -> bool:
+        """Whether the buffer exists."""
+        return self._buffer is not None
+
     def begin(self, layout: FlatLayout) -> None:
         """A layer's backward begins: all sums are empty."""
         if self._buffer is None:

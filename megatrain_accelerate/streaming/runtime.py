@@ -141,6 +141,15 @@ class StreamingRuntime:
         self._clip_factors: dict[int, tuple[torch.Tensor, float]] = {}
 
     @property
+    def micro_batch_size(self) -> int | None:
+        """Samples that a layer computes at once in training forwards from now on; None for the whole batch."""
+        return self._context.micro_batch_size
+
+    @micro_batch_size.setter
+    def micro_batch_size(self, samples: int | None) -> None:
+        self._context.micro_batch_size = samples
+
+    @property
     def units(self) -> list[HostUnit]:
         """All host units: layers, then resident groups."""
         return [layer.unit for layer in self.layers] + [group.unit for group in self.groups]

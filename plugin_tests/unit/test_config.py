@@ -33,6 +33,8 @@ def test_settings_survive_json() -> None:
         ({"slots": 1}, "at least 2"),
         ({"compile_layers": "yes"}, "compile_layers must be auto, true or false; got 'yes'"),
         ({"compile_layers": 1}, "compile_layers must be auto, true or false; got 1"),
+        ({"join_micro_batches": "always"}, "join_micro_batches must be auto, true or false; got 'always'"),
+        ({"join_micro_batches": 0}, "join_micro_batches must be auto, true or false; got 0"),
         ({"slots": True}, "whole number"),
         ({"slots": "3"}, "whole number"),
         ({"gradient_slots": 0}, "at least 1"),

@@ -1,0 +1,287 @@
+"""The micro-batches of an optimizer step as one batch, so that a layer is fetched once for all of them.
+
+The Trainer fetches all micro-batches of a step before it runs the first. Where the loss of the joined batch is the sum of
+theirs, the last one's ``training_step`` runs them all, in pieces of one micro-batch inside each layer (``micro_batch_size``),
+and the others return a loss of zero. What the Trainer and its callbacks see stays as it is: the micro-batches themselves, the
+number of substeps, the sum of the losses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from transformers import Trainer
+
+from megatrain_accelerate.engine import Engine, engine_of
+from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.planning.loss_probe import loss_is_divided
+from megatrain_accelerate.planning.placement_search import WORTH_IT
+
+logger = logging.getLogger(__name__)
+
+_JOINER = "_megatrain_joiner"
+_STOCK_METHODS = ("get_batch_samples", "training_step", "compute_loss", "_prepare_inputs")
+
+
+class CannotJoinError(Exception):
+    """Micro-batches can't run as one batch; the message completes "because"."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinedBatch:
+    """Several micro-batches as one.
+
+    Attributes:
+        inputs: each tensor has all samples along dimension 0, in order.
+        samples: of the largest micro-batch.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    samples: int
+
+    @classmethod
+    def of(cls, micro_batches: Sequence[Any]) -> JoinedBatch:
+        """Joins along dimension 0.
+
+        Args:
+            micro_batches: mappings of names to tensors of shape (samples, ...).
+
+        Raises:
+            CannotJoinError: they differ in more than the number of samples, or hold something else.
+        """
+        first = micro_batches[0]
+        for batch in micro_batches:
+            if not isinstance(batch, Mapping):
+                raise CannotJoinError(f"a micro-batch is a {type(batch).__name__} and not a mapping")
+            if batch.keys() != first.keys():
+                raise CannotJoinError(f"micro-batches hold different things ({sorted(first)} and {sorted(batch)})")
+            _require_samples(batch)
+            for name, tensor in batch.items():
+                if tensor.shape[1:] != first[name].shape[1:]:
+                    shapes = f"{tuple(first[name].shape)} and {tuple(tensor.shape)}"
+                    raise CannotJoinError(f"{name} differs in shape between micro-batches ({shapes}); padding is left to the user")
+                if tensor.dtype != first[name].dtype or tensor.device != first[name].device:
+                    raise CannotJoinError(f"{name} differs in dtype or device between micro-batches")
+        joined = {name: torch.cat([batch[name] for batch in micro_batches]) for name in first}
+        return cls(joined, max(len(next(iter(batch.values()))) for batch in micro_batches))
+
+
+def _require_samples(batch: Mapping[str, Any]) -> None:
+    counts = set()
+    for name, value in batch.items():
+        # Positions of multimodal models have their three axes in front.
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or (name == "position_ids" and value.dim() != 2):
+            raise CannotJoinError(f"{name} isn't a tensor with one row for each sample")
+        counts.add(value.shape[0])
+    if len(counts) != 1:
+        shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items())
+        raise CannotJoinError(f"its tensors don't have one row for each sample ({shapes})")
+
+
+def _require_exact(trainer: Any, model: nn.Module, num_items: torch.Tensor | int | None) -> None:
+    """Refuses what can be seen to make the joined batch's loss another number than the sum of the micro-batches'.
+
+    Raises:
+        CannotJoinError: with the reason.
+    """
+    if num_items is None:
+        raise CannotJoinError("the loss isn't divided by the number of labelled tokens of the whole step (num_items_in_batch)")
+    for name in _STOCK_METHODS:
+        if name in vars(trainer) or getattr(type(trainer), name) is not getattr(Trainer, name):
+            raise CannotJoinError(f"{type(trainer).__name__} has a {name} of its own, which is to see each micro-batch")
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    if any(getattr(config, "output_router_logits", False) for config in configs):
+        raise CannotJoinError("the loss balances experts over the tokens of a micro-batch (output_router_logits)")
+    norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    if norms:
+        raise CannotJoinError(f"{norms[0]} takes statistics of a micro-batch")
+
+
+def _model_inputs(trainer: Any, batch: Any, num_items: Any) -> dict[str, Any]:
+    """The keyword arguments with which ``Trainer.compute_loss`` calls the model on ``batch``."""
+    inputs = dict(trainer._prepare_inputs(batch))
+    if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
+        inputs.pop("labels", None)
+    if trainer.model_accepts_loss_kwargs:
+        inputs["num_items_in_batch"] = num_items
+    return inputs
+
+
+@contextlib.contextmanager
+def _steps_of(engine: Engine, samples: int) -> Iterator[None]:
+    """Training forwards in the body run a whole step's batch, in pieces of at most ``samples``."""
+    runtime, plan = engine.runtime, engine.device_plan
+    size, count = runtime.micro_batch_size, plan.micro_batches
+    runtime.micro_batch_size = samples if size is None else min(size, samples)
+    plan.micro_batches = 1
+    try:
+        yield
+    finally:
+        runtime.micro_batch_size, plan.micro_batches = size, count
+
+
+class Joiner:
+    """Joins the micro-batches of one training's steps, until a reason turns up not to; from then on they run one by one.
+
+    Once and for all, since the plan is made for one of the two ways.
+
+    Args:
+        training: the Trainer's state, another object for each training.
+        is_asked_for: join wherever it is exact; else where the plan predicts that it pays.
+    """
+
+    def __init__(self, training: Any, is_asked_for: bool) -> None:
+        self.training = training
+        self._is_asked_for = is_asked_for
+        self._is_refused = False
+        self._is_proven = False
+        self._weighed_elements = 0
+        self._micro_batches: list[Any] = []
+        self._next = 0
+        self._joined: JoinedBatch | None = None
+
+    def step_begins(self, micro_batches: list[Any]) -> None:
+        """The Trainer fetched a step's micro-batches."""
+        self._micro_batches, self._next, self._joined = micro_batches, 0, None
+
+    def training_step(
+        self, original: Callable[..., torch.Tensor], trainer: Any, engine: Engine, model: nn.Module, inputs: Any, num_items: Any
+    ) -> torch.Tensor:
+        """``Trainer.training_step`` on the next micro-batch: nothing for all but the last if they are joined."""
+        place, count = self._next, len(self._micro_batches)
+        if place >= count or self._micro_batches[place] is not inputs:  # not the Trainer's own loop
+            return original(trainer, model, inputs, num_items)
+        self._next += 1
+        if place == 0:
+            self._joined = self._join(trainer, engine, model, num_items)
+        if self._next == count:
+            self._micro_batches = []
+        if self._joined is None:
+            return original(trainer, model, inputs, num_items)
+        if self._next < count:
+            return torch.zeros((), device=trainer.args.device)
+        joined, self._joined = self._joined, None
+        with _steps_of(engine, joined.samples):
+            return original(trainer, model, joined.inputs, num_items)
+
+    def _join(self, trainer: Any, engine: Engine, model: nn.Module, num_items: Any) -> JoinedBatch | None:
+        if self._is_refused or len(self._micro_batches) < 2:
+            return None
+        model.train()
+        try:
+            if not self._is_proven:
+                _require_exact(trainer, model, num_items)
+            joined = JoinedBatch.of(self._micro_batches)
+            if not self._is_asked_for and not engine.device_plan.has_budget:
+                raise CannotJoinError("there is no GPU whose memory the plan knows; join_micro_batches: true joins them all the same")
+            if not self._is_proven and not self._prove(trainer, engine, model, num_items):
+                return None
+            self._weigh(trainer, engine, model, joined, num_items)
+        except CannotJoinError as reason:
+            self._is_refused = True
+            if self._weighed_elements:
+                engine.device_plan.forget()
+            logger.info("megatrain: the micro-batches of a step run one by one, because %s", reason)
+            return None
+        return joined
+
+    def _prove(self, trainer: Any, engine: Engine, model: nn.Module, num_items: Any) -> bool:
+        """Tries out the loss on the first micro-batch; False if that tells nothing.
+
+        Raises:
+            CannotJoinError: it isn't divided by ``num_items_in_batch``.
+        """
+
+        def loss_of(count: Any) -> torch.Tensor:
+            inputs = dict(trainer._prepare_inputs(self._micro_batches[0]))
+            with trainer.compute_loss_context_manager():
+                loss: torch.Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=count)
+            return loss
+
+        engine.drain()
+        try:
+            verdict = loss_is_divided(loss_of, num_items, model, engine.runtime)
+        except Exception as error:  # whatever a model, or a loss function of the user's, makes of a forward without hooks
+            raise CannotJoinError(f"the loss can't be tried out ({error})") from error
+        if verdict is False:
+            raise CannotJoinError("the loss isn't a sum over tokens divided by num_items_in_batch")
+        self._is_proven = verdict is True
+        return self._is_proven
+
+    def _weigh(self, trainer: Any, engine: Engine, model: nn.Module, joined: JoinedBatch, num_items: Any) -> None:
+        """Looks at the plan for batches larger than all before.
+
+        Raises:
+            CannotJoinError: the batch can't be cut, or the plan is against it.
+        """
+        elements = sum(tensor.numel() for tensor in joined.inputs.values())
+        if elements <= self._weighed_elements:
+            return
+        plan = engine.device_plan
+        inputs = _model_inputs(trainer, joined.inputs, num_items)
+        together = None
+        with _steps_of(engine, joined.samples):
+            try:
+                if self._is_asked_for:
+                    plan.foresee(model, inputs)
+                else:
+                    together = plan.weigh(model, inputs)
+            except UnsupportedError as error:
+                raise CannotJoinError(f"a joined batch can't be cut into its micro-batches ({error})") from error
+            except Exception as error:  # a model that looks at its data can't be run without any
+                if not self._is_asked_for:
+                    raise CannotJoinError(f"a step can't be predicted for this model ({error})") from error
+        if not self._is_asked_for:
+            if together is None:
+                raise CannotJoinError("all of them at once are predicted to take more GPU memory than is planned with")
+            apart = plan.weigh(model, _model_inputs(trainer, self._micro_batches[0], num_items))
+            if apart is not None and together.time.seconds > (1 - WORTH_IT) * apart.time.seconds:
+                raise CannotJoinError(
+                    f"a step is predicted to take {together.time.seconds:.3f} s with all of them at once, and "
+                    f"{apart.time.seconds:.3f} s without"
+                )
+        if not self._weighed_elements:
+            logger.info(
+                "megatrain: the %d micro-batches of a step run as one batch, %d samples at a time in each layer",
+                len(self._micro_batches),
+                joined.samples,
+            )
+        self._weighed_elements = elements
+
+
+def _joiner_of(trainer: Any, engine: Engine | None) -> Joiner | None:
+    """That of the training in progress; None where nothing is to be joined."""
+    if engine is None or not engine.config.join_micro_batches or trainer.args.gradient_accumulation_steps < 2:
+        return None
+    joiner: Joiner | None = trainer.__dict__.get(_JOINER)
+    if joiner is None or joiner.training is not trainer.state:
+        joiner = Joiner(trainer.state, is_asked_for=engine.config.join_micro_batches is True)
+        trainer.__dict__[_JOINER] = joiner
+    return joiner
+
+
+def get_batch_samples(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Notes the micro-batches of the step that begins."""
+    fetched = original(trainer, *args, **kwargs)
+    joiner = _joiner_of(trainer, engine_of(trainer.model))
+    if joiner is not None:
+        joiner.step_begins(fetched[0])
+    return fetched
+
+
+def training_step(
+    original: Callable[..., torch.Tensor], trainer: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+) -> torch.Tensor:
+    """Runs a micro-batch, or all of a step's with the last."""
+    engine = engine_of(trainer.model)
+    joiner = _joiner_of(trainer, engine)
+    if joiner is None or engine is None:
+        return original(trainer, model, inputs, num_items_in_batch)
+    return joiner.training_step(original, trainer, engine, model, inputs, num_items_in_batch)

@@ -1,0 +1,461 @@
+"""A step's micro-batches as one batch under the stock Trainer, against the stock Trainer's accumulation."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import masters_of
+from torch import nn
+from trainer_runs import (
+    TOLERANCE,
+    Padding,
+    Record,
+    TrainerRun,
+    assert_same_run,
+    examples,
+    plugin,
+    make_arguments,
+    ragged_examples,
+    run_trainer,
+    tiny_llama,
+)
+from transformers import BertConfig, BertForMaskedLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainerCallback
+
+from megatrain_accelerate.engine import engine_of
+from megatrain_accelerate.integrations.joined_batches import CannotJoinError, JoinedBatch
+from megatrain_accelerate.planning import device_plan
+
+ACCUMULATED_TOLERANCE = 1e-5
+"""As in test_batches_in_pieces.py: fp32 sums over samples in another order, through AdamW's first steps."""
+
+TOGETHER: Record = {"join_micro_batches": True}
+APART: Record = {"join_micro_batches": False}
+
+
+class Watch(TrainerCallback):
+    """What a user's callback sees, and what each step moved."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+        self.fetches: list[int] = []
+        self.d2h_bytes: list[int] = []
+        self.samples: list[int] = []
+        self._before: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        def count(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if module.training:
+                self.samples.append(len(kwargs["input_ids"]))
+
+        model.register_forward_pre_hook(count, with_kwargs=True)
+
+    def _note(self, name: str, state: Any) -> None:
+        self.events.append((name, state.global_step, state.num_input_tokens_seen))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._note("begin", state)
+        engine = engine_of(model)
+        self._before = copy.copy(engine.runtime.meter.counters) if engine is not None else None
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._note("substep", state)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._note("optimizer", state)
+        if self._before is not None:
+            counters = engine_of(model).runtime.meter.counters
+            self.fetches.append(counters.weight_fetches - self._before.weight_fetches)
+            self.d2h_bytes.append(counters.d2h_bytes - self._before.d2h_bytes)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._note("end", state)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._note("epoch", state)
+
+
+def run(folder: Path, settings: Record | None = None, make: Any = tiny_llama, **arguments: Any) -> tuple[TrainerRun, Watch]:
+    """A run with a watch; ``settings`` None for the stock Trainer without the plugin."""
+    watch = Watch()
+    options = arguments.pop("options", None)
+
+    def with_watch(model: nn.Module) -> Record:
+        return {"callbacks": [watch], **(options(model) if options is not None else {})}
+
+    done = run_trainer(
+        make, folder, streamed=settings is not None, settings=settings, options=with_watch, **arguments
+    )
+    return done, watch
+
+
+def assert_joined_like_stock(folder: Path, settings: Record | None = None, **arguments: Any) -> tuple[Watch, Watch]:
+    """The joined run is that of the stock Trainer, in weights, log and callbacks."""
+    stock, seen = run(folder / "stock", **arguments)
+    joined, watch = run(folder / "joined", {**TOGETHER, **(settings or {})}, **arguments)
+    assert_same_run(joined, stock, ACCUMULATED_TOLERANCE)
+    assert joined.trainer.state.total_flos == stock.trainer.state.total_flos
+    assert watch.events == seen.events
+    assert len(watch.samples) < len(seen.samples), "nothing was joined"
+    assert sum(watch.samples) == sum(seen.samples)
+    return watch, seen
+
+
+# ---------------------------------------------------------------- equal to stock
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+@pytest.mark.parametrize("accumulation", [2, 3])
+@pytest.mark.parametrize("settings", [{}, {"keep_layers": 3}, {"micro_batch_size": 1}], ids=str)
+def test_joined_micro_batches_train_as_stock_accumulation(
+    tmp_path: Path, accumulation: int, max_grad_norm: float, settings: Record
+) -> None:
+    watch, _ = assert_joined_like_stock(
+        tmp_path, settings, gradient_accumulation_steps=accumulation, max_grad_norm=max_grad_norm
+    )
+    assert set(watch.samples) == {2 * accumulation}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"label_smoothing_factor": 0.2},
+        {"include_num_input_tokens_seen": "all"},
+        {"average_tokens_across_devices": False},
+        {"logging_steps": 2, "logging_first_step": True},
+        {"gradient_checkpointing": True},
+        {"optim": "sgd", "learning_rate": 0.1},
+    ],
+    ids=lambda arguments: "-".join(arguments),
+)
+def test_training_arguments(tmp_path: Path, arguments: Record) -> None:
+    assert_joined_like_stock(tmp_path, gradient_accumulation_steps=3, **arguments)
+
+
+def test_epochs_whose_last_step_and_last_micro_batch_are_smaller(tmp_path: Path) -> None:
+    # 15 samples: 8 micro-batches, the last of one sample; steps of 3, 3 and 2 micro-batches.
+    watch, _ = assert_joined_like_stock(
+        tmp_path, dataset=examples(15), gradient_accumulation_steps=3, num_train_epochs=2, max_steps=-1
+    )
+    assert watch.samples == [6, 6, 3] * 2
+
+
+def test_an_epoch_that_ends_with_a_single_micro_batch(tmp_path: Path) -> None:
+    watch, _ = assert_joined_like_stock(
+        tmp_path, dataset=examples(14), gradient_accumulation_steps=3, num_train_epochs=2, max_steps=-1
+    )
+    assert watch.samples == [6, 6, 2] * 2
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_micro_batches_of_one_length(tmp_path: Path, side: str) -> None:
+    class ToTwenty(Padding):
+        def __call__(self, records: Sequence[Record]) -> Record:
+            filler = {"input_ids": torch.ones(20, dtype=torch.long), "labels": torch.full((20,), -100)}
+            return {name: tensor[:-1] for name, tensor in super().__call__([*records, filler]).items()}
+
+    assert_joined_like_stock(
+        tmp_path,
+        dataset=ragged_examples(14),
+        options=lambda model: {"data_collator": ToTwenty(side)},
+        gradient_accumulation_steps=3,
+    )
+
+
+def test_a_loss_function_of_the_user(tmp_path: Path) -> None:
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+    assert_joined_like_stock(tmp_path, gradient_accumulation_steps=3, options=lambda model: {"compute_loss_func": loss})
+
+
+# ---------------------------------------------------------------- traffic
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 5])
+def test_layers_are_fetched_and_gradients_leave_as_often_whatever_the_number_of_micro_batches(
+    tmp_path: Path, accumulation: int
+) -> None:
+    make = lambda: tiny_llama(num_hidden_layers=5)  # noqa: E731
+    arguments = {"gradient_accumulation_steps": accumulation, "max_steps": 3, "dataset": examples(30), "make": make}
+    _, together = run(tmp_path / "together", TOGETHER, **arguments)
+    _, apart = run(tmp_path / "apart", APART, **arguments)
+    _, one = run(tmp_path / "one", APART, **{**arguments, "gradient_accumulation_steps": 1})
+    assert together.fetches == one.fetches
+    assert max(together.fetches[1:]) <= 2 * 5
+    assert together.d2h_bytes == one.d2h_bytes
+    if accumulation > 1:
+        assert min(apart.fetches) > max(together.fetches)
+        assert min(apart.d2h_bytes) > max(together.d2h_bytes)
+
+
+def test_false_runs_micro_batch_by_micro_batch(tmp_path: Path) -> None:
+    arguments: Record = {"gradient_accumulation_steps": 3}
+    stock, seen = run(tmp_path / "stock", **arguments)
+    apart, watch = run(tmp_path / "apart", APART, **arguments)
+    assert_same_run(apart, stock)
+    assert watch.samples == seen.samples
+
+
+# ---------------------------------------------------------------- where joining isn't exact
+
+
+def assert_apart(folder: Path, caplog: pytest.LogCaptureFixture, reason: str, **arguments: Any) -> None:
+    """Nothing is joined, one line says why, and the run is the stock one."""
+    tolerance = arguments.pop("tolerance", TOLERANCE)
+    arguments = {"gradient_accumulation_steps": 3, "settings": TOGETHER, **arguments}
+    settings = arguments.pop("settings")
+    stock, seen = run(folder / "stock", **arguments)
+    with caplog.at_level(logging.INFO, logger="megatrain_accelerate"):
+        apart, watch = run(folder / "apart", settings, **arguments)
+    assert_same_run(apart, stock, tolerance)
+    assert watch.samples == seen.samples
+    lines = [record.getMessage() for record in caplog.records if "one by one" in record.getMessage()]
+    assert len(lines) == 1
+    assert reason in lines[0]
+
+
+def test_micro_batches_of_several_lengths_run_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert_apart(
+        tmp_path,
+        caplog,
+        "differs in shape between micro-batches",
+        dataset=ragged_examples(14),
+        options=lambda model: {"data_collator": Padding("right")},
+    )
+
+
+def test_a_run_that_was_joined_goes_on_apart_when_lengths_differ(tmp_path: Path) -> None:
+    dataset = [*examples(6, length=16), *examples(2, length=16), *examples(4, length=12), *examples(6, length=16)]
+    arguments: Record = {
+        "dataset": dataset,
+        "gradient_accumulation_steps": 3,
+        "train_sampling_strategy": "sequential",
+        "num_train_epochs": 2,
+        "max_steps": -1,
+    }
+    stock, _ = run(tmp_path / "stock", **arguments)
+    joined, watch = run(tmp_path / "joined", TOGETHER, **arguments)
+    assert_same_run(joined, stock, ACCUMULATED_TOLERANCE)
+    assert watch.samples == [6] + [2] * 15
+
+
+def tiny_mixtral(**changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+    }
+    return MixtralForCausalLM(MixtralConfig(**{**settings, **changes}))
+
+
+def test_experts_that_are_balanced_over_a_micro_batch_run_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make = lambda: tiny_mixtral(output_router_logits=True, router_aux_loss_coef=0.5)  # noqa: E731
+    assert_apart(tmp_path, caplog, "output_router_logits", make=make)
+
+
+def test_experts_without_a_balancing_loss_are_joined(tmp_path: Path) -> None:
+    assert_joined_like_stock(tmp_path, make=tiny_mixtral, gradient_accumulation_steps=3)
+
+
+def tiny_masked_lm() -> nn.Module:
+    """Averages its loss over the tokens of a micro-batch, though its forward takes any keyword argument."""
+    torch.manual_seed(0)
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=128,
+            hidden_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            intermediate_size=64,
+            max_position_embeddings=32,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+
+
+def test_a_loss_that_is_averaged_over_a_micro_batch_runs_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # SGD: the key biases' true gradient is zero, see tiny_llama().
+    assert_apart(tmp_path, caplog, "isn't a sum over tokens", make=tiny_masked_lm, optim="sgd", learning_rate=0.1)
+
+
+def test_a_loss_with_a_term_of_its_own_runs_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        own = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+        return own + 1e-2 * logits.square().mean()
+
+    options = lambda model: {"compute_loss_func": loss}  # noqa: E731
+    assert_apart(tmp_path, caplog, "isn't a sum over tokens", options=options)
+
+
+def test_a_trainer_with_a_loss_of_its_own_runs_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Doubled(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    assert_apart(tmp_path, caplog, "Doubled has a compute_loss of its own", trainer_class=Doubled)
+
+
+def test_a_model_with_statistics_of_the_batch_runs_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> nn.Module:
+        model = tiny_llama()
+        model.statistics = nn.BatchNorm1d(3)  # not used: its presence is enough
+        return model
+
+    def without_unused(model: nn.Module) -> Record:
+        model.statistics.requires_grad_(False)
+        return {}
+
+    assert_apart(tmp_path, caplog, "statistics takes statistics", make=make, options=without_unused)
+
+
+def test_a_batch_that_cannot_be_cut_for_certain_runs_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # 16 samples of 16 tokens: nobody can tell which dimension of the masks is which.
+    arguments: Record = {
+        "dataset": ragged_examples(32),
+        "options": lambda model: {"data_collator": lambda records: {k: v[:, :16] for k, v in _padded(records).items()}},
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "max_steps": 2,
+    }
+    assert_apart(tmp_path, caplog, "can't be cut into its micro-batches", **arguments)
+
+
+def _padded(records: Sequence[Record]) -> Record:
+    filler = {"input_ids": torch.ones(20, dtype=torch.long), "labels": torch.full((20,), -100)}
+    return {name: tensor[:-1] for name, tensor in Padding("right")([*records, filler]).items()}
+
+
+def test_first_micro_batches_without_labels_put_the_trial_off(tmp_path: Path) -> None:
+    unlabelled = [{**record, "labels": torch.full((16,), -100)} for record in examples(2)]
+    stock, seen = run(
+        tmp_path / "stock",
+        dataset=[*unlabelled, *examples(10)],
+        gradient_accumulation_steps=3,
+        train_sampling_strategy="sequential",
+        max_steps=4,
+    )
+    joined, watch = run(
+        tmp_path / "joined",
+        TOGETHER,
+        dataset=[*unlabelled, *examples(10)],
+        gradient_accumulation_steps=3,
+        train_sampling_strategy="sequential",
+        max_steps=4,
+    )
+    assert_same_run(joined, stock, ACCUMULATED_TOLERANCE)
+    assert watch.samples == [2, 2, 2, 6, 6, 6]
+    assert watch.events == seen.events
+
+
+# ---------------------------------------------------------------- what is joined
+
+
+def rows(count: int, **changes: Any) -> Record:
+    return {"input_ids": torch.zeros(count, 4, dtype=torch.long), "labels": torch.zeros(count, 4), **changes}
+
+
+def test_samples_are_joined_in_order() -> None:
+    first, second = examples(2), examples(1, seed=6)
+    stacked = [{key: torch.stack([r[key] for r in records]) for key in records[0]} for records in (first, second)]
+    joined = JoinedBatch.of(stacked)
+    assert joined.samples == 2
+    assert torch.equal(joined.inputs["input_ids"], torch.stack([r["input_ids"] for r in [*first, *second]]))
+
+
+@pytest.mark.parametrize(
+    ("batches", "reason"),
+    [
+        ([rows(2), rows(2, extra=torch.zeros(2))], "different things"),
+        ([rows(2), rows(2, labels=torch.zeros(2, 5))], "labels differs in shape"),
+        ([rows(2), rows(2, labels=torch.zeros(2, 4).long())], "labels differs in dtype"),
+        ([rows(1, cu_seq_lens_q=torch.tensor([0, 2, 4]))] * 2, "one row for each sample"),
+        ([rows(1, max_length_q=4)] * 2, "max_length_q isn't a tensor"),
+        ([rows(3, position_ids=torch.zeros(3, 3, 4))] * 2, "position_ids isn't a tensor with one row"),
+        ([(1, 2), (3, 4)], "tuple"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_joined_for_certain_is_named(batches: list[Any], reason: str) -> None:
+    with pytest.raises(CannotJoinError, match=reason):
+        JoinedBatch.of(batches)
+
+
+# ---------------------------------------------------------------- the plan's choice
+
+
+def decided(folder: Path, monkeypatch: pytest.MonkeyPatch, *, link: float, budget_gib: float, **changes: Any) -> Watch:
+    """A run under ``auto`` on a machine whose link is ``link`` times as fast as it computes."""
+    from megatrain_accelerate.planning.machine import Machine
+
+    speed = Machine(
+        device_flops=1e12, device_bytes=1e12, h2d_bytes=link, d2h_bytes=link, host_step_parameters=link
+    )
+    monkeypatch.setattr(device_plan, "measured_machine", lambda *args: speed)
+    settings = {"gpu_memory_gib": budget_gib, "device_layers": 0, "resident_layers": 0, **changes}
+    return run(folder, settings, gradient_accumulation_steps=3)[1]
+
+
+def test_auto_joins_where_the_link_bounds_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert decided(tmp_path, monkeypatch, link=1e6, budget_gib=1.0).samples == [6] * 6
+
+
+def test_auto_leaves_micro_batches_apart_where_nothing_is_gained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = decided(tmp_path, monkeypatch, link=1e18, budget_gib=1.0, device_layers=-1, keep_layers=3)
+    assert watch.samples == [2] * 18
+
+
+def test_auto_leaves_micro_batches_apart_that_do_not_fit_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert decided(tmp_path, monkeypatch, link=1e6, budget_gib=1e-4).samples == [2] * 18
+
+
+def test_auto_leaves_micro_batches_apart_without_a_budget(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert_apart(tmp_path, caplog, "no GPU whose memory the plan knows", settings={})
+
+
+# ---------------------------------------------------------------- resume
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_resume_in_and_between_epochs_is_bit_equal(tmp_path: Path, step: int) -> None:
+    def train(folder: Path, resume: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
+        with plugin(**TOGETHER):
+            model = tiny_llama(attention_dropout=0.3)
+            arguments = make_arguments(
+                folder,
+                bf16=True,
+                gradient_accumulation_steps=2,
+                save_strategy="no" if resume else "steps",
+                save_steps=1,
+                max_steps=5,
+            )
+            trainer = Trainer(model, arguments, train_dataset=examples(10))  # steps of 2, 2 and 1 micro-batches an epoch
+            trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}") if resume else None)
+            engine = engine_of(model)
+            assert engine is not None
+            assert engine.runtime.gradient_sums.is_made, "nothing was joined"
+            engine.drain()
+            return masters_of(engine, model), [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    masters, losses = train(tmp_path / "whole", resume=False)
+    resumed, resumed_losses = train(tmp_path / "resumed", resume=True)
+    assert resumed_losses == losses
+    for name, master in masters.items():
+        assert torch.equal(resumed[name], master), name
