@@ -76,10 +76,10 @@ class MegatrainConfig:
     default the whole batch."""
 
     join_micro_batches: bool | str = "auto"
-    """With ``gradient_accumulation_steps`` above 1, run a step's micro-batches as one batch, a layer at a time, where that gives
-    the same loss: layers are fetched, and gradients leave, once a step. Each layer's inputs of all micro-batches are held at
-    once, and dropout draws other numbers. ``auto``: where the plan predicts a faster step within the GPU memory; true: wherever
-    it is exact; false: never."""
+    """With the Trainer's ``gradient_accumulation_steps`` above 1, run a step's micro-batches as one batch, layer by layer,
+    where that gives the same loss: layers are fetched, and gradients leave, once a step. Each layer's inputs of all
+    micro-batches are held at once, and dropout draws other numbers. ``auto``: where the plan predicts a faster step within
+    the GPU memory; true: wherever it is exact; false: never."""
 
     gpu_memory_gib: float | None = None
     """GPU memory that the plan may fill, in GiB; by default 90% of what is free, since the allocator fragments it."""

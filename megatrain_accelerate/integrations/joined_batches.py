@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,9 @@ from megatrain_accelerate.planning.placement_search import WORTH_IT
 
 logger = logging.getLogger(__name__)
 
-_JOINER = "_megatrain_joiner"
+_joiners: weakref.WeakKeyDictionary[Engine, Joiner] = weakref.WeakKeyDictionary()
+"""Of the training in progress, or the last one, of each engine."""
+
 _STOCK_METHODS = ("get_batch_samples", "training_step", "compute_loss", "_prepare_inputs")
 
 
@@ -66,7 +69,7 @@ class JoinedBatch:
             for name, tensor in batch.items():
                 if tensor.shape[1:] != first[name].shape[1:]:
                     shapes = f"{tuple(first[name].shape)} and {tuple(tensor.shape)}"
-                    raise CannotJoinError(f"{name} differs in shape between micro-batches ({shapes}); padding is left to the user")
+                    raise CannotJoinError(f"{name} differs in shape between micro-batches ({shapes})")
                 if tensor.dtype != first[name].dtype or tensor.device != first[name].device:
                     raise CannotJoinError(f"{name} differs in dtype or device between micro-batches")
         joined = {name: torch.cat([batch[name] for batch in micro_batches]) for name in first}
@@ -147,12 +150,23 @@ class Joiner:
         self._next = 0
         self._joined: JoinedBatch | None = None
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether the plan was made for joined batches."""
+        return self._weighed_elements > 0
+
     def step_begins(self, micro_batches: list[Any]) -> None:
         """The Trainer fetched a step's micro-batches."""
         self._micro_batches, self._next, self._joined = micro_batches, 0, None
 
     def training_step(
-        self, original: Callable[..., torch.Tensor], trainer: Any, engine: Engine, model: nn.Module, inputs: Any, num_items: Any
+        self,
+        original: Callable[..., torch.Tensor],
+        trainer: Any,
+        engine: Engine,
+        model: nn.Module,
+        inputs: Any,
+        num_items: Any,
     ) -> torch.Tensor:
         """``Trainer.training_step`` on the next micro-batch: nothing for all but the last if they are joined."""
         place, count = self._next, len(self._micro_batches)
@@ -180,13 +194,13 @@ class Joiner:
                 _require_exact(trainer, model, num_items)
             joined = JoinedBatch.of(self._micro_batches)
             if not self._is_asked_for and not engine.device_plan.has_budget:
-                raise CannotJoinError("there is no GPU whose memory the plan knows; join_micro_batches: true joins them all the same")
+                raise CannotJoinError("there is no GPU memory to plan with (join_micro_batches: true does without a plan)")
             if not self._is_proven and not self._prove(trainer, engine, model, num_items):
                 return None
             self._weigh(trainer, engine, model, joined, num_items)
         except CannotJoinError as reason:
             self._is_refused = True
-            if self._weighed_elements:
+            if self.has_joined:
                 engine.device_plan.forget()
             logger.info("megatrain: the micro-batches of a step run one by one, because %s", reason)
             return None
@@ -247,7 +261,7 @@ class Joiner:
                     f"a step is predicted to take {together.time.seconds:.3f} s with all of them at once, and "
                     f"{apart.time.seconds:.3f} s without"
                 )
-        if not self._weighed_elements:
+        if not self.has_joined:
             logger.info(
                 "megatrain: the %d micro-batches of a step run as one batch, %d samples at a time in each layer",
                 len(self._micro_batches),
@@ -260,10 +274,11 @@ def _joiner_of(trainer: Any, engine: Engine | None) -> Joiner | None:
     """That of the training in progress; None where nothing is to be joined."""
     if engine is None or not engine.config.join_micro_batches or trainer.args.gradient_accumulation_steps < 2:
         return None
-    joiner: Joiner | None = trainer.__dict__.get(_JOINER)
+    joiner = _joiners.get(engine)
     if joiner is None or joiner.training is not trainer.state:
-        joiner = Joiner(trainer.state, is_asked_for=engine.config.join_micro_batches is True)
-        trainer.__dict__[_JOINER] = joiner
+        if joiner is not None and joiner.has_joined:
+            engine.device_plan.forget()
+        joiner = _joiners[engine] = Joiner(trainer.state, is_asked_for=engine.config.join_micro_batches is True)
     return joiner
 
 
