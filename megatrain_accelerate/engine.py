@@ -182,7 +182,7 @@ class Engine:
         self.training = True
         for unit in self.runtime.units:
             unit.allocate_gradients()
-        self.runtime.offloader.allocate_slots()
+        self.runtime.offloader.allocate_slots(any(not layer.unit.is_on_device for layer in self.runtime.layers))
 
     def _move_buffers(self, model: nn.Module) -> None:
         moved: dict[int, torch.Tensor] = {}

@@ -82,6 +82,8 @@ class DevicePlan:
         """Bytes that the engine holds on the device now, by what they hold."""
         units = self._runtime.units
         return {
+            "slots": self._runtime.prefetcher.device_bytes,
+            "gradient_slots": self._runtime.offloader.device_bytes,
             **self._fixed_bytes_by_kind(),
             "resident_layers": self._runtime.prefetcher.resident_bytes,
             "states": sum(_state_bytes(unit) - unit.layout.weight_bytes for unit in units if unit.is_on_device),
@@ -91,8 +93,6 @@ class DevicePlan:
     def _fixed_bytes_by_kind(self) -> dict[str, int]:
         """Those under any placement."""
         return {
-            "slots": self._runtime.prefetcher.device_bytes,
-            "gradient_slots": self._runtime.offloader.device_bytes,
             "resident": sum(group.device_bytes for group in self._runtime.groups),
             **({"gradient_sums": self._runtime.gradient_sums.planned_bytes} if self._config.micro_batch_size else {}),
         }
@@ -119,8 +119,19 @@ class DevicePlan:
             self.predicted_bytes = fixed_bytes + peak_bytes(outline, self.model_sizes(), self.placement)
             return
         if self._device.type == "cuda":
-            outline = measure_layers(model, self._runtime, inputs, outline)
+            outline = self._measured(model, inputs, outline)
         self._plan(outline, fixed_bytes, budget_bytes)
+
+    def _measured(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
+        try:
+            return measure_layers(model, self._runtime, inputs, outline)
+        except torch.OutOfMemoryError:
+            if self.placement == self._fixed_activations():
+                raise
+        # What an earlier plan put on the device for smaller batches makes room.
+        self._place(Placement())
+        torch.cuda.empty_cache()
+        return measure_layers(model, self._runtime, inputs, outline)
 
     def _plan(self, outline: StepOutline, fixed_bytes: int, budget_bytes: int) -> None:
         machine = measured_machine(self._device, self._runtime.kernels, self._runtime.register)
@@ -171,8 +182,10 @@ class DevicePlan:
             layers=[_sizes(layer.unit) for layer in runtime.layers],
             groups_before=[_sizes(group.unit) for group in runtime.groups if not group.comes_after_layers],
             groups_after=[_sizes(group.unit) for group in runtime.groups if group.comes_after_layers],
-            slots=len(runtime.prefetcher.slots),
-            gradient_slots=max(1, len(runtime.offloader.slots)),
+            slots=self._config.slots,
+            gradient_slots=self._config.gradient_slots,
+            slot_bytes=runtime.prefetcher.shared_bytes,
+            gradient_slot_bytes=runtime.offloader.slot_bytes,
             steps_in_backward=bool(runtime.offloader.layer_done_listeners),
             micro_batches=self.micro_batches,
             offloads_inputs=runtime.offloads_inputs,

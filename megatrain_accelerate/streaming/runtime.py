@@ -285,6 +285,8 @@ class StreamingRuntime:
             part.move_to_device(self.streams.device, kernels)
             self._moved(part.unit)
         self.prefetcher.give_own_slots(resident)
+        if self.offloader.takes_gradients:
+            self.offloader.allocate_slots(any(not layer.unit.is_on_device for layer in self.layers))
 
     def _moved(self, unit: HostUnit) -> None:
         for state in unit.states:
