@@ -111,7 +111,7 @@ def test_the_race_test_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> N
     model, batches = tiny_model(attn_implementation="eager"), token_batches(3)
     plain = plain_on_gpu(model, batches)
     _slow_copies(monkeypatch)
-    monkeypatch.setattr("megatrain_accelerate.streaming.meter.Meter.compute_waits_for", lambda *_: None)
+    monkeypatch.setattr("megatrain_accelerate.streaming.meter.Meter.compute_waits_for", lambda *_, **__: None)
     assert train_streamed(model, batches, device="cuda", max_norm=None).losses != plain.losses
 
 
