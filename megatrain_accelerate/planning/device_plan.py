@@ -50,7 +50,8 @@ class DevicePlan:
         self._runtime = runtime
         self._config = config
         self._device = device
-        self._show = show
+        self.show = show
+        """Whether this process shows the table."""
         self._planned_elements = 0
         self.micro_batches = 1
         """Backwards before each optimizer step."""
@@ -149,14 +150,15 @@ class DevicePlan:
         self.predicted_bytes = fixed_bytes + found.peak_bytes
         self.predicted_time = found.time
         self._place(found.placement)
-        if self._show:
+        if self.show:
             table = plan_table(found, self._runtime, self.predicted_bytes, budget_bytes, outline)
             print(table, file=sys.stderr, flush=True)
         if self.predicted_bytes > budget_bytes:
             held = {**self._fixed_bytes_by_kind(), "step": found.peak_bytes}
             logger.warning(
                 "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s) and %.1f GiB are planned with; if it "
-                "runs out of memory, lower per_device_train_batch_size or the sequence length",
+                "runs out of memory, set megatrain_config.micro_batch_size, or lower per_device_train_batch_size or the "
+                "sequence length",
                 self.predicted_bytes / GIB,
                 ", ".join(f"{kind} {count / GIB:.1f}" for kind, count in held.items()),
                 budget_bytes / GIB,
