@@ -140,7 +140,8 @@ class DevicePlan:
         choices = self._choices
         if not self._runtime.states_may_move or not can_step_on(self._device):
             choices = dataclasses.replace(choices, on_device=0)
-        host_bytes = max(0, available_host_bytes(self._config.host_memory_gib) - CONSTANT_OVERHEAD_BYTES)
+        host_bytes = available_host_bytes(self._config.host_memory_gib) - CONSTANT_OVERHEAD_BYTES
+        host_bytes -= sum(_sizes(unit).host_bytes for unit in self._runtime.units if unit.is_on_device)
         search = PlacementSearch(outline, sizes, machine, budget_bytes - fixed_bytes, choices, host_bytes)
         found = search.best()
         if found is None:

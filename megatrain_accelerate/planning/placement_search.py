@@ -62,7 +62,8 @@ class PlacementSearch:
         machine: its speeds.
         budget_bytes: device memory that the step may take besides what the engine holds in any case.
         choices: what is fixed.
-        host_budget_bytes: host memory that offloaded activations may take.
+        host_budget_bytes: host memory that offloaded activations could take if all units lived on the host; what moves to
+            the device makes room.
     """
 
     def __init__(
@@ -177,9 +178,16 @@ class PlacementSearch:
             kept = _most(self._count, lambda k: peak(k) <= self._budget)
         chosen = placement(max(0, kept))
         taken = peak_bytes(self._outline, self._model, chosen)
-        if taken > self._budget or self._offloaded_bytes(chosen) > self._host_budget:
+        if taken > self._budget or self._offloaded_bytes(chosen) > self._host_room(chosen):
             return None
         return Candidate(chosen, taken, simulate_step(self._outline, self._model, chosen, self._machine))
+
+    def _host_room(self, placement: Placement) -> int:
+        model = self._model
+        moved = sum(model.layers[i].host_bytes for i in placement.on_device)
+        if placement.groups_on_device:
+            moved += sum(unit.host_bytes for unit in [*model.groups_before, *model.groups_after])
+        return max(0, self._host_budget + moved)
 
     def _offloaded_bytes(self, placement: Placement) -> int:
         return sum(sent_bytes(self._outline, self._model, placement))

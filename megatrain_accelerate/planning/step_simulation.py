@@ -32,6 +32,11 @@ class UnitSizes:
     state_bytes: int
     """Weights, residuals and moments."""
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of a unit that lives there."""
+        return self.state_bytes + self.gradient_bytes
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:

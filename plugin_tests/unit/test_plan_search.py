@@ -184,9 +184,19 @@ def test_offloading_is_chosen_where_the_link_is_idle_and_host_memory_is_there() 
     best = found(SLOTS + 9 * 5 + 260, fast_link, offloaded=None)
     assert best is not None
     assert best.placement.offloaded
-    settled = PlacementSearch(outline(), model(), fast_link, SLOTS + 9 * 5 + 260, Choices(), host_budget_bytes=0).best()
+
+    def without_host_memory(**fixed: int) -> Candidate | None:
+        return PlacementSearch(
+            outline(), model(), fast_link, SLOTS + 9 * 5 + 260, Choices(**fixed), host_budget_bytes=0
+        ).best()
+
+    settled = without_host_memory(on_device=0)
     assert settled is not None
     assert not settled.placement.offloaded
+    # A layer that moves to the device leaves 140 bytes, the activations of two.
+    moved = without_host_memory(on_device=1)
+    assert moved is not None
+    assert len(moved.placement.offloaded) <= 2
 
 
 def test_accumulation_counts_the_gradients_that_wait_for_the_others() -> None:
@@ -197,3 +207,10 @@ def test_accumulation_counts_the_gradients_that_wait_for_the_others() -> None:
         simulate_step(outline(), two, placement, MACHINE).seconds
         > 1.9 * simulate_step(outline(), one, placement, MACHINE).compute
     )
+
+
+def test_a_host_without_room_is_no_reason_against_placements_that_offload_nothing() -> None:
+    search = PlacementSearch(outline(), model(), MACHINE, 10**6, Choices(), host_budget_bytes=-(10**9))
+    best = search.best()
+    assert best is not None
+    assert not best.placement.offloaded
