@@ -20,7 +20,7 @@ from megatrain_accelerate.planning.machine import measured_machine
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.placement_search import Candidate, Choices, PlacementSearch
 from megatrain_accelerate.planning.plan_table import plan_table
-from megatrain_accelerate.planning.step_outline import StepOutline, outline_step
+from megatrain_accelerate.planning.step_outline import StepOutline, evaluation_bytes, outline_step
 from megatrain_accelerate.planning.step_simulation import Model, StepTime, UnitSizes, peak_bytes, simulate_step
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.units import GIB, MIB
@@ -52,7 +52,9 @@ class DevicePlan:
         self._device = device
         self.show = show
         """Whether this process shows the table."""
-        self._planned_elements = 0
+        self._planned_elements = self._evaluated_elements = self._evaluation_bytes = 0
+        self._displaced: Placement | None = None
+        self._forwards_at_once = 1
         self.micro_batches = 1
         """Backwards before each optimizer step."""
         self.predicted_bytes = 0
@@ -98,9 +100,47 @@ class DevicePlan:
             **({"gradient_sums": self._runtime.gradient_sums.planned_bytes} if self._config.micro_batch_size else {}),
         }
 
+    def make_room(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        """Before a forward without gradients: what lives on the device leaves it if the forward wouldn't fit beside it.
+
+        It comes back with the next training forward. Logits of an evaluation are made whole.
+        """
+        moves = self.placement.on_device or self.placement.resident
+        if not moves or self._device.type != "cuda" or self._runtime.open_forwards:
+            return
+        elements = _elements(inputs)
+        if elements > self._evaluated_elements:
+            self._evaluated_elements = elements
+            try:
+                self._evaluation_bytes = evaluation_bytes(model, self._runtime, inputs, self._device)
+            except Exception as error:  # a model that looks at its data can't be run without any
+                logger.info("megatrain: an evaluation's memory can't be predicted for this model (%s)", error)
+        if self._evaluation_bytes > USABLE_SHARE_OF_DEVICE * self._free_bytes():
+            logger.info("megatrain: layers leave the GPU for an evaluation of %.1f GiB", self._evaluation_bytes / GIB)
+            self._displaced = self.placement
+            self._place(
+                dataclasses.replace(self.placement, resident=frozenset(), on_device=frozenset(), groups_on_device=False)
+            )
+            torch.cuda.empty_cache()
+
     def follow(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Plans for a training forward on ``inputs`` (keyword arguments of the model) if it is the largest so far."""
-        elements = sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
+        """Plans for a training forward on ``inputs`` (keyword arguments of the model) if it is the largest so far.
+
+        A forward that begins before the backward of another (a preference loss on two batches) is recomputed whole, and the
+        next plan leaves room for as many at once.
+        """
+        open_forwards = self._runtime.open_forwards
+        if open_forwards:
+            if open_forwards >= self._forwards_at_once:
+                self._forwards_at_once, self._planned_elements = open_forwards + 1, 0
+            self._runtime.kept_layers = self._runtime.offloaded_layers = frozenset()
+            return
+        self._runtime.kept_layers, self._runtime.offloaded_layers = self.placement.kept, self.placement.offloaded
+        if self._displaced is not None:
+            placement, self._displaced = self._displaced, None
+            torch.cuda.empty_cache()
+            self._place(placement)
+        elements = _elements(inputs)
         if elements <= self._planned_elements:
             return
         budget_bytes = self._budget_bytes()
@@ -116,6 +156,10 @@ class DevicePlan:
             self._place(self._fixed_activations())
             return
         fixed_bytes = sum(self._fixed_bytes_by_kind().values()) + LIBRARY_WORKSPACE_BYTES
+        # What the others that wait for their backward hold isn't more than what one takes that is recomputed.
+        every = Placement.of_counts(len(self._runtime.layers), on_device=len(self._runtime.layers))
+        states = sum(sizes.state_bytes for sizes in self.model_sizes().layers)
+        fixed_bytes += (self._forwards_at_once - 1) * (peak_bytes(outline, self.model_sizes(), every) - states)
         if not budget_bytes:
             self.predicted_bytes = fixed_bytes + peak_bytes(outline, self.model_sizes(), self.placement)
             return
@@ -200,8 +244,17 @@ class DevicePlan:
             return int(self._config.gpu_memory_gib * GIB)
         if self._device.type != "cuda":
             return 0
+        return int(USABLE_SHARE_OF_DEVICE * (self._free_bytes() + sum(self.held_bytes_by_kind().values())))
+
+    def _free_bytes(self) -> int:
+        """Bytes that nobody holds: neither another process, nor another model of this one, nor this engine."""
         free, _ = torch.cuda.mem_get_info(self._device)
-        return int(USABLE_SHARE_OF_DEVICE * (free + torch.cuda.memory_reserved(self._device)))
+        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return int(free + cached)
+
+
+def _elements(inputs: Mapping[str, Any]) -> int:
+    return sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
 
 
 def _fixed(setting: int | str) -> int | None:

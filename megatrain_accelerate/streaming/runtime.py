@@ -255,6 +255,11 @@ class StreamingRuntime:
             group.refresh_if_written()
             group.wait_for_step()
 
+    @property
+    def open_forwards(self) -> int:
+        """Forward passes whose backward is still to come: nothing may move before it."""
+        return len(self._open_tapes)
+
     # ------------------------------------------------------------------ placement
 
     def place(self, resident: Collection[int], on_device: Collection[int], groups_on_device: bool) -> None:

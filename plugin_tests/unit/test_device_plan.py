@@ -140,3 +140,57 @@ def test_a_model_that_looks_at_its_data_trains_without_a_plan() -> None:
     losses = [run.step(batch()) for _ in range(3)]
     assert losses[-1] < losses[0]
     assert run.engine.predicted_device_bytes == 0
+
+
+def test_an_evaluation_that_would_not_fit_moves_layers_off_until_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, plain = planned(200, device_layers=3, resident_layers=2), planned(200, device_layers=3, resident_layers=2)
+    for training in (run, plain):
+        training.step(batch())
+    plan, before = run.engine.device_plan, run.engine.device_plan.placement
+    monkeypatch.setattr(plan, "_device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(device_plan, "evaluation_bytes", lambda *_: 10 * MIB)
+    free = {"bytes": 100 * MIB}
+    monkeypatch.setattr(plan, "_free_bytes", lambda: free["bytes"])
+    run.model.eval()
+    with torch.no_grad():
+        roomy = run.model(input_ids=batch()).logits
+        assert plan.placement == before
+        free["bytes"] = MIB
+        tight = run.model(input_ids=batch()).logits
+    assert torch.equal(roomy, tight)
+    assert not any(unit.is_on_device for unit in run.engine.runtime.units)
+    monkeypatch.setattr(plan, "_device", torch.device("cpu"))
+    run.model.train()
+    assert run.step(batch()) == plain.step(batch())
+    assert plan.placement == before
+    assert sum(layer.unit.is_on_device for layer in run.engine.runtime.layers) == 3
+
+
+def test_an_evaluation_is_predicted_to_make_its_logits_whole() -> None:
+    run = planned(200)
+    inputs = {"input_ids": batch()}
+    run.model.eval()
+    predicted = device_plan.evaluation_bytes(run.model, run.engine.runtime, inputs, run.engine.device)
+    logits = batch().numel() * 512 * 2
+    assert logits < predicted < 5 * logits
+
+
+def test_two_forwards_before_one_backward_find_room_and_nothing_moves_between() -> None:
+    losses = []
+    for settings in ({"device_layers": 0, "resident_layers": 0, "keep_layers": 0}, {}):
+        run = planned(14, **settings)
+        found = []
+        for _ in range(4):
+            first = run.model(input_ids=batch(32), labels=batch(32)).loss
+            version = [unit.version for unit in run.engine.runtime.units]
+            second = run.model(input_ids=batch(64), labels=batch(64)).loss
+            assert [unit.version for unit in run.engine.runtime.units] == version
+            (first - 0.5 * second).backward()
+            found += [first.item(), second.item()]
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        losses.append(found)
+        assert run.engine.predicted_device_bytes <= 14 * MIB + LIBRARY_WORKSPACE_BYTES
+        run.engine.close()
+    assert losses[0] == losses[1]
