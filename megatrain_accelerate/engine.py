@@ -182,7 +182,7 @@ class Engine:
         self.training = True
         for unit in self.runtime.units:
             unit.allocate_gradients()
-        self.runtime.offloader.allocate_slots()
+        self.runtime.offloader.allocate_slots(any(not layer.unit.is_on_device for layer in self.runtime.layers))
 
     def _move_buffers(self, model: nn.Module) -> None:
         moved: dict[int, torch.Tensor] = {}
@@ -280,8 +280,12 @@ class Engine:
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Checks the model, and lets the plan see the batch."""
         self._refuse_replaced(model)
-        if self.training and model.training and torch.is_grad_enabled() and not args:
+        if args:
+            return
+        if self.training and model.training and torch.is_grad_enabled():
             self.device_plan.follow(model, kwargs)
+        elif not torch.is_grad_enabled():
+            self.device_plan.make_room(model, kwargs)
 
     def _refuse_replaced(self, model: nn.Module) -> None:
         """The model must compute with what was adopted. Parameters inside layers are checked when the layer runs.

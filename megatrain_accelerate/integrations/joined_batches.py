@@ -200,8 +200,7 @@ class Joiner:
             self._weigh(trainer, engine, model, joined, num_items)
         except CannotJoinError as reason:
             self._is_refused = True
-            if self.has_joined:
-                engine.device_plan.forget()
+            engine.device_plan.forget()
             logger.info("megatrain: the micro-batches of a step run one by one, because %s", reason)
             return None
         return joined

@@ -32,6 +32,11 @@ class UnitSizes:
     state_bytes: int
     """Weights, residuals and moments."""
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of a unit that lives there."""
+        return self.state_bytes + self.gradient_bytes
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:
@@ -43,6 +48,9 @@ class Model:
     groups_after: Sequence[UnitSizes]
     slots: int
     gradient_slots: int
+    slot_bytes: int
+    """Of all weight slots, and of all gradient slots, where any layer uses them."""
+    gradient_slot_bytes: int
     steps_in_backward: bool
     micro_batches: int
     """Backwards before a step."""
@@ -130,6 +138,8 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
     peak = outline.tail_peak_bytes
     held = sum(model.layers[i].state_bytes for i in placement.on_device)
     held += sum(model.layers[i].weight_bytes for i in placement.resident)
+    held += model.slot_bytes if len(placement.on_device | placement.resident) < len(model.layers) else 0
+    held += model.gradient_slot_bytes if len(placement.on_device) < len(model.layers) else 0
     groups = [*model.groups_before, *model.groups_after]
     held += sum(unit.state_bytes - unit.weight_bytes for unit in groups) if placement.groups_on_device else 0
     if model.micro_batches > 1:
