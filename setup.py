@@ -60,7 +60,9 @@ setup(
         Extension(
             "megatrain_accelerate.optim._host_kernels",
             sources=[f"{CSRC}/kernels.cpp"],
-            depends=[f"{CSRC}/{name}.h" for name in ("adamw", "instruction_sets", "split_master", "thread_pool")],
+            depends=[
+                f"{CSRC}/{name}.h" for name in ("adamw", "gradient_sum", "instruction_sets", "split_master", "thread_pool")
+            ],
             extra_compile_args=COMPILE_FLAGS,
             extra_link_args=["-pthread"],
             language="c++",

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from megatrain_accelerate.errors import KernelError
-from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
+from megatrain_accelerate.optim.adam_arguments import AdamArguments
+from megatrain_accelerate.optim.kernel import HostKernels
 
 _BLOCK = 1024
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
+from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.device_kernel import StepKernels
-from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
+from megatrain_accelerate.optim.kernel import HostKernels
 
 
 @dataclasses.dataclass(frozen=True)
