@@ -56,13 +56,13 @@ def add_by_hand(hi: int, lo: int | None, new: int) -> tuple[int, int]:
 def test_accumulate_split_is_an_fp32_addition_of_every_bit_pattern(count: int, has_residual: bool) -> None:
     hi, lo, new = (random_bits(count, torch.int16, seed) for seed in (1, 2, 3))
     expected = [
-        add_by_hand(h & 0xFFFF, l & 0xFFFF if has_residual else None, n & 0xFFFF)
-        for h, l, n in zip(hi.tolist(), lo.tolist(), new.tolist(), strict=True)
+        add_by_hand(high & 0xFFFF, low & 0xFFFF if has_residual else None, add & 0xFFFF)
+        for high, low, add in zip(hi.tolist(), lo.tolist(), new.tolist(), strict=True)
     ]
     for kernels in all_kernels():
         ours_hi, ours_lo = hi.clone(), lo.clone()
         kernels.accumulate_split(ours_hi.view(torch.bfloat16), ours_lo, new.view(torch.bfloat16), has_residual)
-        found = [(h & 0xFFFF, l & 0xFFFF) for h, l in zip(ours_hi.tolist(), ours_lo.tolist(), strict=True)]
+        found = [(high & 0xFFFF, low & 0xFFFF) for high, low in zip(ours_hi.tolist(), ours_lo.tolist(), strict=True)]
         assert found == expected
         kernels.close()
 
