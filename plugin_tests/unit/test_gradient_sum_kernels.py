@@ -45,16 +45,26 @@ def split_by_hand(bits: int) -> tuple[int, int]:
 def add_by_hand(hi: int, lo: int | None, new: int) -> tuple[int, int]:
     """One element: the sum so far and the new gradient as fp32 numbers, added by numpy, split again."""
     low = 0 if lo is None else lo - 0x10000 if lo & 0x8000 else lo
+    if hi & 0x7FFF == 0:  # somebody zeroed the gradient: a negative residual isn't the sum's
+        low = max(low, 0)
     earlier = np.uint32(((hi << 16) + low) & 0xFFFFFFFF).view(np.float32)
     with np.errstate(all="ignore"):
         total = np.float32(earlier + np.uint32(new << 16).view(np.float32))
     return split_by_hand(QUIET_NAN if np.isnan(total) else int(total.view(np.uint32)))
 
 
+def with_zeros(bits: torch.Tensor) -> torch.Tensor:
+    """Every fourth number a zero, of both signs."""
+    bits[::4] = 0
+    bits[1::8] = -0x8000
+    return bits
+
+
 @pytest.mark.parametrize("has_residual", [True, False])
 @pytest.mark.parametrize("count", [0, 1, 17, 20011])
 def test_accumulate_split_is_an_fp32_addition_of_every_bit_pattern(count: int, has_residual: bool) -> None:
     hi, lo, new = (random_bits(count, torch.int16, seed) for seed in (1, 2, 3))
+    hi = with_zeros(hi)
     expected = [
         add_by_hand(high & 0xFFFF, low & 0xFFFF if has_residual else None, add & 0xFFFF)
         for high, low, add in zip(hi.tolist(), lo.tolist(), new.tolist(), strict=True)
@@ -74,6 +84,20 @@ def test_a_sum_that_is_not_a_number_shows_in_its_bf16_half() -> None:
     kernels.accumulate_split(hi, lo, torch.tensor([1.0, -float("inf"), float("nan"), 1.0], dtype=torch.bfloat16), True)
     assert hi.isnan().tolist() == [True, True, True, False]
     assert hi[3] == float("inf")
+    kernels.close()
+
+
+def test_a_residual_beside_a_gradient_that_was_zeroed_is_no_nan() -> None:
+    kernels = HostKernels(1)
+    hi, lo = torch.zeros(4, dtype=torch.bfloat16), torch.tensor([-1, -30000, 30000, 0], dtype=torch.int16)
+    # Positive ones are the bits of a denormal number below 5e-41.
+    assert kernels.square_sum_split(hi, lo) < 1e-80
+    state = [torch.ones(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int16), torch.zeros(4), torch.zeros(4)]
+    kernels.adamw_split(*state, hi, PLAIN, lo)
+    assert all(bool(tensor.isfinite().all()) for tensor in state)
+    kernels.accumulate_split(hi, lo, torch.ones(4, dtype=torch.bfloat16), True)
+    assert hi.tolist() == [1.0] * 4
+    assert lo.tolist() == [0] * 4
     kernels.close()
 
 

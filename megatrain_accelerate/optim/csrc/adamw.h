@@ -18,6 +18,7 @@
 
 #include <cstdint>
 
+#include "gradient_sum.h"
 #include "split_master.h"
 
 namespace megatrain {
@@ -78,7 +79,7 @@ struct AdamSplitJob {
       const float weight = join_master(hi_[i], lo_[i]);
       float gradient;
       if constexpr (kGradSplit) {
-        gradient = join_master(grad_[i], grad_lo_[i]);
+        gradient = join_sum(grad_[i], grad_lo_[i]);
       } else {
         gradient = bf16_to_float(grad_[i]);
       }

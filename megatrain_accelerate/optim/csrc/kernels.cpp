@@ -76,7 +76,7 @@ struct FloatValues {
 struct SplitValues {
   const uint16_t* hi;
   const int16_t* lo;
-  MEGATRAIN_INLINE double operator[](int64_t i) const { return join_master(hi[i], lo[i]); }
+  MEGATRAIN_INLINE double operator[](int64_t i) const { return join_sum(hi[i], lo[i]); }
 };
 
 // Sums of squares, one for each grain, so that their total doesn't depend on who computed which.
