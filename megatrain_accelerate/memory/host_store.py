@@ -351,3 +351,13 @@ def planned_host_bytes(layouts: Iterable[FlatLayout], training: bool, fp32_sums:
         if fp32_sums:
             parts["gradient_residuals"] = parts.get("gradient_residuals", 0) + 2 * layout.split_elements
     return parts
+
+
+def held_host_bytes(units: Iterable[HostUnit]) -> dict[str, int]:
+    """Bytes of host memory that the units hold now, by what they hold; nothing for those that live on the device."""
+    total: dict[str, int] = {}
+    for unit in units:
+        if not unit.is_on_device:
+            for kind, count in unit.bytes_by_kind().items():
+                total[kind] = total.get(kind, 0) + count
+    return total

@@ -22,6 +22,7 @@ from megatrain_accelerate.streaming.activation_offload import ActivationOffloade
 from megatrain_accelerate.streaming.call_order import CallOrder, Tape
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
 from megatrain_accelerate.streaming.device_slots import WeightSlot
+from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader, NormTable
 from megatrain_accelerate.streaming.layer import StreamedLayer, UpdateGate
 from megatrain_accelerate.streaming.layer_function import LayerCall, LayerFunction, OutputRecorder, RunContext
@@ -82,6 +83,13 @@ class StreamingRuntime:
         self.config = config
         self.register = register
         self.norms = NormTable(self.units, register)
+        self.sums = Fp32Sums(
+            [*self.layers, *self.groups],
+            device=streams.device,
+            kernels=kernels,
+            is_wanted=config.accumulation_dtype == "fp32",
+            host_memory_gib=config.host_memory_gib,
+        )
         self.prefetcher = Prefetcher(self.layers, config.slots, streams, meter)
         self.offloader = GradientOffloader(
             self.layers,
@@ -91,6 +99,7 @@ class StreamingRuntime:
             kernels=kernels,
             meter=meter,
             norms=self.norms,
+            sums=self.sums,
             register=register,
         )
         self.gradients_complete: Callable[[], bool] = lambda: True
@@ -134,6 +143,8 @@ class StreamingRuntime:
             for state in group.unit.states:
                 if state.entry.spec.trainable:
                     self._handles.append(state.parameter.register_post_accumulate_grad_hook(hook))
+        residents = [state for group in self.groups for state in group.unit.states if state.entry.spec.trainable]
+        self._handles += self.sums.watch(residents)
         self._dry_run: LayerRunner | None = None
         self._in_backward = False
         self._open_tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
@@ -224,11 +235,12 @@ class StreamingRuntime:
     def resident_gradient_ready(self, parameter: torch.Tensor) -> None:
         """A resident's gradient is complete: its copy to the host begins under the layers' backward."""
         self._backward_begins()
+        self.sums.take_up(self._states[id(parameter)])
         self._refuse_clipped([parameter])
         self.norms.forget(parameter)
         if self.gradients_complete():
             group = self._group_of[id(parameter)]
-            group.fetch_gradients(self.norms, only=parameter)
+            group.fetch_gradients(self.norms, self.sums, only=parameter)
 
     def _backward_ends(self) -> None:
         self._in_backward = False
@@ -302,7 +314,7 @@ class StreamingRuntime:
         for parameter, _ in self._clip_factors.values():
             self._refuse_written_after_clipping(parameter)
         for group in self.groups:
-            group.fetch_gradients(self.norms)
+            group.fetch_gradients(self.norms, self.sums)
         for group in self.groups:
             group.wait_for_gradients()
 
@@ -323,7 +335,7 @@ class StreamingRuntime:
             if row is None:
                 raise StateError("total_norm() was given a parameter that this engine doesn't train")
             if not self.norms.is_current(parameter):
-                self.norms.norms[row] = torch.linalg.vector_norm(parameter.grad.float(), 2.0)
+                self.norms.norms[row] = self.sums.norms([self._states[id(parameter)]])[0]
                 self.norms.note(parameter, parameter.grad)
             rows.append(row)
             factors.append(self._clip_factors.get(id(parameter), (parameter, 1.0))[1])
@@ -361,7 +373,8 @@ class StreamingRuntime:
             self._refuse_written_after_clipping(parameter)
             if parameter.grad is not None:
                 with torch.no_grad():
-                    parameter.grad.mul_(factor)
+                    self.sums.scale(self._states[id(parameter)], factor)
+                self.norms.forget(parameter)
         self._clip_factors.clear()
 
     def _refuse_written_after_clipping(self, parameter: torch.Tensor) -> None:
