@@ -148,8 +148,13 @@ class Fp32Sums:
         return self._device_kernels
 
     def scale(self, state: ParameterState, factor: float) -> None:
-        """Multiplies ``parameter.grad``, in fp32 where it can be summed so."""
+        """Multiplies ``parameter.grad``, to which others are about to be added, in fp32 where it can be summed so.
+
+        Raises:
+            HostMemoryError, KernelError: see :meth:`prepare`.
+        """
         assert state.parameter.grad is not None
+        self.prepare()
         running = self.running(state)
         if running is None:
             state.parameter.grad.mul_(factor)

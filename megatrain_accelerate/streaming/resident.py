@@ -55,14 +55,14 @@ class ResidentGroup:
 
     def _show_device_weights(self) -> None:
         for state in self.unit.states:
-            # A clone also where the device is the CPU: the device's copy and the host's must not be one there either.
+            # Clones also where the device is the CPU: the device's copies and the host's must not be one there either.
             on_device = self.unit.is_on_device
             weight = state.weight if on_device else state.weight.to(self._streams.device, copy=True)
             self._device_weights[id(state)] = weight
             is_sum = state.has_fp32_sum
             gradient, state.parameter.grad = state.parameter.grad, None
             state.parameter.data = weight
-            state.parameter.grad = gradient if gradient is None else gradient.to(self._streams.device)
+            state.parameter.grad = gradient if gradient is None else gradient.to(self._streams.device, copy=not on_device)
             state.seen_version = state.parameter._version
             self._place_sum_residual(state)
             if is_sum:
