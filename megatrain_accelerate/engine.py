@@ -177,8 +177,7 @@ class Engine:
             HostMemoryError: it doesn't fit; nothing is allocated then.
         """
         if not self.training:
-            layouts = [unit.layout for unit in self.runtime.units]
-            parts = planned_host_bytes(layouts, training=True)
+            parts = planned_host_bytes((unit.layout for unit in self.runtime.units), training=True)
             more = {kind: parts[kind] for kind in ("gradients", "moments")}
             require_host_bytes(sum(more.values()), 0, more, self.config.host_memory_gib)
             self._allocate_for_training()
@@ -187,7 +186,7 @@ class Engine:
         self.training = True
         for unit in self.runtime.units:
             unit.allocate_gradients()
-        self.runtime.offloader.allocate_slots()
+        self.runtime.offloader.allocate_slots(any(not layer.unit.is_on_device for layer in self.runtime.layers))
 
     def _move_buffers(self, model: nn.Module) -> None:
         moved: dict[int, torch.Tensor] = {}
@@ -246,8 +245,7 @@ class Engine:
         ]
         parts = planned_host_bytes(layouts, training, fp32_sums)
         own = anonymous_bytes(p for group in groups for _, p in group if p.device.type == "cpu")
-        remedy = BF16_REMEDY if fp32_sums else ""
-        require_host_bytes(sum(parts.values()), own, parts, self.config.host_memory_gib, remedy)
+        require_host_bytes(sum(parts.values()), own, parts, self.config.host_memory_gib, BF16_REMEDY if fp32_sums else "")
         self.parameter_count = sum(layout.parameter_count for layout in layouts)
 
     def _progress(self, discovery: Discovery, show: bool) -> Any:
@@ -286,8 +284,12 @@ class Engine:
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Checks the model, and lets the plan see the batch."""
         self._refuse_replaced(model)
-        if self.training and model.training and torch.is_grad_enabled() and not args:
+        if args:
+            return
+        if self.training and model.training and torch.is_grad_enabled():
             self.device_plan.follow(model, kwargs)
+        elif not torch.is_grad_enabled():
+            self.device_plan.make_room(model, kwargs)
 
     def _refuse_replaced(self, model: nn.Module) -> None:
         """The model must compute with what was adopted. Parameters inside layers are checked when the layer runs.

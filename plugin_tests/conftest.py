@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +18,11 @@ os.environ["MPLBACKEND"] = "Agg"
 os.environ.setdefault("WANDB_MODE", "disabled")
 for name in ("MEGATRAIN_ACTIVE", "MEGATRAIN_CONFIG", "MEGATRAIN_DISABLE", "WANDB_API_KEY"):
     os.environ.pop(name, None)
+
+# What the plugin measures of this machine stays out of the user's cache.
+_CACHE = tempfile.mkdtemp(prefix="megatrain_tests_")
+os.environ["XDG_CACHE_HOME"] = _CACHE
+atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 
 # Models here are tiny: one thread is faster than two that wait for each other, in tests and in what they start.
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -193,7 +193,8 @@ def run_trainer(
         engine = engine_of(trainer.model)
         assert (engine is not None) == streamed, "the run must be streamed if and only if the plugin is on"
         if engine is not None:
-            assert engine.runtime.meter.counters.weight_fetches > 0
+            on_device = all(layer.unit.is_on_device for layer in engine.runtime.layers)
+            assert on_device or engine.runtime.meter.counters.weight_fetches > 0
         return TrainerRun(trainer, initial, snapshot(trainer.model))
 
 

@@ -163,7 +163,10 @@ class Telemetry:
                 values[f"host_{kind}_gib"] = count / GIB
             for kind, count in self._engine.device_bytes_by_kind().items():
                 values[f"gpu_{kind}_gib"] = count / GIB
-            values["kept_layers"] = float(len(self._engine.runtime.kept_layers))
+            placement = self._engine.device_plan.placement
+            for name in ("kept", "offloaded", "resident"):
+                values[f"{name}_layers"] = float(len(getattr(placement, name)))
+            values["device_layers"] = float(len(placement.on_device))
         if self._engine.device.type == "cuda":
             values["gpu_predicted_gib"] = self._engine.predicted_device_bytes / GIB
             values["gpu_peak_gib"] = torch.cuda.max_memory_allocated(self._engine.device) / GIB

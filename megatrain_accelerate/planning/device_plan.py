@@ -20,7 +20,7 @@ from megatrain_accelerate.planning.machine import measured_machine
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.placement_search import Candidate, Choices, PlacementSearch
 from megatrain_accelerate.planning.plan_table import plan_table
-from megatrain_accelerate.planning.step_outline import StepOutline, outline_step
+from megatrain_accelerate.planning.step_outline import StepOutline, evaluation_bytes, outline_step
 from megatrain_accelerate.planning.step_simulation import Model, StepTime, UnitSizes, peak_bytes, simulate_step
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.units import GIB, MIB
@@ -50,8 +50,11 @@ class DevicePlan:
         self._runtime = runtime
         self._config = config
         self._device = device
-        self._show = show
-        self._planned_elements = 0
+        self.show = show
+        """Whether this process shows the table."""
+        self._planned_elements = self._evaluated_elements = self._evaluation_bytes = 0
+        self._displaced: Placement | None = None
+        self._forwards_at_once = 1
         self.micro_batches = 1
         """Backwards before each optimizer step."""
         self.predicted_bytes = 0
@@ -82,6 +85,8 @@ class DevicePlan:
         """Bytes that the engine holds on the device now, by what they hold."""
         units = self._runtime.units
         return {
+            "slots": self._runtime.prefetcher.device_bytes,
+            "gradient_slots": self._runtime.offloader.device_bytes,
             **self._fixed_bytes_by_kind(),
             "resident_layers": self._runtime.prefetcher.resident_bytes,
             "states": sum(_state_bytes(unit) - unit.layout.weight_bytes for unit in units if unit.is_on_device),
@@ -99,15 +104,51 @@ class DevicePlan:
     def _fixed_bytes_by_kind(self) -> dict[str, int]:
         """Those under any placement."""
         return {
-            "slots": self._runtime.prefetcher.device_bytes,
-            "gradient_slots": self._runtime.offloader.device_bytes,
             "resident": sum(group.device_bytes for group in self._runtime.groups),
             **({"gradient_sums": self._runtime.gradient_sums.planned_bytes} if self._config.micro_batch_size else {}),
         }
 
+    def make_room(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        """Before a forward without gradients: what lives on the device leaves it if the forward wouldn't fit beside it.
+
+        It comes back with the next training forward. Logits of an evaluation are made whole.
+        """
+        moves = self.placement.on_device or self.placement.resident
+        if not moves or self._device.type != "cuda" or self._runtime.open_forwards:
+            return
+        elements = _elements(inputs)
+        if elements > self._evaluated_elements:
+            self._evaluated_elements = elements
+            try:
+                self._evaluation_bytes = evaluation_bytes(model, self._runtime, inputs, self._device)
+            except Exception as error:  # a model that looks at its data can't be run without any
+                logger.info("megatrain: an evaluation's memory can't be predicted for this model (%s)", error)
+        if self._evaluation_bytes > USABLE_SHARE_OF_DEVICE * self._free_bytes():
+            logger.info("megatrain: layers leave the GPU for an evaluation of %.1f GiB", self._evaluation_bytes / GIB)
+            self._displaced = self.placement
+            self._place(
+                dataclasses.replace(self.placement, resident=frozenset(), on_device=frozenset(), groups_on_device=False)
+            )
+            torch.cuda.empty_cache()
+
     def follow(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Plans for a training forward on ``inputs`` (keyword arguments of the model) if it is the largest so far."""
-        elements = sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
+        """Plans for a training forward on ``inputs`` (keyword arguments of the model) if it is the largest so far.
+
+        A forward that begins before the backward of another (a preference loss on two batches) is recomputed whole, and the
+        next plan leaves room for as many at once.
+        """
+        open_forwards = self._runtime.open_forwards
+        if open_forwards:
+            if open_forwards >= self._forwards_at_once:
+                self._forwards_at_once, self._planned_elements = open_forwards + 1, 0
+            self._runtime.kept_layers = self._runtime.offloaded_layers = frozenset()
+            return
+        self._runtime.kept_layers, self._runtime.offloaded_layers = self.placement.kept, self.placement.offloaded
+        if self._displaced is not None:
+            placement, self._displaced = self._displaced, None
+            torch.cuda.empty_cache()
+            self._place(placement)
+        elements = _elements(inputs)
         if elements <= self._planned_elements:
             return
         budget_bytes = self._budget_bytes()
@@ -123,12 +164,27 @@ class DevicePlan:
             self._place(self._fixed_activations())
             return
         fixed_bytes = sum(self._fixed_bytes_by_kind().values()) + LIBRARY_WORKSPACE_BYTES
+        # What the others that wait for their backward hold isn't more than what one takes that is recomputed.
+        every = Placement.of_counts(len(self._runtime.layers), on_device=len(self._runtime.layers))
+        states = sum(sizes.state_bytes for sizes in self.model_sizes().layers)
+        fixed_bytes += (self._forwards_at_once - 1) * (peak_bytes(outline, self.model_sizes(), every) - states)
         if not budget_bytes:
             self.predicted_bytes = fixed_bytes + peak_bytes(outline, self.model_sizes(), self.placement)
             return
         if self._device.type == "cuda":
-            outline = measure_layers(model, self._runtime, inputs, outline)
+            outline = self._measured(model, inputs, outline)
         self._plan(outline, fixed_bytes, budget_bytes)
+
+    def _measured(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
+        try:
+            return measure_layers(model, self._runtime, inputs, outline)
+        except torch.OutOfMemoryError:
+            if self.placement == self._fixed_activations():
+                raise
+        # What an earlier plan put on the device for smaller batches makes room.
+        self._place(Placement())
+        torch.cuda.empty_cache()
+        return measure_layers(model, self._runtime, inputs, outline)
 
     def _plan(self, outline: StepOutline, fixed_bytes: int, budget_bytes: int) -> None:
         machine = measured_machine(self._device, self._runtime.kernels, self._runtime.register)
@@ -136,7 +192,8 @@ class DevicePlan:
         choices = self._choices
         if not self._runtime.states_may_move or not can_step_on(self._device):
             choices = dataclasses.replace(choices, on_device=0)
-        host_bytes = max(0, available_host_bytes(self._config.host_memory_gib) - CONSTANT_OVERHEAD_BYTES)
+        host_bytes = available_host_bytes(self._config.host_memory_gib) - CONSTANT_OVERHEAD_BYTES
+        host_bytes -= sum(self._sizes(unit).host_bytes for unit in self._runtime.units if unit.is_on_device)
         search = PlacementSearch(outline, sizes, machine, budget_bytes - fixed_bytes, choices, host_bytes)
         found = search.best()
         if found is None:
@@ -146,14 +203,15 @@ class DevicePlan:
         self.predicted_bytes = fixed_bytes + found.peak_bytes
         self.predicted_time = found.time
         self._place(found.placement)
-        if self._show:
+        if self.show:
             table = plan_table(found, self._runtime, self.predicted_bytes, budget_bytes, outline)
             print(table, file=sys.stderr, flush=True)
         if self.predicted_bytes > budget_bytes:
             held = {**self._fixed_bytes_by_kind(), "step": found.peak_bytes}
             logger.warning(
                 "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s) and %.1f GiB are planned with; if it "
-                "runs out of memory, lower per_device_train_batch_size or the sequence length",
+                "runs out of memory, set megatrain_config.micro_batch_size, or lower per_device_train_batch_size or the "
+                "sequence length",
                 self.predicted_bytes / GIB,
                 ", ".join(f"{kind} {count / GIB:.1f}" for kind, count in held.items()),
                 budget_bytes / GIB,
@@ -179,8 +237,10 @@ class DevicePlan:
             layers=[self._sizes(layer.unit) for layer in runtime.layers],
             groups_before=[self._sizes(group.unit) for group in runtime.groups if not group.comes_after_layers],
             groups_after=[self._sizes(group.unit) for group in runtime.groups if group.comes_after_layers],
-            slots=len(runtime.prefetcher.slots),
-            gradient_slots=max(1, len(runtime.offloader.slots)),
+            slots=self._config.slots,
+            gradient_slots=self._config.gradient_slots,
+            slot_bytes=runtime.prefetcher.shared_bytes,
+            gradient_slot_bytes=runtime.offloader.slot_bytes,
             steps_in_backward=bool(runtime.offloader.layer_done_listeners),
             micro_batches=self.micro_batches,
             offloads_inputs=runtime.offloads_inputs,
@@ -188,7 +248,7 @@ class DevicePlan:
 
     def _sizes(self, unit: HostUnit) -> UnitSizes:
         layout = unit.layout
-        sum_bytes = 2 * layout.split_elements if self._runtime.sums.is_wanted else 0
+        sum_bytes = 2 * layout.split_elements if self._runtime.sums.is_wanted and self.micro_batches > 1 else 0
         return UnitSizes(layout.weight_bytes, layout.gradient_bytes, layout.state_elements, _state_bytes(unit), sum_bytes)
 
     def _budget_bytes(self) -> int:
@@ -197,8 +257,17 @@ class DevicePlan:
             return int(self._config.gpu_memory_gib * GIB)
         if self._device.type != "cuda":
             return 0
+        return int(USABLE_SHARE_OF_DEVICE * (self._free_bytes() + sum(self.held_bytes_by_kind().values())))
+
+    def _free_bytes(self) -> int:
+        """Bytes that nobody holds: neither another process, nor another model of this one, nor this engine."""
         free, _ = torch.cuda.mem_get_info(self._device)
-        return int(USABLE_SHARE_OF_DEVICE * (free + torch.cuda.memory_reserved(self._device)))
+        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return int(free + cached)
+
+
+def _elements(inputs: Mapping[str, Any]) -> int:
+    return sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
 
 
 def _fixed(setting: int | str) -> int | None:

@@ -24,7 +24,9 @@ from megatrain_accelerate.streaming.layer_function import bound_weights
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
-_ROUNDS = 2
+_SUSTAINED_SECONDS = 0.8
+"""A GPU that has just begun to work is faster than one that is at its power limit: rounds are made until it is warm."""
+_MOST_ROUNDS = 12
 
 
 class _AllLayersRan(Exception):
@@ -133,7 +135,8 @@ def _measure(
 
     try:
         with _buffers_put_back(layer.module):
-            for _ in range(_ROUNDS):  # the first compiles, and chooses kernels
+            spent = 0.0
+            for position in range(_MOST_ROUNDS):
                 cut_args, cut_kwargs = as_leaves(args, kwargs, dry.inputs_need_grad)
                 weights, leaves = bound_weights(layer, slot)
                 # As in LayerFunction: a compiled layer runs the graph that can be differentiated, and drops it.
@@ -154,6 +157,10 @@ def _measure(
                         if results and wanted:
                             torch.autograd.grad(results, wanted, gradients, allow_unused=True)
                 del results, gradients, wanted, leaves, weights, kept, cut_args, cut_kwargs
+                # The first round compiles, and chooses kernels.
+                spent += forward.seconds + kept_forward.seconds + backward.seconds if position else 0.0
+                if spent > _SUSTAINED_SECONDS:
+                    break
     finally:
         runtime.prefetcher.release(slot)
     kept_bytes = max(0, kept_forward.left_bytes - output_bytes)

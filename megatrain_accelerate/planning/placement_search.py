@@ -14,6 +14,10 @@ WORTH_IT = 0.005
 """Share of a step that a move of weights or states must gain; less isn't worth the memory."""
 
 
+NO_SLOWER = 0.001
+"""Share of a step by which the simulation may be wrong about two placements that differ little."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Choices:
     """What the settings leave open: a number where the user fixed one, None where the plan chooses."""
@@ -58,7 +62,8 @@ class PlacementSearch:
         machine: its speeds.
         budget_bytes: device memory that the step may take besides what the engine holds in any case.
         choices: what is fixed.
-        host_budget_bytes: host memory that offloaded activations may take.
+        host_budget_bytes: host memory that offloaded activations could take if all units lived on the host; what moves to
+            the device makes room.
     """
 
     def __init__(
@@ -95,6 +100,20 @@ class PlacementSearch:
                         best, found = counts, candidate
             if best == before:
                 break
+        return found if found is None else self._filled(best, found)
+
+    def _filled(self, at: _Counts, found: Candidate) -> Candidate:
+        """The same with as much on the device as there is room for: it takes load off the host and the link."""
+        if self._choices.on_device is not None:
+            return found
+        for count in range(self._count, at.on_device, -1):
+            candidate = self._try(dataclasses.replace(at, on_device=count, resident=0, groups_on_device=True))
+            if (
+                candidate is not None
+                and candidate.time.seconds <= (1 + NO_SLOWER) * found.time.seconds
+                and len(candidate.placement.kept) >= len(found.placement.kept)
+            ):
+                return candidate
         return found
 
     def _groups(self, at: _Counts) -> Iterable[_Counts]:
@@ -115,7 +134,13 @@ class PlacementSearch:
         if self._choices.on_device is not None:
             return ()
         near = range(max(0, at.on_device - 3), min(self._count, at.on_device + 3) + 1)
-        return [dataclasses.replace(at, on_device=count) for count in near]
+        residents = (lambda count: {at.resident, 0, self._count - count}) if self._choices.resident is None else None
+        return [
+            dataclasses.replace(at, on_device=count, resident=resident, groups_on_device=groups)
+            for count in near
+            for resident in (residents(count) if residents else {at.resident})
+            for groups in (False, True)
+        ]
 
     def _resident(self, at: _Counts) -> Iterable[_Counts]:
         if self._choices.resident is not None:
@@ -153,9 +178,16 @@ class PlacementSearch:
             kept = _most(self._count, lambda k: peak(k) <= self._budget)
         chosen = placement(max(0, kept))
         taken = peak_bytes(self._outline, self._model, chosen)
-        if taken > self._budget or self._offloaded_bytes(chosen) > self._host_budget:
+        if taken > self._budget or self._offloaded_bytes(chosen) > self._host_room(chosen):
             return None
         return Candidate(chosen, taken, simulate_step(self._outline, self._model, chosen, self._machine))
+
+    def _host_room(self, placement: Placement) -> int:
+        model = self._model
+        moved = sum(model.layers[i].host_bytes for i in placement.on_device)
+        if placement.groups_on_device:
+            moved += sum(unit.host_bytes for unit in [*model.groups_before, *model.groups_after])
+        return max(0, self._host_budget + moved)
 
     def _offloaded_bytes(self, placement: Placement) -> int:
         return sum(sent_bytes(self._outline, self._model, placement))

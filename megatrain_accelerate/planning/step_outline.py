@@ -300,3 +300,24 @@ def outline_step(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[st
             loss.backward()
             peak, costs = outliner.rest()
     return StepOutline(tuple(outliner.events), peak, costs, outliner.profiles)
+
+
+def evaluation_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> int:
+    """The most bytes that a forward without gradients has alive besides what the engine holds.
+
+    Args:
+        model: the prepared model.
+        runtime: its engine at work.
+        inputs: the keyword arguments of the real call.
+        device: where it will run.
+
+    Raises:
+        Exception: whatever the model raises when it looks at data.
+    """
+
+    def run(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return layer.forward(*args, **kwargs)
+
+    with dry_model(model, inputs, device) as (dry_inputs, live), runtime.layers_run_by(run), torch.no_grad(), live:
+        model.forward(**dry_inputs)
+    return live.peak_bytes

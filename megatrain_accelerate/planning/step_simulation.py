@@ -32,7 +32,12 @@ class UnitSizes:
     state_bytes: int
     """Weights, residuals and moments."""
     sum_bytes: int = 0
-    """Residuals of gradients that are summed in fp32."""
+    """Residuals of gradients that are summed in fp32, in a run with several backwards before a step."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of a unit that lives there."""
+        return self.state_bytes + self.gradient_bytes + self.sum_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +50,9 @@ class Model:
     groups_after: Sequence[UnitSizes]
     slots: int
     gradient_slots: int
+    slot_bytes: int
+    """Of all weight slots, and of all gradient slots, where any layer uses them."""
+    gradient_slot_bytes: int
     steps_in_backward: bool
     micro_batches: int
     """Backwards before a step."""
@@ -132,6 +140,8 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
     peak = outline.tail_peak_bytes
     held = sum(model.layers[i].state_bytes for i in placement.on_device)
     held += sum(model.layers[i].weight_bytes for i in placement.resident)
+    held += model.slot_bytes if len(placement.on_device | placement.resident) < len(model.layers) else 0
+    held += model.gradient_slot_bytes if len(placement.on_device) < len(model.layers) else 0
     groups = [*model.groups_before, *model.groups_after]
     held += sum(unit.state_bytes - unit.weight_bytes for unit in groups) if placement.groups_on_device else 0
     if model.micro_batches > 1:
@@ -258,8 +268,7 @@ class _Pipeline:
         self.compute.work(op_seconds(self.outline.tail_costs, machine))
         if is_last and not placement.groups_on_device:
             for unit in [*self.model.groups_after, *self.model.groups_before]:
-                leaving = unit.gradient_bytes + (unit.sum_bytes if self.model.micro_batches > 1 else 0)
-                self.d2h.work(leaving / machine.d2h_bytes, self.compute.free_at)
+                self.d2h.work((unit.gradient_bytes + unit.sum_bytes) / machine.d2h_bytes, self.compute.free_at)
 
     def _gradient_leaves(self, layer: int, computed_at: float, is_last: bool) -> None:
         unit, model = self.model.layers[layer], self.model

@@ -140,6 +140,7 @@ class GradientOffloader:
         self._most_parameters = max((len(layer.unit.layout.trainable_entries) for layer in layers), default=0)
         self._slot_count = slots if self._largest else 0
         self.slots: list[GradientSlot] = []
+        self._takes_gradients = False
         self._next_slot = 0
         self._staging: list[_Staging] = []
         self._next_staging = 0
@@ -152,14 +153,31 @@ class GradientOffloader:
         """Called with a layer and a function that blocks until its gradients are on the host; entered by optimizers whose
         steps may run in backward, by their id."""
 
-    def allocate_slots(self) -> None:
-        """Makes the gradient slots. Does nothing when they exist; a run that only evaluates needs none."""
-        if not self.slots:
+    def allocate_slots(self, needed: bool = True) -> None:
+        """Gets ready for gradients; a run that only evaluates needn't.
+
+        Args:
+            needed: whether any layer's gradients leave the device; else slots that there are are given back.
+        """
+        self._takes_gradients = True
+        if not needed:
+            self.slots, self._next_slot = [], 0
+        elif not self.slots:
             self.slots = [GradientSlot(self._largest, self._most_parameters, self._streams) for _ in range(self._slot_count)]
 
     @property
+    def takes_gradients(self) -> bool:
+        """Whether the run trains."""
+        return self._takes_gradients
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the gradient slots, where any layer needs them."""
+        return self._slot_count * self._largest
+
+    @property
     def device_bytes(self) -> int:
-        """Bytes of all gradient slots."""
+        """Bytes of the gradient slots that there are."""
         return sum(slot.buffer.numel() for slot in self.slots)
 
     def offload(self, layer: StreamedLayer, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -175,7 +193,7 @@ class GradientOffloader:
         arrived = [gradient for gradient in gradients if gradient is not None]
         if not present:
             return
-        if not self.slots:
+        if not self._takes_gradients:
             raise StateError(
                 f"layer {layer.name} got a gradient but the model was prepared for evaluation only; prepare it with "
                 "accelerator.prepare(model) (evaluation_mode=False) to train it"

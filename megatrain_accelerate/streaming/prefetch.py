@@ -33,8 +33,9 @@ class Prefetcher:
         self._layers = layers
         self._streams = streams
         self._meter = meter
-        largest = max(layer.unit.layout.weight_bytes for layer in layers)
-        self.slots = [WeightSlot(index, self._buffer(largest), streams) for index in range(slots)]
+        self._largest = max(layer.unit.layout.weight_bytes for layer in layers)
+        self._slot_count = slots
+        self.slots = self._shared_slots()
         self._own: dict[int, WeightSlot] = {}
         self._clock = 0
         self._refused_at: dict[int, float] = {}
@@ -43,9 +44,17 @@ class Prefetcher:
     def _buffer(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._streams.device)
 
+    def _shared_slots(self) -> list[WeightSlot]:
+        return [WeightSlot(index, self._buffer(self._largest), self._streams) for index in range(self._slot_count)]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the shared slots, where any layer needs them."""
+        return self._slot_count * self._largest
+
     @property
     def device_bytes(self) -> int:
-        """Bytes of the shared slots."""
+        """Bytes of the shared slots that there are."""
         return sum(slot.buffer.numel() for slot in self.slots)
 
     @property
@@ -67,6 +76,10 @@ class Prefetcher:
                 self._own[index].move_to(SlotState.FILLED)
             elif index in indices:
                 self._own[index] = WeightSlot(index, self._buffer(unit.layout.weight_bytes), self._streams)
+        if len(self._own) == len(self._layers):
+            self.slots = []
+        elif not self.slots:
+            self.slots = self._shared_slots()
 
     @property
     def own_slot_count(self) -> int:

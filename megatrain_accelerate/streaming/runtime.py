@@ -13,13 +13,13 @@ from torch.autograd import Variable
 from torch.profiler import record_function
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
 from megatrain_accelerate.optim.device_kernel import device_kernels
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.streaming.activation_offload import ActivationOffloader, inputs_offloaded
 from megatrain_accelerate.streaming.call_order import CallOrder, Tape
+from megatrain_accelerate.streaming.clipping import Clipping
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
@@ -149,7 +149,7 @@ class StreamingRuntime:
         self._in_backward = False
         self._open_tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
         self._backward_tape: Tape | None = None
-        self._clip_factors: dict[int, tuple[torch.Tensor, float]] = {}
+        self._clipping = Clipping(self.norms, self.sums, self._states)
 
     @property
     def units(self) -> list[HostUnit]:
@@ -184,7 +184,7 @@ class StreamingRuntime:
             return self._dry_run(layer, *without_caches(args, kwargs))
         if torch.is_grad_enabled():
             self._in_backward = False
-            self._settle_clipping()
+            self._clipping.settle()
             layer.refuse_unfrozen()
             clean_args, clean_kwargs = without_caches(args, kwargs)
             call = LayerCall(self._context, layer, clean_args, clean_kwargs)
@@ -217,8 +217,7 @@ class StreamingRuntime:
 
     def _acquire_backward(self, layer: StreamedLayer, tape: Tape, position: int) -> WeightSlot:
         self._backward_tape = tape
-        if self._clip_factors:
-            self._refuse_clipped(state.parameter for state in layer.unit.states)
+        self._clipping.refuse_clipped(state.parameter for state in layer.unit.states)
         forward_follows = not self.gradients_complete()
         return self.prefetcher.acquire(layer, self._order.after_backward(tape, position, self._look_ahead, forward_follows))
 
@@ -236,7 +235,7 @@ class StreamingRuntime:
         """A resident's gradient is complete: its copy to the host begins under the layers' backward."""
         self._backward_begins()
         self.sums.take_up(self._states[id(parameter)])
-        self._refuse_clipped([parameter])
+        self._clipping.refuse_clipped([parameter])
         self.norms.forget(parameter)
         if self.gradients_complete():
             group = self._group_of[id(parameter)]
@@ -268,6 +267,11 @@ class StreamingRuntime:
             group.refresh_if_written()
             group.wait_for_step()
 
+    @property
+    def open_forwards(self) -> int:
+        """Forward passes whose backward is still to come: nothing may move before it."""
+        return len(self._open_tapes)
+
     # ------------------------------------------------------------------ placement
 
     def place(self, resident: Collection[int], on_device: Collection[int], groups_on_device: bool) -> None:
@@ -298,6 +302,8 @@ class StreamingRuntime:
             part.move_to_device(self.streams.device, kernels)
             self._moved(part.unit)
         self.prefetcher.give_own_slots(resident)
+        if self.offloader.takes_gradients:
+            self.offloader.allocate_slots(any(not layer.unit.is_on_device for layer in self.layers))
 
     def _moved(self, unit: HostUnit) -> None:
         for state in unit.states:
@@ -311,8 +317,7 @@ class StreamingRuntime:
     def collect_gradients(self) -> None:
         """Brings every gradient that is still on the device to the host store, and waits for it."""
         self.offloader.wait()
-        for parameter, _ in self._clip_factors.values():
-            self._refuse_written_after_clipping(parameter)
+        self._clipping.refuse_written()
         for group in self.groups:
             group.fetch_gradients(self.norms, self.sums)
         for group in self.groups:
@@ -327,24 +332,7 @@ class StreamingRuntime:
             parameters: trained parameters of this model; those without a gradient don't count.
         """
         self.collect_gradients()
-        rows, factors = [], []
-        for parameter in parameters:
-            if parameter.grad is None:
-                continue
-            row = self.norms.row(parameter)
-            if row is None:
-                raise StateError("total_norm() was given a parameter that this engine doesn't train")
-            if not self.norms.is_current(parameter):
-                self.norms.norms[row] = self.sums.norms([self._states[id(parameter)]])[0]
-                self.norms.note(parameter, parameter.grad)
-            rows.append(row)
-            factors.append(self._clip_factors.get(id(parameter), (parameter, 1.0))[1])
-        if not rows:
-            return torch.zeros(())
-        norms = self.norms.norms[torch.tensor(rows)]
-        if self._clip_factors:
-            norms = norms * torch.tensor(factors, dtype=torch.float32)
-        return torch.linalg.vector_norm(norms, 2.0)
+        return self._clipping.total_norm(parameters)
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Lets the next step scale the gradients so that their global norm is at most ``max_norm``.
@@ -352,55 +340,12 @@ class StreamingRuntime:
         Returns:
             The norm before clipping, on the host.
         """
-        parameters = list(parameters)
-        total = self.total_norm(parameters)
-        # As torch.nn.utils.clip_grad_norm_ does it, in fp32.
-        factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
-        if bool(total.isfinite()) and factor != 1.0:
-            for parameter in parameters:
-                _, earlier = self._clip_factors.get(id(parameter), (parameter, 1.0))
-                self._clip_factors[id(parameter)] = (parameter, factor * earlier)
-        return total
+        self.collect_gradients()
+        return self._clipping.clip(parameters, max_norm)
 
     def take_clip_factors(self, parameters: Iterable[torch.Tensor]) -> dict[int, float]:
         """The factors that clipping asked for since these parameters' last step, by ``id``; 1 where absent."""
-        taken = {id(parameter): self._clip_factors.pop(id(parameter), None) for parameter in parameters}
-        return {key: item[1] for key, item in taken.items() if item is not None}
-
-    def _settle_clipping(self) -> None:
-        """Scales clipped gradients that no step took, since others may be added; forgets those that were dropped."""
-        for parameter, factor in list(self._clip_factors.values()):
-            self._refuse_written_after_clipping(parameter)
-            if parameter.grad is not None:
-                with torch.no_grad():
-                    self.sums.scale(self._states[id(parameter)], factor)
-                self.norms.forget(parameter)
-        self._clip_factors.clear()
-
-    def _refuse_written_after_clipping(self, parameter: torch.Tensor) -> None:
-        """What was written would be scaled along with the gradient.
-
-        Raises:
-            StateError: the parameter's gradient was clipped, and written to or replaced since.
-        """
-        if parameter.grad is not None and not self.norms.is_current(parameter):
-            raise StateError(
-                "gradients were written to after accelerator.clip_grad_norm_(), which leaves them as they are and lets the "
-                "step scale them; change them before they are clipped, or clip with torch.nn.utils.clip_grad_norm_()"
-            )
-
-    def _refuse_clipped(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Gradients that were clipped can't be added to: the factor would hold for both parts.
-
-        Raises:
-            StateError: one of them was clipped since the last step.
-        """
-        for parameter in parameters:
-            if id(parameter) in self._clip_factors:
-                raise StateError(
-                    f"backward would add to gradients that were clipped (factor {self._clip_factors[id(parameter)][1]:.3g}) "
-                    "and not stepped or zeroed; clip once, after the last backward before optimizer.step()"
-                )
+        return self._clipping.take_factors(parameters)
 
     # ------------------------------------------------------------------ state as a whole
 

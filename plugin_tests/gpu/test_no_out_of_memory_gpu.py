@@ -19,6 +19,7 @@ from megatrain_accelerate.units import GIB
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 CASES = 200
+AT_ONCE = 20
 CAP_SHARE = 0.9
 """Of the cap that is planned with, as for a whole device: the allocator's blocks don't fit without gaps."""
 
@@ -65,17 +66,18 @@ def built(case: dict[str, int], **settings: object) -> Training:
         tie_word_embeddings=bool(case["tied"]),
         max_position_embeddings=2048,
     ).train()
-    free = {"device_layers": "auto", "resident_layers": "auto"}
+    free = {"device_layers": "auto", "resident_layers": "auto", "offload_layers": "auto"}
     engine = attach(model, device="cuda", slots=case["slots"], **{**free, **settings})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     return Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred"))
 
 
-@pytest.mark.timeout(900)
-def test_no_random_combination_runs_out_of_its_budget() -> None:
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))
+def test_no_random_combination_runs_out_of_its_budget(first: int) -> None:
     total = torch.cuda.mem_get_info()[1]
     placements = set()
-    for seed in range(CASES):
+    for seed in range(first, first + AT_ONCE):
         case = combination(seed)
         smallest = smallest_budget_bytes(case)
         torch.cuda.empty_cache()
@@ -94,7 +96,7 @@ def test_no_random_combination_runs_out_of_its_budget() -> None:
         del run, ids
         torch.cuda.set_per_process_memory_fraction(1.0)
     # The combinations must have led to different plans for this to mean something.
-    assert len(placements) >= 4
+    assert len(placements) >= 3
 
 
 @pytest.mark.parametrize("placement", [{"device_layers": 0}, {"device_layers": 3}, {"device_layers": -1}], ids=str)

@@ -24,7 +24,7 @@ from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.streaming import compiled_layer
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
 from megatrain_accelerate.streaming.device_slots import SlotState
-from megatrain_accelerate.streaming.kept_graph import KeptGraph, _SlotPlace
+from megatrain_accelerate.streaming.kept_graph import _SavedTensors, _SlotPlace
 
 LAYERS = 4
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -220,8 +220,8 @@ def test_keeping_compiled_layers_changes_no_bit_with_dropout() -> None:
 @pytest.mark.parametrize("kept", [0, LAYERS])
 def test_backward_doesnt_read_what_forward_left_in_the_slots(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[Any] = []
-    pack = KeptGraph._pack
-    monkeypatch.setattr(KeptGraph, "_pack", lambda self, tensor: packed.append(pack(self, tensor)) or packed[-1])
+    pack = _SavedTensors.pack
+    monkeypatch.setattr(_SavedTensors, "pack", lambda self, tensor: packed.append(pack(self, tensor)) or packed[-1])
     reference = one_pass(True, keep_layers=kept)[1]
     model = tiny_model().train()
     # A slot for every layer: all would still be there.
