@@ -15,7 +15,10 @@ from torch.utils._pytree import tree_flatten
 from megatrain_accelerate.loss import products, tiled_cross_entropy
 from megatrain_accelerate.loss.lazy_logits import lazy_linear
 from megatrain_accelerate.loss.tiled_cross_entropy import strip_tokens, tile_tokens
-from megatrain_accelerate.planning.step_memory import LiveBytes, predict_step_bytes
+from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.step_memory import LiveBytes
+from megatrain_accelerate.planning.step_outline import outline_step
+from megatrain_accelerate.planning.step_simulation import peak_bytes
 
 VOCABULARY, HIDDEN = 4096, 32
 TILE, STRIP = 64, 16
@@ -92,7 +95,8 @@ def test_the_prediction_sees_the_smaller_peak_and_is_that_of_the_real_step(tie: 
         engine = attach(model, tiled_loss=tiled)
         ids = torch.arange(512).view(2, 256)
         inputs = {"input_ids": ids, "labels": ids}
-        predicted[tiled] = predict_step_bytes(model, engine.runtime, inputs, engine.device)
+        outline = outline_step(model, engine.runtime, inputs, engine.device)
+        predicted[tiled] = peak_bytes(outline, engine.device_plan.model_sizes(), Placement())
         with LiveBytes(model.parameters()) as live:
             model(**inputs).loss.backward()
         real[tiled] = live.peak_bytes
