@@ -16,6 +16,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import PlatformError
 
 CSRC = "megatrain_accelerate/optim/csrc"
+HEADERS = ("adamw", "gradient_sum", "instruction_sets", "split_master", "thread_pool")
 
 COMPILE_FLAGS = [
     "-std=c++17",
@@ -60,7 +61,7 @@ setup(
         Extension(
             "megatrain_accelerate.optim._host_kernels",
             sources=[f"{CSRC}/kernels.cpp"],
-            depends=[f"{CSRC}/{name}.h" for name in ("adamw", "instruction_sets", "split_master", "thread_pool")],
+            depends=[f"{CSRC}/{name}.h" for name in HEADERS],
             extra_compile_args=COMPILE_FLAGS,
             extra_link_args=["-pthread"],
             language="c++",

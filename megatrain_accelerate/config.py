@@ -40,6 +40,10 @@ class MegatrainConfig:
     host_memory_gib: float | None = None
     """Host memory that the process may take, in GiB; by default what the cgroup and the machine have free."""
 
+    accumulation_dtype: str = "fp32"
+    """In what gradients of several backwards before a step are added up. ``fp32``: exactly as fp32 gradients would be; takes 2
+    bytes a parameter of host memory more while gradients are accumulated. ``bf16``: without them, rounding after each."""
+
     huge_pages: bool = True
     """Ask for transparent huge pages for the host store."""
 
@@ -120,6 +124,8 @@ class MegatrainConfig:
         for name in ("huge_pages", "pin_memory", "offload_inputs", "tiled_loss"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"megatrain_config.{name} must be true or false, got {getattr(self, name)!r}")
+        if self.accumulation_dtype not in ("fp32", "bf16"):
+            raise ConfigError(f"megatrain_config.accumulation_dtype must be fp32 or bf16; got {self.accumulation_dtype!r}")
         if self.step_schedule not in STEP_SCHEDULES:
             raise ConfigError(
                 f"megatrain_config.step_schedule must be one of {', '.join(STEP_SCHEDULES)}; got {self.step_schedule!r}"

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,14 @@ from megatrain_accelerate.errors import StateError, StepWorkerError, Unsupported
 from megatrain_accelerate.loss.head import TiledHead, find_head
 from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_limits import anonymous_bytes, require_host_bytes
-from megatrain_accelerate.memory.host_store import HostUnit, planned_host_bytes
+from megatrain_accelerate.memory.host_store import HostUnit, held_host_bytes, planned_host_bytes
 from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.planning.device_plan import DevicePlan
 from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers
 from megatrain_accelerate.planning.placement import require_layers
+from megatrain_accelerate.streaming.fp32_sums import BF16_REMEDY
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import OutputRecorder
 from megatrain_accelerate.streaming.meter import Meter
@@ -88,6 +89,7 @@ class Engine:
         config: the settings.
         bf16: whether the run's mixed precision is bf16.
         training: False for evaluation: no gradients, masters or moments.
+        accumulates: whether gradients of several backwards will be added up before a step; counts their memory already.
         show_progress: draw a progress bar while adopting (the main process).
         recorder: see :class:`OutputRecorder`.
 
@@ -104,6 +106,7 @@ class Engine:
         *,
         bf16: bool,
         training: bool,
+        accumulates: bool = False,
         show_progress: bool = True,
         recorder: OutputRecorder | None = None,
     ) -> None:
@@ -115,7 +118,8 @@ class Engine:
         self._tiled_head: TiledHead | None = None
         self._resident_places: list[tuple[str, str, nn.Parameter]] = []
         self._dtypes = self._choose_dtypes(model, bf16)
-        self._require_memory(discovery, training)
+        counts_sums = training and accumulates and config.accumulation_dtype == "fp32"
+        self._require_memory(discovery, training, counts_sums)
         register = config.pin_memory and device.type == "cuda"
         streams = Streams(device)
         meter = Meter(streams)
@@ -152,6 +156,7 @@ class Engine:
                 register=register,
                 recorder=recorder,
             )
+            self.runtime.sums.is_budgeted = counts_sums
             self.device_plan = DevicePlan(self.runtime, config, device, show_progress)
             # At exit too: the last steps are applied, and no thread is inside torch when the interpreter ends.
             weakref.finalize(self, self.runtime.worker.close)
@@ -172,8 +177,7 @@ class Engine:
             HostMemoryError: it doesn't fit; nothing is allocated then.
         """
         if not self.training:
-            layouts = [unit.layout for unit in self.runtime.units]
-            parts = planned_host_bytes(layouts, training=True)
+            parts = planned_host_bytes((unit.layout for unit in self.runtime.units), training=True)
             more = {kind: parts[kind] for kind in ("gradients", "moments")}
             require_host_bytes(sum(more.values()), 0, more, self.config.host_memory_gib)
             self._allocate_for_training()
@@ -232,16 +236,16 @@ class Engine:
             id(parameter): compute_dtype(name, parameter, bf16, sorted(keep)) for name, parameter in model.named_parameters()
         }
 
-    def _require_memory(self, discovery: Discovery, training: bool) -> None:
+    def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> None:
         groups = [list(module.named_parameters()) for _, module in discovery.layers]
         groups += [list(spec.parameters) for spec in discovery.residents]
         layouts = [
             FlatLayout(ParameterSpec(name, tuple(p.shape), self._dtypes[id(p)], p.requires_grad) for name, p in group)
             for group in groups
         ]
-        parts = planned_host_bytes(layouts, training)
+        parts = planned_host_bytes(layouts, training, fp32_sums)
         own = anonymous_bytes(p for group in groups for _, p in group if p.device.type == "cpu")
-        require_host_bytes(sum(parts.values()), own, parts, self.config.host_memory_gib)
+        require_host_bytes(sum(parts.values()), own, parts, self.config.host_memory_gib, BF16_REMEDY if fp32_sums else "")
         self.parameter_count = sum(layout.parameter_count for layout in layouts)
 
     def _progress(self, discovery: Discovery, show: bool) -> Any:
@@ -302,7 +306,11 @@ class Engine:
                 raise StateError(_REPLACED.format(f"parameter {owner}.{key}"))
 
     def expect_accumulation(self, micro_batches: int) -> None:
-        """Prepares for this many backwards before each step: makes buffers, so that none is made within a step."""
+        """Prepares for this many backwards before each step: makes buffers, so that none is made within a step.
+
+        Raises:
+            HostMemoryError: the fp32 sums of the gradients don't fit, and weren't counted when the model was adopted.
+        """
         self.device_plan.micro_batches = micro_batches
         if micro_batches > 1:
             self.runtime.offloader.prepare_accumulation()
@@ -314,7 +322,7 @@ class Engine:
 
     def host_bytes_by_kind(self) -> dict[str, int]:
         """Bytes of the host store now, by what they hold."""
-        held = _sum_by_kind(unit.bytes_by_kind() for unit in self.runtime.units if not unit.is_on_device)
+        held = held_host_bytes(self.runtime.units)
         if self.runtime.activations.pool.size_bytes:
             held["activations"] = self.runtime.activations.pool.size_bytes
         return held
@@ -359,14 +367,6 @@ class Engine:
         for model, engine in list(_engines.items()):
             if engine is self:
                 del _engines[model]
-
-
-def _sum_by_kind(parts: Iterable[dict[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for part in parts:
-        for kind, count in part.items():
-            total[kind] = total.get(kind, 0) + count
-    return total
 
 
 _REPLACED = (

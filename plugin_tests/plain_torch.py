@@ -50,6 +50,15 @@ def round_to_bf16(master: torch.Tensor) -> torch.Tensor:
     return bits.view(torch.float32).to(torch.bfloat16)
 
 
+def _add_to_masters(model: nn.Module, masters: dict[str, nn.Parameter]) -> None:
+    """Moves the model's bf16 gradients to the masters', in fp32."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            new, total = parameter.grad.float(), masters[name].grad
+            masters[name].grad = new if total is None else total + new
+            parameter.grad = None
+
+
 @dataclasses.dataclass
 class PlainRun:
     """What a plain run left: losses, norms, and fp32 masters by name."""
@@ -68,8 +77,12 @@ def train_bf16_with_masters(
     accumulation: int = 1,
     learning_rate: Callable[[int], float] = lambda step: 1e-3,
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    fp32_sums: bool = True,
 ) -> PlainRun:
-    """bf16 weights and gradients, fp32 masters, ``torch.optim.AdamW``: the loop that the engine must equal bit by bit."""
+    """bf16 weights and gradients, fp32 masters, ``torch.optim.AdamW``: the loop that the engine must equal bit by bit.
+
+    Gradients of several micro-batches are summed in fp32; with ``fp32_sums=False`` as autograd does it, in bf16.
+    """
     model = copy.deepcopy(model)
     masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in model.named_parameters()}
     for parameter in model.parameters():
@@ -88,14 +101,16 @@ def train_bf16_with_masters(
             loss = model(input_ids=ids, labels=ids).loss / accumulation
             loss.backward()
             losses.append(loss.item())
-        for name, parameter in model.named_parameters():
-            masters[name].grad = None if parameter.grad is None else parameter.grad.float()
+            if fp32_sums:
+                _add_to_masters(model, masters)
+        if not fp32_sums:
+            _add_to_masters(model, masters)
         if max_norm is not None:
             norms.append(float(nn.utils.clip_grad_norm_(list(masters.values()), max_norm, foreach=False)))
         optimizer.step()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.data = round_to_bf16(masters[name].detach())
-                parameter.grad = None
+                masters[name].grad = None
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return PlainRun(losses, norms, {name: master.detach() for name, master in masters.items()}, weights)

@@ -101,6 +101,7 @@ def prepare_model(
             _config(),
             bf16=accelerator.mixed_precision == "bf16",
             training=not evaluation_mode,
+            accumulates=accelerator.gradient_accumulation_steps > 1,
             show_progress=accelerator.is_local_main_process,
             recorder=CapturedOutputs.for_installed_transformers(),
         )

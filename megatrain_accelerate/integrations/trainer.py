@@ -45,7 +45,7 @@ def save_checkpoint(
     remove_incomplete(run_dir)
     staging.mkdir(parents=True)
     held = engine.host_bytes_by_kind()
-    expected = sum(count for kind, count in held.items() if kind not in ("gradients", "activations"))
+    expected = sum(count for kind, count in held.items() if kind not in ("gradients", "gradient_residuals", "activations"))
     engine.drain()
     with saving_progress(staging, expected, show=not trainer.args.disable_tqdm), _saving_to(trainer, staging):
         original(trainer, model, trial, *args, **kwargs)

@@ -100,7 +100,9 @@ def anonymous_bytes(tensors: Iterable[torch.Tensor], maps: Path = Path("/proc/se
     return total
 
 
-def require_host_bytes(required: int, freed: int, parts: dict[str, int], host_memory_gib: float | None) -> None:
+def require_host_bytes(
+    required: int, freed: int, parts: dict[str, int], host_memory_gib: float | None, remedy: str = ""
+) -> None:
     """Refuses a run that doesn't fit, before anything is allocated.
 
     Args:
@@ -108,6 +110,7 @@ def require_host_bytes(required: int, freed: int, parts: dict[str, int], host_me
         freed: bytes of the model's own memory that adopting it gives back, see :func:`anonymous_bytes`.
         parts: what ``required`` is made of, for the message.
         host_memory_gib: the user's figure, see :func:`available_host_bytes`.
+        remedy: a sentence of what helps in this case, before what helps in any.
 
     Raises:
         HostMemoryError: with the numbers and the remedy.
@@ -121,6 +124,6 @@ def require_host_bytes(required: int, freed: int, parts: dict[str, int], host_me
         f"the model's weights and optimizer states take {required / GIB:.2f} GiB of host memory ({split}) and "
         f"{CONSTANT_OVERHEAD_BYTES / GIB:.0f} GiB are kept for everything else, but {source} leaves "
         f"{(available + freed) / GIB:.2f} GiB (of which {freed / GIB:.2f} GiB are the loaded model's own). "
-        "Take a machine or a limit with more memory, freeze a part of the model (2 bytes a parameter), train LoRA "
+        f"{remedy}Take a machine or a limit with more memory, freeze a part of the model (2 bytes a parameter), train LoRA "
         "adapters, or set megatrain_config.host_memory_gib if the machine has more than it reports"
     )

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.device_memory import DeviceMemory
@@ -38,11 +39,37 @@ class ParameterState:
     exp_avg_sq: torch.Tensor | None = None
     seen_version: int = -1
     """``_version`` of the parameter when the master last agreed with its weight."""
+    gradient_residual: torch.Tensor | None = None
+    """int16, at the unit's home: the low half of an fp32 sum of gradients whose bf16 half is the gradient. None before
+    :meth:`HostUnit.allocate_gradient_residuals`. What a step reads."""
+    sum_residual: torch.Tensor | None = None
+    """The same beside ``parameter.grad``, where the sum is made: ``gradient_residual`` itself, but for a resident parameter
+    whose states are on the host."""
+    _summed: tuple[TensorWeakRef, int] | None = None
 
     @property
     def name(self) -> str:
         """Name within the unit."""
         return self.entry.spec.name
+
+    def note_fp32_sum(self) -> None:
+        """``parameter.grad``, as it is now, is the bf16 half of a sum whose low half is ``sum_residual``."""
+        gradient = self.parameter.grad
+        assert gradient is not None
+        self._summed = (TensorWeakRef(gradient), gradient._version)
+
+    def forget_fp32_sum(self) -> None:
+        """``sum_residual`` doesn't count any more."""
+        self._summed = None
+
+    @property
+    def has_fp32_sum(self) -> bool:
+        """Whether ``sum_residual`` counts: not so if somebody wrote to the gradient, replaced or dropped it."""
+        gradient = self.parameter.grad
+        if gradient is None or self._summed is None:
+            return False
+        # By identity: another tensor may come to lie at the same address.
+        return self._summed[0]() is gradient and self._summed[1] == gradient._version
 
 
 class HostUnit:
@@ -89,6 +116,10 @@ class HostUnit:
         self._gradient_memory: HostMemory | DeviceMemory | None = None
         self.gradients: torch.Tensor | None = None
         """Flat gradients, uint8: what one copy brings from a gradient slot. None before :meth:`allocate_gradients`."""
+        self._gradient_residual_memory: HostMemory | DeviceMemory | None = None
+        self.gradient_residuals: torch.Tensor | None = None
+        """Flat low halves of fp32 gradient sums, int16. None before :meth:`allocate_gradient_residuals`."""
+        self._registers_gradient_residuals = False
         self._residual_memory = self._allocate(2 * self.layout.split_elements, False)
         self.residuals = self._residual_memory.tensor(0, (self.layout.split_elements,), torch.int16)
         self._moment_memory: HostMemory | DeviceMemory | None = None
@@ -156,6 +187,25 @@ class HostUnit:
             if spec.trainable:
                 state.gradient = self._gradient_memory.tensor(state.entry.weight_offset, spec.shape, spec.dtype)
 
+    def allocate_gradient_residuals(self, register: bool = False) -> None:
+        """Makes the memory with which gradients can be summed in fp32. Does nothing if it exists, or without bf16 gradients.
+
+        Args:
+            register: page-lock it, for residuals that come from the device.
+        """
+        elements = self.layout.split_elements
+        if self.gradient_residuals is not None or not elements:
+            return
+        self._registers_gradient_residuals = register and self._register
+        memory = self._gradient_residual_memory = self._allocate(2 * elements, self._registers_gradient_residuals)
+        memory.register()
+        self.gradient_residuals = memory.tensor(0, (elements,), torch.int16)
+        for state in self.states:
+            offset = state.entry.state_offset
+            if state.entry.has_residual and offset is not None:
+                state.gradient_residual = memory.tensor(2 * offset, state.entry.spec.shape, torch.int16)
+                state.sum_residual = state.gradient_residual
+
     def allocate_moments(self) -> None:
         """Makes the fused optimizer's fp32 moments, zero. Does nothing if they exist."""
         elements = self.layout.state_elements
@@ -191,9 +241,17 @@ class HostUnit:
         return self.device is not None
 
     def _move(self, device: torch.device | None, kernels: StepKernels) -> None:
-        old_memory = (self._weight_memory, self._residual_memory, self._moment_memory, self._gradient_memory)
+        old_memory = (
+            self._weight_memory,
+            self._residual_memory,
+            self._moment_memory,
+            self._gradient_memory,
+            self._gradient_residual_memory,
+        )
         old = (self.weights, self.residuals, self.exp_avgs, self.exp_avg_sqs)
         gradients = [state.parameter.grad for state in self.states]
+        sum_residuals = [state.sum_residual if state.has_fp32_sum else None for state in self.states]
+        sums_gradients = self.gradient_residuals is not None
         has_gradients = self._gradient_memory is not None or self.device is not None
         self.device, self.kernels = device, kernels
         self._weight_memory = self._allocate(self.layout.weight_bytes, self._register)
@@ -205,11 +263,13 @@ class HostUnit:
         self._weight_memory.register()
         for state in self.states:
             state.parameter.grad = None
-            state.gradient = None
+            state.gradient = state.gradient_residual = state.sum_residual = None
+            state.forget_fp32_sum()
             self._bind(state)
             state.parameter.data = state.weight
             state.seen_version = state.parameter._version
         self._moment_memory = self._gradient_memory = self.gradients = self.exp_avgs = self.exp_avg_sqs = None
+        self._gradient_residual_memory = self.gradient_residuals = None
         if old[2] is not None and old[3] is not None:
             self.allocate_moments()
             assert self.exp_avgs is not None
@@ -218,11 +278,17 @@ class HostUnit:
             self.exp_avg_sqs.copy_(old[3])
         if has_gradients:
             self.allocate_gradients()
-        for state, gradient in zip(self.states, gradients, strict=True):
+        if sums_gradients:
+            self.allocate_gradient_residuals(self._registers_gradient_residuals)
+        for state, gradient, residual in zip(self.states, gradients, sum_residuals, strict=True):
             if gradient is not None:
                 if state.gradient is not None:
                     state.gradient.copy_(gradient)
                 state.parameter.grad = gradient.to(state.weight.device) if state.gradient is None else state.gradient
+            if residual is not None:
+                assert state.gradient_residual is not None
+                state.gradient_residual.copy_(residual)
+                state.note_fp32_sum()
         for memory in old_memory:
             if memory is not None:
                 memory.close()
@@ -242,6 +308,7 @@ class HostUnit:
             "gradients": self.layout.gradient_bytes if self.gradients is not None else 0,
             "residuals": 2 * self.layout.split_elements,
             "moments": 8 * self.layout.state_elements if self.exp_avgs is not None else 0,
+            **({"gradient_residuals": 2 * self.layout.split_elements} if self.gradient_residuals is not None else {}),
         }
 
     def release(self) -> None:
@@ -256,17 +323,24 @@ class HostUnit:
         # The mapping goes with the last view of it.
         self.states = []
         self.weights = self.residuals = torch.empty(0)
-        self.gradients = self.exp_avgs = self.exp_avg_sqs = None
+        self.gradients = self.gradient_residuals = self.exp_avgs = self.exp_avg_sqs = None
 
     def close(self) -> None:
         """Unregisters the memory; it is unmapped when the last view of it dies."""
         self._weight_memory.close()
-        if self._gradient_memory is not None:
-            self._gradient_memory.close()
+        for memory in (self._gradient_memory, self._gradient_residual_memory):
+            if memory is not None:
+                memory.close()
 
 
-def planned_host_bytes(layouts: Iterable[FlatLayout], training: bool) -> dict[str, int]:
-    """Bytes that units of these layouts will take with the fused optimizer, by what they hold."""
+def planned_host_bytes(layouts: Iterable[FlatLayout], training: bool, fp32_sums: bool = False) -> dict[str, int]:
+    """Bytes that units of these layouts will take with the fused optimizer, by what they hold.
+
+    Args:
+        layouts: of all units.
+        training: whether there are gradients and moments.
+        fp32_sums: whether gradients are summed in fp32.
+    """
     parts = {"weights": 0, "gradients": 0, "residuals": 0, "moments": 0}
     for layout in layouts:
         parts["weights"] += layout.weight_bytes
@@ -274,4 +348,16 @@ def planned_host_bytes(layouts: Iterable[FlatLayout], training: bool) -> dict[st
         if training:
             parts["gradients"] += layout.gradient_bytes
             parts["moments"] += 8 * layout.state_elements
+        if fp32_sums:
+            parts["gradient_residuals"] = parts.get("gradient_residuals", 0) + 2 * layout.split_elements
     return parts
+
+
+def held_host_bytes(units: Iterable[HostUnit]) -> dict[str, int]:
+    """Bytes of host memory that the units hold now, by what they hold; nothing for those that live on the device."""
+    total: dict[str, int] = {}
+    for unit in units:
+        if not unit.is_on_device:
+            for kind, count in unit.bytes_by_kind().items():
+                total[kind] = total.get(kind, 0) + count
+    return total

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from megatrain_accelerate.errors import KernelError
-from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
+from megatrain_accelerate.optim.adam_arguments import AdamArguments
+from megatrain_accelerate.optim.kernel import HostKernels
 
 _BLOCK = 1024
 
@@ -28,6 +29,7 @@ class StepKernels(Protocol):
         exp_avg_sq: torch.Tensor,
         grad_bf16: torch.Tensor,
         arguments: AdamArguments,
+        grad_residual: torch.Tensor | None = None,
     ) -> None:
         """See :meth:`HostKernels.adamw_split`."""
 
@@ -40,6 +42,9 @@ class StepKernels(Protocol):
         arguments: AdamArguments,
     ) -> None:
         """See :meth:`HostKernels.adamw_fp32`."""
+
+    def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
+        """See :meth:`HostKernels.accumulate_split`."""
 
     def split(self, master_fp32: torch.Tensor, hi: torch.Tensor, residual: torch.Tensor) -> None:
         """See :meth:`HostKernels.split`."""
@@ -85,11 +90,14 @@ class DeviceKernels:
         exp_avg_sq: torch.Tensor,
         grad_bf16: torch.Tensor,
         arguments: AdamArguments,
+        grad_residual: torch.Tensor | None = None,
     ) -> None:
         """See :meth:`HostKernels.adamw_split`."""
         # Read as bits: the kernel joins and splits the master itself.
         hi_bits, grad_bits = hi_bf16.view(torch.int16), grad_bf16.view(torch.int16)
-        self._launch(self._triton.adamw_split, (hi_bits, residual_int16, exp_avg, exp_avg_sq, grad_bits), arguments)
+        is_sum = grad_residual is not None
+        tensors = (hi_bits, residual_int16, exp_avg, exp_avg_sq, grad_bits, grad_residual if is_sum else grad_bits)
+        self._launch(self._triton.adamw_split, tensors, arguments, GRAD_SPLIT=is_sum)
 
     def adamw_fp32(
         self,
@@ -102,7 +110,27 @@ class DeviceKernels:
         """See :meth:`HostKernels.adamw_fp32`."""
         self._launch(self._triton.adamw_fp32, (weight, exp_avg, exp_avg_sq, grad), arguments)
 
-    def _launch(self, kernel: Any, tensors: tuple[torch.Tensor, ...], arguments: AdamArguments) -> None:
+    def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
+        """See :meth:`HostKernels.accumulate_split`."""
+        count = hi.numel()
+        if count:
+            tensors = (hi.view(torch.int16), residual, src.view(torch.int16))
+            blocks = (-(-count // _BLOCK),)
+            self._triton.accumulate_split[blocks](*tensors, count, HAS_RESIDUAL=has_residual, BLOCK=_BLOCK)
+
+    def norm_split(self, hi: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """2-norm, fp32 without dimensions, of the fp32 values that (N) ``hi`` and ``residual`` stand for, added up in double.
+
+        So that it is the one that the host computes for a unit there.
+        """
+        count = hi.numel()
+        blocks = -(-count // _BLOCK)
+        sums = torch.zeros(blocks, dtype=torch.float64, device=hi.device)
+        if count:
+            self._triton.square_sums_split[(blocks,)](hi.view(torch.int16), residual, sums, count, BLOCK=_BLOCK)
+        return sums.sum().sqrt().float()
+
+    def _launch(self, kernel: Any, tensors: tuple[Any, ...], arguments: AdamArguments, **switches: bool) -> None:
         constants = arguments.to_constants()
         count = tensors[0].numel()
         if not count:
@@ -122,6 +150,7 @@ class DeviceKernels:
             constants.negative_step_size,
             HAS_L2=not arguments.decoupled,
             SMALL_STEP=constants.one_minus_beta1 < 0.5,
+            **switches,
             BLOCK=_BLOCK,
             enable_fp_fusion=False,
         )

@@ -25,9 +25,6 @@ Results don't depend on the number of threads, on chunk boundaries or on the ins
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-import functools
-import math
 import pathlib
 import weakref
 from typing import Any
@@ -36,93 +33,13 @@ import torch
 
 from megatrain_accelerate.config import usable_cpu_count
 from megatrain_accelerate.errors import ConfigError, KernelError
+from megatrain_accelerate.optim.adam_arguments import AdamArguments, AdamConstants
 
 LIBRARY_PATH = pathlib.Path(__file__).with_name("_host_kernels.so")
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
-_INTERFACE_VERSION = 2
+_INTERFACE_VERSION = 3
 _REBUILD = "build it with `pip install --force-reinstall --no-deps .` in a checkout of this package (needs a C++ compiler)"
-
-
-class _AdamConstants(ctypes.Structure):
-    """Mirror of ``AdamConstants`` in ``csrc/adamw.h``; ctypes rounds each double to float."""
-
-    _fields_ = (
-        ("gradient_factor", ctypes.c_float),
-        ("decay", ctypes.c_float),
-        ("l2", ctypes.c_float),
-        ("one_minus_beta1", ctypes.c_float),
-        ("beta2", ctypes.c_float),
-        ("one_minus_beta2", ctypes.c_float),
-        ("correction2_sqrt", ctypes.c_float),
-        ("eps", ctypes.c_float),
-        ("negative_step_size", ctypes.c_float),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class AdamArguments:
-    """The constants of one optimizer step.
-
-    Raises:
-        ConfigError: a value is outside the range that ``torch.optim.AdamW`` accepts, or ``step`` is below 1.
-    """
-
-    lr: float
-    """Learning rate of this step."""
-
-    beta1: float
-    """Decay of the first moment, in [0, 1)."""
-
-    beta2: float
-    """Decay of the second moment, in [0, 1)."""
-
-    eps: float
-    """Added to the denominator, after the bias correction."""
-
-    weight_decay: float
-    """Decoupled decay (AdamW) or L2 penalty (Adam), by ``decoupled``."""
-
-    step: int
-    """Number of this step, counted from 1: the exponent of the bias correction."""
-
-    clip_factor: float = 1.0
-    """Multiplied into the gradient, as fp32, before all else, as ``clip_grad_norm_`` multiplies fp32 gradients."""
-
-    decoupled: bool = True
-    """True: AdamW, ``weight *= 1 - lr * weight_decay``. False: Adam, ``grad += weight_decay * weight``."""
-
-    maximize: bool = False
-    """Ascend instead of descend: the sign of the gradient is turned after clipping."""
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay", "clip_factor"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0.0):
-                raise ConfigError(f"AdamArguments.{name} must be finite and not below 0, got {value}")
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            if not 0.0 <= value < 1.0:
-                raise ConfigError(f"AdamArguments.{name} must be in [0, 1), got {value}")
-        if self.step < 1:
-            raise ConfigError(f"AdamArguments.step counts from 1, got {self.step}")
-
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - frozen, small, and asked for by every parameter of a step
-    def to_constants(self) -> _AdamConstants:
-        """The scalars of the loop, in double precision in the order of ``torch/optim/adam.py``, then rounded once."""
-        bias_correction1 = 1 - self.beta1**self.step
-        bias_correction2 = 1 - self.beta2**self.step
-        return _AdamConstants(
-            gradient_factor=-self.clip_factor if self.maximize else self.clip_factor,
-            decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
-            l2=0.0 if self.decoupled else self.weight_decay,
-            one_minus_beta1=1 - self.beta1,
-            beta2=self.beta2,
-            one_minus_beta2=1 - self.beta2,
-            correction2_sqrt=bias_correction2**0.5,
-            eps=self.eps,
-            negative_step_size=-(self.lr / bias_correction1),
-        )
 
 
 def default_thread_count() -> int:
@@ -187,6 +104,7 @@ class HostKernels:
         exp_avg_sq: torch.Tensor,
         grad_bf16: torch.Tensor,
         arguments: AdamArguments,
+        grad_residual: torch.Tensor | None = None,
     ) -> None:
         """One AdamW (or Adam) step on split masters, in place, in one pass of 26 bytes of traffic a parameter.
 
@@ -197,6 +115,8 @@ class HostKernels:
             exp_avg_sq: (N) float32 second moment, updated.
             grad_bf16: (N) bfloat16 gradient, read.
             arguments: the constants of the step.
+            grad_residual: (N) int16, read; join(grad_bf16, grad_residual) is the fp32 gradient then, and the traffic 28
+                bytes. By default the gradient is ``grad_bf16``.
 
         Raises:
             KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
@@ -207,9 +127,14 @@ class HostKernels:
             exp_avg=(exp_avg, torch.float32),
             exp_avg_sq=(exp_avg_sq, torch.float32),
             grad_bf16=(grad_bf16, torch.bfloat16),
+            **({} if grad_residual is None else {"grad_residual": (grad_residual, torch.int16)}),
         )
-        pointers = (tensor.data_ptr() for tensor in (hi_bf16, residual_int16, exp_avg, exp_avg_sq, grad_bf16))
-        self._library.megatrain_adamw_split(handle, *pointers, count, arguments.to_constants())
+        pointers = [tensor.data_ptr() for tensor in (hi_bf16, residual_int16, exp_avg, exp_avg_sq, grad_bf16)]
+        if grad_residual is None:
+            self._library.megatrain_adamw_split(handle, *pointers, count, arguments.to_constants())
+        else:
+            pointers.append(grad_residual.data_ptr())
+            self._library.megatrain_adamw_split_sum(handle, *pointers, count, arguments.to_constants())
 
     def adamw_fp32(
         self,
@@ -246,6 +171,22 @@ class HostKernels:
         run = self._library.megatrain_accumulate_bf16 if is_bf16 else self._library.megatrain_accumulate_fp32
         run(handle, dst.data_ptr(), src.data_ptr(), count)
 
+    def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
+        """``sum += src`` in fp32, where the sum is join(hi, residual); ``csrc/gradient_sum.h`` has the arithmetic.
+
+        Args:
+            hi: (N) bfloat16, updated: the sum rounded to nearest, ties away from zero.
+            residual: (N) int16, updated.
+            src: (N) bfloat16, read.
+            has_residual: whether ``residual`` counts; else the sum so far is ``hi`` alone.
+
+        Raises:
+            KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
+        """
+        handle, count = self._check(hi=(hi, torch.bfloat16), residual=(residual, torch.int16), src=(src, torch.bfloat16))
+        pointers = (tensor.data_ptr() for tensor in (hi, residual, src))
+        self._library.megatrain_accumulate_split(handle, *pointers, int(has_residual), count)
+
     def square_sum(self, values: torch.Tensor) -> float:
         """The sum of squares of (N) bfloat16 or (N) float32 values, added up in double precision in a fixed order.
 
@@ -258,6 +199,16 @@ class HostKernels:
         is_bf16 = values.dtype == torch.bfloat16
         run = self._library.megatrain_square_sum_bf16 if is_bf16 else self._library.megatrain_square_sum_fp32
         result: float = run(handle, values.data_ptr(), count)
+        return result
+
+    def square_sum_split(self, hi: torch.Tensor, residual: torch.Tensor) -> float:
+        """:meth:`square_sum` of the fp32 values that (N) bfloat16 ``hi`` and (N) int16 ``residual`` stand for.
+
+        Raises:
+            KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
+        """
+        handle, count = self._check(hi=(hi, torch.bfloat16), residual=(residual, torch.int16))
+        result: float = self._library.megatrain_square_sum_split(handle, hi.data_ptr(), residual.data_ptr(), count)
         return result
 
     def split(self, master_fp32: torch.Tensor, hi: torch.Tensor, residual: torch.Tensor) -> None:
@@ -371,13 +322,16 @@ def _load_library() -> Any:
     library.megatrain_create.restype = handle
     signatures: dict[str, list[Any]] = {
         "destroy": [handle],
-        "adamw_split": [handle, *[pointer] * 5, count, _AdamConstants],
-        "adamw_fp32": [handle, *[pointer] * 4, count, _AdamConstants],
+        "adamw_split": [handle, *[pointer] * 5, count, AdamConstants],
+        "adamw_split_sum": [handle, *[pointer] * 6, count, AdamConstants],
+        "adamw_fp32": [handle, *[pointer] * 4, count, AdamConstants],
         "stream_probe": [handle, *[pointer] * 5, count],
         "accumulate_bf16": [handle, *[pointer] * 2, count],
         "accumulate_fp32": [handle, *[pointer] * 2, count],
+        "accumulate_split": [handle, *[pointer] * 3, number, count],
         "square_sum_bf16": [handle, pointer, count],
         "square_sum_fp32": [handle, pointer, count],
+        "square_sum_split": [handle, *[pointer] * 2, count],
         "split": [handle, *[pointer] * 3, count],
         "join": [handle, *[pointer] * 3, count],
         "zero": [handle, pointer, count],

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
 from megatrain_accelerate.optim.host_step import HostStep
+from megatrain_accelerate.streaming.fp32_sums import joined_sum
 from megatrain_accelerate.streaming.meter import Cause
 from megatrain_accelerate.streaming.resident import ResidentGroup
 
@@ -39,7 +40,10 @@ class MasterStep(HostStep):
             unit, _, group = owners[id(state)]
             assert state.gradient is not None
             master = unit.read_master(state)
-            gradient = state.gradient.float() * factors.get(id(state.parameter), 1.0)
+            gradient = state.gradient.float()
+            if state.has_fp32_sum and state.gradient_residual is not None:
+                gradient = joined_sum(state.gradient, state.gradient_residual, runtime.kernels)
+            gradient = gradient * factors.get(id(state.parameter), 1.0)
             shown.append((state, master, state.parameter.data, state.parameter.grad))
             state.parameter.grad = None
             state.parameter.data = master

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
+from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.device_kernel import StepKernels
-from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
+from megatrain_accelerate.optim.kernel import HostKernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +24,13 @@ class Segment:
     """Element offset in residuals and moments."""
     elements: int
     arguments: AdamArguments
+    is_sum: bool
+    """Whether the gradients are fp32 sums, with residuals."""
 
 
 def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list[Segment]:
-    """Merges parameters that lie next to each other and share their settings.
+    """Merges parameters that lie next to each other and share their settings. Called when the step is taken, not later:
+    what becomes of ``parameter.grad`` then doesn't change what kind of gradient the store holds.
 
     The padding between two of them is stepped along with them: its gradient is zero or finite garbage that no view
     ever shows.
@@ -37,14 +41,17 @@ def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list
         entry = state.entry
         assert entry.state_offset is not None
         size = entry.spec.dtype.itemsize
+        is_sum = state.has_fp32_sum
         if segments:
             last = segments[-1]
             gap = entry.state_offset - last.state_offset - last.elements
-            if last.dtype == entry.spec.dtype and last.arguments == arguments and 0 <= gap < 128:
+            if last.dtype == entry.spec.dtype and (last.arguments, last.is_sum) == (arguments, is_sum) and 0 <= gap < 128:
                 grown = last.elements + gap + entry.spec.numel
                 segments[-1] = dataclasses.replace(last, elements=grown)
                 continue
-        segments.append(Segment(entry.spec.dtype, entry.weight_offset, entry.state_offset, entry.spec.numel, arguments))
+        segments.append(
+            Segment(entry.spec.dtype, entry.weight_offset, entry.state_offset, entry.spec.numel, arguments, is_sum)
+        )
         assert (segments[-1].weight_offset % size) == 0
     return segments
 
@@ -58,7 +65,13 @@ def step_each(steps: Sequence[tuple[ParameterState, AdamArguments]], kernels: St
         assert state.exp_avg_sq is not None
         if state.residual is not None:
             kernels.adamw_split(
-                state.weight, state.residual, state.exp_avg, state.exp_avg_sq, gradient.contiguous(), arguments
+                state.weight,
+                state.residual,
+                state.exp_avg,
+                state.exp_avg_sq,
+                gradient.contiguous(),
+                arguments,
+                state.gradient_residual if state.has_fp32_sum else None,
             )
         else:
             kernels.adamw_fp32(state.weight, state.exp_avg, state.exp_avg_sq, gradient.contiguous(), arguments)
@@ -76,7 +89,11 @@ def apply_segments(unit: HostUnit, segments: Sequence[Segment], kernels: HostKer
         elements = slice(segment.state_offset, segment.state_offset + segment.elements)
         exp_avg, exp_avg_sq = unit.exp_avgs[elements], unit.exp_avg_sqs[elements]
         if segment.dtype == torch.bfloat16:
+            of_sums = None
+            if segment.is_sum:
+                assert unit.gradient_residuals is not None
+                of_sums = unit.gradient_residuals[elements]
             residuals = unit.residuals[elements]
-            kernels.adamw_split(weights, residuals, exp_avg, exp_avg_sq, gradients, segment.arguments)
+            kernels.adamw_split(weights, residuals, exp_avg, exp_avg_sq, gradients, segment.arguments, of_sums)
         else:
             kernels.adamw_fp32(weights, exp_avg, exp_avg_sq, gradients, segment.arguments)

@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-"""Triton kernels of AdamW and Adam. ``csrc/adamw.h`` has the formulas, their sources and the reason of each rounding.
+"""Triton kernels of AdamW and Adam, and of fp32 gradient sums. ``csrc/adamw.h`` and ``csrc/gradient_sum.h`` have the
+formulas, their sources and the reason of each rounding.
 
 To be launched with ``enable_fp_fusion=False``: the fused multiply-adds are those written here and no others.
 """
@@ -40,12 +41,20 @@ def _element(
 
 
 @triton.jit
+def _join_sum(hi, lo):
+    """fp32 sums of their halves (int32); a negative residual beside a zero is stale, see ``csrc/gradient_sum.h``."""
+    is_stale = ((hi & 0x7FFF) == 0) & (lo < 0)
+    return ((hi << 16) + tl.where(is_stale, 0, lo)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def adamw_split(
     hi_ptr,
     lo_ptr,
     m_ptr,
     v_ptr,
     grad_ptr,
+    grad_lo_ptr,
     count,
     factor,
     decay,
@@ -59,14 +68,22 @@ def adamw_split(
     negative_step_size,
     HAS_L2: tl.constexpr,
     SMALL_STEP: tl.constexpr,
+    GRAD_SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``hi``, ``lo`` and ``grad`` are the bits (int16) of bf16 weight, residual and bf16 gradient; ``m``, ``v`` are fp32."""
+    """``hi``, ``lo`` and ``grad`` are the bits (int16) of bf16 weight, residual and bf16 gradient; ``m``, ``v`` are fp32.
+
+    With ``GRAD_SPLIT`` the gradient is an fp32 sum, and ``grad_lo`` its residual; else ``grad_lo`` isn't read.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     hi = tl.load(hi_ptr + at, inside, other=0).to(tl.int32)
     lo = tl.load(lo_ptr + at, inside, other=0).to(tl.int32)
-    grad = (tl.load(grad_ptr + at, inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    grad_hi = tl.load(grad_ptr + at, inside, other=0).to(tl.int32)
+    if GRAD_SPLIT:
+        grad = _join_sum(grad_hi, tl.load(grad_lo_ptr + at, inside, other=0).to(tl.int32))
+    else:
+        grad = (grad_hi << 16).to(tl.float32, bitcast=True)
     m = tl.load(m_ptr + at, inside, other=0.0)
     v = tl.load(v_ptr + at, inside, other=0.0)
     weight = ((hi << 16) + lo).to(tl.float32, bitcast=True)
@@ -144,3 +161,31 @@ def adamw_fp32(
     tl.store(weight_ptr + at, weight, inside)
     tl.store(m_ptr + at, m, inside)
     tl.store(v_ptr + at, v, inside)
+
+
+@triton.jit
+def accumulate_split(hi_ptr, lo_ptr, source_ptr, count, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+    """``hi`` and ``source`` are the bits (int16) of bf16 numbers, ``lo`` residuals (int16); adds ``source`` in fp32."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    hi = tl.load(hi_ptr + at, inside, other=0).to(tl.int32)
+    new = (tl.load(source_ptr + at, inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    if HAS_RESIDUAL:
+        earlier = _join_sum(hi, tl.load(lo_ptr + at, inside, other=0).to(tl.int32))
+    else:
+        earlier = (hi << 16).to(tl.float32, bitcast=True)
+    total = earlier + new
+    bits = tl.where(total != total, 0x7FC00000, total.to(tl.int32, bitcast=True))
+    tl.store(hi_ptr + at, ((bits + 0x8000) >> 16).to(tl.int16), inside)
+    tl.store(lo_ptr + at, bits.to(tl.int16), inside)
+
+
+@triton.jit
+def square_sums_split(hi_ptr, lo_ptr, sums_ptr, count, BLOCK: tl.constexpr):
+    """``sums``, fp64, one for each block, get the sums of squares of the split fp32 numbers."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    hi = tl.load(hi_ptr + at, inside, other=0).to(tl.int32)
+    lo = tl.load(lo_ptr + at, inside, other=0).to(tl.int32)
+    value = _join_sum(hi, lo).to(tl.float64)
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(value * value, 0))

@@ -92,7 +92,15 @@ class DevicePlan:
             "resident_layers": self._runtime.prefetcher.resident_bytes,
             "states": sum(_state_bytes(unit) - unit.layout.weight_bytes for unit in units if unit.is_on_device),
             "layers": sum(layer.unit.layout.weight_bytes for layer in self._runtime.layers if layer.unit.is_on_device),
+            **self._sums_bytes_by_kind(),
         }
+
+    def _sums_bytes_by_kind(self) -> dict[str, int]:
+        """The residuals of gradients that are summed on the device: all resident ones, and those of units that live there."""
+        runtime = self._runtime
+        units = [group.unit for group in runtime.groups] + [layer.unit for layer in runtime.layers if layer.unit.is_on_device]
+        held = sum(2 * unit.layout.split_elements for unit in units if unit.gradient_residuals is not None)
+        return {"gradient_residuals": held} if held else {}
 
     def _fixed_bytes_by_kind(self) -> dict[str, int]:
         """Those under any placement."""
@@ -253,7 +261,7 @@ class DevicePlan:
         if not self._runtime.states_may_move or not can_step_on(self._device):
             choices = dataclasses.replace(choices, on_device=0)
         host_bytes = available_host_bytes(self._config.host_memory_gib) - CONSTANT_OVERHEAD_BYTES
-        host_bytes -= sum(_sizes(unit).host_bytes for unit in self._runtime.units if unit.is_on_device)
+        host_bytes -= sum(self._sizes(unit).host_bytes for unit in self._runtime.units if unit.is_on_device)
         return PlacementSearch(outline, self.model_sizes(), machine, step_bytes, choices, host_bytes)
 
     def _place(self, placement: Placement) -> None:
@@ -273,9 +281,9 @@ class DevicePlan:
         """What the simulation has to know of the engine."""
         runtime = self._runtime
         return Model(
-            layers=[_sizes(layer.unit) for layer in runtime.layers],
-            groups_before=[_sizes(group.unit) for group in runtime.groups if not group.comes_after_layers],
-            groups_after=[_sizes(group.unit) for group in runtime.groups if group.comes_after_layers],
+            layers=[self._sizes(layer.unit) for layer in runtime.layers],
+            groups_before=[self._sizes(group.unit) for group in runtime.groups if not group.comes_after_layers],
+            groups_after=[self._sizes(group.unit) for group in runtime.groups if group.comes_after_layers],
             slots=self._config.slots,
             gradient_slots=self._config.gradient_slots,
             slot_bytes=runtime.prefetcher.shared_bytes,
@@ -284,6 +292,11 @@ class DevicePlan:
             micro_batches=self.micro_batches,
             offloads_inputs=runtime.offloads_inputs,
         )
+
+    def _sizes(self, unit: HostUnit) -> UnitSizes:
+        layout = unit.layout
+        sum_bytes = 2 * layout.split_elements if self._runtime.sums.is_wanted and self.micro_batches > 1 else 0
+        return UnitSizes(layout.weight_bytes, layout.gradient_bytes, layout.state_elements, _state_bytes(unit), sum_bytes)
 
     def _budget_bytes(self) -> int:
         """Bytes of the device that a step may take, what the engine holds included; 0 without a GPU."""
@@ -312,8 +325,3 @@ def _state_bytes(unit: HostUnit) -> int:
     """Weights, residuals and moments."""
     layout = unit.layout
     return layout.weight_bytes + 2 * layout.split_elements + 8 * layout.state_elements
-
-
-def _sizes(unit: HostUnit) -> UnitSizes:
-    layout = unit.layout
-    return UnitSizes(layout.weight_bytes, layout.gradient_bytes, layout.state_elements, _state_bytes(unit))

@@ -31,11 +31,13 @@ class UnitSizes:
     """Trained ones, the padding included."""
     state_bytes: int
     """Weights, residuals and moments."""
+    sum_bytes: int = 0
+    """Residuals of gradients that are summed in fp32, in a run with several backwards before a step."""
 
     @property
     def host_bytes(self) -> int:
         """Host memory of a unit that lives there."""
-        return self.state_bytes + self.gradient_bytes
+        return self.state_bytes + self.gradient_bytes + self.sum_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,8 +146,8 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
     held += sum(unit.state_bytes - unit.weight_bytes for unit in groups) if placement.groups_on_device else 0
     if model.micro_batches > 1:
         # From the second on, the gradients of the first are there.
-        held += sum(model.layers[i].gradient_bytes for i in placement.on_device)
-        held += sum(unit.gradient_bytes for unit in groups)
+        held += sum(model.layers[i].gradient_bytes + model.layers[i].sum_bytes for i in placement.on_device)
+        held += sum(unit.gradient_bytes + unit.sum_bytes for unit in groups)
     away = _Away(outline, model, placement)
     for event in outline.events:
         profile = outline.profiles[event.kind]
@@ -266,7 +268,7 @@ class _Pipeline:
         self.compute.work(op_seconds(self.outline.tail_costs, machine))
         if is_last and not placement.groups_on_device:
             for unit in [*self.model.groups_after, *self.model.groups_before]:
-                self.d2h.work(unit.gradient_bytes / machine.d2h_bytes, self.compute.free_at)
+                self.d2h.work((unit.gradient_bytes + unit.sum_bytes) / machine.d2h_bytes, self.compute.free_at)
 
     def _gradient_leaves(self, layer: int, computed_at: float, is_last: bool) -> None:
         unit, model = self.model.layers[layer], self.model
@@ -274,8 +276,8 @@ class _Pipeline:
         self.gradients_out.append(out)
         step_seconds = unit.parameters / self.machine.host_step_parameters
         if model.micro_batches > 1:
-            # Added to those before: 6 bytes of the step's 26.
-            self.host.work(step_seconds * 6 / 26, out)
+            # Added to those before: 6 bytes of the step's 26, 10 with the sums' residuals.
+            self.host.work(step_seconds * (10 if unit.sum_bytes else 6) / 26, out)
         if is_last and model.steps_in_backward:
             self.applied[layer] = self.host.work(step_seconds, out)
 

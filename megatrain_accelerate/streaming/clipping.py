@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.memory.host_store import ParameterState
+from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.grad_offload import NormTable
 
 
@@ -15,10 +17,14 @@ class Clipping:
 
     Args:
         norms: the norms of all gradients.
+        sums: how the gradients are summed.
+        states: the parameters' places in the store, by ``id`` of the parameter.
     """
 
-    def __init__(self, norms: NormTable) -> None:
+    def __init__(self, norms: NormTable, sums: Fp32Sums, states: Mapping[int, ParameterState]) -> None:
         self._norms = norms
+        self._sums = sums
+        self._states = states
         self._factors: dict[int, tuple[torch.Tensor, float]] = {}
 
     def total_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -31,7 +37,7 @@ class Clipping:
             if row is None:
                 raise StateError("total_norm() was given a parameter that this engine doesn't train")
             if not self._norms.is_current(parameter):
-                self._norms.norms[row] = torch.linalg.vector_norm(parameter.grad.float(), 2.0)
+                self._norms.norms[row] = self._sums.norms([self._states[id(parameter)]])[0]
                 self._norms.note(parameter, parameter.grad)
             rows.append(row)
             factors.append(self._factors.get(id(parameter), (parameter, 1.0))[1])
@@ -65,7 +71,8 @@ class Clipping:
         for parameter, factor in self._factors.values():
             if parameter.grad is not None:
                 with torch.no_grad():
-                    parameter.grad.mul_(factor)
+                    self._sums.scale(self._states[id(parameter)], factor)
+                self._norms.forget(parameter)
         self._factors.clear()
 
     def refuse_written(self) -> None:

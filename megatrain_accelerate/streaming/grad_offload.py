@@ -20,16 +20,10 @@ from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker, Ticket
 from megatrain_accelerate.streaming.device_slots import GradientSlot
+from megatrain_accelerate.streaming.fp32_sums import Fp32Sums, gradient_norms, joined_sum
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.streams import Streams
-
-
-def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """2-norms in fp32 of tensors of one device, computed as ``torch.nn.utils.clip_grad_norm_`` does on fp32 gradients."""
-    if gradients[0].is_cuda:
-        return list(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32))
-    return [torch.linalg.vector_norm(gradient.float(), 2.0) for gradient in gradients]
 
 
 class NormTable:
@@ -84,11 +78,6 @@ class NormTable:
         self._memory.close()
 
 
-def _gradient(state: ParameterState) -> torch.Tensor:
-    assert state.parameter.grad is not None
-    return state.parameter.grad
-
-
 def _refuse_hooked(layer: StreamedLayer, state: ParameterState) -> None:
     """Raises for a gradient hook on a layer's parameter.
 
@@ -123,6 +112,7 @@ class GradientOffloader:
         slots: number of gradient slots.
         streams, worker, kernels, meter: the engine's.
         norms: table that gets the norms.
+        sums: how gradients of several backwards are added.
         register: page-lock the staging buffers.
     """
 
@@ -136,6 +126,7 @@ class GradientOffloader:
         kernels: HostKernels,
         meter: Meter,
         norms: NormTable,
+        sums: Fp32Sums,
         register: bool,
     ) -> None:
         self._streams = streams
@@ -143,6 +134,7 @@ class GradientOffloader:
         self._kernels = kernels
         self._meter = meter
         self._norms = norms
+        self._sums = sums
         self._register = register
         self._largest = max((layer.unit.layout.gradient_bytes for layer in layers), default=0)
         self._most_parameters = max((len(layer.unit.layout.trainable_entries) for layer in layers), default=0)
@@ -234,6 +226,7 @@ class GradientOffloader:
             _refuse_hooked(layer, trainable[i])
             if trainable[i].parameter.grad is None:
                 trainable[i].parameter.grad = trainable[i].gradient
+                trainable[i].forget_fp32_sum()
             gradient = trainable[i].parameter.grad
             assert gradient is not None
             if is_fresh or self.gradients_complete():
@@ -247,14 +240,11 @@ class GradientOffloader:
         """Gradients of a unit on the device stay where they are; their norms go to the host."""
         for state, gradient in zip(states, gradients, strict=True):
             _refuse_hooked(layer, state)
-            if state.parameter.grad is None:
-                state.parameter.grad = gradient
-            else:
-                state.parameter.grad.add_(gradient)
+            self._add_in_place(state, gradient)
             self._norms.forget(state.parameter)
         if not self.gradients_complete():
             return
-        norms = torch.stack(gradient_norms([_gradient(state) for state in states]))
+        norms = torch.stack(self._sums.norms(states))
         ready_event = self._streams.event()
         ready_event.record(self._streams.compute_stream)
         d2h_stream = self._streams.d2h_stream
@@ -273,7 +263,23 @@ class GradientOffloader:
         # The allocator may hand out their memory again while the copy runs.
         self._in_flight.append(norms)
         for state in states:
-            self._norms.note(state.parameter, _gradient(state))
+            assert state.parameter.grad is not None
+            self._norms.note(state.parameter, state.parameter.grad)
+
+    def _add_in_place(self, state: ParameterState, gradient: torch.Tensor) -> None:
+        """Sets or adds to the gradient of a parameter on the device."""
+        if state.parameter.grad is None:
+            # Of its own memory in any case: autograd may hand out views of something larger.
+            state.parameter.grad = gradient.contiguous()
+            state.forget_fp32_sum()
+            return
+        self._sums.prepare()
+        running = self._sums.running(state)
+        if running is None:
+            state.parameter.grad.add_(gradient)
+        else:
+            running.add(gradient)
+            state.note_fp32_sum()
 
     def _copy_out(self, slot: GradientSlot, layer: StreamedLayer, target: torch.Tensor, norms: torch.Tensor | None) -> Any:
         """Issues the copy; returns an event of its own, since the slot's may be recorded again before it is waited for."""
@@ -296,33 +302,46 @@ class GradientOffloader:
         staging = self._take_staging()
         copied_event = self._copy_out(slot, layer, staging.buffer, None)
         views = layer.unit.layout.views(staging.buffer, trainable_only=True)
-        targets = [(state, state.parameter.grad, views[row], row) for state, row in zip(states, rows, strict=True)]
+        sums = [self._sums.running(state) for state in states]
+        targets = [
+            (state, state.parameter.grad, running, views[row], row)
+            for state, running, row in zip(states, sums, rows, strict=True)
+        ]
+        for state, running in zip(states, sums, strict=True):
+            if running is not None:
+                state.note_fp32_sum()
         norms = self._norms.of_unit(layer.unit)
         is_last = self.gradients_complete()
 
         def add() -> None:
             copied_event.synchronize()
-            for state, earlier, new, row in targets:
+            for state, earlier, running, new, row in targets:
                 assert state.gradient is not None
                 if earlier is None:
-                    state.gradient.copy_(new)
+                    state.gradient.data.copy_(new)  # unseen by the version that the launching thread takes
+                elif running is not None:
+                    running.add(new)
                 elif earlier.data_ptr() == state.gradient.data_ptr():
                     self._kernels.accumulate(state.gradient, new)
                 else:  # somebody assigned a tensor of their own
                     earlier.add_(new)
                 if is_last:
                     total = state.gradient if earlier is None else earlier
-                    norms[row] = self._host_norm(total)
+                    norms[row] = self._host_norm(total, None if running is None else running.residual)
                     self._norms.note(state.parameter, total)
 
         staging.ticket = self._worker.submit(f"accumulate ({layer.name})", add)
         return staging.ticket
 
-    def _host_norm(self, gradient: torch.Tensor) -> float:
+    def _host_norm(self, gradient: torch.Tensor, residual: torch.Tensor | None) -> float:
         # torch's own norm on the CPU makes an fp32 copy and runs on threads of its own, several times slower; the stand-in
         # takes it all the same, so that its bits can be compared with plain PyTorch's.
+        if self._streams.is_cuda and residual is not None:
+            return math.sqrt(self._kernels.square_sum_split(gradient, residual))
         if self._streams.is_cuda and gradient.is_contiguous():
             return math.sqrt(self._kernels.square_sum(gradient))
+        if residual is not None:
+            gradient = joined_sum(gradient, residual, self._kernels)
         return float(gradient_norms([gradient])[0])
 
     def _take_staging(self) -> _Staging:
@@ -337,14 +356,14 @@ class GradientOffloader:
         return staging
 
     def prepare_accumulation(self) -> None:
-        """Allocates the staging buffers, so that none is pinned within a step. Does nothing when they exist."""
+        """Allocates staging buffers and fp32 sums, so that none is made within a step. Does nothing when they exist.
+
+        Raises:
+            HostMemoryError: the sums don't fit.
+        """
+        self._sums.prepare(0 if self._staging else 2 * self._largest)
         if not self._staging and self._largest:
             self._staging = [_Staging(self._largest, self._register) for _ in range(2)]
-
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether gradients of several backwards are, or are about to be, added up before a step."""
-        return bool(self._staging)
 
     def wait(self) -> None:
         """Blocks until every gradient is on the host and added up.

@@ -82,6 +82,10 @@ class StreamedLayer:
         """Reverse of :meth:`move_to_device`."""
         self.unit.move_to_host()
 
+    def allocate_gradient_residuals(self) -> None:
+        """Makes what fp32 sums of the gradients take, where the unit lives."""
+        self.unit.allocate_gradient_residuals()
+
     @contextlib.contextmanager
     def bound(self, weights: Sequence[torch.Tensor]) -> Iterator[None]:
         """The module computes with ``weights`` (in entry order) instead of its parameters while the body runs.

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from megatrain_accelerate.memory.host_store import HostUnit
+from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
 from megatrain_accelerate.optim.device_kernel import StepKernels
-from megatrain_accelerate.streaming.grad_offload import NormTable, gradient_norms
+from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
+from megatrain_accelerate.streaming.grad_offload import NormTable
 from megatrain_accelerate.streaming.layer import UpdateGate
 from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.streams import Streams
@@ -54,14 +55,30 @@ class ResidentGroup:
 
     def _show_device_weights(self) -> None:
         for state in self.unit.states:
-            # A clone also where the device is the CPU: the device's copy and the host's must not be one there either.
+            # Clones also where the device is the CPU: the device's copies and the host's must not be one there either.
             on_device = self.unit.is_on_device
             weight = state.weight if on_device else state.weight.to(self._streams.device, copy=True)
             self._device_weights[id(state)] = weight
+            is_sum = state.has_fp32_sum
             gradient, state.parameter.grad = state.parameter.grad, None
             state.parameter.data = weight
-            state.parameter.grad = gradient if gradient is None else gradient.to(self._streams.device)
+            state.parameter.grad = gradient if gradient is None else gradient.to(self._streams.device, copy=not on_device)
             state.seen_version = state.parameter._version
+            self._place_sum_residual(state)
+            if is_sum:
+                state.note_fp32_sum()
+
+    def _place_sum_residual(self, state: ParameterState) -> None:
+        """Gradients are on the device wherever the unit's states are, and so are the residuals of their sums."""
+        if state.gradient_residual is not None and not self.unit.is_on_device:
+            state.sum_residual = state.gradient_residual.to(self._streams.device, copy=True)
+
+    def allocate_gradient_residuals(self) -> None:
+        """Makes what fp32 sums of the gradients take, on the device, and for states on the host there too."""
+        if self.unit.gradient_residuals is None:
+            self.unit.allocate_gradient_residuals(register=True)
+            for state in self.unit.states:
+                self._place_sum_residual(state)
 
     def move_to_device(self, device: torch.device, kernels: StepKernels) -> None:
         """Masters and moments live on the device from now on, too. Nothing may be pending on the group."""
@@ -90,11 +107,12 @@ class ResidentGroup:
         # RAW: the copy of the stepped weights must be over.
         self._meter.compute_waits_for(self._params_copied_event, Cause.H2D, late_ms, of_layer=False)
 
-    def fetch_gradients(self, norms: NormTable, only: torch.Tensor | None = None) -> None:
+    def fetch_gradients(self, norms: NormTable, sums: Fp32Sums, only: torch.Tensor | None = None) -> None:
         """Issues the copies to the host of the gradients that aren't there yet, and of their norms.
 
         Args:
             norms: table that gets the norms.
+            sums: how the gradients are summed.
             only: consider this parameter only; all of the group's by default.
         """
         trainable = [state for state in self.unit.states if state.entry.spec.trainable]
@@ -105,7 +123,7 @@ class ResidentGroup:
                 continue
             # WAR: a step that is still to be applied reads the gradients of the pass before.
             self._meter.wait_for_step(self.name, self.gate.is_open, self.gate.wait)
-            norm = gradient_norms([parameter.grad])[0]
+            norm = sums.norms([state])[0]
             self._gradients_ready_event.record(self._streams.compute_stream)
             d2h_stream = self._streams.d2h_stream
             with self._streams.on(d2h_stream), record_function(f"megatrain::copy_gradients ({self.name})"):
@@ -115,11 +133,19 @@ class ResidentGroup:
                     with self._meter.copying(Cause.D2H, state.gradient.nbytes):
                         state.gradient.copy_(parameter.grad, non_blocking=True)
                     self._meter.counters.d2h_bytes += state.gradient.nbytes
+                    self._fetch_sum_residual(state)
                 table[row].copy_(norm, non_blocking=True)
                 self._gradients_copied_event.record(d2h_stream)
             norms.note(parameter, parameter.grad)
             # The allocator may hand out their memory again while the copy runs.
             self._in_flight += [norm, parameter.grad]
+
+    def _fetch_sum_residual(self, state: ParameterState) -> None:
+        residual = state.gradient_residual
+        if state.has_fp32_sum and residual is not None and state.sum_residual is not None:
+            with self._meter.copying(Cause.D2H, residual.nbytes):
+                residual.copy_(state.sum_residual, non_blocking=True)
+            self._meter.counters.d2h_bytes += residual.nbytes
 
     def wait_for_gradients(self) -> None:
         """Blocks until the copies of :meth:`fetch_gradients` are over."""

@@ -22,6 +22,7 @@ from megatrain_accelerate.streaming.call_order import CallOrder, Tape
 from megatrain_accelerate.streaming.clipping import Clipping
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
 from megatrain_accelerate.streaming.device_slots import WeightSlot
+from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader, NormTable
 from megatrain_accelerate.streaming.layer import StreamedLayer, UpdateGate
 from megatrain_accelerate.streaming.layer_function import LayerCall, LayerFunction, OutputRecorder, RunContext
@@ -82,6 +83,13 @@ class StreamingRuntime:
         self.config = config
         self.register = register
         self.norms = NormTable(self.units, register)
+        self.sums = Fp32Sums(
+            [*self.layers, *self.groups],
+            device=streams.device,
+            kernels=kernels,
+            is_wanted=config.accumulation_dtype == "fp32",
+            host_memory_gib=config.host_memory_gib,
+        )
         self.prefetcher = Prefetcher(self.layers, config.slots, streams, meter)
         self.offloader = GradientOffloader(
             self.layers,
@@ -91,6 +99,7 @@ class StreamingRuntime:
             kernels=kernels,
             meter=meter,
             norms=self.norms,
+            sums=self.sums,
             register=register,
         )
         self.gradients_complete: Callable[[], bool] = lambda: True
@@ -134,11 +143,13 @@ class StreamingRuntime:
             for state in group.unit.states:
                 if state.entry.spec.trainable:
                     self._handles.append(state.parameter.register_post_accumulate_grad_hook(hook))
+        residents = [state for group in self.groups for state in group.unit.states if state.entry.spec.trainable]
+        self._handles += self.sums.watch(residents)
         self._dry_run: LayerRunner | None = None
         self._in_backward = False
         self._open_tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
         self._backward_tape: Tape | None = None
-        self._clipping = Clipping(self.norms)
+        self._clipping = Clipping(self.norms, self.sums, self._states)
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -232,11 +243,12 @@ class StreamingRuntime:
     def resident_gradient_ready(self, parameter: torch.Tensor) -> None:
         """A resident's gradient is complete: its copy to the host begins under the layers' backward."""
         self._backward_begins()
+        self.sums.take_up(self._states[id(parameter)])
         self._clipping.refuse_clipped([parameter])
         self.norms.forget(parameter)
         if self.gradients_complete():
             group = self._group_of[id(parameter)]
-            group.fetch_gradients(self.norms, only=parameter)
+            group.fetch_gradients(self.norms, self.sums, only=parameter)
 
     def _backward_ends(self) -> None:
         self._in_backward = False
@@ -316,7 +328,7 @@ class StreamingRuntime:
         self.offloader.wait()
         self._clipping.refuse_written()
         for group in self.groups:
-            group.fetch_gradients(self.norms)
+            group.fetch_gradients(self.norms, self.sums)
         for group in self.groups:
             group.wait_for_gradients()
 

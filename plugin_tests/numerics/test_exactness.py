@@ -54,7 +54,7 @@ def test_unclipped_bf16_training_is_bit_equal_in_every_schedule(schedule: str, s
 
 
 @pytest.mark.parametrize(("schedule", "max_norm"), [("deferred", 1.0), ("serial", 1.0), ("backward", None)])
-def test_accumulation_is_bit_equal_to_adding_bf16_gradients(schedule: str, max_norm: float | None) -> None:
+def test_accumulation_is_bit_equal_to_summing_the_gradients_in_fp32(schedule: str, max_norm: float | None) -> None:
     batches = token_batches(12)
     plain = train_bf16_with_masters(tiny_model(), batches, accumulation=3, max_norm=max_norm)
     streamed = train_streamed(tiny_model(), batches, accumulation=3, schedule=schedule, max_norm=max_norm)

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain_accelerate.optim.kernel import INSTRUCTION_SETS, AdamArguments, HostKernels
+from megatrain_accelerate.optim.adam_arguments import AdamArguments
+from megatrain_accelerate.optim.kernel import INSTRUCTION_SETS, HostKernels
 
 # Every tail of a 16-wide vector, more than one chunk (131,072) with a tail, and nothing at all.
 LENGTHS = (0, 1, 7, 15, 16, 17, 1000, 65537, 300001)

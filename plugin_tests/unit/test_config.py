@@ -51,6 +51,8 @@ def test_settings_survive_json() -> None:
         ({"pin_memory": "yes"}, "true or false"),
         ({"tiled_loss": "no"}, "true or false"),
         ({"step_schedule": "later"}, "deferred"),
+        ({"accumulation_dtype": "fp16"}, "accumulation_dtype must be fp32 or bf16; got 'fp16'"),
+        ({"accumulation_dtype": 32}, "accumulation_dtype must be fp32 or bf16; got 32"),
         ({"layer_classes": "Block"}, "list of class names"),
         ({"layer_classes": [1]}, "list of class names"),
     ],

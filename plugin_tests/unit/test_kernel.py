@@ -17,7 +17,8 @@ import torch
 
 from megatrain_accelerate.errors import ConfigError, KernelError
 from megatrain_accelerate.optim import kernel
-from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels, default_thread_count
+from megatrain_accelerate.optim.adam_arguments import AdamArguments
+from megatrain_accelerate.optim.kernel import HostKernels, default_thread_count
 
 # Every tail of a 16-wide vector, more than one chunk (131,072) with a tail, and nothing at all.
 LENGTHS = (0, 1, 7, 15, 16, 17, 1000, 65537, 300001)

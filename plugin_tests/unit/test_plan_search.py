@@ -209,6 +209,23 @@ def test_accumulation_counts_the_gradients_that_wait_for_the_others() -> None:
     )
 
 
+def test_fp32_sums_are_counted_on_the_device_and_in_the_hosts_time() -> None:
+    with_sums = dataclasses.replace(LAYER, sum_bytes=20)
+    group = dataclasses.replace(GROUP, sum_bytes=2)
+    changes = {"layers": [with_sums] * LAYERS, "groups_before": [group], "groups_after": [group]}
+    placement = Placement.of_counts(LAYERS, on_device=4)
+    plain, sums = model(micro_batches=2), model(micro_batches=2, **changes)
+    assert peak_bytes(outline(), sums, placement) == peak_bytes(outline(), plain, placement) + 4 * 20 + 2 * 2
+    assert with_sums.host_bytes == LAYER.host_bytes + 20
+    streamed = Placement.of_counts(LAYERS)
+    # 4 bytes of the step's 26 more for each backward.
+    more = (
+        simulate_step(outline(), sums, streamed, MACHINE).host_step
+        - simulate_step(outline(), plain, streamed, MACHINE).host_step
+    )
+    assert more == pytest.approx(2 * LAYERS * LAYER.parameters / MACHINE.host_step_parameters * 4 / 26)
+
+
 def test_a_host_without_room_is_no_reason_against_placements_that_offload_nothing() -> None:
     search = PlacementSearch(outline(), model(), MACHINE, 10**6, Choices(), host_budget_bytes=-(10**9))
     best = search.best()

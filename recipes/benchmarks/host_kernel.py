@@ -25,7 +25,8 @@ from collections.abc import Callable
 
 import torch
 
-from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
+from megatrain_accelerate.optim.adam_arguments import AdamArguments
+from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.units import GB
 
 BYTES_SPLIT = 26

@@ -18,6 +18,7 @@
 
 #include <cstdint>
 
+#include "gradient_sum.h"
 #include "split_master.h"
 
 namespace megatrain {
@@ -52,14 +53,16 @@ MEGATRAIN_INLINE float adam_element(const AdamConstants& c, float weight, float 
   return weight + (c.negative_step_size * m) / denominator;
 }
 
-// 26 bytes of memory traffic a parameter: hi, lo, m and v read and written once, the bf16 gradient read once.
-template <bool kL2>
+// 26 bytes of memory traffic a parameter: hi, lo, m and v read and written once, the bf16 gradient read once. With
+// kGradSplit the gradient is an fp32 sum, split as the master is, and the traffic 28 bytes; `grad_lo` isn't read without.
+template <bool kL2, bool kGradSplit>
 struct AdamSplitJob {
   uint16_t* hi;
   int16_t* lo;
   float* m;
   float* v;
   const uint16_t* grad;
+  const int16_t* grad_lo;
   AdamConstants constants;
 
   MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
@@ -69,11 +72,18 @@ struct AdamSplitJob {
     float* __restrict__ m_ = m;
     float* __restrict__ v_ = v;
     const uint16_t* __restrict__ grad_ = grad;
+    [[maybe_unused]] const int16_t* __restrict__ grad_lo_ = grad_lo;
     for (int64_t i = begin; i < end; ++i) {
       float new_m = m_[i];
       float new_v = v_[i];
       const float weight = join_master(hi_[i], lo_[i]);
-      const uint32_t bits = bits_of(adam_element<kL2>(c, weight, bf16_to_float(grad_[i]), new_m, new_v));
+      float gradient;
+      if constexpr (kGradSplit) {
+        gradient = join_sum(grad_[i], grad_lo_[i]);
+      } else {
+        gradient = bf16_to_float(grad_[i]);
+      }
+      const uint32_t bits = bits_of(adam_element<kL2>(c, weight, gradient, new_m, new_v));
       m_[i] = new_m;
       v_[i] = new_v;
       hi_[i] = master_hi(bits);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "adamw.h"
+#include "gradient_sum.h"
 #include "instruction_sets.h"
 #include "split_master.h"
 #include "thread_pool.h"
@@ -14,7 +15,7 @@ namespace megatrain {
 namespace {
 
 // Raised whenever a signature or AdamConstants changes, so that a stale library is noticed and not called.
-constexpr int kInterfaceVersion = 2;
+constexpr int kInterfaceVersion = 3;
 
 // Elements a chunk: small enough to balance the threads, large enough to forget the counter. A multiple of 64, so that
 // no two chunks share a cache line of an aligned array.
@@ -61,31 +62,44 @@ struct AccumulateFloatJob {
   }
 };
 
-// Widened exactly: the square of a bf16 number fits a double many times over.
-MEGATRAIN_INLINE double widened(uint16_t bits) { return bf16_to_float(bits); }
-MEGATRAIN_INLINE double widened(float value) { return value; }
+// What square_sum() reads, widened exactly.
+struct Bf16Values {
+  const uint16_t* bits;
+  MEGATRAIN_INLINE double operator[](int64_t i) const { return bf16_to_float(bits[i]); }
+};
+
+struct FloatValues {
+  const float* values;
+  MEGATRAIN_INLINE double operator[](int64_t i) const { return values[i]; }
+};
+
+struct SplitValues {
+  const uint16_t* hi;
+  const int16_t* lo;
+  MEGATRAIN_INLINE double operator[](int64_t i) const { return join_sum(hi[i], lo[i]); }
+};
 
 // Sums of squares, one for each grain, so that their total doesn't depend on who computed which.
-template <class Value>
+template <class Values>
 struct SquareSumJob {
-  const Value* values;
+  Values values;
   double* partial_sums;
 
   MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
     constexpr int kLanes = 16;
-    const Value* __restrict__ from = values;
+    const Values from = values;
     for (int64_t start = begin; start < end; start += kGrain) {
       const int64_t stop = end - start < kGrain ? end : start + kGrain;
       double lanes[kLanes] = {};
       int64_t i = start;
       for (; i + kLanes <= stop; i += kLanes) {
         for (int lane = 0; lane < kLanes; ++lane) {
-          const double value = widened(from[i + lane]);
+          const double value = from[i + lane];
           lanes[lane] = lanes[lane] + value * value;
         }
       }
       for (int lane = 0; i < stop; ++i, ++lane) {
-        const double value = widened(from[i]);
+        const double value = from[i];
         lanes[lane] = lanes[lane] + value * value;
       }
       double sum = 0.0;
@@ -97,10 +111,10 @@ struct SquareSumJob {
   }
 };
 
-template <class Value>
-double square_sum(Kernels* kernels, const Value* values, int64_t count) {
+template <class Values>
+double square_sum(Kernels* kernels, Values values, int64_t count) {
   std::vector<double> partial_sums(static_cast<size_t>((count + kGrain - 1) / kGrain));
-  kernels->run(SquareSumJob<Value>{values, partial_sums.data()}, count);
+  kernels->run(SquareSumJob<Values>{values, partial_sums.data()}, count);
   double sum = 0.0;
   for (double partial : partial_sums) {
     sum = sum + partial;
@@ -149,9 +163,19 @@ MEGATRAIN_EXPORT void megatrain_destroy(Kernels* kernels) {
 MEGATRAIN_EXPORT void megatrain_adamw_split(Kernels* kernels, uint16_t* hi, int16_t* lo, float* m, float* v,
                                             const uint16_t* grad, int64_t count, AdamConstants constants) {
   if (constants.l2 != 0.0f) {
-    kernels->run(megatrain::AdamSplitJob<true>{hi, lo, m, v, grad, constants}, count);
+    kernels->run(megatrain::AdamSplitJob<true, false>{hi, lo, m, v, grad, nullptr, constants}, count);
   } else {
-    kernels->run(megatrain::AdamSplitJob<false>{hi, lo, m, v, grad, constants}, count);
+    kernels->run(megatrain::AdamSplitJob<false, false>{hi, lo, m, v, grad, nullptr, constants}, count);
+  }
+}
+
+MEGATRAIN_EXPORT void megatrain_adamw_split_sum(Kernels* kernels, uint16_t* hi, int16_t* lo, float* m, float* v,
+                                                const uint16_t* grad, const int16_t* grad_lo, int64_t count,
+                                                AdamConstants constants) {
+  if (constants.l2 != 0.0f) {
+    kernels->run(megatrain::AdamSplitJob<true, true>{hi, lo, m, v, grad, grad_lo, constants}, count);
+  } else {
+    kernels->run(megatrain::AdamSplitJob<false, true>{hi, lo, m, v, grad, grad_lo, constants}, count);
   }
 }
 
@@ -179,12 +203,27 @@ MEGATRAIN_EXPORT void megatrain_accumulate_fp32(Kernels* kernels, float* destina
   kernels->run(megatrain::AccumulateFloatJob{destination, source}, count);
 }
 
+// Without `has_residual` the sum so far is `hi` alone and `lo` is only written.
+MEGATRAIN_EXPORT void megatrain_accumulate_split(Kernels* kernels, uint16_t* hi, int16_t* lo, const uint16_t* source,
+                                                 int has_residual, int64_t count) {
+  if (has_residual != 0) {
+    kernels->run(megatrain::AccumulateSplitJob<true>{hi, lo, source}, count);
+  } else {
+    kernels->run(megatrain::AccumulateSplitJob<false>{hi, lo, source}, count);
+  }
+}
+
 MEGATRAIN_EXPORT double megatrain_square_sum_bf16(Kernels* kernels, const uint16_t* values, int64_t count) {
-  return megatrain::square_sum(kernels, values, count);
+  return megatrain::square_sum(kernels, megatrain::Bf16Values{values}, count);
 }
 
 MEGATRAIN_EXPORT double megatrain_square_sum_fp32(Kernels* kernels, const float* values, int64_t count) {
-  return megatrain::square_sum(kernels, values, count);
+  return megatrain::square_sum(kernels, megatrain::FloatValues{values}, count);
+}
+
+MEGATRAIN_EXPORT double megatrain_square_sum_split(Kernels* kernels, const uint16_t* hi, const int16_t* lo,
+                                                   int64_t count) {
+  return megatrain::square_sum(kernels, megatrain::SplitValues{hi, lo}, count);
 }
 
 MEGATRAIN_EXPORT void megatrain_split(Kernels* kernels, const float* master, uint16_t* hi, int16_t* lo,

@@ -1,0 +1,249 @@
+"""Gradients of several backwards summed in fp32: the bf16 half is ``parameter.grad``, a 16-bit residual lies beside it.
+
+The pair is split as the masters are (``csrc/split_master.h``, ``csrc/gradient_sum.h``), so the sum has every bit of an fp32
+addition for 2 bytes a parameter more, and nothing more moves over the link but the residuals of resident parameters, once a
+step. A residual counts only while ``parameter.grad`` is the tensor, at the version, that it was made with
+(:attr:`ParameterState.has_fp32_sum`): where somebody wrote to, replaced or dropped the gradient the sum goes on from what is
+there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.autograd import Variable
+
+from megatrain_accelerate.errors import KernelError
+from megatrain_accelerate.memory.host_limits import require_host_bytes
+from megatrain_accelerate.memory.host_store import HostUnit, ParameterState, held_host_bytes, planned_host_bytes
+from megatrain_accelerate.optim.device_kernel import DeviceKernels, StepKernels, can_step_on
+from megatrain_accelerate.optim.kernel import HostKernels
+
+
+def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """2-norms in fp32 of tensors of one device, computed as ``torch.nn.utils.clip_grad_norm_`` does on fp32 gradients."""
+    if gradients[0].is_cuda:
+        return list(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32))
+    return [torch.linalg.vector_norm(gradient.float(), 2.0) for gradient in gradients]
+
+
+def joined_sum(gradient: torch.Tensor, residual: torch.Tensor, kernels: StepKernels) -> torch.Tensor:
+    """The fp32 sum, a new tensor, of a bf16 gradient and its int16 residual: ``join_sum`` of the kernels."""
+    total = torch.empty(gradient.shape, dtype=torch.float32, device=gradient.device)
+    kernels.join(gradient, residual.where((gradient != 0) | (residual > 0), 0), total)
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningSum:
+    """A gradient that is about to be added to: the sum so far, and the kernels of where it lies."""
+
+    gradient: torch.Tensor
+    residual: torch.Tensor
+    has_residual: bool
+    """Whether the residual counts; else the sum so far is the gradient alone."""
+    kernels: StepKernels
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Adds a gradient of the same shape and dtype, in place; no version counter moves."""
+        self.kernels.accumulate_split(self.gradient, self.residual, gradient.contiguous(), self.has_residual)
+
+    def scale(self, factor: float) -> None:
+        """Multiplies the sum, in fp32, in place; no version counter moves."""
+        total = joined_sum(self.gradient, self.residual, self.kernels) if self.has_residual else self.gradient.float()
+        self.kernels.split(total.mul_(factor), self.gradient, self.residual)
+
+
+class Part(Protocol):
+    """A layer or a resident group, as far as it matters here."""
+
+    unit: HostUnit
+
+    def allocate_gradient_residuals(self) -> None:
+        """Makes what fp32 sums of its gradients take. Does nothing when it exists."""
+
+
+class Fp32Sums:
+    """Decides which gradients are summed in fp32, and owns the way in which autograd's own are.
+
+    Args:
+        parts: all layers and resident groups.
+        device: where the model computes.
+        kernels: the host kernels.
+        is_wanted: ``config.accumulation_dtype``.
+        host_memory_gib: the user's figure, see :func:`available_host_bytes`.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        *,
+        device: torch.device,
+        kernels: HostKernels,
+        is_wanted: bool,
+        host_memory_gib: float | None,
+    ) -> None:
+        self._parts = list(parts)
+        self._device = device
+        self._kernels = kernels
+        self._host_memory_gib = host_memory_gib
+        self.is_wanted = is_wanted
+        self.is_budgeted = False
+        """Whether the residuals' memory was counted before the model was adopted."""
+        self._device_kernels: DeviceKernels | None = None
+        self._is_prepared = False
+        self._set_aside: dict[int, RunningSum] = {}
+
+    def prepare(self, staging_bytes: int = 0) -> None:
+        """Makes the residuals, 2 bytes a parameter, after their memory was counted. Does nothing when they exist.
+
+        Args:
+            staging_bytes: host memory that is about to be taken besides.
+
+        Raises:
+            HostMemoryError: they don't fit; nothing is allocated then.
+            KernelError: the model computes on a GPU, and Triton is missing.
+        """
+        if self._is_prepared or not self.is_wanted or not any(part.unit.layout.split_elements for part in self._parts):
+            return
+        if self._device.type == "cuda":
+            if not can_step_on(self._device):
+                raise KernelError(
+                    "summing gradients in fp32 on the GPU needs Triton, which this torch has not; install it (`pip install "
+                    "triton`), or set megatrain_config.accumulation_dtype to 'bf16'"
+                )
+            self._device_kernels = DeviceKernels()
+        if not self.is_budgeted:
+            self._require_host_bytes(staging_bytes)
+        for part in self._parts:
+            part.allocate_gradient_residuals()
+        self._is_prepared = True
+
+    def _require_host_bytes(self, staging_bytes: int) -> None:
+        """Counts all that is still to be allocated, since the optimizer's moments may come after this."""
+        units = [part.unit for part in self._parts if not part.unit.is_on_device]
+        parts = planned_host_bytes([unit.layout for unit in units], training=True, fp32_sums=True)
+        held = held_host_bytes(units)
+        parts = {kind: count - held.get(kind, 0) for kind, count in parts.items()} | {"staging": staging_bytes}
+        require_host_bytes(sum(parts.values()), 0, parts, self._host_memory_gib, remedy=BF16_REMEDY)
+
+    def running(self, state: ParameterState) -> RunningSum | None:
+        """``parameter.grad`` as a sum that can be added to in fp32; None where it can't, or isn't to be."""
+        gradient, residual = state.parameter.grad, state.sum_residual
+        if not self.is_wanted or gradient is None or residual is None:
+            return None
+        if gradient.dtype != torch.bfloat16 or gradient.device != residual.device or not _is_plain(gradient):
+            return None
+        return RunningSum(gradient, residual, state.has_fp32_sum, self._kernels_of(gradient))
+
+    def _kernels_of(self, tensor: torch.Tensor) -> StepKernels:
+        if not tensor.is_cuda:
+            return self._kernels
+        assert self._device_kernels is not None, "sums on the GPU before prepare()"
+        return self._device_kernels
+
+    def scale(self, state: ParameterState, factor: float) -> None:
+        """Multiplies ``parameter.grad``, to which others are about to be added, in fp32 where it can be summed so.
+
+        Raises:
+            HostMemoryError, KernelError: see :meth:`prepare`.
+        """
+        assert state.parameter.grad is not None
+        self.prepare()
+        running = self.running(state)
+        if running is None:
+            state.parameter.grad.mul_(factor)
+        else:
+            running.scale(factor)
+            state.note_fp32_sum()
+
+    def norms(self, states: Sequence[ParameterState]) -> list[torch.Tensor]:
+        """2-norms of the parameters' gradients, all of one device: of the fp32 sums where there are such; fp32, there."""
+        found: dict[int, torch.Tensor] = {}
+        plain: list[tuple[int, torch.Tensor]] = []
+        for position, state in enumerate(states):
+            gradient = state.parameter.grad
+            assert gradient is not None
+            if not state.has_fp32_sum or state.sum_residual is None:
+                plain.append((position, gradient))
+            elif gradient.is_cuda and self._device_kernels is not None:
+                found[position] = self._device_kernels.norm_split(gradient, state.sum_residual)
+            else:
+                found[position] = gradient_norms([joined_sum(gradient, state.sum_residual, self._kernels)])[0]
+        if plain:
+            norms = gradient_norms([gradient for _, gradient in plain])
+            found |= {position: norm for (position, _), norm in zip(plain, norms, strict=True)}
+        return [found[position] for position in range(len(states))]
+
+    # ------------------------------------------------------------------ gradients that autograd accumulates
+
+    def watch(self, states: Iterable[ParameterState]) -> list[Any]:
+        """Lets resident parameters' gradients be summed in fp32: :meth:`take_up` is to be called after each.
+
+        autograd would add a gradient in bf16 to the one that is there. So the latter is out of its way while it does.
+
+        Args:
+            states: of trained resident parameters.
+
+        Returns:
+            Handles that remove the hooks.
+        """
+        if not self.is_wanted:
+            return []
+        # Weakly, since the garbage collector doesn't see through the parameter's reference to its hook.
+        hook = functools.partial(_set_aside, weakref.ref(self))
+        return [state.parameter.register_hook(functools.partial(hook, weakref.ref(state))) for state in states]
+
+    def set_aside(self, state: ParameterState, fresh: torch.Tensor) -> None:
+        """``fresh`` is about to be accumulated into ``parameter.grad``, or taken by ``torch.autograd.grad``."""
+        self._set_aside.pop(id(state), None)  # of a backward that failed
+        earlier = state.parameter.grad
+        if earlier is None or earlier.dtype != torch.bfloat16 or fresh.dtype != torch.bfloat16 or not _is_plain(earlier):
+            return
+        if fresh.layout != torch.strided or fresh.requires_grad:
+            return
+        self.prepare()
+        running = self.running(state)
+        if running is not None:
+            self._set_aside[id(state)] = running
+            state.parameter.grad = None
+            Variable._execution_engine.queue_callback(functools.partial(self._put_back, state))
+
+    def take_up(self, state: ParameterState) -> None:
+        """autograd accumulated into ``parameter.grad``: adds it to what was set aside, which takes its place again."""
+        running = self._set_aside.pop(id(state), None)
+        fresh = state.parameter.grad
+        if running is None or fresh is None:
+            state.forget_fp32_sum()
+            return
+        with torch.no_grad():
+            running.add(fresh)
+        state.parameter.grad = running.gradient
+        state.note_fp32_sum()
+
+    def _put_back(self, state: ParameterState) -> None:
+        """The backward is over: a gradient to which nothing was added (``torch.autograd.grad``) takes its place again."""
+        running = self._set_aside.pop(id(state), None)
+        if running is not None and state.parameter.grad is None:
+            state.parameter.grad = running.gradient
+
+
+BF16_REMEDY = (
+    "To accumulate gradients without the 2 bytes a parameter that fp32 sums take, set megatrain_config.accumulation_dtype to "
+    "'bf16'. "
+)
+
+
+def _is_plain(gradient: torch.Tensor) -> bool:
+    return gradient.layout == torch.strided and gradient.is_contiguous() and not gradient.requires_grad
+
+
+def _set_aside(sums: weakref.ref[Fp32Sums], state: weakref.ref[ParameterState], fresh: torch.Tensor) -> None:
+    found, of = sums(), state()
+    if found is not None and of is not None:
+        found.set_aside(of, fresh)

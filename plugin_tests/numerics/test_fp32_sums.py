@@ -1,0 +1,329 @@
+"""Gradients of several backwards before a step add up as fp32 gradients would, wherever they are and whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import plain_torch
+import pytest
+import torch
+from engine_runs import Training, attach, train_streamed
+from plain_torch import round_to_bf16, tiny_model, token_batches, train_bf16_with_masters
+from test_exactness import assert_bit_equal
+from torch import nn
+
+from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
+from megatrain_accelerate.streaming.fp32_sums import joined_sum
+
+pytestmark = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="torch's baseline CPU kernels have no fused multiply-add and round AdamW differently from its others",
+)
+PLACEMENTS = [{}, {"device_layers": 2}, {"device_layers": -1}, {"resident_layers": 3, "keep_layers": 2}]
+
+
+@pytest.fixture(autouse=True)
+def exact_torch_sqrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "sqrt", plain_torch.ieee_sqrt)
+
+
+def prepared(**settings: object) -> Training:
+    model = tiny_model().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    engine = attach(model, **settings)
+    return Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred"))
+
+
+def backward(model: nn.Module, ids: torch.Tensor, scale: float = 1.0) -> None:
+    (model(input_ids=ids, labels=ids).loss * scale).backward()
+
+
+def sums_of(run: Training) -> dict[str, torch.Tensor]:
+    """The fp32 sums by name, read as a step would."""
+    run.engine.runtime.collect_gradients()
+    found = {}
+    for name, parameter in run.model.named_parameters():
+        state = run.engine.runtime.state_of(parameter)
+        assert state is not None
+        assert parameter.grad is not None
+        found[name] = parameter.grad.float().clone()
+        if state.has_fp32_sum:
+            assert state.sum_residual is not None
+            found[name] = joined_sum(parameter.grad, state.sum_residual, run.engine.kernels)
+            assert torch.equal(parameter.grad, round_to_bf16(found[name])), "what is shown is the sum, rounded"
+    return found
+
+
+class PlainSums:
+    """A bf16 model whose gradients are summed in fp32 by hand."""
+
+    def __init__(self) -> None:
+        self.model = tiny_model().train()
+        for parameter in self.model.parameters():
+            parameter.data = round_to_bf16(parameter.data)
+        self.sums: dict[str, torch.Tensor] = {}
+
+    def add(self, ids: torch.Tensor, scale: float = 1.0) -> None:
+        backward(self.model, ids, scale)
+        for name, parameter in self.model.named_parameters():
+            assert parameter.grad is not None
+            new = parameter.grad.float()
+            self.sums[name] = self.sums[name] + new if name in self.sums else new
+            parameter.grad = None
+
+
+def assert_equal_sums(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        assert torch.equal(ours[name], expected), name
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_sums_of_five_backwards_are_those_of_fp32_gradients(placement: dict[str, int]) -> None:
+    run, plain = prepared(**placement), PlainSums()
+    for ids in token_batches(5):
+        backward(run.model, ids)
+        plain.add(ids)
+        assert_equal_sums(sums_of(run), plain.sums)
+    total = float(run.engine.runtime.total_norm(run.model.parameters()))
+    assert total == float(torch.linalg.vector_norm(torch.stack([g.norm(2.0) for g in plain.sums.values()]), 2.0))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_64_tiny_gradients_that_bf16_loses_are_kept(placement: dict[str, int]) -> None:
+    one, two = token_batches(2)
+    # Each of the 64 is below half a unit in the last place of nearly every element of the first.
+    plain = PlainSums()
+    plain.add(one)
+    first = dict(plain.sums)
+    for _ in range(64):
+        plain.add(two, 2.0**-12)
+    errors = {}
+    for dtype in ("fp32", "bf16"):
+        run = prepared(accumulation_dtype=dtype, **placement)
+        backward(run.model, one)
+        for _ in range(64):
+            backward(run.model, two, 2.0**-12)
+        found = sums_of(run)
+        kept = torch.stack([(found[name] - plain.sums[name]).norm() for name in first]).norm()
+        added = torch.stack([(plain.sums[name] - first[name]).norm() for name in first]).norm()
+        errors[dtype] = float(kept / added)
+        run.engine.close()
+    assert errors["fp32"] == 0.0
+    assert errors["bf16"] > 0.5, "bf16 was to lose most of what was added"
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_bf16_accumulation_is_bit_equal_to_that_of_autograd(placement: dict[str, int]) -> None:
+    batches = token_batches(8)
+    plain = train_bf16_with_masters(tiny_model(), batches, accumulation=4, fp32_sums=False)
+    assert_bit_equal(train_streamed(tiny_model(), batches, accumulation=4, accumulation_dtype="bf16", **placement), plain)
+    exact = train_bf16_with_masters(tiny_model(), batches, accumulation=4)
+    assert exact.norms != plain.norms, "or no test here tells one from the other"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.parametrize(("schedule", "max_norm"), [("deferred", 1.0), ("serial", 0.1), ("backward", None)])
+def test_training_on_seven_micro_batches_is_bit_equal(
+    placement: dict[str, int], schedule: str, max_norm: float | None, tied: bool
+) -> None:
+    model, batches = tiny_model(tie_word_embeddings=tied), token_batches(21)
+    plain = train_bf16_with_masters(model, batches, accumulation=7, max_norm=max_norm)
+    streamed = train_streamed(model, batches, accumulation=7, schedule=schedule, max_norm=max_norm, **placement)
+    assert_bit_equal(streamed, plain)
+
+
+@pytest.mark.filterwarnings("ignore:megatrain")
+def test_other_optimizers_step_on_the_fp32_sums() -> None:
+    def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+
+    batches = token_batches(12)
+    plain = train_bf16_with_masters(tiny_model(), batches, accumulation=3, make_optimizer=sgd)
+    assert_bit_equal(train_streamed(tiny_model(), batches, accumulation=3, make_optimizer=sgd), plain)
+
+
+def change_in_place(parameter: nn.Parameter) -> None:
+    parameter.grad.mul_(0.75)
+
+
+def replace(parameter: nn.Parameter) -> None:
+    parameter.grad = parameter.grad * 0.75
+
+
+def zero(parameter: nn.Parameter) -> None:
+    parameter.grad.zero_()
+
+
+def drop(parameter: nn.Parameter) -> None:
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("change", [change_in_place, replace, zero, drop])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_what_somebody_does_to_a_gradient_goes_on_from_what_they_left(
+    placement: dict[str, int], change: Callable[[nn.Parameter], None]
+) -> None:
+    run, plain = prepared(**placement), PlainSums()
+    batches = token_batches(5)
+    for position, ids in enumerate(batches):
+        backward(run.model, ids)
+        plain.add(ids)
+        if position != 2:
+            continue
+        run.engine.drain()
+        for name, parameter in run.model.named_parameters():
+            change(parameter)
+            shown = nn.Parameter(torch.zeros(parameter.shape, dtype=torch.bfloat16))
+            shown.grad = round_to_bf16(plain.sums[name])
+            change(shown)
+            if shown.grad is None:
+                del plain.sums[name]
+            else:
+                plain.sums[name] = shown.grad.float()
+    assert_equal_sums(sums_of(run), plain.sums)
+    # And the step takes the same.
+    masters = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in tiny_model().named_parameters()}
+    reference = torch.optim.AdamW(list(masters.values()), lr=1e-3, weight_decay=0.01, foreach=False, fused=False)
+    for name, master in masters.items():
+        master.grad = plain.sums[name]
+    reference.step()
+    run.optimizer.step()
+    state = run.state()
+    for name, master in masters.items():
+        assert torch.equal(state[f"master {name}"], master.detach()), name
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_gradients_written_past_autograd_leave_no_nan(placement: dict[str, int]) -> None:
+    run = prepared(**placement)
+    for ids in token_batches(3):
+        backward(run.model, ids)
+    run.engine.drain()
+    for parameter in run.model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.zero_()
+    for found in sums_of(run).values():
+        # The residual of what was there, as the bits of a denormal number.
+        assert float(found.abs().max()) < 1e-40
+    run.optimizer.step()
+    assert all(bool(value.isfinite().all()) for value in run.state().values())
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_clipping_after_every_backward_scales_the_sum_in_fp32(placement: dict[str, int]) -> None:
+    run, plain = prepared(**placement), PlainSums()
+    for ids in token_batches(4):
+        backward(run.model, ids)
+        plain.add(ids)
+        ours = run.engine.runtime.clip_grad_norm(run.model.parameters(), 0.5)
+        holders = [nn.Parameter(torch.zeros_like(total)) for total in plain.sums.values()]
+        for holder, total in zip(holders, plain.sums.values(), strict=True):
+            holder.grad = total
+        theirs = nn.utils.clip_grad_norm_(holders, 0.5, foreach=False)
+        assert float(ours) == float(theirs) > 0.5
+    masters = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in tiny_model().named_parameters()}
+    reference = torch.optim.AdamW(list(masters.values()), lr=1e-3, weight_decay=0.01, foreach=False, fused=False)
+    for name, master in masters.items():
+        master.grad = plain.sums[name]
+    reference.step()
+    run.optimizer.step()
+    state = run.state()
+    for name, master in masters.items():
+        assert torch.equal(state[f"master {name}"], master.detach()), name
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_two_backwards_through_one_graph_add_up_in_fp32(placement: dict[str, int]) -> None:
+    run, plain = prepared(**placement), PlainSums()
+    ids, other = token_batches(2)
+    for _ in range(2):
+        loss = run.model(input_ids=other, labels=other).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        plain.add(other)
+        plain.add(other)
+        backward(run.model, ids)
+        plain.add(ids)
+    assert_equal_sums(sums_of(run), plain.sums)
+
+
+def test_units_that_move_in_the_middle_take_their_sums_along() -> None:
+    where = [((), (1, 2), False), ((0,), (2, 3), True), ((), (), True), ((1,), (0,), False), ((), (), False)]
+    run, plain = prepared(), PlainSums()
+    for ids, place in zip(token_batches(6), [*where, where[0]], strict=True):
+        backward(run.model, ids)
+        plain.add(ids)
+        run.engine.runtime.place(*place)
+        assert_equal_sums({name: total.cpu() for name, total in sums_of(run).items()}, plain.sums)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_sums_of_one_step_are_forgotten_in_the_next(placement: dict[str, int], set_to_none: bool) -> None:
+    run = prepared(**placement)
+    for ids in token_batches(3, seed=1):
+        backward(run.model, ids)
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none)
+    plain = PlainSums()
+    run.engine.drain()
+    for name, parameter in plain.model.named_parameters():
+        parameter.data = dict(run.model.named_parameters())[name].detach().clone()
+    for ids in token_batches(3):
+        backward(run.model, ids)
+        plain.add(ids)
+        assert_equal_sums(sums_of(run), plain.sums)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_a_backward_that_fails_leaves_nothing_behind(placement: dict[str, int]) -> None:
+    run = prepared(**placement)
+    batches = token_batches(6)
+    for ids in batches[:2]:
+        backward(run.model, ids)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("in the middle of backward")
+
+    for parameter in (run.model.lm_head.weight, run.model.model.norm.weight):
+        handle = parameter.register_hook(fail)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            backward(run.model, batches[2])
+        handle.remove()
+    run.optimizer.zero_grad()
+    plain = PlainSums()
+    for ids in batches[3:]:
+        backward(run.model, ids)
+        plain.add(ids)
+    assert_equal_sums(sums_of(run), plain.sums)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_gradients_that_are_only_asked_for_leave_the_sum_of_a_resident_alone(placement: dict[str, int]) -> None:
+    run, plain = prepared(**placement), PlainSums()
+    weight = run.model.lm_head.weight
+    for ids in token_batches(3):
+        backward(run.model, ids)
+        plain.add(ids)
+        shown = weight.grad
+        (asked,) = torch.autograd.grad(run.model.lm_head(torch.ones(1, 64, dtype=torch.bfloat16)).sum(), [weight])
+        assert bool((asked == 1).all())
+        assert weight.grad is shown
+    assert_equal_sums(sums_of(run), plain.sums)
+
+
+def test_hooks_of_users_on_a_resident_see_and_change_what_they_would() -> None:
+    run, plain = prepared(), PlainSums()
+    weight = run.model.lm_head.weight
+    seen: list[torch.Tensor] = []
+    weight.register_hook(lambda gradient: gradient * 2)
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    for ids in token_batches(3):
+        backward(run.model, ids)
+        plain.add(ids)
+    # Doubling is exact in bf16, and so the sum is twice the plain one.
+    assert torch.equal(sums_of(run)["lm_head.weight"], 2 * plain.sums["lm_head.weight"])
+    assert len(seen) == 3
+    assert torch.equal(seen[-1], round_to_bf16(2 * plain.sums["lm_head.weight"]))
