@@ -123,7 +123,9 @@ def assert_joined_like_stock(folder: Path, settings: Record | None = None, **arg
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
 @pytest.mark.parametrize("accumulation", [2, 3])
-@pytest.mark.parametrize("settings", [{}, {"keep_layers": 3}, {"micro_batch_size": 1}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"keep_layers": 3}, {"micro_batch_size": 1}, {"device_layers": 1, "resident_layers": 1}], ids=str
+)
 def test_joined_micro_batches_train_as_stock_accumulation(
     tmp_path: Path, accumulation: int, max_grad_norm: float, settings: Record
 ) -> None:
@@ -326,6 +328,14 @@ def test_a_loss_with_a_term_of_its_own_runs_apart(tmp_path: Path, caplog: pytest
 
     options = lambda model: {"compute_loss_func": loss}  # noqa: E731
     assert_apart(tmp_path, caplog, "isn't a sum over tokens", options=options)
+
+
+def test_a_loss_that_is_averaged_by_the_trainer_runs_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def script(trainer: Trainer) -> None:
+        trainer.model_accepts_loss_kwargs = False
+        trainer.train()
+
+    assert_apart(tmp_path, caplog, "num_items_in_batch", script=script)
 
 
 def test_a_trainer_with_a_loss_of_its_own_runs_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
