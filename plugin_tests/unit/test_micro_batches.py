@@ -221,7 +221,8 @@ def peaks(**settings: object) -> tuple[int, int]:
     ids = token_batches(1, batch=8, length=128, vocabulary=16)[0]
     outline = outline_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
     placement = Placement.of_counts(4, kept=int(settings.get("keep_layers", 0)))  # type: ignore[call-overload]
-    predicted = peak_bytes(outline, engine.device_plan.model_sizes(), placement)
+    sizes = engine.device_plan.model_sizes()
+    predicted = peak_bytes(outline, sizes, placement) - sizes.slot_bytes - sizes.gradient_slot_bytes
     runtime = engine.runtime
     engine.device_plan.follow(model, {"input_ids": ids, "labels": ids})  # not while it is measured
     runtime.gradient_sums.begin(runtime.layers[0].unit.layout)

@@ -18,7 +18,8 @@ def predicted(length: int = 32, **changes: object) -> int:
     engine = attach(model)
     ids = token_batches(1, length=length)[0]
     outline = outline_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
-    step_bytes = peak_bytes(outline, engine.device_plan.model_sizes(), Placement())
+    sizes = engine.device_plan.model_sizes()
+    step_bytes = peak_bytes(outline, sizes, Placement()) - sizes.slot_bytes - sizes.gradient_slot_bytes
     engine.close()
     return step_bytes
 
