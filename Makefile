@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 OUTPUT ?= outputs/demo
 DEMO_ARGS ?=
+# Each process tests one model at a time on one thread.
+TEST_ARGS ?= -n auto --maxprocesses 4
 BENCH_OUTPUT ?= outputs/bench
 # For example: make bench BENCH_ARGS="--cases 3b-8x4096 --peers FOLDER"
 BENCH_ARGS ?=
@@ -71,10 +73,10 @@ demo: $(INSTALLED)
 	@$(BIN)/python recipes/report.py $(OUTPUT) --require-falling-loss
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" $(TEST_ARGS)
 
 test-fast: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not gpu and not slow"
+	$(BIN)/python -m pytest -m "not gpu and not slow" $(TEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
