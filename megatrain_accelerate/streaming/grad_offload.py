@@ -78,6 +78,20 @@ class NormTable:
         self._memory.close()
 
 
+def _of_their_own(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients, contiguous, each in memory of its own: autograd may hand out one tensor twice (of a sum of two
+    parameters), or views of something larger."""
+    seen: set[int] = set()
+    owned = []
+    for gradient in gradients:
+        storage = gradient.untyped_storage()
+        is_shared = storage.data_ptr() in seen or storage.nbytes() != gradient.nbytes
+        seen.add(storage.data_ptr())
+        keeps = gradient.is_contiguous() and not is_shared
+        owned.append(gradient if keeps else gradient.clone(memory_format=torch.contiguous_format))
+    return owned
+
+
 def _refuse_hooked(layer: StreamedLayer, state: ParameterState) -> None:
     """Raises for a gradient hook on a layer's parameter.
 
@@ -238,7 +252,7 @@ class GradientOffloader:
 
     def _leave_on_device(self, layer: StreamedLayer, states: list[ParameterState], gradients: list[torch.Tensor]) -> None:
         """Gradients of a unit on the device stay where they are; their norms go to the host."""
-        for state, gradient in zip(states, gradients, strict=True):
+        for state, gradient in zip(states, _of_their_own(gradients), strict=True):
             _refuse_hooked(layer, state)
             self._add_in_place(state, gradient)
             self._norms.forget(state.parameter)
@@ -269,8 +283,7 @@ class GradientOffloader:
     def _add_in_place(self, state: ParameterState, gradient: torch.Tensor) -> None:
         """Sets or adds to the gradient of a parameter on the device."""
         if state.parameter.grad is None:
-            # Of its own memory in any case: autograd may hand out views of something larger.
-            state.parameter.grad = gradient.contiguous()
+            state.parameter.grad = gradient
             state.forget_fp32_sum()
             return
         self._sums.prepare()

@@ -134,3 +134,44 @@ def test_closing_gives_masters_of_units_on_the_device_back() -> None:
     for name, parameter in run.model.named_parameters():
         assert parameter.dtype == torch.float32
         assert torch.equal(parameter.detach(), masters[f"master {name}"])
+
+
+class Summed(nn.Module):
+    """A layer whose two gates get one gradient: autograd hands out the same tensor for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+        self.both = nn.Parameter(torch.ones(2, 8))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * (self.first + self.second) * self.both.sum(0).expand_as(hidden)
+
+
+class SummedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Summed(), Summed()])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return inputs.square().mean()
+
+
+@pytest.mark.parametrize("on_device", [0, 2])
+def test_gradients_that_autograd_shares_are_added_up_apart(on_device: int) -> None:
+    torch.manual_seed(0)
+    plain, model = SummedModel(), SummedModel()
+    engine = attach(model, bf16=False, device_layers=on_device)
+    last = False
+    engine.runtime.gradients_complete = lambda: last
+    batches = [torch.randn(4, 8) for _ in range(3)]
+    for step, batch in enumerate(batches):
+        last = step == 2
+        plain(batch).backward()
+        model(inputs=batch).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-6), name
+    engine.close()
