@@ -85,7 +85,9 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
 def _measure(device: torch.device, kernels: HostKernels, register: bool) -> Machine:
     size = _COPY_BYTES if device.type == "cuda" else _COPY_BYTES // 16
     elements = _STEP_ELEMENTS if device.type == "cuda" else _STEP_ELEMENTS // 16
-    with torch.no_grad():
+    devices = [device] if device.type == "cuda" else []
+    # Whether the speeds were known already mustn't change what the training draws.
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
         host_memory = HostMemory(size, huge_pages=True, register=register)
         host = host_memory.tensor(0, (size,), torch.uint8)
         kernels.zero(host)

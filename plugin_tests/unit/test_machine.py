@@ -67,3 +67,11 @@ def test_a_kernel_on_more_memory_takes_longer(measured: list[int]) -> None:
     kernels = HostKernels(1)
     small, large = (machine._seconds(CPU, machine._host_step(kernels, count)) for count in (2**19, 2**22))
     assert large > 2 * small
+
+
+def test_measuring_draws_no_random_numbers_of_the_training(measured: list[int]) -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    measured_machine(CPU, HostKernels(1), False)
+    assert len(measured) == 1
+    assert torch.equal(torch.get_rng_state(), before)
