@@ -23,7 +23,7 @@ from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.planning.device_plan import DevicePlan
-from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers
+from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers, find_module
 from megatrain_accelerate.planning.placement import require_layers
 from megatrain_accelerate.streaming.fp32_sums import BF16_REMEDY
 from megatrain_accelerate.streaming.layer import StreamedLayer
@@ -157,9 +157,9 @@ class Engine:
                 recorder=recorder,
             )
             self.runtime.sums.is_budgeted = counts_sums
-            self.device_plan = DevicePlan(self.runtime, config, device, show_progress)
             # At exit too: the last steps are applied, and no thread is inside torch when the interpreter ends.
             weakref.finalize(self, self.runtime.worker.close)
+            self.device_plan = DevicePlan(self.runtime, config, device, show_progress)
             if training:
                 self._allocate_for_training()
             self._move_buffers(model)
@@ -206,6 +206,8 @@ class Engine:
         """Undoes an adoption that failed half-way."""
         for handle in self._handles:
             handle.remove()
+        if "runtime" in self.__dict__:
+            self.runtime.worker.close()
         if self._tiled_head is not None:
             self._tiled_head.remove()
         for layer in layers:
@@ -298,10 +300,10 @@ class Engine:
             StateError: a layer, or a parameter outside the layers, was replaced or removed.
         """
         for layer in self.runtime.layers:
-            if _find_module(model, layer.name) is not layer.module:
+            if find_module(model, layer.name) is not layer.module:
                 raise StateError(_REPLACED.format(f"layer {layer.name}"))
         for owner, key, parameter in self._resident_places:
-            module = _find_module(model, owner)
+            module = find_module(model, owner)
             if module is None or module._parameters.get(key) is not parameter:
                 raise StateError(_REPLACED.format(f"parameter {owner}.{key}"))
 
@@ -373,13 +375,6 @@ _REPLACED = (
     "{} was replaced or removed after the model was prepared; change the model (adapters, heads, tokens) before "
     "accelerator.prepare(), or prepare it anew"
 )
-
-
-def _find_module(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
 
 
 class _Hook:

@@ -44,8 +44,8 @@ def save_checkpoint(
     staging = run_dir / STAGING_FOLDER
     remove_incomplete(run_dir)
     staging.mkdir(parents=True)
-    held = engine.host_bytes_by_kind()
-    expected = sum(count for kind, count in held.items() if kind not in ("gradients", "gradient_residuals", "activations"))
+    units = engine.runtime.units
+    expected = sum(count for unit in units for kind, count in unit.bytes_by_kind().items() if "gradient" not in kind)
     engine.drain()
     with saving_progress(staging, expected, show=not trainer.args.disable_tqdm), _saving_to(trainer, staging):
         original(trainer, model, trial, *args, **kwargs)

@@ -103,6 +103,7 @@ class HostUnit:
         """Those of the unit's home."""
         self.device: torch.device | None = None
         """Where the unit lives if not on the host, see :meth:`move_to_device`."""
+        self._reserved: list[HostMemory | DeviceMemory] = []
         self._huge_pages = huge_pages
         self._register = register
         self.layout = FlatLayout(
@@ -131,6 +132,8 @@ class HostUnit:
         self._weight_memory.register()
 
     def _allocate(self, size_bytes: int, register: bool) -> HostMemory | DeviceMemory:
+        if self._reserved:
+            return self._reserved.pop(0)
         if self.device is not None:
             return DeviceMemory(size_bytes, self.device)
         memory = HostMemory(size_bytes, huge_pages=self._huge_pages, register=register and size_bytes > 0)
@@ -253,7 +256,8 @@ class HostUnit:
         sum_residuals = [state.sum_residual if state.has_fp32_sum else None for state in self.states]
         sums_gradients = self.gradient_residuals is not None
         has_gradients = self._gradient_memory is not None or self.device is not None
-        self.device, self.kernels = device, kernels
+        self._reserve(device, old[2] is not None, has_gradients, sums_gradients)
+        self.kernels = kernels
         self._weight_memory = self._allocate(self.layout.weight_bytes, self._register)
         self.weights = self._weight_memory.tensor(0, (self.layout.weight_bytes,), torch.uint8)
         self._residual_memory = self._allocate(2 * self.layout.split_elements, False)
@@ -293,6 +297,30 @@ class HostUnit:
             if memory is not None:
                 memory.close()
         self.version += 1
+
+    def _reserve(self, device: torch.device | None, moments: bool, gradients: bool, sums: bool) -> None:
+        """Makes all memory of the new home, in the order in which it is taken, or none: a move isn't left half-way.
+
+        Raises:
+            torch.OutOfMemoryError, HostMemoryError: it doesn't fit; the unit is as it was.
+        """
+        layout = self.layout
+        needed = [(layout.weight_bytes, self._register), (2 * layout.split_elements, False)]
+        needed += [(8 * layout.state_elements, False)] if moments else []
+        needed += [(layout.gradient_bytes, self._register)] if gradients and device is None and layout.gradient_bytes else []
+        needed += [(2 * layout.split_elements, self._registers_gradient_residuals)] if sums else []
+        before, self.device = self.device, device
+        made: list[HostMemory | DeviceMemory] = []
+        try:
+            for size, register in needed:
+                made.append(self._allocate(size, register))
+                made[-1].register()
+        except BaseException:
+            self.device = before
+            for memory in made:
+                memory.close()
+            raise
+        self._reserved = made
 
     def _bind(self, state: ParameterState) -> None:
         """Makes the state's weight and residual views of the unit's memory."""

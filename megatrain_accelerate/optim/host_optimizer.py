@@ -92,7 +92,6 @@ def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: s
 
 def _adopt_fused(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> FusedStep:
     driver = FusedStep(optimizer, runtime, schedule)
-    runtime.states_may_move = True
     original = type(optimizer)
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -130,9 +129,7 @@ def _adopt_fused(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str)
 
 def _adopt_other(optimizer: Optimizer, runtime: StreamingRuntime) -> MasterStep:
     driver = MasterStep(optimizer, runtime)
-    # Its own step() works on masters on the host.
-    runtime.states_may_move = False
-    runtime.place((), (), groups_on_device=False)
+    runtime.keep_states_on_host()
     original = type(optimizer)
     own_step = getattr(original.step, "__wrapped__", original.step)
     logger.warning(

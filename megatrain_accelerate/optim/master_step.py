@@ -13,10 +13,19 @@ from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.streaming.fp32_sums import joined_sum
 from megatrain_accelerate.streaming.meter import Cause
 from megatrain_accelerate.streaming.resident import ResidentGroup
+from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 
 class MasterStep(HostStep):
     """Any other torch optimizer: its own ``step()``, on fp32 masters on the host. Serial, and not fused."""
+
+    def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime) -> None:
+        super().__init__(optimizer, runtime)
+        runtime.steps_on_host.add(id(self))
+
+    def retire(self) -> None:
+        """See :meth:`HostStep.retire`."""
+        self.runtime.steps_on_host.discard(id(self))
 
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
         """Shows the optimizer fp32 masters and gradients in the place of the weights, and writes back what it made.

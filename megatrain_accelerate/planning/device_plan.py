@@ -54,6 +54,7 @@ class DevicePlan:
         """Whether this process shows the table."""
         self._planned_elements = self._evaluated_elements = self._evaluation_bytes = 0
         self._displaced: Placement | None = None
+        self._is_interrupted = False
         self._forwards_at_once = 1
         self._foreseen: dict[Hashable, StepOutline] = {}
         self.micro_batches = 1
@@ -71,16 +72,16 @@ class DevicePlan:
         )
         count = len(runtime.layers)
         runtime.offloads_inputs = config.offload_inputs
-        self._place(
-            Placement.of_counts(
-                count,
-                kept=self._choices.kept or 0,
-                offloaded=self._choices.offloaded or 0,
-                resident=self._choices.resident or 0,
-                on_device=count if self._choices.on_device == -1 else self._choices.on_device or 0,
-                groups_on_device=self._choices.on_device == -1,
-            )
+        self._asked = Placement.of_counts(
+            count,
+            kept=self._choices.kept or 0,
+            offloaded=self._choices.offloaded or 0,
+            resident=self._choices.resident or 0,
+            on_device=count if self._choices.on_device == -1 else self._choices.on_device or 0,
+            groups_on_device=self._choices.on_device == -1,
         )
+        runtime.keep_states_on_host = self._keep_states_on_host
+        self._place(self._asked)
 
     def held_bytes_by_kind(self) -> dict[str, int]:
         """Bytes that the engine holds on the device now, by what they hold."""
@@ -88,7 +89,8 @@ class DevicePlan:
         return {
             "slots": self._runtime.prefetcher.device_bytes,
             "gradient_slots": self._runtime.offloader.device_bytes,
-            **self._fixed_bytes_by_kind(),
+            "resident": sum(group.device_bytes for group in self._runtime.groups),
+            **({"gradient_sums": self._runtime.gradient_sums.planned_bytes} if self._runtime.gradient_sums.is_made else {}),
             "resident_layers": self._runtime.prefetcher.resident_bytes,
             "states": sum(_state_bytes(unit) - unit.layout.weight_bytes for unit in units if unit.is_on_device),
             "layers": sum(layer.unit.layout.weight_bytes for layer in self._runtime.layers if layer.unit.is_on_device),
@@ -157,7 +159,6 @@ class DevicePlan:
         # A plan that fills the memory has no room for a batch that is only a little longer; a mere prediction may wait.
         if not budget_bytes and elements <= _CLEARLY_LARGER * self._planned_elements:
             return
-        self._planned_elements = elements
         self._runtime.refresh_if_written()
         foreseen = self._foreseen.get(self._key(inputs))
         self._foreseen.clear()
@@ -165,15 +166,18 @@ class DevicePlan:
             outline = foreseen or outline_step(model, self._runtime, inputs, self._device)
         except Exception as error:  # a model that looks at its data can't be run without any
             logger.info("megatrain: the step can't be predicted for this model (%s)", error)
-            self._place(self._fixed_activations())
+            self._place(self._settled())
+            self._planned_elements = elements
             return
         fixed_bytes = self._fixed_bytes(outline)
         if not budget_bytes:
             self.predicted_bytes = fixed_bytes + peak_bytes(outline, self.model_sizes(), self.placement)
-            return
-        if self._device.type == "cuda" and foreseen is None:
-            outline = self._measured(model, inputs, outline)
-        self._plan(outline, fixed_bytes, budget_bytes)
+        else:
+            if self._device.type == "cuda" and foreseen is None:
+                outline = self._measured(model, inputs, outline)
+            self._plan(outline, fixed_bytes, budget_bytes)
+        # Not before: a batch that was too large to be planned for is tried again smaller.
+        self._planned_elements = elements
 
     def _fixed_bytes(self, outline: StepOutline) -> int:
         """What such a step takes under any placement."""
@@ -224,7 +228,7 @@ class DevicePlan:
         try:
             return measure_layers(model, self._runtime, inputs, outline)
         except torch.OutOfMemoryError:
-            if self.placement == self._fixed_activations():
+            if self.placement == self._settled():
                 raise
         # What an earlier plan put on the device for smaller batches makes room.
         self._place(Placement())
@@ -234,7 +238,7 @@ class DevicePlan:
     def _plan(self, outline: StepOutline, fixed_bytes: int, budget_bytes: int) -> None:
         found = self._search(outline, budget_bytes - fixed_bytes).best()
         if found is None:
-            placement, sizes = self._fixed_activations(), self.model_sizes()
+            placement, sizes = self._settled(), self.model_sizes()
             machine = measured_machine(self._device, self._runtime.kernels, self._runtime.register)
             time = simulate_step(outline, sizes, placement, machine)
             found = Candidate(placement, peak_bytes(outline, sizes, placement), time)
@@ -268,14 +272,19 @@ class DevicePlan:
         before, self.placement = self.placement, placement
         self._runtime.kept_layers, self._runtime.offloaded_layers = placement.kept, placement.offloaded
         where = (placement.resident, placement.on_device, placement.groups_on_device)
-        if where != (before.resident, before.on_device, before.groups_on_device):
+        if self._is_interrupted or where != (before.resident, before.on_device, before.groups_on_device):
+            self._is_interrupted = True  # until all have moved
             self._runtime.place(*where)
+            self._is_interrupted = False
 
-    def _fixed_activations(self) -> Placement:
-        """Weights and states as they lie; of the activations only what the settings ask for leaves recompute."""
-        count, choices = len(self._runtime.layers), self._choices
-        asked = Placement.of_counts(count, kept=choices.kept or 0, offloaded=choices.offloaded or 0)
-        return dataclasses.replace(self.placement, kept=asked.kept, offloaded=asked.offloaded)
+    def _settled(self) -> Placement:
+        """What the settings ask for and nothing more, as far as the optimizers allow it."""
+        return self._asked if self._runtime.states_may_move else _on_host(self._asked)
+
+    def _keep_states_on_host(self) -> None:
+        """An optimizer works there from now on."""
+        self._displaced = None if self._displaced is None else _on_host(self._displaced)
+        self._place(_on_host(self.placement))
 
     def model_sizes(self) -> Model:
         """What the simulation has to know of the engine."""
@@ -311,6 +320,10 @@ class DevicePlan:
         free, _ = torch.cuda.mem_get_info(self._device)
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return int(free + cached)
+
+
+def _on_host(placement: Placement) -> Placement:
+    return dataclasses.replace(placement, on_device=frozenset(), groups_on_device=False)
 
 
 def _elements(inputs: Mapping[str, Any]) -> int:

@@ -133,3 +133,11 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]], in_lay
             modules = {id(reader): reader for _, parameter in own for reader in readers[id(parameter)]}
             residents.append(ResidentSpec(name, tuple(modules.values()), tuple(own), after))
     return residents
+
+
+def find_module(model: nn.Module, name: str) -> nn.Module | None:
+    """The module of a qualified name, or None if the model has none."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from megatrain_accelerate.planning.step_memory import without_hooks
+from megatrain_accelerate.planning.step_memory import buffers_put_back, without_hooks
 from megatrain_accelerate.planning.step_outline import LayerProfile, StepOutline, as_leaves, call_kind
 from megatrain_accelerate.streaming.compiled_layer import without_saving
 from megatrain_accelerate.streaming.kept_graph import KeptGraph
@@ -57,17 +57,6 @@ class _Stopwatch:
         self.left_bytes = torch.cuda.memory_allocated(self._device) - base
 
 
-@contextlib.contextmanager
-def _buffers_put_back(module: nn.Module) -> Iterator[None]:
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
-
-
 def measure_layers(
     model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], outline: StepOutline
 ) -> StepOutline:
@@ -104,6 +93,7 @@ def measure_layers(
     with (
         torch.random.fork_rng(devices=devices),
         without_hooks(model),
+        buffers_put_back(model),
         runtime.layers_run_by(runner),
         torch.no_grad(),
         contextlib.suppress(_AllLayersRan),
@@ -134,33 +124,32 @@ def _measure(
         return runtime.compiled.run(layer, args, kwargs) if is_compiled else layer.forward(*args, **kwargs)
 
     try:
-        with _buffers_put_back(layer.module):
-            spent = 0.0
-            for position in range(_MOST_ROUNDS):
-                cut_args, cut_kwargs = as_leaves(args, kwargs, dry.inputs_need_grad)
-                weights, leaves = bound_weights(layer, slot)
-                # As in LayerFunction: a compiled layer runs the graph that can be differentiated, and drops it.
-                graph = (torch.enable_grad(), without_saving()) if is_compiled else (contextlib.nullcontext(),) * 2
-                with layer.bound(weights), graph[0], graph[1], forward.running():
-                    output = tree_map_only(torch.Tensor, torch.Tensor.detach, run(cut_args, cut_kwargs))
-                output_bytes = sum(t.nbytes for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor))
-                kept = KeptGraph(slot)
-                with layer.bound(weights), torch.enable_grad():
-                    with kept.recording(), kept_forward.running():
-                        made = run(cut_args, cut_kwargs)
-                    results = [t for t in tree_flatten(made)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
-                    del made
-                    gradients = [torch.ones_like(tensor) for tensor in results]
-                    wanted = [t for t in tree_flatten((cut_args, cut_kwargs))[0] if isinstance(t, torch.Tensor)]
-                    wanted = [t for t in [*wanted, *leaves] if t.requires_grad]
-                    with backward.running():
-                        if results and wanted:
-                            torch.autograd.grad(results, wanted, gradients, allow_unused=True)
-                del results, gradients, wanted, leaves, weights, kept, cut_args, cut_kwargs
-                # The first round compiles, and chooses kernels.
-                spent += forward.seconds + kept_forward.seconds + backward.seconds if position else 0.0
-                if spent > _SUSTAINED_SECONDS:
-                    break
+        spent = 0.0
+        for position in range(_MOST_ROUNDS):
+            cut_args, cut_kwargs = as_leaves(args, kwargs, dry.inputs_need_grad)
+            weights, leaves = bound_weights(layer, slot)
+            # As in LayerFunction: a compiled layer runs the graph that can be differentiated, and drops it.
+            graph = (torch.enable_grad(), without_saving()) if is_compiled else (contextlib.nullcontext(),) * 2
+            with layer.bound(weights), graph[0], graph[1], forward.running():
+                output = tree_map_only(torch.Tensor, torch.Tensor.detach, run(cut_args, cut_kwargs))
+            output_bytes = sum(t.nbytes for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor))
+            kept = KeptGraph(slot)
+            with layer.bound(weights), torch.enable_grad():
+                with kept.recording(), kept_forward.running():
+                    made = run(cut_args, cut_kwargs)
+                results = [t for t in tree_flatten(made)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+                del made
+                gradients = [torch.ones_like(tensor) for tensor in results]
+                wanted = [t for t in tree_flatten((cut_args, cut_kwargs))[0] if isinstance(t, torch.Tensor)]
+                wanted = [t for t in [*wanted, *leaves] if t.requires_grad]
+                with backward.running():
+                    if results and wanted:
+                        torch.autograd.grad(results, wanted, gradients, allow_unused=True)
+            del results, gradients, wanted, leaves, weights, kept, cut_args, cut_kwargs
+            # The first round compiles, and chooses kernels.
+            spent += forward.seconds + kept_forward.seconds + backward.seconds if position else 0.0
+            if spent > _SUSTAINED_SECONDS:
+                break
     finally:
         runtime.prefetcher.release(slot)
     kept_bytes = max(0, kept_forward.left_bytes - output_bytes)

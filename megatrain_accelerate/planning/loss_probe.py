@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from megatrain_accelerate.planning.step_memory import without_hooks
+from megatrain_accelerate.planning.step_memory import buffers_put_back, without_hooks
 from megatrain_accelerate.planning.step_outline import call_kind
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
@@ -74,6 +74,7 @@ def loss_is_divided(
         with (
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
             without_hooks(model),
+            buffers_put_back(model),
             runtime.layers_run_by(_OneOfAKind(runtime)),
         ):
             losses.append(float(loss_of(factor * num_items).detach()))

@@ -125,6 +125,18 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def buffers_put_back(module: nn.Module) -> Iterator[None]:
+    """The module's buffers hold what they held before when the body is over: a trial run isn't to count."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+@contextlib.contextmanager
 def _fake_weights(model: nn.Module, device: torch.device) -> Iterator[list[torch.Tensor]]:
     """The model's parameters and buffers are tensors without data while the body runs; yields them."""
     fakes: dict[int, torch.Tensor] = {}

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+
+
+class OpenForward:
+    """Lives as long as an autograd node of one forward pass: held by the nodes only."""
 
 
 class Tape:
@@ -10,6 +15,15 @@ class Tape:
 
     def __init__(self) -> None:
         self.calls: list[int] = []
+        self._open_forward: weakref.ref[OpenForward] | None = None
+
+    def open_forward(self) -> OpenForward:
+        """What tells whether a node of the pass is alive; the same for all of them."""
+        found = self._open_forward() if self._open_forward is not None else None
+        if found is None:
+            found = OpenForward()
+            self._open_forward = weakref.ref(found)
+        return found
 
 
 class CallOrder:

@@ -9,7 +9,7 @@ import torch
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.host_store import ParameterState
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
-from megatrain_accelerate.streaming.grad_offload import NormTable
+from megatrain_accelerate.streaming.norm_table import NormTable
 
 
 class Clipping:

@@ -16,72 +16,21 @@ from torch.profiler import record_function
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.memory.host_memory import HostMemory
-from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
+from megatrain_accelerate.memory.host_store import ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker, Ticket
 from megatrain_accelerate.streaming.device_slots import GradientSlot
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums, gradient_norms, joined_sum
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter
+from megatrain_accelerate.streaming.norm_table import NormTable
 from megatrain_accelerate.streaming.streams import Streams
 
 
-class NormTable:
-    """Host table of the last gradient norm of every trainable parameter.
-
-    Owner: the runtime. Writers: the d2h stream, the step worker. Reader: the launching thread, after backward.
-
-    Args:
-        units: all units, streamed and resident.
-        register: page-lock the table.
-    """
-
-    def __init__(self, units: Sequence[HostUnit], register: bool) -> None:
-        self._start: dict[int, int] = {}
-        self._row: dict[int, int] = {}
-        count = 0
-        for unit in units:
-            self._start[id(unit)] = count
-            for state in unit.states:
-                if state.entry.spec.trainable:
-                    self._row[id(state.parameter)] = count
-                    count += 1
-        self._memory = HostMemory(4 * max(1, count), huge_pages=False, register=register)
-        self._memory.register()
-        self.norms = self._memory.tensor(0, (max(1, count),), torch.float32)
-        self._noted: dict[int, tuple[int, int]] = {}
-
-    def note(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """The parameter's row holds, or will hold once its copy is over, the norm of ``gradient`` as it is now."""
-        self._noted[id(parameter)] = (gradient.data_ptr(), gradient._version)
-
-    def is_current(self, parameter: torch.Tensor) -> bool:
-        """Whether the row is the norm of ``parameter.grad``; not so if somebody wrote to it or replaced it."""
-        gradient = parameter.grad
-        return gradient is not None and self._noted.get(id(parameter)) == (gradient.data_ptr(), gradient._version)
-
-    def forget(self, parameter: torch.Tensor) -> None:
-        """The parameter's row isn't valid any more: its gradient was consumed by a step, or is another one."""
-        self._noted.pop(id(parameter), None)
-
-    def of_unit(self, unit: HostUnit) -> torch.Tensor:
-        """The unit's rows: one for each trainable entry, in entry order."""
-        start = self._start[id(unit)]
-        return self.norms[start : start + len(unit.layout.trainable_entries)]
-
-    def row(self, parameter: torch.Tensor) -> int | None:
-        """The row of a parameter, or None if it isn't a trained one of this model."""
-        return self._row.get(id(parameter))
-
-    def close(self) -> None:
-        """Unregisters the table."""
-        self._memory.close()
-
-
-def _of_their_own(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+def _of_their_own(gradients: list[torch.Tensor], others: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """The gradients, contiguous, each in memory of its own: autograd may hand out one tensor twice (of a sum of two
-    parameters), or views of something larger."""
-    seen: set[int] = set()
+    parameters, or a parameter and the hidden states), or views of something larger."""
+    seen = {other.untyped_storage().data_ptr() for other in others if other is not None}
     owned = []
     for gradient in gradients:
         storage = gradient.untyped_storage()
@@ -194,12 +143,18 @@ class GradientOffloader:
         """Bytes of the gradient slots that there are."""
         return sum(slot.buffer.numel() for slot in self.slots)
 
-    def offload(self, layer: StreamedLayer, gradients: Sequence[torch.Tensor | None]) -> None:
+    def offload(
+        self,
+        layer: StreamedLayer,
+        gradients: Sequence[torch.Tensor | None],
+        others: Sequence[torch.Tensor | None] = (),
+    ) -> None:
         """Sends a layer's gradients to the host and sets or adds to ``parameter.grad`` there.
 
         Args:
             layer: the layer whose backward made them.
             gradients: one per trainable entry, in entry order; None where the parameter had no part in the loss.
+            others: tensors of the outer graph whose memory a gradient may share.
         """
         unit = layer.unit
         trainable = [state for state in unit.states if state.entry.spec.trainable]
@@ -213,7 +168,7 @@ class GradientOffloader:
                 "accelerator.prepare(model) (evaluation_mode=False) to train it"
             )
         if unit.is_on_device:
-            self._leave_on_device(layer, [trainable[i] for i in present], arrived)
+            self._leave_on_device(layer, [trainable[i] for i in present], arrived, others)
             return
         # WAR: a step that is still to be applied reads the gradients of the pass before.
         self._meter.wait_for_step(layer.name, layer.gate.is_open, layer.gate.wait)
@@ -250,9 +205,15 @@ class GradientOffloader:
         for listener in self.layer_done_listeners.values():
             listener(layer, wait)
 
-    def _leave_on_device(self, layer: StreamedLayer, states: list[ParameterState], gradients: list[torch.Tensor]) -> None:
+    def _leave_on_device(
+        self,
+        layer: StreamedLayer,
+        states: list[ParameterState],
+        gradients: list[torch.Tensor],
+        others: Sequence[torch.Tensor | None],
+    ) -> None:
         """Gradients of a unit on the device stay where they are; their norms go to the host."""
-        for state, gradient in zip(states, _of_their_own(gradients), strict=True):
+        for state, gradient in zip(states, _of_their_own(gradients, others), strict=True):
             _refuse_hooked(layer, state)
             self._add_in_place(state, gradient)
             self._norms.forget(state.parameter)

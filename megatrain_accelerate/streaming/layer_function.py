@@ -232,6 +232,7 @@ class LayerFunction(torch.autograd.Function):
     def forward(ctx: Any, call: LayerCall, tape: Tape, position: int, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
         context, layer = call.context, call.layer
         ctx.call, ctx.tape, ctx.position = call, tape, position
+        ctx.open_forward = tape.open_forward()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         versions = [tensor._version for tensor in tensors]
@@ -321,9 +322,10 @@ class LayerFunction(torch.autograd.Function):
                 weight_gradients = context.sums.take(to_stay=layer.unit.is_on_device)
         finally:
             context.release(slot)
+        joined = split.join_gradients(input_gradients)
         if weight_gradients:
-            context.offloader.offload(layer, weight_gradients)
-        return (None, None, None, None, *split.join_gradients(input_gradients))
+            context.offloader.offload(layer, weight_gradients, [*grad_outputs, *joined])
+        return (None, None, None, None, *joined)
 
     @staticmethod
     def _backward_piece(

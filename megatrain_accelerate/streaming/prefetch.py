@@ -62,6 +62,10 @@ class Prefetcher:
         """Bytes of the resident layers' own slots."""
         return sum(slot.buffer.numel() for index, slot in self._own.items() if not self._layers[index].unit.is_on_device)
 
+    def drop_own_slots(self) -> None:
+        """Gives up the slots of single layers, and what of their memory nobody else holds. No copy may be in flight."""
+        self._own = {}
+
     def give_own_slots(self, indices: Collection[int]) -> None:
         """Makes these layers, besides those on the device, the ones that have a slot of their own.
 

@@ -15,9 +15,9 @@ from torch.profiler import record_function
 from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
 from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
-from megatrain_accelerate.streaming.grad_offload import NormTable
 from megatrain_accelerate.streaming.layer import UpdateGate
 from megatrain_accelerate.streaming.meter import Cause, Meter
+from megatrain_accelerate.streaming.norm_table import NormTable
 from megatrain_accelerate.streaming.streams import Streams
 
 

@@ -14,21 +14,22 @@ from torch.profiler import record_function
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
-from megatrain_accelerate.optim.device_kernel import device_kernels
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.streaming.activation_offload import ActivationOffloader, inputs_offloaded
-from megatrain_accelerate.streaming.call_order import CallOrder, Tape
+from megatrain_accelerate.streaming.call_order import CallOrder, OpenForward, Tape
 from megatrain_accelerate.streaming.clipping import Clipping
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
-from megatrain_accelerate.streaming.grad_offload import GradientOffloader, NormTable
+from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.layer import StreamedLayer, UpdateGate
 from megatrain_accelerate.streaming.layer_function import LayerCall, LayerFunction, OutputRecorder, RunContext
 from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.micro_batches import GradientSums
+from megatrain_accelerate.streaming.norm_table import NormTable
 from megatrain_accelerate.streaming.prefetch import Prefetcher
+from megatrain_accelerate.streaming.relocation import Part, relocate
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.streams import Streams
 
@@ -114,8 +115,10 @@ class StreamingRuntime:
         self.activations = ActivationOffloader.for_engine(config, kernels, streams, meter, register)
         self.moved_listeners: dict[int, Callable[[HostUnit], None]] = {}
         """Called with a unit that moved to or from the device; entered by optimizers, by their id."""
-        self.states_may_move = True
-        """Whether the optimizer can step on the device; false for one without a kernel of its own."""
+        self.steps_on_host: set[int] = set()
+        """Optimizers without a kernel of their own, by their id, whose step works on masters on the host."""
+        self.keep_states_on_host: Callable[[], None] = lambda: self.place((), (), groups_on_device=False)
+        """Brings all states to the host; set by the plan."""
         self.compiled = CompiledLayers(config.compile_layers, streams.device)
         self._order = CallOrder(len(self.layers))
         self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
@@ -147,7 +150,8 @@ class StreamingRuntime:
         self._handles += self.sums.watch(residents)
         self._dry_run: LayerRunner | None = None
         self._in_backward = False
-        self._open_tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
+        self._open_forwards: weakref.WeakSet[OpenForward] = weakref.WeakSet()
+        self._in_this_backward: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         self._backward_tape: Tape | None = None
         self._clipping = Clipping(self.norms, self.sums, self._states)
 
@@ -200,7 +204,7 @@ class StreamingRuntime:
             tensors = call.take_tensors()
             if layer.has_trainable or any(tensor.requires_grad for tensor in tensors):
                 tape, position = self._order.record(layer.index)
-                self._open_tapes.add(tape)
+                self._open_forwards.add(_open_forward := tape.open_forward())  # alive until a node holds it
                 anchor = self._context.anchor if layer.has_trainable else self._context.anchor.detach()
                 offloads = self.offloads_inputs and layer.index not in self.kept_layers | self.offloaded_layers
                 offloading = inputs_offloaded(self.activations, layer.name, tensors, tape, position)
@@ -226,6 +230,7 @@ class StreamingRuntime:
 
     def _acquire_backward(self, layer: StreamedLayer, tape: Tape, position: int) -> WeightSlot:
         self._backward_tape = tape
+        self._in_this_backward.add(tape.open_forward())
         self._clipping.refuse_clipped(state.parameter for state in layer.unit.states)
         forward_follows = not self.gradients_complete()
         return self.prefetcher.acquire(layer, self._order.after_backward(tape, position, self._look_ahead, forward_follows))
@@ -252,7 +257,9 @@ class StreamingRuntime:
 
     def _backward_ends(self) -> None:
         self._in_backward = False
-        self._open_tapes.clear()
+        # Others may wait for a backward of their own.
+        self._open_forwards -= self._in_this_backward
+        self._in_this_backward.clear()
         self._backward_tape = None
         self._order.end_pass()
         self.activations.settle()
@@ -268,7 +275,7 @@ class StreamingRuntime:
         """Whether no other backward of this layer can still follow before the step."""
         tape = self._backward_tape
         called_once = tape is not None and tape.calls.count(layer.index) == 1
-        return self.gradients_complete() and len(self._open_tapes) == 1 and called_once
+        return self.gradients_complete() and len(self._open_forwards) == 1 and called_once
 
     def before_group_use(self, group: ResidentGroup) -> None:
         """Called before a module that reads the group's weights runs."""
@@ -277,9 +284,14 @@ class StreamingRuntime:
             group.wait_for_step()
 
     @property
+    def states_may_move(self) -> bool:
+        """Whether every optimizer can step on the device."""
+        return not self.steps_on_host
+
+    @property
     def open_forwards(self) -> int:
         """Forward passes whose backward is still to come: nothing may move before it."""
-        return len(self._open_tapes)
+        return len(self._open_forwards)
 
     # ------------------------------------------------------------------ placement
 
@@ -294,25 +306,18 @@ class StreamingRuntime:
         Raises:
             StepWorkerError: an earlier step failed.
         """
-        self.drain()
-        self.refresh_if_written()
-        self.offloader.wait()
-        if self.streams.is_cuda:
-            torch.cuda.synchronize(self.streams.device)
-        parts: list[tuple[StreamedLayer | ResidentGroup, bool]] = [(layer, layer.index in on_device) for layer in self.layers]
-        parts += [(group, groups_on_device) for group in self.groups]
-        # First what leaves, so that there is room for what comes.
-        for part, _ in [(part, target) for part, target in parts if part.unit.is_on_device and not target]:
-            part.move_to_host()
-            self._moved(part.unit)
-        arriving = [part for part, target in parts if target and not part.unit.is_on_device]
-        kernels = device_kernels(self.streams.device, self.kernels) if arriving else self.kernels
-        for part in arriving:
-            part.move_to_device(self.streams.device, kernels)
-            self._moved(part.unit)
-        self.prefetcher.give_own_slots(resident)
-        if self.offloader.takes_gradients:
-            self.offloader.allocate_slots(any(not layer.unit.is_on_device for layer in self.layers))
+        # A forward in inference mode may ask for room: what it leaves must be ordinary tensors.
+        with torch.inference_mode(False), torch.no_grad():
+            self.drain()
+            self.refresh_if_written()
+            self.offloader.wait()
+            if self.streams.is_cuda:
+                torch.cuda.synchronize(self.streams.device)
+            targets: list[tuple[Part, bool]] = [(layer, layer.index in on_device) for layer in self.layers]
+            targets += [(group, groups_on_device) for group in self.groups]
+            relocate(targets, resident, self.prefetcher, self.streams.device, self.kernels, self._moved)
+            if self.offloader.takes_gradients:
+                self.offloader.allocate_slots(any(not layer.unit.is_on_device for layer in self.layers))
 
     def _moved(self, unit: HostUnit) -> None:
         for state in unit.states:

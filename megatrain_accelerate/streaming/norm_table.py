@@ -1,0 +1,64 @@
+"""The norms of all gradients on the host, and which of them are still those of ``parameter.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from megatrain_accelerate.memory.host_memory import HostMemory
+from megatrain_accelerate.memory.host_store import HostUnit
+
+
+class NormTable:
+    """Host table of the last gradient norm of every trainable parameter.
+
+    Owner: the runtime. Writers: the d2h stream, the step worker. Reader: the launching thread, after backward.
+
+    Args:
+        units: all units, streamed and resident.
+        register: page-lock the table.
+    """
+
+    def __init__(self, units: Sequence[HostUnit], register: bool) -> None:
+        self._start: dict[int, int] = {}
+        self._row: dict[int, int] = {}
+        count = 0
+        for unit in units:
+            self._start[id(unit)] = count
+            for state in unit.states:
+                if state.entry.spec.trainable:
+                    self._row[id(state.parameter)] = count
+                    count += 1
+        self._memory = HostMemory(4 * max(1, count), huge_pages=False, register=register)
+        self._memory.register()
+        self.norms = self._memory.tensor(0, (max(1, count),), torch.float32)
+        self._noted: dict[int, tuple[TensorWeakRef, int]] = {}
+
+    def note(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """The parameter's row holds, or will hold once its copy is over, the norm of ``gradient`` as it is now."""
+        self._noted[id(parameter)] = (TensorWeakRef(gradient), gradient._version)
+
+    def is_current(self, parameter: torch.Tensor) -> bool:
+        """Whether the row is the norm of ``parameter.grad``; not so if somebody wrote to it or replaced it."""
+        gradient, noted = parameter.grad, self._noted.get(id(parameter))
+        # By identity: another tensor may come to lie at the same address.
+        return gradient is not None and noted is not None and noted[0]() is gradient and noted[1] == gradient._version
+
+    def forget(self, parameter: torch.Tensor) -> None:
+        """The parameter's row isn't valid any more: its gradient was consumed by a step, or is another one."""
+        self._noted.pop(id(parameter), None)
+
+    def of_unit(self, unit: HostUnit) -> torch.Tensor:
+        """The unit's rows: one for each trainable entry, in entry order."""
+        start = self._start[id(unit)]
+        return self.norms[start : start + len(unit.layout.trainable_entries)]
+
+    def row(self, parameter: torch.Tensor) -> int | None:
+        """The row of a parameter, or None if it isn't a trained one of this model."""
+        return self._row.get(id(parameter))
+
+    def close(self) -> None:
+        """Unregisters the table."""
+        self._memory.close()
