@@ -8,7 +8,7 @@ from engine_runs import attach
 from plain_torch import tiny_model, token_batches
 
 from megatrain_accelerate.planning.placement import Placement
-from megatrain_accelerate.planning.step_memory import LiveBytes
+from megatrain_accelerate.planning.step_memory import LiveBytes, buffers_put_back
 from megatrain_accelerate.planning.step_outline import outline_step
 from megatrain_accelerate.planning.step_simulation import peak_bytes
 
@@ -69,3 +69,12 @@ def test_layers_cost_their_inputs_only() -> None:
 @pytest.mark.parametrize("length", [64, 128])
 def test_prediction_grows_with_the_batch(length: int) -> None:
     assert predicted(length=length) > 1.5 * predicted(length=length // 2)
+
+
+def test_buffers_hold_after_a_trial_run_what_they_held_before() -> None:
+    norm = torch.nn.BatchNorm1d(4).train()
+    before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    with buffers_put_back(norm):
+        norm(torch.randn(8, 4))
+        assert not torch.equal(norm.running_mean, before["running_mean"])  # type: ignore[arg-type]
+    assert all(torch.equal(buffer, before[name]) for name, buffer in norm.named_buffers())
