@@ -230,6 +230,9 @@ class DevicePlan:
         except torch.OutOfMemoryError:
             if self.placement == self._settled():
                 raise
+        except Exception as error:  # if it is more than the trial's, the training's own forward raises it
+            logger.info("megatrain: layers can't be measured, their costs are reckoned (%s)", error)
+            return outline
         # What an earlier plan put on the device for smaller batches makes room.
         self._place(Placement())
         torch.cuda.empty_cache()

@@ -14,6 +14,7 @@ from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.planning import device_plan
 from megatrain_accelerate.planning.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.planning.machine import Machine
+from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_memory import LiveBytes
 from megatrain_accelerate.units import GIB, MIB
 
@@ -194,3 +195,39 @@ def test_two_forwards_before_one_backward_find_room_and_nothing_moves_between() 
         assert run.engine.predicted_device_bytes <= 14 * MIB + LIBRARY_WORKSPACE_BYTES
         run.engine.close()
     assert losses[0] == losses[1]
+
+
+def test_layers_that_cannot_be_measured_are_reckoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = planned(64)
+    inputs = {"input_ids": batch(), "labels": batch()}
+    outline = device_plan.outline_step(run.model, run.engine.runtime, inputs, run.engine.device)
+
+    def fails(*_: object) -> object:
+        raise RuntimeError("this layer refuses gradients of ones")
+
+    monkeypatch.setattr(device_plan, "measure_layers", fails)
+    assert run.engine.device_plan._measured(run.model, inputs, outline) is outline
+
+
+def test_measuring_that_runs_out_of_memory_is_tried_again_with_everything_off_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = planned(200)
+    run.step(batch())
+    plan = run.engine.device_plan
+    plan._place(Placement.of_counts(8, on_device=4, groups_on_device=True))
+    inputs = {"input_ids": batch(), "labels": batch()}
+    outline = device_plan.outline_step(run.model, run.engine.runtime, inputs, run.engine.device)
+    on_device = []
+
+    def measures(*_: object) -> object:
+        on_device.append(sum(unit.is_on_device for unit in run.engine.runtime.units))
+        if on_device[-1]:
+            raise torch.OutOfMemoryError("no room")
+        return outline
+
+    monkeypatch.setattr(device_plan, "measure_layers", measures)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    plan._measured(run.model, inputs, outline)
+    assert on_device[0] > 4
+    assert on_device[1] == 0
