@@ -76,7 +76,7 @@ def run_traced(command: Sequence[str], request: TraceRequest) -> int:
     try:
         process = subprocess.Popen(command, env={**os.environ, **request.environment()})
     except OSError as error:
-        raise ConfigError(f"the command can't be started: {error}") from error
+        raise ConfigError(f"the command can't be started: {error}; write it behind -- as in the shell") from error
     is_written = False
     status = None
     try:

@@ -122,7 +122,10 @@ def clock_offset_us(events: Sequence[Event], marks_ns: Sequence[int]) -> float:
     """
     ends = sorted(event["ts"] + event["dur"] for event in events if event.get("name") == CLOCK_MARK and event.get("ph") == "X")
     if not marks_ns or len(ends) != len(marks_ns):
-        raise StateError(f"the trace has {len(ends)} clock marks and not {len(marks_ns)}: the profiler dropped events")
+        raise StateError(
+            f"the trace has {len(ends)} clock marks and not {len(marks_ns)}: the profiler dropped events; trace "
+            "another step, or a smaller batch"
+        )
     return min(end - mark / 1e3 for end, mark in zip(ends, sorted(marks_ns), strict=True))
 
 
