@@ -49,3 +49,12 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled_cross_entropy, "MIN_TILE_TOKENS", 12)
     monkeypatch.setattr(tiled_cross_entropy, "STRIP_BYTES", 4 * 128 * 5)
     monkeypatch.setattr(products, "PART_BYTES", 4 * 32 * 50)
+
+
+@pytest.fixture
+def exact_torch_sqrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``Tensor.sqrt`` correctly rounded: torch's own comes from MKL and is off by an ulp for about 1% of floats."""
+    import plain_torch
+    import torch
+
+    monkeypatch.setattr(torch.Tensor, "sqrt", plain_torch.ieee_sqrt)

@@ -133,8 +133,6 @@ class MegatrainCallback(TrainerCallback):
         if engine is not None:
             self._close_telemetry()  # an exception may have ended the training before
             engine.expect_accumulation(args.gradient_accumulation_steps)
-            if self._telemetry is not None:  # of a training that didn't reach its end
-                self._telemetry.close()
             follow_clipping(engine, clips=bool(args.max_grad_norm and args.max_grad_norm > 0))
             self._telemetry = Telemetry(engine, kwargs["model"])
 

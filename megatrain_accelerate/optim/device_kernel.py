@@ -7,7 +7,7 @@ that where a layer's states lie never changes a weight.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,41 +16,6 @@ from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.kernel import HostKernels
 
 _BLOCK = 1024
-
-
-class StepKernels(Protocol):
-    """What a unit needs of the kernels of its home, as :class:`~megatrain_accelerate.optim.kernel.HostKernels` has it."""
-
-    def adamw_split(
-        self,
-        hi_bf16: torch.Tensor,
-        residual_int16: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad_bf16: torch.Tensor,
-        arguments: AdamArguments,
-        grad_residual: torch.Tensor | None = None,
-    ) -> None:
-        """See :meth:`HostKernels.adamw_split`."""
-
-    def adamw_fp32(
-        self,
-        weight: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad: torch.Tensor,
-        arguments: AdamArguments,
-    ) -> None:
-        """See :meth:`HostKernels.adamw_fp32`."""
-
-    def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
-        """See :meth:`HostKernels.accumulate_split`."""
-
-    def split(self, master_fp32: torch.Tensor, hi: torch.Tensor, residual: torch.Tensor) -> None:
-        """See :meth:`HostKernels.split`."""
-
-    def join(self, hi: torch.Tensor, residual: torch.Tensor, master_fp32_out: torch.Tensor) -> None:
-        """See :meth:`HostKernels.join`."""
 
 
 def device_kernels(device: torch.device, host_kernels: HostKernels) -> StepKernels:
@@ -166,3 +131,7 @@ class DeviceKernels:
         """See :meth:`HostKernels.join`."""
         bits = (hi.view(torch.int16).to(torch.int32) << 16) + residual.to(torch.int32)
         master_fp32_out.view(torch.int32).copy_(bits)
+
+
+StepKernels = HostKernels | DeviceKernels
+"""The kernels of a unit's home: both have the same methods for what a unit needs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import sys
 from collections.abc import Hashable, Mapping
@@ -16,7 +17,7 @@ from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES, ava
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.optim.device_kernel import can_step_on
 from megatrain_accelerate.planning.layer_measurement import measure_layers
-from megatrain_accelerate.planning.machine import measured_machine
+from megatrain_accelerate.planning.machine import Machine, measured_machine
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.placement_search import Candidate, Choices, PlacementSearch
 from megatrain_accelerate.planning.plan_table import plan_table
@@ -89,8 +90,7 @@ class DevicePlan:
         return {
             "slots": self._runtime.prefetcher.device_bytes,
             "gradient_slots": self._runtime.offloader.device_bytes,
-            "resident": sum(group.device_bytes for group in self._runtime.groups),
-            **({"gradient_sums": self._runtime.gradient_sums.planned_bytes} if self._runtime.gradient_sums.is_made else {}),
+            **self._fixed_bytes_by_kind(with_sums=self._runtime.gradient_sums.is_made),
             "resident_layers": self._runtime.prefetcher.resident_bytes,
             "states": sum(_state_bytes(unit) - unit.layout.weight_bytes for unit in units if unit.is_on_device),
             "layers": sum(layer.unit.layout.weight_bytes for layer in self._runtime.layers if layer.unit.is_on_device),
@@ -104,13 +104,21 @@ class DevicePlan:
         held = sum(2 * unit.layout.split_elements for unit in units if unit.gradient_residuals is not None)
         return {"gradient_residuals": held} if held else {}
 
-    def _fixed_bytes_by_kind(self) -> dict[str, int]:
-        """Those under any placement."""
-        sums = self._runtime.gradient_sums
+    def _fixed_bytes_by_kind(self, with_sums: bool) -> dict[str, int]:
+        """Those under any placement; ``with_sums`` the sums of a batch's pieces too."""
         return {
             "resident": sum(group.device_bytes for group in self._runtime.groups),
-            **({"gradient_sums": sums.planned_bytes} if sums.is_made or self._runtime.micro_batch_size else {}),
+            **({"gradient_sums": self._runtime.gradient_sums.planned_bytes} if with_sums else {}),
         }
+
+    def _planned_fixed_bytes_by_kind(self) -> dict[str, int]:
+        """Those under any placement, when the next step is under way."""
+        runtime = self._runtime
+        return self._fixed_bytes_by_kind(runtime.gradient_sums.is_made or runtime.micro_batch_size is not None)
+
+    @functools.cached_property
+    def _machine(self) -> Machine:
+        return measured_machine(self._device, self._runtime.kernels, self._runtime.register)
 
     def make_room(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Before a forward without gradients: what lives on the device leaves it if the forward wouldn't fit beside it.
@@ -185,7 +193,7 @@ class DevicePlan:
         every = Placement.of_counts(len(self._runtime.layers), on_device=len(self._runtime.layers))
         sizes = self.model_sizes()
         waiting = peak_bytes(outline, sizes, every) - sum(layer.state_bytes for layer in sizes.layers)
-        held = sum(self._fixed_bytes_by_kind().values()) + LIBRARY_WORKSPACE_BYTES
+        held = sum(self._planned_fixed_bytes_by_kind().values()) + LIBRARY_WORKSPACE_BYTES
         return held + (self._forwards_at_once - 1) * waiting
 
     def forget(self) -> None:
@@ -242,8 +250,7 @@ class DevicePlan:
         found = self._search(outline, budget_bytes - fixed_bytes).best()
         if found is None:
             placement, sizes = self._settled(), self.model_sizes()
-            machine = measured_machine(self._device, self._runtime.kernels, self._runtime.register)
-            time = simulate_step(outline, sizes, placement, machine)
+            time = simulate_step(outline, sizes, placement, self._machine)
             found = Candidate(placement, peak_bytes(outline, sizes, placement), time)
         self.predicted_bytes = fixed_bytes + found.peak_bytes
         self.predicted_time = found.time
@@ -252,7 +259,7 @@ class DevicePlan:
             table = plan_table(found, self._runtime, self.predicted_bytes, budget_bytes, outline)
             print(table, file=sys.stderr, flush=True)
         if self.predicted_bytes > budget_bytes:
-            held = {**self._fixed_bytes_by_kind(), "step": found.peak_bytes}
+            held = {**self._planned_fixed_bytes_by_kind(), "step": found.peak_bytes}
             logger.warning(
                 "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s) and %.1f GiB are planned with; if it "
                 "runs out of memory, set megatrain_config.micro_batch_size, or lower per_device_train_batch_size or the "
@@ -263,13 +270,12 @@ class DevicePlan:
             )
 
     def _search(self, outline: StepOutline, step_bytes: int) -> PlacementSearch:
-        machine = measured_machine(self._device, self._runtime.kernels, self._runtime.register)
         choices = self._choices
         if not self._runtime.states_may_move or not can_step_on(self._device):
             choices = dataclasses.replace(choices, on_device=0)
         host_bytes = available_host_bytes(self._config.host_memory_gib) - CONSTANT_OVERHEAD_BYTES
         host_bytes -= sum(self._sizes(unit).host_bytes for unit in self._runtime.units if unit.is_on_device)
-        return PlacementSearch(outline, self.model_sizes(), machine, step_bytes, choices, host_bytes)
+        return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, choices, host_bytes)
 
     def _place(self, placement: Placement) -> None:
         before, self.placement = self.placement, placement

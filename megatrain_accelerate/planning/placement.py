@@ -15,7 +15,7 @@ def require_layers(layer_count: int, keep_layers: int | str, offload_layers: int
     """
     kept = keep_layers if isinstance(keep_layers, int) else 0
     if kept > layer_count:
-        raise ConfigError(f"megatrain_config.keep_layers is {kept}, but the model has {layer_count} layers")
+        raise ConfigError(f"megatrain_config.keep_layers is {kept}, but the model has {layer_count} layers; lower it")
     if isinstance(offload_layers, int) and offload_layers > layer_count - kept:
         raise ConfigError(
             f"megatrain_config.offload_layers is {offload_layers}, but {layer_count - kept} of the model's {layer_count} "

@@ -136,8 +136,7 @@ class _Away:
 
 def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
     """The most that a step has alive on the device, besides what the engine holds there in any case."""
-    kept = grown = 0
-    peak = outline.tail_peak_bytes
+    peak = kept = grown = 0
     held = sum(model.layers[i].state_bytes for i in placement.on_device)
     held += sum(model.layers[i].weight_bytes for i in placement.resident)
     held += model.slot_bytes if len(placement.on_device | placement.resident) < len(model.layers) else 0

@@ -164,8 +164,9 @@ class Prefetcher:
     def _prefetch(self, upcoming: Sequence[int]) -> None:
         room = sum(slot.state is not SlotState.IN_USE for slot in self.slots)
         # A resident layer takes no room: its copy may begin as soon as its step is applied.
-        shared = [index for index in dict.fromkeys(upcoming) if index not in self._own][:room]
-        wanted = [index for index in dict.fromkeys(upcoming) if index in self._own or index in shared]
+        distinct = dict.fromkeys(upcoming)
+        shared = [index for index in distinct if index not in self._own][:room]
+        wanted = [index for index in distinct if index in self._own or index in shared]
         for index in wanted:
             layer = self._layers[index]
             if layer.unit.is_on_device:

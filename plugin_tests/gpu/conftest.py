@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import plain_torch
 import pytest
 import torch
 
 
 @pytest.fixture(autouse=True)
-def exact_torch_sqrt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "sqrt", plain_torch.ieee_sqrt)
+def exact_square_roots(exact_torch_sqrt: None) -> None:
+    """The fixture of all tests, for each one here."""
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import plain_torch
 import pytest
 import torch
 from engine_runs import Training, attach, train_streamed
@@ -15,16 +14,14 @@ from torch import nn
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.streaming.fp32_sums import joined_sum
 
-pytestmark = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="torch's baseline CPU kernels have no fused multiply-add and round AdamW differently from its others",
-)
+pytestmark = [
+    pytest.mark.usefixtures("exact_torch_sqrt"),
+    pytest.mark.skipif(
+        torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+        reason="torch's baseline CPU kernels have no fused multiply-add and round AdamW differently from its others",
+    ),
+]
 PLACEMENTS = [{}, {"device_layers": 2}, {"device_layers": -1}, {"resident_layers": 3, "keep_layers": 2}]
-
-
-@pytest.fixture(autouse=True)
-def exact_torch_sqrt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "sqrt", plain_torch.ieee_sqrt)
 
 
 def prepared(**settings: object) -> Training:

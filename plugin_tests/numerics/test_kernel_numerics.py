@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
@@ -42,12 +41,6 @@ def kernels() -> Iterator[HostKernels]:
     pool = HostKernels(3)
     yield pool
     pool.close()
-
-
-@pytest.fixture
-def exact_torch_sqrt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensor.sqrt by numpy, correctly rounded: torch's comes from MKL and is off by an ulp for about 1% of floats."""
-    monkeypatch.setattr(torch.Tensor, "sqrt", lambda self: torch.from_numpy(np.sqrt(self.numpy())))
 
 
 class State(NamedTuple):

@@ -10,15 +10,13 @@ from plain_torch import PlainRun, tiny_model, token_batches, train_bf16_with_mas
 from test_exactness import assert_bit_equal
 
 STEPS = 20
-pytestmark = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="torch's baseline CPU kernels have no fused multiply-add and round AdamW differently from its others",
-)
-
-
-@pytest.fixture(autouse=True)
-def exact_torch_sqrt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "sqrt", plain_torch.ieee_sqrt)
+pytestmark = [
+    pytest.mark.usefixtures("exact_torch_sqrt"),
+    pytest.mark.skipif(
+        torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+        reason="torch's baseline CPU kernels have no fused multiply-add and round AdamW differently from its others",
+    ),
+]
 
 
 @pytest.fixture(scope="module")
