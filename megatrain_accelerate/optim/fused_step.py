@@ -203,23 +203,22 @@ class FusedStep(HostStep):
         if not allowed:
             return
         by_parameter = {id(state.parameter): group for state, group in found}
-        on_device: list[tuple[HostUnit, list[tuple[ParameterState, AdamArguments]]]] = []
+
+        def settings(unit: HostUnit) -> list[tuple[ParameterState, AdamArguments]]:
+            return [
+                (state, _adam_arguments(group, self._next_step(state), factors.get(id(state.parameter), 1.0), self._decoupled))
+                for state in unit.states
+                if (group := by_parameter.get(id(state.parameter))) is not None
+            ]
+
         for unit, gate, resident in runtime.in_forward_order():
-            steps = []
-            for state in unit.states:
-                group = by_parameter.get(id(state.parameter))
-                if group is not None:
-                    count = self._next_step(state)
-                    factor = factors.get(id(state.parameter), 1.0)
-                    steps.append((state, _adam_arguments(group, count, factor, self._decoupled)))
-            if steps and unit.is_on_device:
-                on_device.append((unit, steps))
-            elif steps:
+            if not unit.is_on_device and (steps := settings(unit)):
                 gate.close_until(self._submit(unit, resident, steps))
         # Last, since the worker has begun meanwhile.
-        for unit, steps in on_device:
-            step_each(steps, unit.kernels)
-            unit.version += 1
+        for unit in runtime.units:
+            if unit.is_on_device and (steps := settings(unit)):
+                step_each(steps, unit.kernels)
+                unit.version += 1
         if self.schedule == "serial":
             with runtime.meter.blocked_by(Cause.HOST_STEP):
                 runtime.worker.drain()

@@ -1,14 +1,19 @@
 """One call of each kind of layer, run for real on the batch: its times, and its memory where an allocator counts it.
 
-The model's own forward is run without gradients up to its last layer, so that masks, position embeddings and hidden states
-are real; layers of a kind that was measured hand on the output of the first.
+The model's own forward runs, so that masks, position embeddings and hidden states are real; layers of a kind that was
+measured hand on the output of the first. What follows the layers, the loss above all, is timed in the same way.
+
+Timed calls follow each other without a wait in between, as in a step: the device always has work in its queue, and gets as
+warm as it will be.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping
+import logging
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,45 +21,52 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from megatrain_accelerate.planning.step_memory import buffers_put_back, without_hooks
-from megatrain_accelerate.planning.step_outline import LayerProfile, StepOutline, as_leaves, call_kind
+from megatrain_accelerate.planning.step_outline import LayerProfile, StepOutline, as_leaves
 from megatrain_accelerate.streaming.compiled_layer import without_saving
+from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.kept_graph import KeptGraph
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import bound_weights
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
+logger = logging.getLogger(__name__)
+
 _SUSTAINED_SECONDS = 0.8
-"""A GPU that has just begun to work is faster than one that is at its power limit: rounds are made until it is warm."""
-_MOST_ROUNDS = 12
-
-
-class _AllLayersRan(Exception):
-    """Ends the forward: what follows the layers needs no run."""
+"""A GPU that has just begun to work is faster than one that is at its power limit."""
+_ROUNDS = (4, 64)
+_OUTSIDE_ROUNDS = 3
 
 
 class _Stopwatch:
-    """Seconds on the device, and the most bytes that were alive meanwhile above those at the start."""
+    """Seconds on the device, and the most bytes that were alive meanwhile above those at the start: of the last body."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.seconds = 0.0
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.counts_bytes = True
+        """Whether bytes are counted: only between waits for the device."""
         self.peak_bytes = 0
         self.left_bytes = 0
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        if self.counts_bytes:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
         base = torch.cuda.memory_allocated(self._device)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+        self._start.record()
         yield
-        end.record()
-        torch.cuda.synchronize(self._device)
-        self.seconds = 1e-3 * start.elapsed_time(end)
-        self.peak_bytes = torch.cuda.max_memory_allocated(self._device) - base
-        self.left_bytes = torch.cuda.memory_allocated(self._device) - base
+        self._end.record()
+        if self.counts_bytes:
+            torch.cuda.synchronize(self._device)
+            self.peak_bytes = torch.cuda.max_memory_allocated(self._device) - base
+            self.left_bytes = torch.cuda.memory_allocated(self._device) - base
+
+    def seconds(self) -> float:
+        """Waits for the device."""
+        self._end.synchronize()
+        return 1e-3 * self._start.elapsed_time(self._end)
 
 
 def measure_layers(
@@ -69,40 +81,23 @@ def measure_layers(
         outline: of the same call.
 
     Raises:
-        torch.OutOfMemoryError: one layer's own working set doesn't fit.
+        torch.OutOfMemoryError: the working set of one layer, or of the loss, doesn't fit.
     """
-    remaining = len(outline.forward_calls)
-    profiles: dict[Hashable, LayerProfile] = {}
-    outputs: dict[Hashable, Any] = {}
-    kinds: dict[Hashable, Hashable] = {}
-
-    def runner(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal remaining
-        kind = call_kind(layer, args, kwargs)
-        if kind not in profiles:
-            planned = outline.forward_calls[len(outline.forward_calls) - remaining].kind
-            kinds[kind] = planned
-            profiles[kind], outputs[kind] = _measure(runtime, layer, args, kwargs, outline.profiles[planned])
-        remaining -= 1
-        if not remaining:
-            raise _AllLayersRan
-        return outputs[kind]
-
-    _wake_autograd_thread(runtime.streams.device)
-    devices = [runtime.streams.device]
+    device = runtime.streams.device
+    layers = _MeasuredLayers(runtime, outline)
     with (
-        torch.random.fork_rng(devices=devices),
+        torch.random.fork_rng(devices=[device]),
         without_hooks(model),
         buffers_put_back(model),
-        runtime.layers_run_by(runner),
-        torch.no_grad(),
-        contextlib.suppress(_AllLayersRan),
+        runtime.layers_run_by(layers),
+        torch.enable_grad(),
     ):
-        model.forward(**inputs)
-    measured = {planned: profiles[kind] for kind, planned in kinds.items()}
-    outputs.clear()
+        _wake_autograd_thread(device)
+        outside_seconds = _measure_outside(model, inputs, layers, runtime)
+    measured = dataclasses.replace(outline, profiles={**outline.profiles, **layers.profiles}, outside_seconds=outside_seconds)
+    del layers
     torch.cuda.empty_cache()
-    return dataclasses.replace(outline, profiles={**outline.profiles, **measured})
+    return measured
 
 
 def _wake_autograd_thread(device: torch.device) -> None:
@@ -110,51 +105,86 @@ def _wake_autograd_thread(device: torch.device) -> None:
     torch.ones((), device=device, requires_grad=True).mul(2.0).backward()
 
 
+class _MeasuredLayers:
+    """Runs in the place of the layers: the first call of each kind is measured, later ones hand on what it returned."""
+
+    def __init__(self, runtime: StreamingRuntime, outline: StepOutline) -> None:
+        self.profiles: dict[Hashable, LayerProfile] = {}
+        self.leaves: list[torch.Tensor] = []
+        """What the last layer returned: the loss's backward ends here."""
+        self._runtime = runtime
+        self._outline = outline
+        self._kinds = [event.kind for event in outline.forward_calls]
+        self._outputs: dict[Hashable, Any] = {}
+        self._position = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every kind was measured."""
+        return len(self.profiles) == len(set(self._kinds))
+
+    def begin(self) -> None:
+        """The next forward of the model begins."""
+        self._position = 0
+
+    def __call__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kind = self._kinds[self._position]
+        self._position += 1
+        if kind not in self._outputs:
+            self.profiles[kind], self._outputs[kind] = _measure(
+                self._runtime, layer, args, kwargs, self._outline.profiles[kind]
+            )
+        needs = [t.is_floating_point() for t in tree_flatten(self._outputs[kind])[0] if isinstance(t, torch.Tensor)]
+        (output,), _ = as_leaves((self._outputs[kind],), {}, needs)
+        self.leaves = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+        return output
+
+
+def _measure_outside(
+    model: nn.Module, inputs: Mapping[str, Any], layers: _MeasuredLayers, runtime: StreamingRuntime
+) -> float | None:
+    """Measures the layers and, from a model that returns a loss, the seconds of what runs outside them until the loss's
+    gradient has come down to the last layer; None for another model."""
+    stopwatch = _Stopwatch(runtime.streams.device)
+    stopwatch.counts_bytes = False
+    # A hook of a parameter, the engine's among them, isn't to see this.
+    resident = [state.parameter for group in runtime.groups for state in group.unit.states]
+    wanted = [parameter for parameter in resident if parameter.requires_grad and not parameter._backward_hooks]
+    try:
+        for _ in range(1 + _OUTSIDE_ROUNDS):  # the first one measures the layers
+            layers.begin()
+            with stopwatch.running():
+                output = model.forward(**inputs)
+                loss = output.get("loss") if isinstance(output, Mapping) else None
+                if loss is None:
+                    return None
+                torch.autograd.grad(loss, [*layers.leaves, *wanted], allow_unused=True)
+            del output, loss
+        return stopwatch.seconds()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if not layers.is_over:
+            raise
+        logger.info("megatrain: the loss can't be measured, its cost is reckoned (%s)", error)
+        return None
+
+
 def _measure(
     runtime: StreamingRuntime, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], dry: LayerProfile
 ) -> tuple[LayerProfile, Any]:
-    device = runtime.streams.device
     split = BatchSplit.of_call(layer.name, args, kwargs, runtime.micro_batch_size)
     args, kwargs = split.first_piece(args, kwargs)
     slot = runtime.prefetcher.acquire(layer, ())
-    forward, kept_forward, backward = (_Stopwatch(device) for _ in range(3))
-    is_compiled = runtime.compiled.wants(layer)
-
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return runtime.compiled.run(layer, args, kwargs) if is_compiled else layer.forward(*args, **kwargs)
-
     try:
-        spent = 0.0
-        for position in range(_MOST_ROUNDS):
-            cut_args, cut_kwargs = as_leaves(args, kwargs, dry.inputs_need_grad)
-            weights, leaves = bound_weights(layer, slot)
-            # As in LayerFunction: a compiled layer runs the graph that can be differentiated, and drops it.
-            graph = (torch.enable_grad(), without_saving()) if is_compiled else (contextlib.nullcontext(),) * 2
-            with layer.bound(weights), graph[0], graph[1], forward.running():
-                output = tree_map_only(torch.Tensor, torch.Tensor.detach, run(cut_args, cut_kwargs))
-            output_bytes = sum(t.nbytes for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor))
-            kept = KeptGraph(slot)
-            with layer.bound(weights), torch.enable_grad():
-                with kept.recording(), kept_forward.running():
-                    made = run(cut_args, cut_kwargs)
-                results = [t for t in tree_flatten(made)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
-                del made
-                gradients = [torch.ones_like(tensor) for tensor in results]
-                wanted = [t for t in tree_flatten((cut_args, cut_kwargs))[0] if isinstance(t, torch.Tensor)]
-                wanted = [t for t in [*wanted, *leaves] if t.requires_grad]
-                with backward.running():
-                    if results and wanted:
-                        torch.autograd.grad(results, wanted, gradients, allow_unused=True)
-            del results, gradients, wanted, leaves, weights, kept, cut_args, cut_kwargs
-            # The first round compiles, and chooses kernels.
-            spent += forward.seconds + kept_forward.seconds + backward.seconds if position else 0.0
-            if spent > _SUSTAINED_SECONDS:
-                break
+        trial = _Trial(runtime, layer, slot, lambda: as_leaves(args, kwargs, dry.inputs_need_grad))
+        output = trial.run()
     finally:
         runtime.prefetcher.release(slot)
+    forward, kept_forward, backward = trial.forward, trial.kept_forward, trial.backward
+    output_bytes = _tensor_bytes(output)
     kept_bytes = max(0, kept_forward.left_bytes - output_bytes)
     output = split.whole_output(output)
-    whole_bytes = sum(t.nbytes for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor))
     share = sum(split.sizes) / split.sizes[0] if split.sizes else 1.0
     profile = dataclasses.replace(
         dry,
@@ -167,8 +197,74 @@ def _measure(
         kept_forward_bytes=kept_forward.peak_bytes,
         kept_backward_bytes=backward.peak_bytes,
         recomputed_bytes=max(kept_forward.peak_bytes, kept_bytes + output_bytes + backward.peak_bytes),
-        forward_seconds=forward.seconds,
-        kept_forward_seconds=kept_forward.seconds,
-        backward_seconds=backward.seconds,
-    ).of_pieces(split, whole_bytes)
+        forward_seconds=forward.seconds(),
+        kept_forward_seconds=kept_forward.seconds(),
+        backward_seconds=backward.seconds(),
+    ).of_pieces(split, _tensor_bytes(output))
     return profile, output
+
+
+def _tensor_bytes(output: Any) -> int:
+    return sum(tensor.nbytes for tensor in tree_flatten(output)[0] if isinstance(tensor, torch.Tensor))
+
+
+class _Trial:
+    """Forward, forward with a graph, and backward of a layer, over and over: the phases of ``LayerFunction``.
+
+    Args:
+        runtime: the engine.
+        layer: the layer.
+        slot: with its weights.
+        inputs: makes its arguments, as leaves.
+    """
+
+    def __init__(
+        self,
+        runtime: StreamingRuntime,
+        layer: StreamedLayer,
+        slot: WeightSlot,
+        inputs: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
+    ) -> None:
+        self.forward, self.kept_forward, self.backward = (_Stopwatch(runtime.streams.device) for _ in range(3))
+        self._layer, self._slot, self._inputs = layer, slot, inputs
+        self._compiled = runtime.compiled if runtime.compiled.wants(layer) else None
+
+    def run(self) -> Any:
+        """Runs rounds until the device is warm; returns the layer's output."""
+        self._round()  # compiles, and chooses kernels
+        output = self._round()
+        for stopwatch in (self.forward, self.kept_forward, self.backward):
+            stopwatch.counts_bytes = False
+        seconds = self.forward.seconds() + self.kept_forward.seconds() + self.backward.seconds()
+        fewest, most = _ROUNDS
+        for _ in range(min(most, max(fewest, math.ceil(_SUSTAINED_SECONDS / seconds)))):
+            self._round()
+        return output
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._compiled is not None:
+            return self._compiled.run(self._layer, args, kwargs)
+        return self._layer.forward(*args, **kwargs)
+
+    def _round(self) -> Any:
+        layer, slot = self._layer, self._slot
+        args, kwargs = self._inputs()
+        weights, leaves = bound_weights(layer, slot)
+        # As in LayerFunction: a compiled layer runs the graph that can be differentiated, and drops it.
+        saving = contextlib.nullcontext() if self._compiled is None else without_saving()
+        with layer.bound(weights), torch.set_grad_enabled(self._compiled is not None), saving, self.forward.running():
+            output = tree_map_only(torch.Tensor, torch.Tensor.detach, self._call(args, kwargs))
+        kept = KeptGraph(slot)
+        with layer.bound(weights), torch.enable_grad():
+            with kept.recording(), self.kept_forward.running():
+                made = self._call(args, kwargs)
+            results = [t for t in tree_flatten(made)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+            del made
+            # Numbers as they come: a GPU takes less power for products of equal ones, and is faster.
+            gradients = [torch.randn_like(tensor) for tensor in results]
+            wanted = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+            wanted = [t for t in [*wanted, *leaves] if t.requires_grad]
+            with self.backward.running():
+                if results and wanted:
+                    torch.autograd.grad(results, wanted, gradients, allow_unused=True)
+        return output

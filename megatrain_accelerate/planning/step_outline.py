@@ -107,6 +107,8 @@ class StepOutline:
     tail_peak_bytes: int
     tail_costs: OpCosts
     profiles: dict[Hashable, LayerProfile]
+    outside_seconds: float | None = None
+    """Measured: all that runs outside the layers from the step's begin to the first layer's backward, the loss above all."""
 
     @property
     def forward_calls(self) -> list[Event]:

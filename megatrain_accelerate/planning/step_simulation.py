@@ -15,8 +15,8 @@ from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_outline import LayerProfile, StepOutline
 
-DEVICE_STEP_BYTES = 26
-"""Device memory traffic of a step on split masters, a parameter."""
+DEVICE_STEP_BYTES = 28
+"""Device memory traffic of a step on split masters, a parameter; 2 of them for its norm."""
 
 _STEPS = 3
 
@@ -241,8 +241,12 @@ class _Pipeline:
         self.compute.work(0.0, self.before_at)
         events = self.outline.events
         last_forward = max((i for i, event in enumerate(events) if not event.is_backward), default=-1)
+        measured = self.outline.outside_seconds
         for position, event in enumerate(events):
-            self.compute.work(op_seconds(event.costs, machine))
+            if measured is None or position > last_forward + 1:
+                self.compute.work(op_seconds(event.costs, machine))
+            elif position == last_forward + 1:
+                self.compute.work(measured)
             unit = self.model.layers[event.layer]
             forward, kept_forward, backward = self.seconds[event.kind]
             keeps, offloads = event.layer in placement.kept, event.layer in placement.offloaded
@@ -297,6 +301,7 @@ class _Pipeline:
         if not placement.groups_on_device:
             self.after_at = self._step_groups(model.groups_after, now)
         self.slot_users.clear()  # all stale
+        self.compute.work(0.0, self.compute.free_at + self.machine.step_overhead)
         self.compute.work(on_device * DEVICE_STEP_BYTES / self.machine.device_bytes)
 
     def _step_groups(self, groups: Sequence[UnitSizes], now: float) -> float:

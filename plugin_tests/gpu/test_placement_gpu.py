@@ -143,3 +143,23 @@ def test_the_predicted_peak_holds_within_five_percent(budget_gib: float) -> None
     # The workspaces that the prediction sets aside aren't all used by so small a model.
     assert predicted - measured <= 0.05 * measured + 0.15 * GIB
     assert measured <= budget_gib * GIB
+
+
+def test_every_kind_of_call_and_the_loss_are_measured_and_nothing_is_left_behind() -> None:
+    model = tiny_model(hidden_size=512, intermediate_size=1024).train()
+    model.get_input_embeddings().requires_grad_(False)  # so that the first layer's call is of another kind
+    engine = attach(model, device="cuda", device_layers="auto")
+    ids = token_batches(1, batch=4, length=256)[0].cuda()
+    before = torch.cuda.memory_allocated()
+    outline = engine.device_plan.foresee(model, {"input_ids": ids, "labels": ids})
+    assert len(outline.profiles) == 2
+    for profile in outline.profiles.values():
+        measured = (profile.forward_seconds, profile.kept_forward_seconds, profile.backward_seconds)
+        assert all(seconds is not None and 1e-6 < seconds < 1.0 for seconds in measured)
+    assert outline.outside_seconds is not None
+    assert 1e-6 < outline.outside_seconds < 1.0
+    assert all(parameter.grad is None for parameter in model.parameters())
+    gc.collect()
+    assert torch.cuda.memory_allocated() - before < 2**20
+    # Without labels there is no loss whose time could be taken.
+    assert engine.device_plan.foresee(model, {"input_ids": ids}).outside_seconds is None

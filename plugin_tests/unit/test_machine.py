@@ -35,7 +35,9 @@ def test_speeds_are_measured_once_and_kept(measured: list[int], tmp_path: Path) 
     first = measured_machine(CPU, kernels, False)
     assert measured_machine(CPU, kernels, False) == first
     assert len(measured) == 1
-    assert all(value > 1e6 for value in dataclasses.asdict(first).values())
+    speeds = dataclasses.asdict(first)
+    assert speeds.pop("step_overhead") == 0.0  # a GPU's
+    assert all(value > 1e6 for value in speeds.values())
     assert len(list((tmp_path / "megatrain_accelerate").iterdir())) == 1
 
 

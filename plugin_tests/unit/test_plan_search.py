@@ -14,7 +14,7 @@ from megatrain_accelerate.planning.step_outline import Event, LayerProfile, Step
 from megatrain_accelerate.planning.step_simulation import Model, StepTime, UnitSizes, peak_bytes, simulate_step
 
 LAYERS = 10
-MACHINE = Machine(h2d_bytes=100.0, d2h_bytes=100.0, host_step_parameters=100.0, device_bytes=26e6, device_flops=1e3)
+MACHINE = Machine(h2d_bytes=100.0, d2h_bytes=100.0, host_step_parameters=100.0, device_bytes=28e6, device_flops=1e3)
 PROFILE = LayerProfile(
     forward=OpCosts(),
     backward=OpCosts(),
@@ -65,6 +65,23 @@ def seconds(machine: Machine = MACHINE, sizes: Model | None = None, **counts: ob
 def test_a_recomputed_step_takes_forward_twice_and_backward_once() -> None:
     assert seconds().compute == pytest.approx(LAYERS * (1 + 1 + 2), rel=0.01)
     assert seconds(kept=4).compute == pytest.approx(LAYERS * 3 + 6, rel=0.01)
+
+
+def test_what_was_measured_outside_the_layers_replaces_what_was_reckoned_until_backward_begins() -> None:
+    events = [dataclasses.replace(event, costs=OpCosts(flops=1e3)) for event in outline().events]  # a second each
+    reckoned = dataclasses.replace(outline(), events=tuple(events))
+    measured = dataclasses.replace(reckoned, outside_seconds=3.5)
+    placement = Placement.of_counts(LAYERS)
+    reckoned_seconds = simulate_step(reckoned, model(), placement, MACHINE).compute
+    # Of the 20 events those of forward and the first of backward are among the measured ones.
+    assert simulate_step(measured, model(), placement, MACHINE).compute == pytest.approx(reckoned_seconds - 11 + 3.5)
+
+
+def test_the_launchers_own_time_makes_a_step_longer_and_no_resource_busier() -> None:
+    fast_host = dataclasses.replace(MACHINE, host_step_parameters=1e9, h2d_bytes=1e9)  # nothing else to wait for
+    slow = seconds(dataclasses.replace(fast_host, step_overhead=0.5))
+    assert slow.seconds == pytest.approx(seconds(fast_host).seconds + 0.5)
+    assert slow.compute == pytest.approx(seconds(fast_host).compute)
 
 
 def test_a_step_is_never_shorter_than_its_busiest_resource_and_nearly_that_when_the_others_hide() -> None:
