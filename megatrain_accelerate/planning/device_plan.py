@@ -80,6 +80,7 @@ class DevicePlan:
             resident=self._choices.resident or 0,
             on_device=count if self._choices.on_device == -1 else self._choices.on_device or 0,
             groups_on_device=self._choices.on_device == -1,
+            spaces_offloaded=not config.offload_inputs,
         )
         runtime.keep_states_on_host = self._keep_states_on_host
         self._place(self._asked)
@@ -155,7 +156,7 @@ class DevicePlan:
                 self._forwards_at_once, self._planned_elements = open_forwards + 1, 0
             self._runtime.kept_layers = self._runtime.offloaded_layers = frozenset()
             return
-        self._runtime.kept_layers, self._runtime.offloaded_layers = self.placement.kept, self.placement.offloaded
+        self._treat_activations()
         if self._displaced is not None:
             placement, self._displaced = self._displaced, None
             torch.cuda.empty_cache()
@@ -279,12 +280,17 @@ class DevicePlan:
 
     def _place(self, placement: Placement) -> None:
         before, self.placement = self.placement, placement
-        self._runtime.kept_layers, self._runtime.offloaded_layers = placement.kept, placement.offloaded
+        self._treat_activations()
         where = (placement.resident, placement.on_device, placement.groups_on_device)
         if self._is_interrupted or where != (before.resident, before.on_device, before.groups_on_device):
             self._is_interrupted = True  # until all have moved
             self._runtime.place(*where)
             self._is_interrupted = False
+
+    def _treat_activations(self) -> None:
+        runtime, placement = self._runtime, self.placement
+        runtime.kept_layers, runtime.offloaded_layers = placement.kept, placement.offloaded
+        runtime.activations.spacing = placement.offload_spacing
 
     def _settled(self) -> Placement:
         """What the settings ask for and nothing more, as far as the optimizers allow it."""

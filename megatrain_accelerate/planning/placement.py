@@ -6,6 +6,9 @@ import dataclasses
 
 from megatrain_accelerate.errors import ConfigError
 
+MOST_SPACING = 8
+"""A layer's activations reach the host while this many others compute, on any link worth using."""
+
 
 def require_layers(layer_count: int, keep_layers: int | str, offload_layers: int | str) -> None:
     """Refuses settings that name more layers than the model has.
@@ -35,6 +38,8 @@ class Placement:
     """Activations stay on the device until backward."""
     offloaded: frozenset[int] = frozenset()
     """Activations wait in host memory until backward."""
+    offload_spacing: int = 1
+    """Layers from one offloaded layer to the next: while those between compute, the link has time for its copies."""
     resident: frozenset[int] = frozenset()
     """Weights stay on the device, states on the host."""
     on_device: frozenset[int] = frozenset()
@@ -52,13 +57,24 @@ class Placement:
         resident: int = 0,
         on_device: int = 0,
         groups_on_device: bool = False,
+        spaces_offloaded: bool = True,
     ) -> Placement:
-        """The placement with these many layers of each sort, out of ``layers``; more than there are mean all."""
+        """The placement with these many layers of each sort, out of ``layers``; more than there are mean all.
+
+        Args:
+            layers: how many the model has.
+            kept, offloaded, resident, on_device, groups_on_device: see the fields.
+            spaces_offloaded: whether recomputed layers come between offloaded ones, if there are any.
+        """
         on_device = min(on_device, layers)
         kept = min(kept, layers)
+        offloaded = min(offloaded, layers - kept)
+        spacing = min(MOST_SPACING, (layers - kept) // offloaded) if offloaded and spaces_offloaded else 1
+        last = layers - kept - 1
         return cls(
             kept=frozenset(range(layers - kept, layers)),
-            offloaded=frozenset(range(max(0, layers - kept - offloaded), layers - kept)),
+            offloaded=frozenset(last - i * spacing for i in range(offloaded)),
+            offload_spacing=spacing,
             resident=frozenset(range(on_device, min(layers, on_device + resident))),
             on_device=frozenset(range(on_device)),
             groups_on_device=groups_on_device,

@@ -150,7 +150,8 @@ class PlacementSearch:
     def _offloaded(self, at: _Counts) -> Iterable[_Counts]:
         if self._choices.offloaded is not None:
             return ()
-        return [dataclasses.replace(at, offloaded=count) for count in _spread(self._count)]
+        near = range(max(0, at.offloaded - 3), min(self._count, at.offloaded + 3) + 1)
+        return [dataclasses.replace(at, offloaded=count) for count in sorted({*_spread(self._count), *near})]
 
     def _try(self, counts: _Counts) -> Candidate | None:
         if counts not in self._seen:
@@ -168,6 +169,8 @@ class PlacementSearch:
                 resident=counts.resident,
                 on_device=counts.on_device,
                 groups_on_device=counts.groups_on_device,
+                # Every recomputed layer's inputs leave: there is no pause between copies.
+                spaces_offloaded=not self._model.offloads_inputs,
             )
 
         def peak(kept: int) -> int:

@@ -25,6 +25,7 @@ def plan_table(
     streamed = count - len(placement.resident) - len(placement.on_device)
     recomputed = count - len(placement.kept) - len(placement.offloaded)
     host = sum(sum(unit.bytes_by_kind().values()) for unit in runtime.units if not unit.is_on_device)
+    host += sum(outline.profiles[e.kind].offloaded_bytes for e in outline.forward_calls if e.layer in placement.offloaded)
     kept_bytes = sum(outline.profiles[e.kind].kept_bytes for e in outline.forward_calls if e.layer in placement.kept)
     groups = "GPU" if placement.groups_on_device else "host"
     rows = [

@@ -93,12 +93,13 @@ def sent_bytes(outline: StepOutline, model: Model, placement: Placement) -> list
 class _Away:
     """What of a step's activations is on the device besides, or less than, what the outline and kept layers hold.
 
-    Of the calls whose activations or inputs go to the host those of two runs are on the device at a time: in forward of this
-    one and the one before it, in backward of this one and the one that follows.
+    Of the calls whose activations or inputs go to the host those of two are on the device at a time: in forward this one and,
+    for as many calls as there are from one offloaded layer to the next, the one before it; in backward the one that follows.
     """
 
     def __init__(self, outline: StepOutline, model: Model, placement: Placement) -> None:
         self._calls = [event.layer for event in outline.forward_calls]
+        self._spacing = placement.offload_spacing
         self._sent = sent_bytes(outline, model, placement)
         # Of a batch that runs in pieces, two pieces are on the device.
         pieces = [outline.profiles[event.kind].pieces for event in outline.forward_calls]
@@ -129,7 +130,7 @@ class _Away:
         self._set(self._backward, makes=True)
 
     def _set(self, call: int, makes: bool) -> None:
-        before = max(0, call - 1)
+        before = max(0, call - self._spacing)
         there = sum(self._at_once[i] for i in range(before, call + makes) if not self._is_input[i])
         self.extra_bytes = there - self._inputs_before[before]
 
@@ -236,8 +237,8 @@ class _Pipeline:
 
     def forward_and_backward(self, is_last: bool) -> None:
         placement, machine = self.placement, self.machine
-        gone: dict[int, float] = {}
-        sent = dict(zip([event.layer for event in self.outline.forward_calls], self.sent, strict=True))
+        copies = _ActivationCopies(self)
+        fetched_at: float | None = None
         self.compute.work(0.0, self.before_at)
         events = self.outline.events
         last_forward = max((i for i, event in enumerate(events) if not event.is_backward), default=-1)
@@ -250,10 +251,10 @@ class _Pipeline:
             unit = self.model.layers[event.layer]
             forward, kept_forward, backward = self.seconds[event.kind]
             keeps, offloads = event.layer in placement.kept, event.layer in placement.offloaded
-            ready = self._weights_at(event.layer)
+            ready = self._weights_at(event.layer) if fetched_at is None else fetched_at
+            issued_at = self.compute.free_at
             if event.is_backward:
-                if sent[event.layer]:
-                    ready = max(ready, self.h2d.work(sent[event.layer] / machine.h2d_bytes, gone[event.layer]))
+                ready = max(ready, copies.back_at(event.layer, issued_at))
                 if event.layer not in placement.on_device and unit.gradient_bytes:
                     full = len(self.gradients_out) == self.model.gradient_slots
                     ready = max(ready, self.gradients_out[0] if full else 0.0)
@@ -262,12 +263,16 @@ class _Pipeline:
                 if event.layer not in placement.on_device and unit.gradient_bytes:
                     self._gradient_leaves(event.layer, end, is_last)
             else:
+                copies.make_room()
                 end = self.compute.work(kept_forward if keeps or offloads else forward, ready)
-                if sent[event.layer]:
-                    gone[event.layer] = self.d2h.work(sent[event.layer] / machine.d2h_bytes, end)
+                copies.leave(end)
                 if position == last_forward:
                     self.compute.work(0.0, self.after_at)
             self._uses_slot(event.layer, end)
+            # The next layer's weights are fetched before activations come back ahead of their time.
+            fetched_at = self._weights_at(events[position + 1].layer) if position + 1 < len(events) else None
+            if event.is_backward:
+                copies.bring_ahead(event.layer, issued_at)
         self.compute.work(op_seconds(self.outline.tail_costs, machine))
         if is_last and not placement.groups_on_device:
             for unit in [*self.model.groups_after, *self.model.groups_before]:
@@ -313,6 +318,51 @@ class _Pipeline:
             self.h2d.busy += seconds
             ready = stepped + seconds
         return ready
+
+
+class _ActivationCopies:
+    """The copies of a forward's activations to the host and back, as ``ActivationOffloader`` issues them."""
+
+    def __init__(self, pipeline: _Pipeline) -> None:
+        self._pipeline = pipeline
+        self._last_call = {event.layer: call for call, event in enumerate(pipeline.outline.forward_calls)}
+        self._spacing = pipeline.placement.offload_spacing
+        self._call = -1
+        self._leaving: collections.deque[tuple[int, float]] = collections.deque()
+        self._gone: dict[int, float] = {}
+        self._back: dict[int, float] = {}
+
+    def make_room(self) -> None:
+        """The next call begins: what left before the one before it must be gone."""
+        self._call += 1
+        while len(self._leaving) > 1 or (self._leaving and self._leaving[0][0] < self._call - self._spacing):
+            self._pipeline.compute.work(0.0, self._leaving.popleft()[1])
+
+    def leave(self, computed_at: float) -> None:
+        """The call's activations begin to leave."""
+        sent = self._pipeline.sent[self._call]
+        if sent:
+            self._gone[self._call] = self._pipeline.d2h.work(sent / self._pipeline.machine.d2h_bytes, computed_at)
+            self._leaving.append((self._call, self._gone[self._call]))
+
+    def back_at(self, layer: int, issued_at: float) -> float:
+        """When the activations are back of a layer whose backward is issued when compute gets to ``issued_at``."""
+        call = self._last_call[layer]
+        self._bring_back(call, issued_at)
+        return self._back.get(call, 0.0)
+
+    def bring_ahead(self, layer: int, issued_at: float) -> None:
+        """Those of layers begin to come that are near to this one in backward."""
+        call = self._last_call[layer]
+        for ahead in range(call - 1, max(-1, call - self._spacing - 1), -1):
+            self._bring_back(ahead, issued_at)
+
+    def _bring_back(self, call: int, issued_at: float) -> None:
+        if any(leaving == call for leaving, _ in self._leaving):
+            return  # still there
+        if call in self._gone and call not in self._back:
+            seconds = self._pipeline.sent[call] / self._pipeline.machine.h2d_bytes
+            self._back[call] = self._pipeline.h2d.work(seconds, max(self._gone[call], issued_at))
 
 
 def simulate_step(outline: StepOutline, model: Model, placement: Placement, machine: Machine) -> StepTime:

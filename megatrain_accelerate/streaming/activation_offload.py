@@ -31,9 +31,6 @@ from megatrain_accelerate.units import MIB
 MIN_OFFLOADED_BYTES = 1 * MIB
 """Smaller storages stay on the device: their copies would cost more to issue than their memory is worth."""
 
-LEAVING_RUNS = 1
-"""Runs of layers whose copies out may be under way while the next run computes. What they hold counts as device memory."""
-
 
 class _Arrival:
     """The end of one batch of copies back: compute waits for it once, before it first uses what they bring."""
@@ -172,9 +169,10 @@ class _Departure:
 class ActivationOffloader:
     """Moves recordings between device and host. One object per engine.
 
-    On the device a run's storages are given up by the launching thread, not by the clock: before the run after next is
-    issued, compute is made to wait for their copy and the references go. So the peak doesn't depend on timing, and no
-    kernel is issued into memory that a copy still reads. What is still there when backward comes isn't copied back.
+    On the device a run's storages are given up by the launching thread, not by the clock: :attr:`spacing` runs later compute
+    is made to wait for their copy and the references go, and so it is when another run's have come after them. So the peak,
+    two runs' storages, doesn't depend on timing, and no kernel is issued into memory that a copy still reads. What is still
+    there when backward comes isn't copied back. In backward storages come back ``spacing`` calls ahead.
 
     Args:
         pool: host memory.
@@ -187,6 +185,8 @@ class ActivationOffloader:
         self.device = torch.empty(0, device=streams.device).device  # with an index
         self.strays: collections.deque[tuple[_Arrival, torch.UntypedStorage | None]] = collections.deque()
         """Device memory that was given up before compute waited for the copy into it."""
+        self.spacing = 1
+        """Runs of layers from one that is recorded to the next (``Placement.offload_spacing``)."""
         self._streams = streams
         self._meter = meter
         self._run = 0
@@ -218,10 +218,10 @@ class ActivationOffloader:
         return Recording(self, label, stay)
 
     def run_begins(self) -> None:
-        """A layer is about to run forward: runs before the last give up their device memory."""
+        """A layer is about to run forward: of the runs before it the last one that left may still hold device memory."""
         self._run += 1
         self._drop_strays()
-        while self._leaving and self._leaving[0].run < self._run - LEAVING_RUNS:
+        while len(self._leaving) > 1 or (self._leaving and self._leaving[0].run < self._run - self.spacing):
             self._give_up(self._leaving.popleft())
 
     def settle(self) -> None:
@@ -280,20 +280,22 @@ class ActivationOffloader:
         self._meter.counters.d2h_bytes += sum(parcel.size_bytes for parcel in parcels)
 
     def bring_back(self, tape: Tape, position: int, run: int) -> None:
-        """Starts the copies back for one run of a call, and for the one whose backward comes after it.
+        """Starts the copies back for one run of a call, and for what backward comes to next.
 
         Args:
             tape, position: the call.
             run: which of the call's runs, in forward order; backward takes them from the last.
         """
         self._drop_strays()
-        for departure in [d for d in self._leaving if d.tape is not tape or d.position not in (position, position - 1)]:
+        near = range(position - self.spacing, position + 1)
+        for departure in [d for d in self._leaving if d.tape is not tape or d.position not in near]:
             self._leaving.remove(departure)
             self._give_up(departure)
         recordings = self._recordings.get(tape, {})
-        own, before = recordings.get(position, []), recordings.get(position - 1, [])
-        order = [*before[-1:], *own[: run + 1]]
-        for recording in order[-1:-3:-1]:
+        wanted = recordings.get(position, [])[: run + 1][-1:-3:-1]
+        if len(wanted) < 2:
+            wanted += [runs[-1] for before in near[-2::-1] if (runs := recordings.get(before))]
+        for recording in wanted:
             away = [parcel for parcel in recording.parcels() if parcel.on_device is None]
             if away:
                 with record_function(f"megatrain::bring_back_activations ({recording.label})"):

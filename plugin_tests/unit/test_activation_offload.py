@@ -152,6 +152,42 @@ def test_device_memory_is_given_up_one_run_later(offloader: ActivationOffloader,
         assert back == [index >= position - 1 for index in range(position + 1)]
 
 
+def test_between_runs_that_leave_others_have_time_for_the_copies(
+    offloader: ActivationOffloader, small_tensors_leave: None
+) -> None:
+    offloader.spacing = 3
+    tape, alive, places = Tape(), [], []
+    for position in range(9):
+        offloader.run_begins()
+        alive.append(sum(ref() is not None for ref in places_storages(places)))
+        if position % 3 == 0:
+            recording = offloader.record("layer", [])
+            tensor = torch.full((1000,), float(position))
+            places.append((recording.place(tensor), weakref.ref(tensor.untyped_storage())))
+            del tensor
+            offloader.send(recording, tape, position)
+    # Three runs to leave in, and never more than one that leaves while the next is made.
+    assert alive == [0, 1, 1, 1, 1, 1, 1, 1, 1]
+    offloader.settle()
+    back = []
+    for position in range(8, -1, -1):
+        offloader.bring_back(tape, position, 0)
+        back.append([place.parcel.on_device is not None for place, _ in places if place is not None])
+        while len(places) * 3 - 3 >= position:
+            places.pop()  # its backward is over
+    assert back == [
+        [False, False, True],  # 8, and two ahead of 6
+        [False, False, True],
+        [False, True, True],  # 6: three ahead of 3
+        [False, True],
+        [False, True],
+        [True, True],
+        [True],
+        [True],
+        [True],
+    ]
+
+
 def places_storages(places: list[tuple[object, weakref.ref[torch.UntypedStorage]]]) -> list[weakref.ref[torch.UntypedStorage]]:
     return [ref for _, ref in places]
 

@@ -123,6 +123,28 @@ def test_offloaded_activations_use_the_link_instead_of_computing_twice() -> None
     assert time.d2h == pytest.approx(LAYERS * (20 + 50) / 100 + 4 / 100, rel=0.02)
 
 
+def test_copies_of_offloaded_layers_hide_behind_those_between_them() -> None:
+    # The activations of a layer take the link as long as two layers compute, forward or back.
+    machine = dataclasses.replace(MACHINE, d2h_bytes=25.0, h2d_bytes=12.5, host_step_parameters=1e9)
+    sizes = model(layers=[dataclasses.replace(LAYER, weight_bytes=0, gradient_bytes=0)] * LAYERS)
+    spaced = Placement.of_counts(LAYERS, offloaded=3)
+    side_by_side = Placement.of_counts(LAYERS, offloaded=3, spaces_offloaded=False)
+    assert (spaced.offloaded, side_by_side.offloaded) == ({9, 6, 3}, {9, 8, 7})
+    recomputed = simulate_step(outline(), sizes, Placement(), machine).seconds
+    seconds_of = [simulate_step(outline(), sizes, placement, machine).seconds for placement in (spaced, side_by_side)]
+    # What the last layer sent out is still there when backward begins.
+    assert seconds_of[0] == pytest.approx(recomputed - 3 * 1.0, rel=0.01)
+    assert seconds_of[1] > seconds_of[0] + 2.0
+
+
+@pytest.mark.parametrize(("offloaded", "spacing"), [(0, 1), (1, 8), (2, 5), (3, 3), (5, 2), (6, 1), (99, 1)])
+def test_offloaded_layers_are_spread_over_those_that_are_not_kept(offloaded: int, spacing: int) -> None:
+    placement = Placement.of_counts(12, kept=2, offloaded=offloaded)
+    assert placement.offload_spacing == spacing
+    assert placement.offloaded == {9 - spacing * i for i in range(min(10, offloaded))}
+    assert not placement.offloaded & placement.kept
+
+
 def test_peak_grows_by_what_is_placed_on_the_device() -> None:
     step, sizes = outline(), model()
 
