@@ -33,40 +33,45 @@ from megatrain_accelerate.streaming.runtime import StreamingRuntime
 logger = logging.getLogger(__name__)
 
 _SUSTAINED_SECONDS = 0.8
-"""A GPU that has just begun to work is faster than one that is at its power limit."""
-_ROUNDS = (4, 64)
+"""A GPU that has just begun to work is faster than one that is at its power limit, where its clock goes up and down."""
+_ROUNDS = (4, 32)
 _OUTSIDE_ROUNDS = 3
 
 
 class _Stopwatch:
-    """Seconds on the device, and the most bytes that were alive meanwhile above those at the start: of the last body."""
+    """Seconds on the device, and the most bytes that were alive meanwhile above those at the start, of a body that is run
+    again and again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._rounds: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.counts_bytes = True
-        """Whether bytes are counted: only between waits for the device."""
+        """Whether the last body's bytes are counted, between waits for the device."""
         self.peak_bytes = 0
         self.left_bytes = 0
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
+        base = 0
         if self.counts_bytes:
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
-        base = torch.cuda.memory_allocated(self._device)
-        self._start.record()
+            base = torch.cuda.memory_allocated(self._device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         yield
-        self._end.record()
+        end.record()
+        self._rounds.append((start, end))
         if self.counts_bytes:
             torch.cuda.synchronize(self._device)
             self.peak_bytes = torch.cuda.max_memory_allocated(self._device) - base
             self.left_bytes = torch.cuda.memory_allocated(self._device) - base
 
     def seconds(self) -> float:
-        """Waits for the device."""
-        self._end.synchronize()
-        return 1e-3 * self._start.elapsed_time(self._end)
+        """The mean of the later half of the bodies; waits for the device."""
+        self._rounds[-1][1].synchronize()
+        later = [1e-3 * start.elapsed_time(end) for start, end in self._rounds[len(self._rounds) // 2 :]]
+        return sum(later) / len(later)
 
 
 def measure_layers(
@@ -81,7 +86,7 @@ def measure_layers(
         outline: of the same call.
 
     Raises:
-        torch.OutOfMemoryError: the working set of one layer, or of the loss, doesn't fit.
+        torch.OutOfMemoryError: the working set of one layer doesn't fit.
     """
     device = runtime.streams.device
     layers = _MeasuredLayers(runtime, outline)
@@ -161,8 +166,6 @@ def _measure_outside(
                 torch.autograd.grad(loss, [*layers.leaves, *wanted], allow_unused=True)
             del output, loss
         return stopwatch.seconds()
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
         if not layers.is_over:
             raise
