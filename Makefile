@@ -1,4 +1,4 @@
-# make demo | test | test-fast | lint | bench | clean | venv
+# make demo | test | test-fast | test-long | lint | bench | clean | venv
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -25,7 +25,7 @@ GPU_DEMO_ARGS := --block_size 1024 --max_text_mib 8 --per_device_train_batch_siz
 COMMON_DEMO_ARGS := --model_size auto --lr_scheduler_type cosine --adam_beta2 0.95 --weight_decay 0.1 --seed 42 \
 	--eval_strategy steps --save_strategy no --report_to wandb --run_name demo
 
-.PHONY: demo test test-fast lint bench clean venv
+.PHONY: demo test test-fast test-long lint bench clean venv
 .DELETE_ON_ERROR:
 
 venv: $(INSTALLED)
@@ -73,10 +73,13 @@ demo: $(INSTALLED)
 	@$(BIN)/python recipes/report.py $(OUTPUT) --require-falling-loss
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not gpu" $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not long" $(TEST_ARGS)
+
+test-long: $(INSTALLED)
+	$(BIN)/python -m pytest -m "long and not gpu" $(TEST_ARGS)
 
 test-fast: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not gpu and not slow" $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not slow and not long" $(TEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
