@@ -58,9 +58,8 @@ class MegatrainConfig:
     ``auto``: as many as fit the GPU memory by the predicted peak of the largest batch so far; 0 recomputes all."""
 
     offload_layers: int | str = "auto"
-    """Layers whose activations go to host memory in forward and come back in backward instead of being recomputed: those
-    directly before the kept ones. Costs host memory, and time on the link while it is busy with weights. ``auto``: what the
-    plan finds fastest."""
+    """Layers whose activations go to host memory in forward and come back in backward instead of being recomputed: spread over
+    those before the kept ones, so that the link has time. Costs host memory. ``auto``: what the plan finds fastest."""
 
     offload_inputs: bool = False
     """Send the inputs of recomputed layers to host memory until backward, for sequences whose inputs alone fill the GPU."""
