@@ -286,6 +286,7 @@ class Engine:
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Checks the model, and lets the plan see the batch."""
         self._refuse_replaced(model)
+        self.runtime.worker.raise_if_failed()
         if args:
             return
         if self.training and model.training and torch.is_grad_enabled():
