@@ -46,6 +46,12 @@ class OutputRecorder(Protocol):
     def discard(self, token: Any) -> None:
         """Takes back what was recorded in forward since ``token`` was made. Must let go of all tensors."""
 
+    def channels(self, token: Any) -> list[str]:
+        """Between ``finish`` and what lets go: for each recorded tensor, under which name it was."""
+
+    def enter(self, channels: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        """Records tensors under these names in the place of a layer that isn't run."""
+
 
 class RunContext:
     """What a layer call needs of the engine; one object per engine."""

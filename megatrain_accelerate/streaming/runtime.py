@@ -120,6 +120,7 @@ class StreamingRuntime:
         self.keep_states_on_host: Callable[[], None] = lambda: self.place((), (), groups_on_device=False)
         """Brings all states to the host; set by the plan."""
         self.compiled = CompiledLayers(config.compile_layers, streams.device)
+        self.recorder = recorder
         self._order = CallOrder(len(self.layers))
         self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
         self._context = RunContext(
@@ -142,11 +143,8 @@ class StreamingRuntime:
         self._group_of = {id(state.parameter): group for group in self.groups for state in group.unit.states}
         # Weakly, since the garbage collector doesn't see through the parameter's reference to its hook.
         hook = functools.partial(_resident_gradient_ready, weakref.ref(self))
-        for group in self.groups:
-            for state in group.unit.states:
-                if state.entry.spec.trainable:
-                    self._handles.append(state.parameter.register_post_accumulate_grad_hook(hook))
         residents = [state for group in self.groups for state in group.unit.states if state.entry.spec.trainable]
+        self._handles += [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
         self._handles += self.sums.watch(residents)
         self._dry_run: LayerRunner | None = None
         self._in_backward = False
