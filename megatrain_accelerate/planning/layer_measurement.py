@@ -254,7 +254,7 @@ class _Measurement:
         compiled, layer = self._compiled, self._layer
         if compiled is not None:
             return run_on_trial(self._recorder, lambda: compiled.run(layer, args, kwargs))
-        return run_on_trial(self._recorder, lambda: layer.forward(*args, **kwargs))
+        return run_on_trial(self._recorder, lambda: layer.run(args, kwargs))
 
     def _round(self) -> Trial:
         layer, slot = self._layer, self._slot

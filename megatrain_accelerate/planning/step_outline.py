@@ -237,7 +237,7 @@ class _Outliner:
         return tree_unflatten(leaves, outputs.spec)
 
     def _run(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial:
-        return run_on_trial(self._recorder, lambda: layer.forward(*args, **kwargs))
+        return run_on_trial(self._recorder, lambda: layer.run(args, kwargs))
 
     def _profile(self, layer: StreamedLayer, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs the layer itself, without data, and leaves the counters of the outside as they were."""
@@ -344,7 +344,7 @@ def evaluation_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Mappin
     """
 
     def run(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return layer.forward(*args, **kwargs)
+        return layer.run(args, kwargs)
 
     with dry_model(model, inputs, device) as (dry_inputs, live), runtime.layers_run_by(run), torch.no_grad(), live:
         model.forward(**dry_inputs)

@@ -26,6 +26,7 @@ from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.kept_graph import KeptGraph
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchSplit, GradientSums, JoinedOutputs
+from megatrain_accelerate.streaming.shared_mappings import WatchedArguments
 
 
 class OutputRecorder(Protocol):
@@ -163,17 +164,17 @@ class LayerCall:
         source = iter(tensors)
         leaves = [next(source) if flag else rest for flag, rest in zip(self._is_tensor, self._rest, strict=True)]
         args, kwargs = tree_unflatten(leaves, self._spec)
+        watched = WatchedArguments(self.layer.name, args, kwargs, self._rest)
         recorder = self.context.recorder
         token = recorder.start(self.tokens[piece] if replay else None) if recorder is not None else None
         recorded: list[torch.Tensor] = []
         try:
-            if self.is_compiled:
-                output = self.context.compiled.run(self.layer, args, kwargs)
-            else:
-                output = self.layer.forward(*args, **kwargs)
+            run = self.context.compiled.run if self.is_compiled else StreamedLayer.run
+            output = run(self.layer, args, kwargs)
         finally:
             if recorder is not None:
                 recorded = recorder.finish(token)
+        watched.refuse_written()
         leaves, spec = tree_flatten(output)
         _refuse_hidden_tensors(self.layer, leaves)
         if not replay:

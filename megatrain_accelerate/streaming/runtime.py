@@ -31,6 +31,7 @@ from megatrain_accelerate.streaming.norm_table import NormTable
 from megatrain_accelerate.streaming.prefetch import Prefetcher
 from megatrain_accelerate.streaming.relocation import Part, relocate
 from megatrain_accelerate.streaming.resident import ResidentGroup
+from megatrain_accelerate.streaming.shared_mappings import SharedMappings
 from megatrain_accelerate.streaming.streams import Streams
 
 LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
@@ -192,13 +193,14 @@ class StreamingRuntime:
     def run_layer(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a proxy's forward does."""
         if self._dry_run is not None:
-            return self._dry_run(layer, *without_caches(args, kwargs))
+            shared = SharedMappings(*without_caches(args, kwargs))
+            return shared.take_back(self._dry_run(layer, shared.args, shared.kwargs))
         if torch.is_grad_enabled():
             self._in_backward = False
             self._clipping.settle()
             layer.refuse_unfrozen()
-            clean_args, clean_kwargs = without_caches(args, kwargs)
-            call = LayerCall(self._context, layer, clean_args, clean_kwargs)
+            shared = SharedMappings(*without_caches(args, kwargs))
+            call = LayerCall(self._context, layer, shared.args, shared.kwargs)
             tensors = call.take_tensors()
             if layer.has_trainable or any(tensor.requires_grad for tensor in tensors):
                 tape, position = self._order.record(layer.index)
@@ -208,7 +210,7 @@ class StreamingRuntime:
                 offloading = inputs_offloaded(self.activations, layer.name, tensors, tape, position)
                 with offloading if offloads else contextlib.nullcontext():
                     outputs = list(LayerFunction.apply(call, tape, position, anchor, *tensors))
-                return call.rebuild(outputs)
+                return shared.take_back(call.rebuild(outputs))
         tape, position = self._order.record(layer.index)
         slot = self._acquire_forward(layer, tape, position, False)
         try:
