@@ -1,306 +1,368 @@
-"""Small text decoders of every family that is compared with plain PyTorch: two to four layers, tiny vocabularies."""
+"""Small text decoders of every family that is compared with plain PyTorch: three to six layers, tiny vocabularies.
+
+What makes a family special is switched on and small enough to matter in texts of 24 tokens: windows, chunks, scaled rotary
+frequencies, experts with their auxiliary loss, dropout, layers that take no part.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from decoder_models import (
+    DEEPSEEK_MOE,
+    GPT_DROPOUT,
+    GPT_LIKE,
+    LINEAR_ATTENTION,
+    LLAMA_3_ROPE,
+    LONG_ROPE,
+    MAMBA_2,
+    MOE,
+    STATE_SPACE,
+    TOKENS,
+    VOCABULARY,
+    WINDOW,
+    ZAMBA_2,
+    Decoder,
+    decoder,
+)
 
-import torch
-import transformers
-from family_registry import Family
-from torch import nn
-
-VOCABULARY = 96
-LENGTH = 24
-"""Tokens of a batch's rows: more than the sliding windows of the models here."""
-
-WINDOW = 6
-
-LLAMA_LIKE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-
-
-def model_of(model: str, config: str, changes: dict[str, Any], base: dict[str, Any] = LLAMA_LIKE) -> Callable[[], nn.Module]:
-    """Builds ``transformers.<model>`` from ``transformers.<config>`` with the base's settings and ``changes``."""
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**{**base, **changes}))
-        return made.train()
-
-    return build
-
-
-def texts(seed: int) -> dict[str, torch.Tensor]:
-    """Three random texts, two of them padded on the right; what is padded isn't labelled."""
-    generator = torch.Generator().manual_seed(100 + seed)
-    ids = torch.randint(3, VOCABULARY, (3, LENGTH), generator=generator)
-    mask = torch.ones_like(ids)
-    for row, padding in enumerate((0, 3, 7)):
-        mask[row, LENGTH - padding :] = 0
-    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-
-def whole_texts(seed: int) -> dict[str, torch.Tensor]:
-    """Two random texts of one length, without a mask."""
-    ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(100 + seed))
-    return {"input_ids": ids, "labels": ids}
-
-
-def _decoder(name: str, title: str, model: str, notes: str = "", config: str = "", **changes: Any) -> Family:
-    base = changes.pop("base", LLAMA_LIKE)
-    batch = changes.pop("batch", texts)
-    known = {key: changes.pop(key) for key in ("tolerance", "settings", "refusal") if key in changes}
-    config = config or model.replace("ForCausalLM", "Config").replace("LMHeadModel", "Config")
-    return Family(name=name, title=title, build=model_of(model, config, changes, base), batch=batch, notes=notes, **known)
-
-
-MOE = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
-
-DECODERS: tuple[Family, ...] = (
-    _decoder(
+DECODERS: tuple[Decoder, ...] = (
+    decoder(
         "llama3",
         "Llama 3",
         "LlamaForCausalLM",
         "scaled rotary frequencies, dropout in attention",
-        attention_dropout=0.1,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 1e4,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
+        {"rope_parameters": LLAMA_3_ROPE, "attention_dropout": 0.1},
+        without={"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ),
-    _decoder(
+    decoder(
         "llama4",
         "Llama 4 (text)",
         "Llama4ForCausalLM",
-        "chunked attention, layers without rotary positions, experts in every other layer and a shared one",
+        "chunked attention, every other layer without rotary positions and with experts",
+        {
+            "num_hidden_layers": 4,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 2,
+            "attention_chunk_size": 8,
+        },
         config="Llama4TextConfig",
-        num_hidden_layers=4,
-        intermediate_size_mlp=48,
-        num_local_experts=4,
-        interleave_moe_layer_step=2,
-        no_rope_layer_interval=2,
-        attention_chunk_size=8,
-        **MOE,
+        without={"attention_chunk_size": 64},
     ),
-    _decoder(
+    decoder(
         "qwen2",
         "Qwen2, Qwen2.5",
         "Qwen2ForCausalLM",
-        "biases, windows in the later layers",
-        use_sliding_window=True,
-        sliding_window=WINDOW,
-        max_window_layers=1,
+        "biases, windows in the later layers, dropout in attention",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "attention_dropout": 0.1},
+        without={"use_sliding_window": False},
     ),
-    _decoder("qwen3", "Qwen3", "Qwen3ForCausalLM", "normed queries and keys, tied head", tie_word_embeddings=True),
-    _decoder(
+    decoder(
+        "qwen3",
+        "Qwen3",
+        "Qwen3ForCausalLM",
+        "normed queries and keys, tied head",
+        {"tie_word_embeddings": True},
+    ),
+    decoder(
         "qwen3_moe",
         "Qwen3-MoE",
         "Qwen3MoeForCausalLM",
-        "experts, auxiliary loss",
-        num_experts=4,
-        moe_intermediate_size=16,
-        **MOE,
+        "experts with auxiliary loss, one dense layer",
+        {"num_experts": 4, "moe_intermediate_size": 16, "mlp_only_layers": [1], **MOE},
+        without={"output_router_logits": False},
     ),
-    _decoder(
+    decoder(
         "qwen3_next",
         "Qwen3-Next",
         "Qwen3NextForCausalLM",
-        "",
-        num_hidden_layers=4,
-        num_experts=4,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        **MOE,
+        "linear attention and full attention in turn, experts and a shared one with auxiliary loss",
+        {
+            "num_experts": 4,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            **LINEAR_ATTENTION,
+            **MOE,
+        },
+        without={"output_router_logits": False},
     ),
-    _decoder("mistral", "Mistral", "MistralForCausalLM", "", sliding_window=WINDOW, attention_dropout=0.1),
-    _decoder(
+    decoder(
+        "qwen3_5",
+        "Qwen3.5 (text)",
+        "Qwen3_5ForCausalLM",
+        "linear attention and full attention in turn",
+        LINEAR_ATTENTION,
+        config="Qwen3_5TextConfig",
+    ),
+    decoder(
+        "mistral",
+        "Mistral",
+        "MistralForCausalLM",
+        "sliding window, dropout in attention",
+        {"sliding_window": WINDOW, "attention_dropout": 0.1},
+        without={"sliding_window": None},
+    ),
+    decoder(
         "mixtral",
         "Mixtral",
         "MixtralForCausalLM",
-        "",
-        num_local_experts=4,
-        sliding_window=WINDOW,
-        router_jitter_noise=0.1,
-        **MOE,
+        "experts with auxiliary loss, noise on the router's input, sliding window",
+        {"num_local_experts": 4, "router_jitter_noise": 0.1, "sliding_window": WINDOW, **MOE},
+        without={"output_router_logits": False},
     ),
-    _decoder(
+    decoder(
         "gemma2",
         "Gemma 2",
         "Gemma2ForCausalLM",
-        "",
-        sliding_window=WINDOW,
-        query_pre_attn_scalar=8,
-        attn_implementation="eager",
+        "soft-capped scores and logits, every other layer with a window, tied head",
+        {
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 1.0,
+            "final_logit_softcapping": 0.2,
+            "attn_implementation": "eager",
+        },
+        without={"final_logit_softcapping": None},
     ),
-    _decoder(
+    decoder(
         "gemma3",
         "Gemma 3 (text)",
         "Gemma3ForCausalLM",
-        "",
-        config="Gemma3TextConfig",
-        sliding_window=WINDOW,
-        query_pre_attn_scalar=8,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
-    ),
-    _decoder(
-        "phi3", "Phi-3", "Phi3ForCausalLM", "", resid_pdrop=0.1, embd_pdrop=0.1, attention_dropout=0.1, sliding_window=WINDOW
-    ),
-    _decoder(
-        "phi4",
-        "Phi-4",
-        "Phi3ForCausalLM",
-        "",
-        tie_word_embeddings=True,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 1e4,
-            "short_factor": [1.0, 1.5, 2.0],
-            "long_factor": [2.0, 3.0, 4.0],
-            "original_max_position_embeddings": 16,
-            "partial_rotary_factor": 0.75,
+        "two layers with a window and rotary frequencies of their own to each full one, tied head",
+        {
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 8,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         },
-        original_max_position_embeddings=16,
+        config="Gemma3TextConfig",
+        without={"sliding_window": 64},
     ),
-    _decoder("gpt_oss", "GPT-OSS", "GptOssForCausalLM", "", num_local_experts=4, sliding_window=WINDOW, **MOE),
-    _decoder(
+    decoder(
+        "gemma3n",
+        "Gemma 3n (text)",
+        "Gemma3nForCausalLM",
+        "later layers use keys and values of earlier ones, inputs of each layer of their own, sparse activations",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "full_attention"],
+            "num_kv_shared_layers": 2,
+            "sliding_window": WINDOW,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "laurel_rank": 4,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0, 0.0],
+            "intermediate_size": [48] * 5,
+        },
+        config="Gemma3nTextConfig",
+        without={"sliding_window": 64},
+    ),
+    decoder(
+        "gemma4",
+        "Gemma 4 (text)",
+        "Gemma4ForCausalLM",
+        "later layers use keys and values of earlier ones, inputs of each layer of their own",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "sliding_window": WINDOW,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "global_head_dim": 8,
+        },
+        config="Gemma4TextConfig",
+        without={"sliding_window": 64},
+    ),
+    decoder(
+        "phi3",
+        "Phi-3",
+        "Phi3ForCausalLM",
+        "joined projections, sliding window, dropout everywhere",
+        {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attention_dropout": 0.1, "sliding_window": WINDOW},
+        without={"sliding_window": None},
+    ),
+    decoder(
+        "phi4",
+        "Phi-4, Phi-4-mini",
+        "Phi3ForCausalLM",
+        "rotary frequencies that depend on the text's length, on a part of each head; tied head",
+        {"tie_word_embeddings": True, "rope_parameters": LONG_ROPE, "original_max_position_embeddings": 16},
+        without={"rope_parameters": {**LONG_ROPE, "long_factor": [1.0, 1.5, 2.0]}},
+    ),
+    decoder(
+        "gpt_oss",
+        "GPT-OSS",
+        "GptOssForCausalLM",
+        "attention sinks, windows in every other layer, experts with biases and auxiliary loss",
+        {"num_local_experts": 4, "sliding_window": WINDOW, **MOE},
+        without={"output_router_logits": False},
+    ),
+    decoder(
         "granite",
-        "Granite",
+        "Granite 3",
         "GraniteForCausalLM",
-        "",
-        embedding_multiplier=3.0,
-        logits_scaling=2.0,
-        residual_multiplier=0.5,
-        attention_multiplier=0.3,
-        attention_dropout=0.1,
+        "scaled embeddings, residuals, scores and logits, dropout in attention",
+        {
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.3,
+            "attention_dropout": 0.1,
+        },
+        without={"residual_multiplier": 1.0},
     ),
-    _decoder("cohere", "Cohere (Command R)", "CohereForCausalLM", "", use_qk_norm=True),
-    _decoder("cohere2", "Cohere 2 (Command R7B, A)", "Cohere2ForCausalLM", "", sliding_window=WINDOW, num_hidden_layers=4),
-    _decoder("olmo2", "OLMo 2", "Olmo2ForCausalLM", ""),
-    _decoder("smollm3", "SmolLM3", "SmolLM3ForCausalLM", "", no_rope_layer_interval=2),
-    _decoder(
+    decoder(
+        "granite_hybrid",
+        "Granite 4",
+        "GraniteMoeHybridForCausalLM",
+        "Mamba 2 and attention in turn, experts and a shared one",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["mamba", "attention"] * 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 16,
+            **MAMBA_2,
+        },
+    ),
+    decoder(
+        "cohere",
+        "Cohere (Command R)",
+        "CohereForCausalLM",
+        "attention and MLP side by side, scaled logits, tied head",
+        {"use_qk_norm": True, "logit_scale": 0.5},
+        without={"logit_scale": 1.0},
+    ),
+    decoder(
+        "cohere2",
+        "Cohere 2 (Command A, R7B)",
+        "Cohere2ForCausalLM",
+        "windows with rotary positions, full attention without, tied head",
+        {"num_hidden_layers": 4, "sliding_window": WINDOW, "sliding_window_pattern": 2, "logit_scale": 0.5},
+        without={"sliding_window": 64},
+    ),
+    decoder("olmo2", "OLMo 2", "Olmo2ForCausalLM", "norms behind the blocks", {}),
+    decoder(
+        "olmo3",
+        "OLMo 3",
+        "Olmo3ForCausalLM",
+        "windows in three layers of four",
+        {"num_hidden_layers": 4, "sliding_window": WINDOW},
+        without={"sliding_window": 64},
+    ),
+    decoder(
+        "smollm3",
+        "SmolLM3",
+        "SmolLM3ForCausalLM",
+        "every other layer without rotary positions, tied head",
+        {"no_rope_layer_interval": 2},
+        without={"no_rope_layers": [1, 1, 1]},
+    ),
+    decoder(
         "deepseek_v3",
         "DeepSeek-V3",
         "DeepseekV3ForCausalLM",
-        "",
-        moe_intermediate_size=16,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        kv_lora_rank=8,
-        q_lora_rank=8,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-        head_dim=4,
-        num_key_value_heads=4,
+        "compressed keys and values, a dense layer first, experts in groups and a shared one",
+        {
+            **DEEPSEEK_MOE,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "head_dim": 4,
+        },
+        without={"routed_scaling_factor": 1.0},
     ),
-    _decoder("glm4", "GLM-4", "Glm4ForCausalLM", ""),
-    _decoder(
+    decoder("glm4", "GLM-4", "Glm4ForCausalLM", "four norms a layer, rotary positions on a half of each head", {}),
+    decoder(
+        "glm4_moe",
+        "GLM-4.5",
+        "Glm4MoeForCausalLM",
+        "a dense layer first, experts in groups and a shared one",
+        DEEPSEEK_MOE,
+    ),
+    decoder(
         "gpt2",
         "GPT-2",
         "GPT2LMHeadModel",
-        "",
-        base={},
-        vocab_size=VOCABULARY,
-        n_embd=32,
-        n_layer=3,
-        n_head=4,
-        n_positions=64,
-        bos_token_id=1,
-        eos_token_id=2,
+        "learned positions, scores scaled by the layer's number, dropout everywhere, tied head",
+        {**GPT_DROPOUT, "scale_attn_by_inverse_layer_idx": True},
+        base=GPT_LIKE,
+        without={"scale_attn_by_inverse_layer_idx": False},
     ),
-    _decoder(
+    decoder(
         "opt",
         "OPT",
         "OPTForCausalLM",
-        "",
-        base={},
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        ffn_dim=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        word_embed_proj_dim=16,
-        dropout=0.1,
-        attention_dropout=0.1,
-        layerdrop=0.4,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
+        "layers left out at random, dropout everywhere, narrow embeddings, learned positions, tied head",
+        {
+            "hidden_size": 32,
+            "ffn_dim": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+            "word_embed_proj_dim": 16,
+            "dropout": 0.1,
+            "attention_dropout": 0.1,
+            "layerdrop": 0.4,
+        },
+        base=TOKENS,
+        without={"layerdrop": 0.0},
     ),
-    _decoder(
+    decoder(
         "falcon",
         "Falcon",
         "FalconForCausalLM",
-        "",
-        base={},
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_kv_heads=2,
-        new_decoder_architecture=True,
-        hidden_dropout=0.1,
-        attention_dropout=0.1,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
+        "attention and MLP side by side, dropout everywhere, tied head",
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_kv_heads": 2,
+            "new_decoder_architecture": True,
+            "hidden_dropout": 0.1,
+            "attention_dropout": 0.1,
+        },
+        base=TOKENS,
+        without={"hidden_dropout": 0.0},
     ),
-    _decoder(
-        "mamba",
-        "Mamba",
-        "MambaForCausalLM",
-        "",
-        base={},
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=3,
-        state_size=8,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    ),
-    _decoder(
+    decoder("mamba", "Mamba", "MambaForCausalLM", "selective scan, tied head", {"state_size": 8}, base=STATE_SPACE),
+    decoder(
         "mamba2",
         "Mamba 2",
         "Mamba2ForCausalLM",
-        "",
-        base={},
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=3,
-        state_size=8,
-        num_heads=8,
-        head_dim=8,
-        n_groups=2,
-        chunk_size=8,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
+        "selective scan in chunks",
+        {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8},
+        base=STATE_SPACE,
+    ),
+    decoder(
+        "falcon_h1",
+        "Falcon-H1",
+        "FalconH1ForCausalLM",
+        "Mamba 2 and attention side by side in each layer",
+        {"mamba_d_ssm": 64, **MAMBA_2},
+    ),
+    decoder(
+        "zamba2",
+        "Zamba 2",
+        "Zamba2ForCausalLM",
+        "Mamba 2 layers stream, the attention blocks that they share are resident: "
+        "`layer_classes: [Zamba2MambaDecoderLayer]`, refused without it",
+        ZAMBA_2,
+        settings={"layer_classes": ["Zamba2MambaDecoderLayer"]},
+    ),
+)
+
+REFUSED: tuple[Decoder, ...] = (
+    decoder(
+        "zamba2_whole",
+        "Zamba 2, by its own layers",
+        "Zamba2ForCausalLM",
+        "layers share the weights of attention blocks, so that no layer could be stepped for itself",
+        ZAMBA_2,
+        refusal=r"layers model\.layers\.1 and model\.layers\.5 share the parameter .*layer_classes",
     ),
 )
