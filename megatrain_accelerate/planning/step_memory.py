@@ -107,16 +107,23 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
         return 2.0 * products * query.numel() * key.shape[-2]
 
 
+_INSTALLED_FLAG = "_output_capturing_hooks_installed"
+"""transformers installs the hooks that collect router logits once, and notes it here (utils/output_capturing.py)."""
+
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @contextlib.contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """The model has no hooks while the body runs, and keeps nothing that it sets on itself: users' hooks count real calls."""
+    """The model has no hooks while the body runs, and keeps nothing that it sets on itself: users' hooks count real calls.
+
+    Those that transformers needs for the loss itself it installs anew.
+    """
     attributes = [(module, dict(module.__dict__)) for module in model.modules()]
     try:
         for module in model.modules():
             module.__dict__.update({name: OrderedDict() for name in _HOOKS})
+            module.__dict__.pop(_INSTALLED_FLAG, None)
         yield
     finally:
         for module, before in attributes:
