@@ -142,8 +142,8 @@ class Engine:
                     progress.update(unit.layout.parameter_count)
                 for spec in discovery.residents:
                     unit = make_unit(spec.name, spec.parameters, [self._dtypes[id(p)] for _, p in spec.parameters])
-                    after = spec.comes_after_layers
-                    groups.append(ResidentGroup(spec.name, unit, comes_after_layers=after, streams=streams, meter=meter))
+                    before = spec.layers_before
+                    groups.append(ResidentGroup(spec.name, unit, layers_before=before, streams=streams, meter=meter))
                     progress.update(unit.layout.parameter_count)
             self.runtime = StreamingRuntime(
                 layers,
@@ -280,7 +280,7 @@ class Engine:
         self._handles.append(model.register_forward_pre_hook(before_forward, with_kwargs=True))
         for group, spec in zip(self.runtime.groups, discovery.residents, strict=True):
             hook = _Hook(functools.partial(self.runtime.before_group_use, group))
-            for module in spec.modules:
+            for module in spec.users:
                 self._handles.append(module.register_forward_pre_hook(hook))
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

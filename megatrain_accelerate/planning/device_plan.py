@@ -306,8 +306,8 @@ class DevicePlan:
         runtime = self._runtime
         return Model(
             layers=[self._sizes(layer.unit) for layer in runtime.layers],
-            groups_before=[self._sizes(group.unit) for group in runtime.groups if not group.comes_after_layers],
-            groups_after=[self._sizes(group.unit) for group in runtime.groups if group.comes_after_layers],
+            groups_before=[self._sizes(group.unit) for group in runtime.groups if not group.layers_before],
+            groups_after=[self._sizes(group.unit) for group in runtime.groups if group.layers_before],
             slots=self._config.slots,
             gradient_slots=self._config.gradient_slots,
             slot_bytes=runtime.prefetcher.shared_bytes,

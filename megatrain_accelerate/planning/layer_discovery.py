@@ -12,12 +12,27 @@ from megatrain_accelerate.errors import UnsupportedError
 
 @dataclasses.dataclass(frozen=True)
 class ResidentSpec:
-    """Parameters that one module owns outside all layers, and every module that reads one of them (ties)."""
+    """Parameters that one module owns outside all layers, and every module that reads one of them (ties).
+
+    Attributes:
+        name: the owner's.
+        modules: the owner, and those with which it shares a parameter.
+        users: modules before whose forward the parameters must be valid: ``modules``, and those around them that may read a
+            weight without calling its module (``embedding.weight`` as a table, ``nn.MultiheadAttention``).
+        parameters: by the owner's attribute.
+        layers_before: how many layers come before them in the model; they are stepped after those. 0 for embeddings.
+    """
 
     name: str
     modules: tuple[nn.Module, ...]
+    users: tuple[nn.Module, ...]
     parameters: tuple[tuple[str, nn.Parameter], ...]
-    comes_after_layers: bool
+    layers_before: int
+
+    @property
+    def comes_after_layers(self) -> bool:
+        """Whether a layer comes before them."""
+        return self.layers_before > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,16 +122,21 @@ def _owners_in_layers(layers: Sequence[tuple[str, nn.Module]]) -> dict[int, str]
 
 
 def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]], in_layers: dict[int, str]) -> list[ResidentSpec]:
-    first_layer, _ = layers[0]
+    heads = {name for name, _ in layers}
     inside = {id(module) for _, layer in layers for module in layer.modules()}
     readers: dict[int, list[nn.Module]] = {}
-    outside: list[tuple[str, nn.Module, bool]] = []
-    layers_seen = False
+    outside: list[tuple[str, nn.Module, int]] = []
+    around: dict[int, _Surroundings] = {}
+    layers_seen = 0
     for name, module in model.named_modules():
-        layers_seen = layers_seen or name == first_layer
+        layers_seen += name in heads
         if id(module) in inside:
             continue
-        outside.append((name, module, layers_seen))
+        # Embeddings are read first wherever they stand: those of a language model before the layers of its vision tower.
+        before = 0 if isinstance(module, nn.Embedding) else layers_seen
+        outside.append((name, module, before))
+        parent = around.get(id(model.get_submodule(name.rpartition(".")[0]))) if name else None
+        around[id(module)] = _Surroundings(module, any(id(part) in inside for part in module.modules()), layers_seen, parent)
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
@@ -128,13 +148,39 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]], in_lay
             readers.setdefault(id(parameter), []).append(module)
     residents: list[ResidentSpec] = []
     taken: set[int] = set()
-    for name, module, after in outside:
+    for name, module, before in outside:
         own = [(k, p) for k, p in module._parameters.items() if p is not None and id(p) not in taken]
         taken.update(id(parameter) for _, parameter in own)
         if own:
             modules = {id(reader): reader for _, parameter in own for reader in readers[id(parameter)]}
-            residents.append(ResidentSpec(name, tuple(modules.values()), tuple(own), after))
+            users = {id(user): user for reader in modules.values() for user in around[id(reader)].users()}
+            residents.append(ResidentSpec(name, tuple(modules.values()), tuple(users.values()), tuple(own), before))
     return residents
+
+
+@dataclasses.dataclass(frozen=True)
+class _Surroundings:
+    """A module outside the layers, and what is around it."""
+
+    module: nn.Module
+    holds_layers: bool
+    layers_seen: int
+    """Layers that come before the module in the model."""
+    parent: _Surroundings | None
+
+    def users(self) -> list[nn.Module]:
+        """The module, what is around it up to the outermost without layers, and a parent with layers that may read it first.
+
+        Such a parent runs for as long as its layers: it waits for what its layers need, not for what comes after them.
+        """
+        found, here = [self.module], self
+        while here.parent is not None and not here.parent.holds_layers:
+            here = here.parent
+            found.append(here.module)
+        parent = here.parent
+        if parent is not None and (isinstance(self.module, nn.Embedding) or here.layers_seen == parent.layers_seen):
+            found.append(parent.module)
+        return found
 
 
 def find_module(model: nn.Module, name: str) -> nn.Module | None:

@@ -235,14 +235,23 @@ def _missing_in_torch() -> str | None:
 def _run_settings() -> Iterator[None]:
     """Settings of torch that hold while a compiled layer runs, and nowhere else."""
     settings = torch._dynamo.config
-    cached, limit = torch.is_autocast_cache_enabled(), settings.recompile_limit
-    # Guarded by dynamo, and off in recompute: a cast weight must not outlive its slot.
-    torch.set_autocast_cache_enabled(False)
+    limit = settings.recompile_limit
     settings.recompile_limit = RECOMPILE_LIMIT
+    try:
+        with without_autocast_cache():  # guarded by dynamo, and off in recompute
+            yield
+    finally:
+        settings.recompile_limit = limit
+
+
+@contextlib.contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Autocast keeps no cast weight: it would outlive its slot."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
-        settings.recompile_limit = limit
         torch.set_autocast_cache_enabled(cached)
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.streaming.activation_offload import ActivationOffloader
 from megatrain_accelerate.streaming.call_order import Tape
-from megatrain_accelerate.streaming.compiled_layer import CompiledLayers, without_saving
+from megatrain_accelerate.streaming.compiled_layer import CompiledLayers, without_autocast_cache, without_saving
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.kept_graph import KeptGraph
@@ -148,6 +148,8 @@ class LayerCall:
         self.output_spec: TreeSpec | None = None
         self.output_rest: list[Any] = []
         self.output_is_tensor: list[bool] = []
+        self.needs_grad: set[int] = set()
+        """Places of the node's outputs that depend on something with a gradient."""
         self.tokens: list[Any] = []
         """The recorder's, one for each piece of the batch."""
         self.split = BatchSplit.of_call(layer.name, args, kwargs, context.micro_batch_size)
@@ -189,6 +191,11 @@ class LayerCall:
             self.output_is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] + recorded
 
+    def cut_outputs(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """A run's outputs, cut off from its graph; notes which of them had one."""
+        self.needs_grad.update(place for place, output in enumerate(outputs) if output.requires_grad)
+        return [output.detach() for output in outputs]
+
     def rebuild(self, tensors: list[torch.Tensor]) -> Any:
         """The layer's output, with the node's tensors in it; publishes the recorded ones."""
         assert self.output_spec is not None
@@ -206,6 +213,28 @@ def _cut_off(tensors: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[to
     return [
         tensor.detach().requires_grad_() if need else tensor.detach() for tensor, need in zip(tensors, needed, strict=True)
     ]
+
+
+@contextlib.contextmanager
+def _no_writes_to(tensors: Sequence[torch.Tensor], layer: str) -> Iterator[None]:
+    """Refuses a layer whose run in the body writes to its inputs.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    versions = [tensor._version for tensor in tensors]
+    cause: RuntimeError | None = None
+    try:
+        yield
+    except RuntimeError as error:
+        if "leaf Variable that requires grad" not in str(error):
+            raise
+        cause = error
+    if cause is not None or versions != [tensor._version for tensor in tensors]:
+        raise UnsupportedError(
+            f"layer {layer} writes to its inputs in place, so that it can't be run again from them in backward; name "
+            "other layers in megatrain_config.layer_classes"
+        ) from cause
 
 
 def bound_weights(layer: StreamedLayer, slot: WeightSlot) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -242,24 +271,20 @@ class LayerFunction(torch.autograd.Function):
         ctx.open_forward = tape.open_forward()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        versions = [tensor._version for tensor in tensors]
         slot = context.acquire_forward(layer, tape, position, True)
         ctx.weights_version = layer.unit.version
         call.is_compiled = context.compiled.wants(layer)
         ctx.runs, made = [], []
         try:
-            with record_function(f"megatrain::forward ({layer.name})"):
+            with record_function(f"megatrain::forward ({layer.name})"), _no_writes_to(tensors, layer.name):
                 for piece in call.split.pieces(tensors):
                     made.append(LayerFunction._forward_piece(ctx, slot, piece))
         finally:
             context.release(slot)
-        if versions != [tensor._version for tensor in tensors]:
-            raise UnsupportedError(
-                f"layer {layer.name} writes to its inputs in place, so that it can't be run again from them in backward; name "
-                "other layers in megatrain_config.layer_classes"
-            )
         joined = JoinedOutputs.of_pieces(layer.name, call.split, made, sum(call.output_is_tensor))
         ctx.joined = joined.without_tensors()
+        # A tensor that wouldn't require grad in a plain run mustn't here: attention picks its kernel by that of its mask.
+        ctx.mark_non_differentiable(*(t for place, t in enumerate(joined.tensors) if place not in call.needs_grad))
         return tuple(joined.tensors)
 
     @staticmethod
@@ -273,10 +298,7 @@ class LayerFunction(torch.autograd.Function):
         if context.offloads(layer):
             offloaded = context.activations.record(layer.name, [*tensors, *layer.module.buffers()])
         if offloaded is None and not context.keeps(layer):
-            if call.is_compiled:
-                return LayerFunction._run_compiled(call, slot, _cut_off(tensors, ctx.needs_input_grad[4:]), piece)
-            with layer.bound(slot.views(layer.unit.layout)):
-                return call.run(tensors, replay=False, piece=piece)
+            return LayerFunction._run_unkept(call, slot, _cut_off(tensors, ctx.needs_input_grad[4:]), piece)
         kept = ctx.runs[piece].kept = KeptGraph(slot, offloaded)
         weights, kept.weight_leaves = bound_weights(layer, slot)
         kept.inputs = _cut_off(tensors, ctx.needs_input_grad[4:])
@@ -285,14 +307,14 @@ class LayerFunction(torch.autograd.Function):
         kept.leave_slot()
         if offloaded is not None:
             context.activations.send(offloaded, ctx.tape, ctx.position)
-        return [output.detach() for output in kept.outputs]
+        return call.cut_outputs(kept.outputs)
 
     @staticmethod
-    def _run_compiled(call: LayerCall, slot: WeightSlot, inputs: list[torch.Tensor], piece: int) -> list[torch.Tensor]:
-        """The graph that recompute will run, dropped again."""
+    def _run_unkept(call: LayerCall, slot: WeightSlot, inputs: list[torch.Tensor], piece: int) -> list[torch.Tensor]:
+        """The graph that recompute will make, dropped at once: under no_grad torch and compilers run other kernels."""
         weights, _ = bound_weights(call.layer, slot)
-        with call.layer.bound(weights), without_saving(), torch.enable_grad():
-            return [output.detach() for output in call.run(inputs, replay=False, piece=piece)]
+        with call.layer.bound(weights), without_saving(), without_autocast_cache(), torch.enable_grad():
+            return call.cut_outputs(call.run(inputs, replay=False, piece=piece))
 
     @staticmethod
     @once_differentiable

@@ -27,7 +27,7 @@ class ResidentGroup:
     Args:
         name: the module's qualified name.
         unit: the parameters' host memory; its weights are the source of the device's copy after each step.
-        comes_after_layers: whether it stands behind the layers in the model; stepped after them then.
+        layers_before: how many of the model's layers come before it; it is stepped after these.
         streams, meter: the engine's.
     """
 
@@ -36,12 +36,12 @@ class ResidentGroup:
         name: str,
         unit: HostUnit,
         *,
-        comes_after_layers: bool,
+        layers_before: int,
         streams: Streams,
         meter: Meter,
     ) -> None:
         self.name = name
-        self.comes_after_layers = comes_after_layers
+        self.layers_before = layers_before
         self.unit = unit
         self.gate = UpdateGate()
         self._streams = streams

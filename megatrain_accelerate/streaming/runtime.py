@@ -169,11 +169,10 @@ class StreamingRuntime:
         return [layer.unit for layer in self.layers] + [group.unit for group in self.groups]
 
     def in_forward_order(self) -> Iterable[tuple[HostUnit, UpdateGate, ResidentGroup | None]]:
-        """Units in the order in which the next forward needs them: what feeds the layers, the layers, the rest."""
-        groups = [(group.unit, group.gate, group) for group in self.groups]
-        before = [item for item in groups if not item[2].comes_after_layers]
-        after = [item for item in groups if item[2].comes_after_layers]
-        return [*before, *((layer.unit, layer.gate, None) for layer in self.layers), *after]
+        """Units in the order in which the next forward needs them: groups between the layers that they stand between."""
+        parts = [(group.layers_before, 0, (group.unit, group.gate, group)) for group in self.groups]
+        layers = [(layer.index, 1, (layer.unit, layer.gate, None)) for layer in self.layers]
+        return [part for _, _, part in sorted([*parts, *layers], key=lambda item: item[:2])]
 
     def state_of(self, parameter: torch.Tensor) -> ParameterState | None:
         """The parameter's place in the host store, or None if it isn't this model's."""
