@@ -18,7 +18,7 @@ from megatrain_accelerate.units import GIB
 logger = logging.getLogger(__name__)
 
 TOKENS_BETWEEN_LOOKS = 16
-"""Tokens of a generation from one look at the free memory to the next: asking the driver takes time, and a cache grows little."""
+"""Tokens of a generation from one look at the free memory to the next: asking the driver takes time, caches grow little."""
 
 
 def is_next_token(inputs: Mapping[str, Any]) -> bool:
@@ -123,8 +123,8 @@ class EvaluationWeights:
         if missing and self._setting == "resident" and not self._is_warned:
             self._is_warned = True
             logger.warning(
-                "megatrain: evaluation_weights is 'resident', but %d of %d layers (%.1f GiB) don't fit the GPU memory beside this "
-                "evaluation and stream; lower the batch or the sequence length, raise megatrain_config.gpu_memory_gib, or set "
+                "megatrain: evaluation_weights is 'resident', but %d of %d layers (%.1f GiB) don't fit the GPU memory beside "
+                "this evaluation and stream; lower the batch or the sequence length, raise megatrain_config.gpu_memory_gib, or set "
                 "evaluation_weights to 'auto'",
                 len(missing),
                 len(layers),
