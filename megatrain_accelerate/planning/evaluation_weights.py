@@ -124,7 +124,7 @@ class EvaluationWeights:
             self._is_warned = True
             logger.warning(
                 "megatrain: evaluation_weights is 'resident', but %d of %d layers (%.1f GiB) don't fit the GPU memory beside "
-                "this evaluation and stream; lower the batch or the sequence length, raise megatrain_config.gpu_memory_gib, or "
+                "this evaluation and stream; lower the batch or the sequence length, raise megatrain_config.gpu_memory_gib or "
                 "set evaluation_weights to 'auto'",
                 len(missing),
                 len(layers),
