@@ -84,6 +84,11 @@ class MegatrainConfig:
     micro-batches are held at once, and dropout draws other numbers. ``auto``: where the plan predicts a faster step within
     the GPU memory; true: wherever it is exact; false: never."""
 
+    evaluation_weights: str = "auto"
+    """What becomes of streamed layers' weights between forwards without gradients (evaluation, ``predict``, ``generate``).
+    ``stream``: each layer is fetched in each forward, which for generation is once a token. ``resident``: layers stay on the
+    GPU, all that fit, until a model trains again. ``auto``: the same from the second such forward in a row on."""
+
     gpu_memory_gib: float | None = None
     """GPU memory that the plan may fill, in GiB; by default 90% of what is free, since the allocator fragments it."""
 
@@ -125,6 +130,10 @@ class MegatrainConfig:
                 raise ConfigError(f"megatrain_config.{name} must be true or false, got {getattr(self, name)!r}")
         if self.accumulation_dtype not in ("fp32", "bf16"):
             raise ConfigError(f"megatrain_config.accumulation_dtype must be fp32 or bf16; got {self.accumulation_dtype!r}")
+        if self.evaluation_weights not in ("auto", "stream", "resident"):
+            raise ConfigError(
+                f"megatrain_config.evaluation_weights must be auto, stream or resident; got {self.evaluation_weights!r}"
+            )
         if self.step_schedule not in STEP_SCHEDULES:
             raise ConfigError(
                 f"megatrain_config.step_schedule must be one of {', '.join(STEP_SCHEDULES)}; got {self.step_schedule!r}"

@@ -287,12 +287,14 @@ class Engine:
         """Checks the model, and lets the plan see the batch."""
         self._refuse_replaced(model)
         self.runtime.worker.raise_if_failed()
-        if args:
-            return
-        if self.training and model.training and torch.is_grad_enabled():
+        has_graph = torch.is_grad_enabled()
+        for engine in all_engines():
+            if has_graph or engine is not self:
+                engine.device_plan.evaluation_weights.give_up()
+        if not has_graph:
+            self.device_plan.make_room(model, {} if args else kwargs)
+        elif self.training and model.training and not args:
             self.device_plan.follow(model, kwargs)
-        elif not torch.is_grad_enabled():
-            self.device_plan.make_room(model, kwargs)
 
     def _refuse_replaced(self, model: nn.Module) -> None:
         """The model must compute with what was adopted. Parameters inside layers are checked when the layer runs.

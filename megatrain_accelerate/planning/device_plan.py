@@ -16,6 +16,7 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.optim.device_kernel import can_step_on
+from megatrain_accelerate.planning.evaluation_weights import EvaluationWeights, is_next_token
 from megatrain_accelerate.planning.layer_measurement import measure_layers
 from megatrain_accelerate.planning.machine import Machine, measured_machine
 from megatrain_accelerate.planning.placement import Placement
@@ -56,6 +57,8 @@ class DevicePlan:
         self._planned_elements = self._evaluated_elements = self._evaluation_bytes = 0
         self._displaced: Placement | None = None
         self._is_interrupted = False
+        self.evaluation_weights = EvaluationWeights(runtime, config.evaluation_weights)
+        """Which layers stay on the device from one forward without gradients to the next."""
         self._forwards_at_once = 1
         self._foreseen: dict[Hashable, StepOutline] = {}
         self.micro_batches = 1
@@ -124,19 +127,24 @@ class DevicePlan:
     def make_room(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Before a forward without gradients: what lives on the device leaves it if the forward wouldn't fit beside it.
 
-        It comes back with the next training forward. Logits of an evaluation are made whole.
+        It comes back with the next training forward. Logits of an evaluation are made whole. Where there is room to spare,
+        layers that stream are held until then (:mod:`.evaluation_weights`).
         """
-        moves = self.placement.on_device or self.placement.resident
-        if not moves or self._device.type != "cuda" or self._runtime.open_forwards:
+        moves = (self.placement.on_device or self.placement.resident) and self._device.type == "cuda"
+        holds = self.evaluation_weights.may_be_held
+        if self._runtime.open_forwards or not (moves or holds):
             return
         elements = _elements(inputs)
-        if elements > self._evaluated_elements:
+        # A token's inputs grow by its mask; what it needs is less than what the text before it needed.
+        if elements > self._evaluated_elements and (moves or self.has_budget) and not is_next_token(inputs):
             self._evaluated_elements = elements
             try:
                 self._evaluation_bytes = evaluation_bytes(model, self._runtime, inputs, self._device)
             except Exception as error:  # a model that looks at its data can't be run without any
                 logger.info("megatrain: an evaluation's memory can't be predicted for this model (%s)", error)
-        if self._evaluation_bytes > USABLE_SHARE_OF_DEVICE * self._free_bytes():
+        if holds:
+            self.evaluation_weights.before_forward(inputs, self._spare_bytes)
+        if moves and self._evaluation_bytes > USABLE_SHARE_OF_DEVICE * self._free_bytes():
             logger.info("megatrain: layers leave the GPU for an evaluation of %.1f GiB", self._evaluation_bytes / GIB)
             self._displaced = self.placement
             self._place(
@@ -329,6 +337,19 @@ class DevicePlan:
         if self._device.type != "cuda":
             return 0
         return int(USABLE_SHARE_OF_DEVICE * (self._free_bytes() + sum(self.held_bytes_by_kind().values())))
+
+    def _spare_bytes(self) -> int | None:
+        """Bytes of the budget beside what the engine holds and an evaluation needs; None without a budget.
+
+        Half of what would be there if the need is unknown.
+        """
+        budget_bytes = self._budget_bytes()
+        if not budget_bytes:
+            return None
+        left = budget_bytes - sum(self.held_bytes_by_kind().values())
+        if self._device.type == "cuda":
+            left = min(left, int(USABLE_SHARE_OF_DEVICE * self._free_bytes()))
+        return left - self._evaluation_bytes if self._evaluation_bytes else left // 2
 
     def _free_bytes(self) -> int:
         """Bytes that nobody holds: neither another process, nor another model of this one, nor this engine."""

@@ -37,6 +37,8 @@ class Prefetcher:
         self._slot_count = slots
         self.slots = self._shared_slots()
         self._own: dict[int, WeightSlot] = {}
+        self._held: list[int] = []
+        """Layers whose own slot is theirs for a while only; in the order in which they got it."""
         self._clock = 0
         self._refused_at: dict[int, float] = {}
         """When a layer's copy could have been issued but for its step, by index."""
@@ -64,14 +66,45 @@ class Prefetcher:
 
     def drop_own_slots(self) -> None:
         """Gives up the slots of single layers, and what of their memory nobody else holds. No copy may be in flight."""
-        self._own = {}
+        self._own, self._held = {}, []
+
+    def hold(self, index: int) -> None:
+        """Gives a layer that has none a slot of its own until :meth:`let_go`. Copies and kernels may be in flight.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for it.
+        """
+        with torch.inference_mode(False):
+            slot = WeightSlot(index, self._buffer(self._layers[index].unit.layout.weight_bytes), self._streams)
+        # WAR: kernels that were issued before may still use the memory under its former owner's name.
+        slot.compute_finished_event.record(self._streams.compute_stream)
+        self._own[index] = slot
+        self._held.append(index)
+
+    def let_go(self, size_bytes: int | None = None) -> int:
+        """Takes slots of :meth:`hold` back, the latest first, until ``size_bytes`` are free; by default all of them.
+
+        Returns:
+            The bytes that became free.
+        """
+        freed_bytes = 0
+        while self._held and (size_bytes is None or freed_bytes < size_bytes):
+            slot = self._own.pop(self._held.pop())
+            # WAW: kernels use the memory under another name from here on, and a copy into it may still run.
+            self._streams.compute_stream.wait_event(slot.params_copied_event)
+            freed_bytes += slot.buffer.numel()
+        return freed_bytes
+
+    def has_own_slot(self, index: int) -> bool:
+        """Whether the layer has a slot of its own, for good or for a while."""
+        return index in self._own
 
     def give_own_slots(self, indices: Collection[int]) -> None:
         """Makes these layers, besides those on the device, the ones that have a slot of their own.
 
         No kernel and no copy may be in flight.
         """
-        self._own = {}
+        self._own, self._held = {}, []
         self._refused_at.clear()
         for layer in self._layers:
             index, unit = layer.index, layer.unit
@@ -89,6 +122,11 @@ class Prefetcher:
     def own_slot_count(self) -> int:
         """Layers that have a slot of their own."""
         return len(self._own)
+
+    @property
+    def fixed_slot_count(self) -> int:
+        """Those of them that have it by the placement, and not for a while only."""
+        return len(self._own) - len(self._held)
 
     def acquire(self, layer: StreamedLayer, upcoming: Sequence[int]) -> WeightSlot:
         """Makes the layer's weights usable by kernels issued from now on, and starts the next copies.

@@ -36,7 +36,7 @@ from megatrain_accelerate.streaming.streams import Streams
 
 LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
 
-_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -44,7 +44,7 @@ def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 
     The same rule as transformers' ``GradientCheckpointingLayer`` (transformers/modeling_layers.py).
     """
-    kwargs = {name: None if name in _CACHE_ARGUMENTS else value for name, value in kwargs.items()}
+    kwargs = {name: None if name in CACHE_ARGUMENTS else value for name, value in kwargs.items()}
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
     is_cache = [hasattr(value, "get_seq_length") and hasattr(value, "update") for value in args]
@@ -202,6 +202,7 @@ class StreamingRuntime:
             call = LayerCall(self._context, layer, shared.args, shared.kwargs)
             tensors = call.take_tensors()
             if layer.has_trainable or any(tensor.requires_grad for tensor in tensors):
+                self.prefetcher.let_go()  # also where no forward of the whole model told that training goes on
                 tape, position = self._order.record(layer.index)
                 self._open_forwards.add(_open_forward := tape.open_forward())  # alive until a node holds it
                 anchor = self._context.anchor if layer.has_trainable else self._context.anchor.detach()
@@ -394,6 +395,5 @@ class StreamingRuntime:
 
 
 def _resident_gradient_ready(runtime: weakref.ref[StreamingRuntime], parameter: torch.Tensor) -> None:
-    found = runtime()
-    if found is not None:
+    if (found := runtime()) is not None:
         found.resident_gradient_ready(parameter)

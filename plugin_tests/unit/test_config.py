@@ -50,6 +50,7 @@ def test_settings_survive_json() -> None:
         ({"huge_pages": 1}, "true or false"),
         ({"pin_memory": "yes"}, "true or false"),
         ({"tiled_loss": "no"}, "true or false"),
+        ({"evaluation_weights": "held"}, "auto, stream or resident"),
         ({"step_schedule": "later"}, "deferred"),
         ({"accumulation_dtype": "fp16"}, "accumulation_dtype must be fp32 or bf16; got 'fp16'"),
         ({"accumulation_dtype": 32}, "accumulation_dtype must be fp32 or bf16; got 32"),

@@ -1,0 +1,140 @@
+"""Weights that stay on the device from one forward without gradients to the next: for generation and evaluation.
+
+A streamed layer crosses the link once in every forward, so that generating a token costs all weights' bytes. Layers that
+are held have a slot of their own until a model trains again: they cross once. Nothing else changes, the bits included.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from megatrain_accelerate.streaming.runtime import CACHE_ARGUMENTS, StreamingRuntime
+from megatrain_accelerate.units import GIB
+
+logger = logging.getLogger(__name__)
+
+TOKENS_BETWEEN_LOOKS = 16
+"""Tokens of a generation from one look at the free memory to the next: asking the driver takes time, caches grow little."""
+
+
+def is_next_token(inputs: Mapping[str, Any]) -> bool:
+    """Whether a forward computes one more token of a generation: its inputs are one token a sample, and a cache."""
+    ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+    is_one = isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[1] == 1
+    return is_one and any(inputs.get(name) is not None for name in CACHE_ARGUMENTS)
+
+
+def cache_bytes(inputs: Mapping[str, Any]) -> int:
+    """Bytes of the tensors in the key-value caches (or states) among a forward's arguments, whatever their class."""
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+
+    def look(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found[id(value)] = value.nbytes
+        elif id(value) not in seen:
+            seen.add(id(value))
+            if isinstance(value, Mapping):
+                for item in value.values():
+                    look(item)
+            elif isinstance(value, (list, tuple)):
+                for item in value:
+                    look(item)
+            elif type(value).__module__.partition(".")[0] == "transformers" and not isinstance(value, type):
+                look(getattr(value, "__dict__", {}))
+
+    for name in CACHE_ARGUMENTS:
+        look(inputs.get(name))
+    return sum(found.values())
+
+
+class EvaluationWeights:
+    """Chooses the layers that are held between forwards without gradients.
+
+    Under ``auto`` from the second such forward in a row on, since a single one (a reference model's, once a training step)
+    gains nothing; as many layers as fit beside what the forward needs, its caches counted twice so that they can grow.
+
+    Args:
+        runtime: the engine at work.
+        setting: ``megatrain_config.evaluation_weights``.
+    """
+
+    def __init__(self, runtime: StreamingRuntime, setting: str) -> None:
+        self._runtime = runtime
+        self._setting = setting
+        self._forwards = self._tokens = self._cache_bytes = 0
+        self._is_full = self._is_warned = False
+
+    @property
+    def may_be_held(self) -> bool:
+        """Whether the setting and the placement leave layers to hold."""
+        return self._setting != "stream" and self._runtime.prefetcher.fixed_slot_count < len(self._runtime.layers)
+
+    def before_forward(self, inputs: Mapping[str, Any], spare_bytes: Callable[[], int | None]) -> None:
+        """Before a forward without gradients: holds more layers if there is room, or gives some up if there is none.
+
+        Args:
+            inputs: keyword arguments of the model.
+            spare_bytes: what is left of the device's memory beside all that the engine holds and such a forward needs;
+                negative if it is too little, None if memory isn't planned with.
+        """
+        self._forwards += 1
+        if not self.may_be_held or (self._setting == "auto" and self._forwards < 2):
+            return
+        self._tokens = self._tokens + 1 if is_next_token(inputs) else 0
+        if self._tokens % TOKENS_BETWEEN_LOOKS > 1:
+            return
+        spare = spare_bytes()
+        if spare is None:
+            if self._setting == "resident":
+                self._hold(None)
+            return
+        # Twice where the cache isn't allocated yet or grows by being copied; what free memory lacks it has already.
+        self._cache_bytes = max(self._cache_bytes, cache_bytes(inputs))
+        spare -= self._cache_bytes
+        if spare < 0:
+            self._is_full |= self._runtime.prefetcher.let_go(-spare) > 0
+        elif not self._is_full:
+            self._hold(spare)
+        self._say_what_streams()
+
+    def _hold(self, spare_bytes: int | None) -> None:
+        prefetcher = self._runtime.prefetcher
+        for layer in self._runtime.layers:
+            if prefetcher.has_own_slot(layer.index):
+                continue
+            size_bytes = layer.unit.layout.weight_bytes
+            if spare_bytes is not None and size_bytes > spare_bytes:
+                break
+            try:
+                prefetcher.hold(layer.index)
+            except torch.OutOfMemoryError:
+                self._is_full = True
+                break
+            spare_bytes = None if spare_bytes is None else spare_bytes - size_bytes
+
+    def _say_what_streams(self) -> None:
+        layers, prefetcher = self._runtime.layers, self._runtime.prefetcher
+        missing = [layer for layer in layers if not prefetcher.has_own_slot(layer.index)]
+        if missing and self._setting == "resident" and not self._is_warned:
+            self._is_warned = True
+            logger.warning(
+                "megatrain: evaluation_weights is 'resident', but %d of %d layers (%.1f GiB) don't fit the GPU memory beside "
+                "this evaluation and stream; lower the batch or the sequence length, raise megatrain_config.gpu_memory_gib or "
+                "set evaluation_weights to 'auto'",
+                len(missing),
+                len(layers),
+                sum(layer.unit.layout.weight_bytes for layer in missing) / GIB,
+            )
+
+    def give_up(self) -> None:
+        """A model trains, or another one computes: the memory is theirs."""
+        self._forwards = self._tokens = 0
+        self._is_full = False
+        if self._runtime.prefetcher.let_go() and self._runtime.streams.is_cuda:
+            # Training's blocks have other sizes.
+            torch.cuda.empty_cache()
