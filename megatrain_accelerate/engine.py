@@ -24,6 +24,7 @@ from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.planning.device_plan import DevicePlan
 from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers, find_module
+from megatrain_accelerate.planning.own_precision import own_precision
 from megatrain_accelerate.planning.placement import require_layers
 from megatrain_accelerate.streaming.fp32_sums import BF16_REMEDY
 from megatrain_accelerate.streaming.layer import StreamedLayer
@@ -234,8 +235,10 @@ class Engine:
         keep: set[str] = set()
         for module in model.modules():
             keep.update(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+        own = own_precision(model)
         return {
-            id(parameter): compute_dtype(name, parameter, bf16, sorted(keep)) for name, parameter in model.named_parameters()
+            id(parameter): compute_dtype(name, parameter, bf16 and id(parameter) not in own, sorted(keep))
+            for name, parameter in model.named_parameters()
         }
 
     def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> None:
