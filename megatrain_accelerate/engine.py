@@ -24,6 +24,7 @@ from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.planning.device_plan import DevicePlan
 from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers, find_module
+from megatrain_accelerate.planning.own_precision import own_precision
 from megatrain_accelerate.planning.placement import require_layers
 from megatrain_accelerate.streaming.fp32_sums import BF16_REMEDY
 from megatrain_accelerate.streaming.layer import StreamedLayer
@@ -49,14 +50,18 @@ def all_engines() -> list[Engine]:
     return list(_engines.values())
 
 
-def compute_dtype(name: str, parameter: nn.Parameter, bf16: bool, keep_fp32: Sequence[str]) -> torch.dtype:
+def engines_with(part: nn.Module) -> list[Engine]:
+    """The engines of the prepared models that ``part`` is a module of."""
+    return [engine for model, engine in list(_engines.items()) if any(module is part for module in model.modules())]
+
+
+def compute_dtype(name: str, parameter: nn.Parameter, bf16: bool) -> torch.dtype:
     """The dtype in which a parameter computes.
 
     Args:
         name: qualified name in the model.
         parameter: as loaded.
-        bf16: whether the run's mixed precision is bf16; fp32 weights are then rounded for compute and keep fp32 masters.
-        keep_fp32: parts of names that the model wants in fp32 (transformers' ``_keep_in_fp32_modules_strict``).
+        bf16: whether it computes in bf16 whatever it is; fp32 weights are then rounded for compute and keep fp32 masters.
 
     Raises:
         UnsupportedError: fp16, fp64, quantised or integer weights, or weights without data.
@@ -71,8 +76,6 @@ def compute_dtype(name: str, parameter: nn.Parameter, bf16: bool, keep_fp32: Seq
             f"parameter {name} has dtype {parameter.dtype}; only float32 and bfloat16 weights can be trained with fp32 "
             "masters. Load the model with dtype=torch.bfloat16 or torch.float32 (fp16 and quantised weights are refused)"
         )
-    if any(part in name.split(".") for part in keep_fp32):
-        return parameter.dtype
     return torch.bfloat16 if bf16 else parameter.dtype
 
 
@@ -231,12 +234,8 @@ class Engine:
         return self.runtime.run_layer(self.runtime.layers[index], args, kwargs)
 
     def _choose_dtypes(self, model: nn.Module, bf16: bool) -> dict[int, torch.dtype]:
-        keep: set[str] = set()
-        for module in model.modules():
-            keep.update(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
-        return {
-            id(parameter): compute_dtype(name, parameter, bf16, sorted(keep)) for name, parameter in model.named_parameters()
-        }
+        own = own_precision(model)
+        return {id(p): compute_dtype(name, p, bf16 and id(p) not in own) for name, p in model.named_parameters()}
 
     def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> None:
         groups = [list(module.named_parameters()) for _, module in discovery.layers]

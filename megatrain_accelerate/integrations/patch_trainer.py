@@ -13,6 +13,12 @@ from megatrain_accelerate.integrations.wrapping import UnknownShapeError, delega
 logger = logging.getLogger(__name__)
 
 
+def patch_init(module: ModuleType) -> None:
+    """The Trainer's model is watched until it is prepared."""
+    after = delegate("early_forward", "after_trainer_init")
+    wrap(find_class(module, "Trainer"), "__init__", after, needs=("self", "model"))
+
+
 def patch_move_model_to_device(module: ModuleType) -> None:
     """The Trainer places no model."""
     move = delegate("trainer", "move_model_to_device")

@@ -1,4 +1,4 @@
-"""Everything of Accelerate and Transformers that is patched: what, why, where it was tested, when it can go.
+"""Everything of Accelerate, Transformers, PEFT and TRL that is patched: what, why, where it was tested, when it can go.
 
 Imported by ``import torch`` in every process, so it holds strings only; :mod:`.import_hook` imports what ``apply`` names
 when the target's module gets imported.
@@ -6,7 +6,12 @@ when the target's module gets imported.
 
 from __future__ import annotations
 
-TESTED_VERSIONS = {"accelerate": "0.34.2 to 1.15.0", "transformers": "4.46.3 to 5.17.0"}
+TESTED_VERSIONS = {
+    "accelerate": "0.34.2 to 1.15.0",
+    "transformers": "4.46.3 to 5.17.0",
+    "peft": "0.21.2",
+    "trl": "1.16.0",
+}
 """By package, under which the tests of the patches passed: accelerate 0.34.2, 1.2.1, 1.10.1, 1.12.0 and 1.15.0 with
 transformers 4.46.3, 4.51.3, 4.57.6, 5.0.0 and 5.17.0."""
 
@@ -36,6 +41,7 @@ class Patch:
 
 _NO_PLUGIN_API = "Accelerate lets an installed package add its own way of distributing a model"
 _NO_LAUNCHER_API = "Accelerate's launcher lets an installed package add options and sections of the yaml"
+_NO_DATA_HOOK = "torch tells of reads and writes through parameter.data, or the caller writes to the parameter itself"
 _NO_ARGUMENTS_API = "Transformers lets an installed package add training arguments"
 
 PATCHES = (
@@ -131,6 +137,13 @@ PATCHES = (
         _NO_PLUGIN_API,
     ),
     Patch(
+        "transformers.trainer:Trainer.__init__",
+        "patch_trainer:patch_init",
+        "code that runs the model before training (TRL's log-probabilities of the reference) expects it on the GPU: it is "
+        "prepared when that happens",
+        _NO_PLUGIN_API,
+    ),
+    Patch(
         "transformers.trainer:Trainer._move_model_to_device",
         "patch_trainer:patch_move_model_to_device",
         "`*_full_eval` and `model_init` call it whatever place_model_on_device says",
@@ -178,5 +191,35 @@ PATCHES = (
         "patch_trainer:patch_from_pretrained",
         "drops `device_map` with a warning: TRL sets it to auto, which fills the GPU",
         "TRL leaves device_map alone",
+    ),
+    Patch(
+        "peft.tuners.tuners_utils:BaseTuner.merge_and_unload",
+        "patch_peft:patch_merge_and_unload",
+        "takes the model apart by parameter.data: the engine gives the model back before, with all steps applied",
+        _NO_DATA_HOOK,
+    ),
+    Patch(
+        "peft.tuners.tuners_utils:BaseTuner.unload",
+        "patch_peft:patch_unload",
+        "as merge_and_unload",
+        _NO_DATA_HOOK,
+    ),
+    Patch(
+        "peft.tuners.tuners_utils:BaseTuner.merge_adapter",
+        "patch_peft:patch_merge_adapter",
+        "reads and writes parameter.data: steps must be applied before, and what was written be streamed after",
+        _NO_DATA_HOOK,
+    ),
+    Patch(
+        "peft.tuners.tuners_utils:BaseTuner.unmerge_adapter",
+        "patch_peft:patch_unmerge_adapter",
+        "as merge_adapter",
+        _NO_DATA_HOOK,
+    ),
+    Patch(
+        "trl.trainer.callbacks:SyncRefModelCallback.sync_target_model",
+        "patch_trl:patch_sync_reference",
+        "reads and writes parameter.data: steps must be applied before, and what was written be streamed after",
+        _NO_DATA_HOOK,
     ),
 )

@@ -178,6 +178,19 @@ def _without_full_masks(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if not (is_full and name == "attention_mask")}
 
 
+def _with_own_head(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs without TRL's request for its own head (``trl.trainer.utils.add_fused_lm_head``).
+
+    That one picks the labelled tokens, so it looks at data, and launches Triton kernels. The model's own head by tiles
+    takes about as much; in an evaluation one position stands for the tiles, since the own head would make all logits.
+    """
+    own = {name: value for name, value in inputs.items() if name != "fused_lm_head"}
+    if inputs.get("fused_lm_head") and not torch.is_grad_enabled():
+        own.pop("labels", None)
+        own["logits_to_keep"] = 1
+    return own
+
+
 @contextlib.contextmanager
 def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device) -> Iterator[tuple[dict[str, Any], LiveBytes]]:
     """Weights and inputs have no data while the body runs, gradients are on, and nothing counts as a real call.
@@ -190,7 +203,7 @@ def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device)
     Yields:
         The inputs without data, and the mode that counts while it is entered by the caller.
     """
-    inputs = _without_full_masks(inputs)
+    inputs = _with_own_head(_without_full_masks(inputs))
     with (
         torch.random.fork_rng(devices=[]),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,

@@ -1,0 +1,47 @@
+"""What merging and unloading of PEFT's adapters mean for a prepared model.
+
+PEFT reads and writes ``parameter.data``, which shows neither that a step is still to be applied nor that somebody wrote.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from megatrain_accelerate.engine import Engine, engines_with
+
+logger = logging.getLogger(__name__)
+
+
+def leave_then(original: Callable[..., Any], tuner: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``merge_and_unload`` and ``unload``: takes the model apart, so the engine gives it back first, with all steps applied.
+
+    The weights lie in ordinary host memory then, those of adapters as exact as their masters.
+    """
+    for engine in engines_with(tuner):
+        logger.info("megatrain: the model isn't streamed any more, since its adapters are unloaded")
+        engine.close()
+    return original(tuner, *args, **kwargs)
+
+
+def write_through(original: Callable[..., Any], tuner: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``merge_adapter`` and ``unmerge_adapter``: the base's weights are read after the last step, and streamed as written."""
+    engines = engines_with(tuner)
+    for engine in engines:
+        engine.drain()
+    try:
+        return original(tuner, *args, **kwargs)
+    finally:
+        for engine in engines:
+            _take_over_frozen(engine)
+
+
+def _take_over_frozen(engine: Engine) -> None:
+    for unit in engine.runtime.units:
+        for state in unit.states:
+            if not state.entry.spec.trainable:
+                state.seen_version = -1
+    engine.drain()
