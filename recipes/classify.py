@@ -5,7 +5,7 @@ accuracy is measured.
         --output_dir OUT --bf16 --per_device_train_batch_size 64 --learning_rate 1e-5 --num_train_epochs 3
 
 When: each text has one of a few labels, and you want one number or class for it, not prose. An encoder of some hundred million
-to ten billion parameters is then better and far cheaper than a chat model. With `--do_train false` a trained model is measured.
+to ten billion parameters is then better and far cheaper than a chat model. `--do_train false` measures a trained one.
 Memory: 14 bytes of host memory a parameter. A small encoder fits the GPU whole, where the plan then puts it.
 DATA: a data set of the Hub, or a folder with train.jsonl and test.jsonl (or csv); a row is {"text": ..., "label": ...}.
 """

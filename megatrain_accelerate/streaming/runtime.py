@@ -17,6 +17,7 @@ from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.streaming.activation_offload import ActivationOffloader, inputs_offloaded
+from megatrain_accelerate.streaming.caches import without_caches
 from megatrain_accelerate.streaming.call_order import CallOrder, OpenForward, Tape
 from megatrain_accelerate.streaming.clipping import Clipping
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
@@ -34,20 +35,6 @@ from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.streams import Streams
 
 LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
-
-_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
-
-
-def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call's arguments without key-value caches, which the replay in backward would update a second time.
-
-    The same rule as transformers' ``GradientCheckpointingLayer`` (transformers/modeling_layers.py).
-    """
-    kwargs = {name: None if name in _CACHE_ARGUMENTS else value for name, value in kwargs.items()}
-    if kwargs.get("use_cache"):
-        kwargs["use_cache"] = False
-    is_cache = [hasattr(value, "get_seq_length") and hasattr(value, "update") for value in args]
-    return tuple(None if flag else value for flag, value in zip(is_cache, args, strict=True)), kwargs
 
 
 class StreamingRuntime:
