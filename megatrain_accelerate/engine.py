@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,10 +26,12 @@ from megatrain_accelerate.planning.device_plan import DevicePlan
 from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers, find_module
 from megatrain_accelerate.planning.own_precision import own_precision
 from megatrain_accelerate.planning.placement import require_layers
+from megatrain_accelerate.streaming.caches import caching_modules, decide_against_a_cache
 from megatrain_accelerate.streaming.fp32_sums import BF16_REMEDY
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import OutputRecorder
 from megatrain_accelerate.streaming.meter import Meter
+from megatrain_accelerate.streaming.model_hook import ModelHook
 from megatrain_accelerate.streaming.proxy import install_proxy, note_checkpointing_ignored, remove_proxy
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
@@ -268,17 +270,20 @@ class Engine:
                 module.__dict__["gradient_checkpointing"] = False
                 note_checkpointing_ignored()
             # Whoever reads the weights as a whole sees all steps that were taken.
-            self._handles.append(module.register_state_dict_pre_hook(_Hook(self.runtime.drain)))
-            self._handles.append(module.register_load_state_dict_pre_hook(_Hook(self.runtime.drain)))
+            self._handles.append(module.register_state_dict_pre_hook(ModelHook(self.runtime.drain)))
+            self._handles.append(module.register_load_state_dict_pre_hook(ModelHook(self.runtime.drain)))
         in_layers = {id(state.parameter) for layer in self.runtime.layers for state in layer.unit.states}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if id(parameter) not in in_layers:
                 owner, _, key = name.rpartition(".")
                 self._resident_places.append((owner, key, parameter))
-        before_forward = _Hook(self._before_forward, with_arguments=True)
+        for module in caching_modules(model, [layer.module for layer in self.runtime.layers]):
+            hook = ModelHook(decide_against_a_cache, with_arguments=True, runs_dry=True)
+            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        before_forward = ModelHook(self._before_forward, with_arguments=True)
         self._handles.append(model.register_forward_pre_hook(before_forward, with_kwargs=True))
         for group, spec in zip(self.runtime.groups, discovery.residents, strict=True):
-            hook = _Hook(functools.partial(self.runtime.before_group_use, group))
+            hook = ModelHook(functools.partial(self.runtime.before_group_use, group))
             for module in spec.users:
                 self._handles.append(module.register_forward_pre_hook(hook))
 
@@ -377,21 +382,3 @@ _REPLACED = (
     "{} was replaced or removed after the model was prepared; change the model (adapters, heads, tokens) before "
     "accelerator.prepare(), or prepare it anew"
 )
-
-
-class _Hook:
-    """A module hook that calls a function of the engine. Copies and pickles of it do nothing."""
-
-    def __init__(self, function: Callable[..., None] | None = None, with_arguments: bool = False) -> None:
-        self._function = function
-        self._with_arguments = with_arguments
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if self._function is not None:
-            self._function(*args, **kwargs) if self._with_arguments else self._function()
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        if not self._with_arguments:
-            # A module's hooks are copied before its children: they bring the weights up to date.
-            self()
-        return _Hook, ()

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from megatrain_accelerate.streaming.runtime import CACHE_ARGUMENTS, StreamingRuntime
+from megatrain_accelerate.streaming.caches import CACHE_ARGUMENTS
+from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.units import GIB
 
 logger = logging.getLogger(__name__)

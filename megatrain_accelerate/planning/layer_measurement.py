@@ -260,9 +260,8 @@ class _Measurement:
         layer, slot = self._layer, self._slot
         args, kwargs = self._inputs()
         weights, leaves = bound_weights(layer, slot)
-        # As in LayerFunction: a compiled layer runs the graph that can be differentiated, and drops it.
-        saving = contextlib.nullcontext() if self._compiled is None else without_saving()
-        with layer.bound(weights), torch.set_grad_enabled(self._compiled is not None), saving, self.forward.running():
+        # As in LayerFunction: the graph that recompute makes, dropped at once.
+        with layer.bound(weights), torch.enable_grad(), without_saving(), self.forward.running():
             trial = self._call(args, kwargs)
             output, recorded = tree_map_only(torch.Tensor, torch.Tensor.detach, (trial.output, trial.recorded))
             returned = Trial(output, recorded, trial.channels)

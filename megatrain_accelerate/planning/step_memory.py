@@ -115,14 +115,14 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 @contextlib.contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """The model has no hooks while the body runs, and keeps nothing that it sets on itself: users' hooks count real calls.
-
-    Those that transformers needs for the loss itself it installs anew.
-    """
+    """The model has no hooks while the body runs but those of the engine that say ``runs_dry``, and keeps nothing that it
+    sets on itself: users' hooks count real calls. Those that transformers needs for the loss itself it installs anew."""
     attributes = [(module, dict(module.__dict__)) for module in model.modules()]
     try:
-        for module in model.modules():
-            module.__dict__.update({name: OrderedDict() for name in _HOOKS})
+        for module, own in attributes:
+            for name in _HOOKS:
+                ours = ((key, hook) for key, hook in own[name].items() if getattr(hook, "runs_dry", False))
+                module.__dict__[name] = OrderedDict(ours)
             module.__dict__.pop(_INSTALLED_FLAG, None)
         yield
     finally:

@@ -1,12 +1,17 @@
-"""Key-value caches among a layer's arguments: in training they are left out, since backward runs the layer again."""
+"""Key-value caches stay out of training forwards: the recompute in backward would update them a second time."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Collection, Iterator
 from typing import Any
+
+import torch
+from torch import nn
 
 from megatrain_accelerate.errors import UnsupportedError
 
-_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -19,14 +24,38 @@ def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
     """
     is_cache = [hasattr(value, "get_seq_length") and hasattr(value, "update") for value in args]
     caches = [value for flag, value in zip(is_cache, args, strict=True) if flag]
-    caches += [value for name, value in kwargs.items() if name in _CACHE_ARGUMENTS and hasattr(value, "get_seq_length")]
+    caches += [value for name, value in kwargs.items() if name in CACHE_ARGUMENTS and hasattr(value, "get_seq_length")]
     if any(cache.get_seq_length() > 0 for cache in caches):
         raise UnsupportedError(
             "a layer was called with gradients and a key-value cache that holds tokens already, which its backward couldn't "
             "replay: prefix tuning can't be trained with megatrain (prompt tuning, P-tuning, LoRA and IA3 can). If this isn't "
             "training, run it under torch.no_grad()"
         )
-    kwargs = {name: None if name in _CACHE_ARGUMENTS else value for name, value in kwargs.items()}
+    kwargs = {name: None if name in CACHE_ARGUMENTS else value for name, value in kwargs.items()}
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
     return tuple(None if flag else value for flag, value in zip(is_cache, args, strict=True)), kwargs
+
+
+def caching_modules(model: nn.Module, layers: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """Modules outside the layers whose forward takes ``use_cache``: those that decide whether a cache is made."""
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    for module in model.modules():
+        if id(module) not in inside and "use_cache" in inspect.signature(module.forward).parameters:
+            yield module
+
+
+def decide_against_a_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A forward pre-hook that says ``use_cache=False`` where gradients are computed.
+
+    As transformers' models do under gradient checkpointing. A model that believed in a cache would look for it among its
+    layers' outputs: so do transformers before 4.48 and code that comes with a checkpoint.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    names = list(inspect.signature(module.forward).parameters)  # a script may have replaced it since
+    if "use_cache" not in names or "use_cache" in names[: len(args)]:
+        return None
+    return args, {**kwargs, "use_cache": False}

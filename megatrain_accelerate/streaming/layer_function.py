@@ -26,7 +26,7 @@ from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.kept_graph import KeptGraph
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchSplit, GradientSums, JoinedOutputs
-from megatrain_accelerate.streaming.shared_mappings import WatchedArguments
+from megatrain_accelerate.streaming.shared_mappings import WatchedArguments, no_writes_to
 
 
 class OutputRecorder(Protocol):
@@ -215,28 +215,6 @@ def _cut_off(tensors: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[to
     ]
 
 
-@contextlib.contextmanager
-def _no_writes_to(tensors: Sequence[torch.Tensor], layer: str) -> Iterator[None]:
-    """Refuses a layer whose run in the body writes to its inputs.
-
-    Raises:
-        UnsupportedError: it does.
-    """
-    versions = [tensor._version for tensor in tensors]
-    cause: RuntimeError | None = None
-    try:
-        yield
-    except RuntimeError as error:
-        if "leaf Variable that requires grad" not in str(error):
-            raise
-        cause = error
-    if cause is not None or versions != [tensor._version for tensor in tensors]:
-        raise UnsupportedError(
-            f"layer {layer} writes to its inputs in place, so that it can't be run again from them in backward; name "
-            "other layers in megatrain_config.layer_classes"
-        ) from cause
-
-
 def bound_weights(layer: StreamedLayer, slot: WeightSlot) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """All weights in the slot, in entry order, and those of them that are trained, as leaves."""
     weights = [view.detach() for view in slot.views(layer.unit.layout)]
@@ -276,7 +254,7 @@ class LayerFunction(torch.autograd.Function):
         call.is_compiled = context.compiled.wants(layer)
         ctx.runs, made = [], []
         try:
-            with record_function(f"megatrain::forward ({layer.name})"), _no_writes_to(tensors, layer.name):
+            with record_function(f"megatrain::forward ({layer.name})"), no_writes_to(tensors, layer.name):
                 for piece in call.split.pieces(tensors):
                     made.append(LayerFunction._forward_piece(ctx, slot, piece))
         finally:

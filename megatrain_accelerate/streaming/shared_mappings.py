@@ -7,9 +7,10 @@ Transformers uses ``collections.UserDict`` for these, since wrappers that rebuil
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -148,3 +149,25 @@ class WatchedArguments:
 
 def _held_tensors(value: Any) -> list[int]:
     return [id(leaf) for leaf in tree_flatten(vars(value))[0] if isinstance(leaf, torch.Tensor)]
+
+
+@contextlib.contextmanager
+def no_writes_to(tensors: Sequence[torch.Tensor], layer: str) -> Iterator[None]:
+    """Refuses a layer whose run in the body writes to its inputs.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    versions = [tensor._version for tensor in tensors]
+    cause: RuntimeError | None = None
+    try:
+        yield
+    except RuntimeError as error:
+        if "leaf Variable that requires grad" not in str(error):
+            raise
+        cause = error
+    if cause is not None or versions != [tensor._version for tensor in tensors]:
+        raise UnsupportedError(
+            f"layer {layer} writes to its inputs in place, so that it can't be run again from them in backward; name "
+            "other layers in megatrain_config.layer_classes"
+        ) from cause

@@ -1,0 +1,34 @@
+"""The hooks that an engine hangs on the modules of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class ModelHook:
+    """Calls a function of the engine. Copies and pickles of it do nothing.
+
+    Args:
+        function: what is called; None does nothing.
+        with_arguments: hand over the hook's arguments; what the function returns is returned.
+        runs_dry: it is part of what the model computes, in runs without data too.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any] | None = None, with_arguments: bool = False, runs_dry: bool = False
+    ) -> None:
+        self._function = function
+        self._with_arguments = with_arguments
+        self.runs_dry = runs_dry
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._function is None:
+            return None
+        return self._function(*args, **kwargs) if self._with_arguments else self._function()
+
+    def __reduce__(self) -> tuple[type[ModelHook], tuple[()]]:
+        if not self._with_arguments:
+            # A module's hooks are copied before its children: they bring the weights up to date.
+            self()
+        return ModelHook, ()
