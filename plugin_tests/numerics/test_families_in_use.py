@@ -33,6 +33,8 @@ def logits_and_tokens(model: nn.Module, family: Decoder) -> list[torch.Tensor]:
     inputs = family.batch(0)
     with torch.no_grad():
         found = [model(**inputs).logits]
+    # transformers can't reckon an auxiliary loss for one token more than its mask was made for.
+    model.config.output_router_logits = False  # type: ignore[union-attr]
     # Padded on the left, as prompts are.
     prompt, mask = inputs["input_ids"].flip(1)[:2], inputs["attention_mask"].flip(1)[:2]
     found.append(model.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=5, do_sample=False))  # type: ignore[operator]
