@@ -40,7 +40,7 @@ class Outcome:
     """Of each step, before clipping, in the parameter's compute dtype."""
 
     masters: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """fp32, by the parameter's name; frozen ones too."""
+    """fp32, by the parameter's name; of frozen ones the weight that computes."""
 
     def note_losses(self, place: str, output: Any) -> None:
         """Notes the losses of one forward."""
@@ -101,7 +101,10 @@ def train_plainly(family: Family, dtype: torch.dtype, accumulation: int = 1) -> 
         for name, parameter in trained.items():
             master = masters[name].detach()
             parameter.data.copy_(round_to_bf16(master) if name in rounded else master)
-    outcome.masters = {name: master.detach() for name, master in masters.items()}
+    # A frozen weight has no master: what computes is all there is.
+    outcome.masters = {
+        name: (masters[name] if name in trained else p).detach().float() for name, p in model.named_parameters()
+    }
     return outcome
 
 

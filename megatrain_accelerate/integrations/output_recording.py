@@ -7,6 +7,7 @@ a streamed layer's graph-less forward they would carry no gradient, and an auxil
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ class _Token:
     lengths: dict[str, int]
     reset: Any = None
     places: list[tuple[list[Any], int]] = dataclasses.field(default_factory=list)
+    channels: list[str] = dataclasses.field(default_factory=list)
 
 
 class CapturedOutputs:
@@ -66,6 +68,7 @@ class CapturedOutputs:
             for place in range(token.lengths.get(key, 0), len(values)):
                 if isinstance(values[place], torch.Tensor):
                     token.places.append((values, place))
+                    token.channels.append(key)
                     recorded.append(values[place])
         return recorded
 
@@ -82,6 +85,16 @@ class CapturedOutputs:
             for key in token.keys:
                 del token.collected[key][token.lengths[key] :]
             self._let_go(token)
+
+    def channels(self, token: _Token | None) -> list[str]:
+        """See :class:`~megatrain_accelerate.streaming.layer_function.OutputRecorder`."""
+        return [] if token is None else list(token.channels)
+
+    def enter(self, channels: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        """See :class:`~megatrain_accelerate.streaming.layer_function.OutputRecorder`."""
+        collected = self._collector.get()
+        for channel, tensor in zip(channels, tensors, strict=True):
+            collected[channel].append(tensor)
 
     def _let_go(self, token: _Token) -> None:
         # The node holds the token: its outputs must not hang on it, or activations live until the next collection.

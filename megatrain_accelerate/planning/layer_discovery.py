@@ -114,7 +114,9 @@ def _owners_in_layers(layers: Sequence[tuple[str, nn.Module]]) -> dict[int, str]
         for key, parameter in layer.named_parameters():
             if owners.setdefault(id(parameter), name) != name:
                 raise UnsupportedError(
-                    f"layers {owners[id(parameter)]} and {name} share the parameter {key!r}; tied layers can't stream yet"
+                    f"layers {owners[id(parameter)]} and {name} share the parameter {key!r}, so that neither could be stepped "
+                    "for itself. Name the classes of the blocks inside them that share nothing in "
+                    "megatrain_config.layer_classes: these stream then, and what is shared stays on the GPU"
                 )
     return owners
 

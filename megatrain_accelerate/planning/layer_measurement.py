@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from megatrain_accelerate.planning.step_memory import buffers_put_back, without_hooks
 from megatrain_accelerate.planning.step_outline import LayerProfile, StepOutline, as_leaves
+from megatrain_accelerate.planning.trial_runs import Trial, enter_recorded, run_on_trial
 from megatrain_accelerate.streaming.compiled_layer import without_saving
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.kept_graph import KeptGraph
@@ -120,7 +121,7 @@ class _MeasuredLayers:
         self._runtime = runtime
         self._outline = outline
         self._kinds = [event.kind for event in outline.forward_calls]
-        self._outputs: dict[Hashable, Any] = {}
+        self._outputs: dict[Hashable, Trial] = {}
         self._position = 0
 
     @property
@@ -139,9 +140,12 @@ class _MeasuredLayers:
             self.profiles[kind], self._outputs[kind] = _measure(
                 self._runtime, layer, args, kwargs, self._outline.profiles[kind]
             )
-        needs = [t.is_floating_point() for t in tree_flatten(self._outputs[kind])[0] if isinstance(t, torch.Tensor)]
-        (output,), _ = as_leaves((self._outputs[kind],), {}, needs)
-        self.leaves = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+        trial = self._outputs[kind]
+        made = (trial.output, trial.recorded)
+        needs = [t.is_floating_point() for t in tree_flatten(made)[0] if isinstance(t, torch.Tensor)]
+        (output, recorded), _ = as_leaves(made, {}, needs)
+        self.leaves = [t for t in tree_flatten((output, recorded))[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+        enter_recorded(self._runtime.recorder, trial.channels, recorded)
         return output
 
 
@@ -175,19 +179,19 @@ def _measure_outside(
 
 def _measure(
     runtime: StreamingRuntime, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], dry: LayerProfile
-) -> tuple[LayerProfile, Any]:
+) -> tuple[LayerProfile, Trial]:
     split = BatchSplit.of_call(layer.name, args, kwargs, runtime.micro_batch_size)
     args, kwargs = split.first_piece(args, kwargs)
     slot = runtime.prefetcher.acquire(layer, ())
     try:
-        trial = _Trial(runtime, layer, slot, lambda: as_leaves(args, kwargs, dry.inputs_need_grad))
-        output = trial.run()
+        measurement = _Measurement(runtime, layer, slot, lambda: as_leaves(args, kwargs, dry.inputs_need_grad))
+        trial = measurement.run()
     finally:
         runtime.prefetcher.release(slot)
-    forward, kept_forward, backward = trial.forward, trial.kept_forward, trial.backward
-    output_bytes = _tensor_bytes(output)
+    forward, kept_forward, backward = measurement.forward, measurement.kept_forward, measurement.backward
+    output_bytes = _tensor_bytes(trial)
     kept_bytes = max(0, kept_forward.left_bytes - output_bytes)
-    output = split.whole_output(output)
+    trial = Trial(split.whole_output(trial.output), split.whole_recorded(trial.recorded), trial.channels)
     share = sum(split.sizes) / split.sizes[0] if split.sizes else 1.0
     profile = dataclasses.replace(
         dry,
@@ -203,15 +207,16 @@ def _measure(
         forward_seconds=forward.seconds(),
         kept_forward_seconds=kept_forward.seconds(),
         backward_seconds=backward.seconds(),
-    ).of_pieces(split, _tensor_bytes(output))
-    return profile, output
+    ).of_pieces(split, _tensor_bytes(trial))
+    return profile, trial
 
 
-def _tensor_bytes(output: Any) -> int:
-    return sum(tensor.nbytes for tensor in tree_flatten(output)[0] if isinstance(tensor, torch.Tensor))
+def _tensor_bytes(trial: Trial) -> int:
+    made = (trial.output, trial.recorded)
+    return sum(tensor.nbytes for tensor in tree_flatten(made)[0] if isinstance(tensor, torch.Tensor))
 
 
-class _Trial:
+class _Measurement:
     """Forward, forward with a graph, and backward of a layer, over and over: the phases of ``LayerFunction``.
 
     Args:
@@ -230,39 +235,45 @@ class _Trial:
     ) -> None:
         self.forward, self.kept_forward, self.backward = (_Stopwatch(runtime.streams.device) for _ in range(3))
         self._layer, self._slot, self._inputs = layer, slot, inputs
+        self._recorder = runtime.recorder
         self._compiled = runtime.compiled if runtime.compiled.wants(layer) else None
 
-    def run(self) -> Any:
-        """Runs rounds until the device is warm; returns the layer's output."""
+    def run(self) -> Trial:
+        """Runs rounds until the device is warm; returns what the layer returns and records."""
         self._round()  # compiles, and chooses kernels
-        output = self._round()
+        trial = self._round()
         for stopwatch in (self.forward, self.kept_forward, self.backward):
             stopwatch.counts_bytes = False
         seconds = self.forward.seconds() + self.kept_forward.seconds() + self.backward.seconds()
         fewest, most = _ROUNDS
         for _ in range(min(most, max(fewest, math.ceil(_SUSTAINED_SECONDS / seconds)))):
             self._round()
-        return output
+        return trial
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._compiled is not None:
-            return self._compiled.run(self._layer, args, kwargs)
-        return self._layer.forward(*args, **kwargs)
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial:
+        compiled, layer = self._compiled, self._layer
+        if compiled is not None:
+            return run_on_trial(self._recorder, lambda: compiled.run(layer, args, kwargs))
+        return run_on_trial(self._recorder, lambda: layer.run(args, kwargs))
 
-    def _round(self) -> Any:
+    def _round(self) -> Trial:
         layer, slot = self._layer, self._slot
         args, kwargs = self._inputs()
         weights, leaves = bound_weights(layer, slot)
         # As in LayerFunction: a compiled layer runs the graph that can be differentiated, and drops it.
         saving = contextlib.nullcontext() if self._compiled is None else without_saving()
         with layer.bound(weights), torch.set_grad_enabled(self._compiled is not None), saving, self.forward.running():
-            output = tree_map_only(torch.Tensor, torch.Tensor.detach, self._call(args, kwargs))
+            trial = self._call(args, kwargs)
+            output, recorded = tree_map_only(torch.Tensor, torch.Tensor.detach, (trial.output, trial.recorded))
+            returned = Trial(output, recorded, trial.channels)
+            del trial, output, recorded
         kept = KeptGraph(slot)
         with layer.bound(weights), torch.enable_grad():
             with kept.recording(), self.kept_forward.running():
-                made = self._call(args, kwargs)
-            results = [t for t in tree_flatten(made)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
-            del made
+                trial = self._call(args, kwargs)
+            made = tree_flatten((trial.output, trial.recorded))[0]
+            results = [t for t in made if isinstance(t, torch.Tensor) and t.requires_grad]
+            del trial, made
             # Numbers as they come: a GPU takes less power for products of equal ones, and is faster.
             gradients = [torch.randn_like(tensor) for tensor in results]
             wanted = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
@@ -270,4 +281,4 @@ class _Trial:
             with self.backward.running():
                 if results and wanted:
                     torch.autograd.grad(results, wanted, gradients, allow_unused=True)
-        return output
+        return returned

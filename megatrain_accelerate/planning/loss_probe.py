@@ -39,7 +39,7 @@ class _OneOfAKind:
             slot = self._runtime.prefetcher.acquire(layer, ())
             try:
                 with torch.no_grad(), layer.bound(slot.views(layer.unit.layout)):
-                    output = layer.forward(*args, **kwargs)
+                    output = layer.run(args, kwargs)
                 # One piece after the other would take as long as a forward: all repeat the first.
                 self._outputs[kind] = tree_map_only(torch.Tensor, lambda piece: _repeated(piece, split), output)
             finally:

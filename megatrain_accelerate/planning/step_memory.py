@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from megatrain_accelerate.planning.known_values import KnownValues
+
 
 @dataclasses.dataclass(frozen=True)
 class OpCosts:
@@ -107,16 +109,23 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
         return 2.0 * products * query.numel() * key.shape[-2]
 
 
+_INSTALLED_FLAG = "_output_capturing_hooks_installed"
+"""transformers installs the hooks that collect router logits once, and notes it here (utils/output_capturing.py)."""
+
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @contextlib.contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """The model has no hooks while the body runs, and keeps nothing that it sets on itself: users' hooks count real calls."""
+    """The model has no hooks while the body runs, and keeps nothing that it sets on itself: users' hooks count real calls.
+
+    Those that transformers needs for the loss itself it installs anew.
+    """
     attributes = [(module, dict(module.__dict__)) for module in model.modules()]
     try:
         for module in model.modules():
             module.__dict__.update({name: OrderedDict() for name in _HOOKS})
+            module.__dict__.pop(_INSTALLED_FLAG, None)
         yield
     finally:
         for module, before in attributes:
@@ -137,31 +146,30 @@ def buffers_put_back(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _fake_weights(model: nn.Module, device: torch.device) -> Iterator[list[torch.Tensor]]:
+def _fake_weights(model: nn.Module, device: torch.device, values: KnownValues) -> Iterator[list[torch.Tensor]]:
     """The model's parameters and buffers are tensors without data while the body runs; yields them."""
     fakes: dict[int, torch.Tensor] = {}
-    saved: list[tuple[Any, str, Any]] = []
+    saved: list[tuple[Any, dict[str, Any]]] = []
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in fakes:
             # A fresh tensor, since a conversion would carry over hooks and gradients.
             twin = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             fakes[id(tensor)] = twin.requires_grad_(tensor.requires_grad)
+            values.learn(twin, tensor)
         return fakes[id(tensor)]
 
     with without_hooks(model):
         try:
             for module in model.modules():
-                for store in (module._parameters, module._buffers):
-                    for name, tensor in store.items():
-                        if tensor is not None:
-                            saved.append((store, name, tensor))
-            for store, name, tensor in saved:
-                store[name] = fake(tensor)
+                saved += [(store, dict(store)) for store in (module._parameters, module._buffers)]
+            for store, before in saved:
+                store.update({name: fake(tensor) for name, tensor in before.items() if tensor is not None})
             yield list(fakes.values())
         finally:
-            for store, name, tensor in saved:
-                store[name] = tensor
+            for store, before in saved:
+                store.clear()
+                store.update(before)
 
 
 def _without_full_masks(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,10 +195,17 @@ def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device)
     with (
         torch.random.fork_rng(devices=[]),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
-        _fake_weights(model, device) as weights,
+        KnownValues() as values,
+        _fake_weights(model, device, values) as weights,
         torch.enable_grad(),
     ):
-        yield tree_map_only(torch.Tensor, mode.from_tensor, inputs), LiveBytes(weights)
+
+        def without_data(tensor: torch.Tensor) -> torch.Tensor:
+            fake = mode.from_tensor(tensor)
+            values.learn(fake, tensor)
+            return fake
+
+        yield tree_map_only(torch.Tensor, without_data, inputs), LiveBytes(weights)
 
 
 def loss_of(output: Any, device: torch.device) -> torch.Tensor:

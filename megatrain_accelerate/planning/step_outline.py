@@ -16,8 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from megatrain_accelerate.planning.step_memory import LiveBytes, OpCosts, dry_model, loss_of
+from megatrain_accelerate.planning.trial_runs import Trial, enter_recorded, run_on_trial
 from megatrain_accelerate.streaming import activation_offload
 from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.layer_function import OutputRecorder
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
@@ -180,17 +182,34 @@ class _EmptyLayer(torch.autograd.Function):
         return (None, None, None, *gradients)
 
 
+_TENSOR = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outputs:
+    """What calls of one kind return: the tree with ``_TENSOR`` in the place of tensors; and of the tensors, the recorded ones
+    behind them, size, stride, dtype and device."""
+
+    rest: list[Any]
+    spec: Any
+    shapes: list[tuple[Any, ...]]
+    channels: tuple[str, ...]
+
+
 class _Outliner:
     """Runs in the place of the layers and notes the events."""
 
-    def __init__(self, live: LiveBytes, anchor: torch.Tensor, micro_batch_size: int | None) -> None:
+    def __init__(
+        self, live: LiveBytes, anchor: torch.Tensor, micro_batch_size: int | None, recorder: OutputRecorder | None
+    ) -> None:
         self.events: list[Event] = []
         self.profiles: dict[Hashable, LayerProfile] = {}
         self._live = live
         self._anchor = anchor
         self._micro_batch_size = micro_batch_size
+        self._recorder = recorder
         self._costs_before = OpCosts()
-        self._outputs: dict[Hashable, tuple[list[Any], Any, list[bool], list[tuple[Any, ...]]]] = {}
+        self._outputs: dict[Hashable, _Outputs] = {}
 
     def note(self, is_backward: bool, layer: int, kind: Hashable) -> None:
         live = self._live
@@ -198,7 +217,7 @@ class _Outliner:
         self._costs_before = live.costs
 
     def output_shapes(self, kind: Hashable) -> list[tuple[Any, ...]]:
-        return self._outputs[kind][3]
+        return self._outputs[kind].shapes
 
     def rest(self) -> tuple[int, OpCosts]:
         """Peak and costs since the last event."""
@@ -210,11 +229,15 @@ class _Outliner:
         if kind not in self.profiles:
             self._profile(layer, kind, args, kwargs)
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-        rest, spec, is_tensor, _ = self._outputs[kind]
+        outputs = self._outputs[kind]
         # As in the real node: a trained layer is in the graph also above a frozen embedding.
         made = iter(_EmptyLayer.apply(self, layer.index, kind, *tensors, *([self._anchor] if layer.has_trainable else [])))
-        leaves = [next(made) if flag else value for flag, value in zip(is_tensor, rest, strict=True)]
-        return tree_unflatten(leaves, spec)
+        leaves = [value if value is not _TENSOR else next(made) for value in outputs.rest]
+        enter_recorded(self._recorder, outputs.channels, list(made))
+        return tree_unflatten(leaves, outputs.spec)
+
+    def _run(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial:
+        return run_on_trial(self._recorder, lambda: layer.run(args, kwargs))
 
     def _profile(self, layer: StreamedLayer, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs the layer itself, without data, and leaves the counters of the outside as they were."""
@@ -225,27 +248,26 @@ class _Outliner:
         args, kwargs = split.first_piece(args, kwargs)
         base, costs = live.live_bytes, live.costs
         with torch.no_grad():
-            output = layer.forward(*args, **kwargs)
+            trial = self._run(layer, args, kwargs)
         forward_bytes = live.take_peak() - base
-        leaves, spec = tree_flatten(split.whole_output(output))
-        is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-        made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        leaves, spec = tree_flatten(split.whole_output(trial.output))
+        made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] + split.whole_recorded(trial.recorded)
         shapes = [(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in made]
-        rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._outputs[kind] = (rest, spec, is_tensor, shapes)
+        rest = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._outputs[kind] = _Outputs(rest, spec, shapes, trial.channels)
         whole_bytes = sum(leaf.untyped_storage().nbytes() for leaf in made)
-        output_bytes = sum(t.untyped_storage().nbytes() for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor))
-        del output, leaves, made
+        output_bytes = sum(tensor.untyped_storage().nbytes() for tensor in _tensors(trial))
+        del trial, leaves, made
         forward = live.costs - costs
         costs = live.costs
         with torch.enable_grad():
             cut_args, cut_kwargs = as_leaves(args, kwargs, needs)
             with leaving.counted():
-                output = layer.forward(*cut_args, **cut_kwargs)
+                trial = self._run(layer, cut_args, cut_kwargs)
         kept_forward_bytes = live.take_peak() - base
         kept_bytes = max(0, live.live_bytes - base - output_bytes)
         costs = live.costs
-        outputs = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+        outputs = [tensor for tensor in _tensors(trial) if tensor.requires_grad]
         wanted = [t for t in tree_flatten((cut_args, cut_kwargs))[0] if isinstance(t, torch.Tensor) and t.requires_grad]
         wanted += [p for p in layer.module.parameters() if p.requires_grad]
         backward, backward_peak = OpCosts(), live.live_bytes
@@ -253,7 +275,7 @@ class _Outliner:
             gradients = torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True)
             backward, backward_peak = live.costs - costs, live.take_peak()
             del gradients
-        del output, outputs, wanted, cut_args, cut_kwargs
+        del trial, outputs, wanted, cut_args, cut_kwargs
         self.profiles[kind] = LayerProfile(
             forward=forward,
             backward=backward,
@@ -268,6 +290,10 @@ class _Outliner:
         ).of_pieces(split, whole_bytes)
         live.take_peak()
         self._costs_before = live.costs
+
+
+def _tensors(trial: Trial) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(trial.output)[0] if isinstance(leaf, torch.Tensor)] + trial.recorded
 
 
 def as_leaves(
@@ -295,7 +321,7 @@ def outline_step(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[st
     """
     with dry_model(model, inputs, device) as (dry_inputs, live):
         anchor = torch.empty((), device=device, requires_grad=True)
-        outliner = _Outliner(live, anchor, runtime.micro_batch_size)
+        outliner = _Outliner(live, anchor, runtime.micro_batch_size, runtime.recorder)
         runner: Callable[..., Any] = outliner
         with runtime.layers_run_by(runner), live:
             loss = loss_of(model.forward(**dry_inputs), device)
@@ -318,7 +344,7 @@ def evaluation_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Mappin
     """
 
     def run(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return layer.forward(*args, **kwargs)
+        return layer.run(args, kwargs)
 
     with dry_model(model, inputs, device) as (dry_inputs, live), runtime.layers_run_by(run), torch.no_grad(), live:
         model.forward(**dry_inputs)

@@ -23,6 +23,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.shared_mappings import takes_mappings
 
 logger = logging.getLogger(__name__)
 
@@ -164,8 +165,8 @@ class CompiledLayers:
             Exception: what the layer's own code raises.
         """
         kind = self._kind_of(layer)
-        if kind is None or kind.gave_up:
-            return layer.forward(*args, **kwargs)
+        if kind is None or kind.gave_up or takes_mappings(args, kwargs):
+            return layer.run(args, kwargs)
         before = _RandomState(self._device)
         self._compiling = kind.name
         try:
@@ -177,7 +178,7 @@ class CompiledLayers:
             reason = _in_one_line(error)
         before.put_back()
         # Wrong arguments fail in the compiler too. Then this call raises what the user should see, and nothing is given up.
-        output = layer.forward(*args, **kwargs)
+        output = layer.run(args, kwargs)
         kind.gave_up = True
         self._note_eager(kind.name, reason)
         return output

@@ -13,6 +13,7 @@ from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.optim.step_worker import Ticket
+from megatrain_accelerate.streaming.shared_mappings import run_with_mappings
 
 
 class UpdateGate:
@@ -67,6 +68,10 @@ class StreamedLayer:
             for attribute, parameter in owner._parameters.items()
             if parameter is not None
         ]
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the layer's own forward with the weights that are bound to it; see :class:`SharedMappings`."""
+        return run_with_mappings(self.forward, args, kwargs)
 
     def show_host_weights(self) -> None:
         """The parameters' data are the store's weights from now on."""

@@ -26,6 +26,7 @@ from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.kept_graph import KeptGraph
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchSplit, GradientSums, JoinedOutputs
+from megatrain_accelerate.streaming.shared_mappings import WatchedArguments
 
 
 class OutputRecorder(Protocol):
@@ -45,6 +46,12 @@ class OutputRecorder(Protocol):
 
     def discard(self, token: Any) -> None:
         """Takes back what was recorded in forward since ``token`` was made. Must let go of all tensors."""
+
+    def channels(self, token: Any) -> list[str]:
+        """Between ``finish`` and what lets go: for each recorded tensor, under which name it was."""
+
+    def enter(self, channels: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        """Records tensors under these names in the place of a layer that isn't run."""
 
 
 class RunContext:
@@ -159,17 +166,17 @@ class LayerCall:
         source = iter(tensors)
         leaves = [next(source) if flag else rest for flag, rest in zip(self._is_tensor, self._rest, strict=True)]
         args, kwargs = tree_unflatten(leaves, self._spec)
+        watched = WatchedArguments(self.layer.name, args, kwargs, self._rest)
         recorder = self.context.recorder
         token = recorder.start(self.tokens[piece] if replay else None) if recorder is not None else None
         recorded: list[torch.Tensor] = []
         try:
-            if self.is_compiled:
-                output = self.context.compiled.run(self.layer, args, kwargs)
-            else:
-                output = self.layer.forward(*args, **kwargs)
+            run = self.context.compiled.run if self.is_compiled else StreamedLayer.run
+            output = run(self.layer, args, kwargs)
         finally:
             if recorder is not None:
                 recorded = recorder.finish(token)
+        watched.refuse_written()
         leaves, spec = tree_flatten(output)
         _refuse_hidden_tensors(self.layer, leaves)
         if not replay:

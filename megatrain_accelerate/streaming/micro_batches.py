@@ -91,6 +91,13 @@ class BatchSplit:
             return output
         return tree_map_only(torch.Tensor, lambda tensor: tensor.new_zeros((sum(self.sizes), *tensor.shape[1:])), output)
 
+    def whole_recorded(self, recorded: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What a call records beside its output, of the right shapes, zeros, from that of its first piece."""
+        if not self.sizes:
+            return list(recorded)
+        total, first = sum(self.sizes), self.sizes[0]
+        return [tensor.new_zeros((len(tensor) * total // first, *tensor.shape[1:])) for tensor in recorded]
+
     def join_gradients(self, pieces: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
         """The gradients of the call's tensors from those of its pieces; what pieces share is summed in fp32.
 

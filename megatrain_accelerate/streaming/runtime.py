@@ -31,6 +31,7 @@ from megatrain_accelerate.streaming.norm_table import NormTable
 from megatrain_accelerate.streaming.prefetch import Prefetcher
 from megatrain_accelerate.streaming.relocation import Part, relocate
 from megatrain_accelerate.streaming.resident import ResidentGroup
+from megatrain_accelerate.streaming.shared_mappings import SharedMappings
 from megatrain_accelerate.streaming.streams import Streams
 
 LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
@@ -120,6 +121,7 @@ class StreamingRuntime:
         self.keep_states_on_host: Callable[[], None] = lambda: self.place((), (), groups_on_device=False)
         """Brings all states to the host; set by the plan."""
         self.compiled = CompiledLayers(config.compile_layers, streams.device)
+        self.recorder = recorder
         self._order = CallOrder(len(self.layers))
         self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
         self._context = RunContext(
@@ -142,11 +144,8 @@ class StreamingRuntime:
         self._group_of = {id(state.parameter): group for group in self.groups for state in group.unit.states}
         # Weakly, since the garbage collector doesn't see through the parameter's reference to its hook.
         hook = functools.partial(_resident_gradient_ready, weakref.ref(self))
-        for group in self.groups:
-            for state in group.unit.states:
-                if state.entry.spec.trainable:
-                    self._handles.append(state.parameter.register_post_accumulate_grad_hook(hook))
         residents = [state for group in self.groups for state in group.unit.states if state.entry.spec.trainable]
+        self._handles += [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
         self._handles += self.sums.watch(residents)
         self._dry_run: LayerRunner | None = None
         self._in_backward = False
@@ -193,13 +192,14 @@ class StreamingRuntime:
     def run_layer(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a proxy's forward does."""
         if self._dry_run is not None:
-            return self._dry_run(layer, *without_caches(args, kwargs))
+            shared = SharedMappings(*without_caches(args, kwargs))
+            return shared.take_back(self._dry_run(layer, shared.args, shared.kwargs))
         if torch.is_grad_enabled():
             self._in_backward = False
             self._clipping.settle()
             layer.refuse_unfrozen()
-            clean_args, clean_kwargs = without_caches(args, kwargs)
-            call = LayerCall(self._context, layer, clean_args, clean_kwargs)
+            shared = SharedMappings(*without_caches(args, kwargs))
+            call = LayerCall(self._context, layer, shared.args, shared.kwargs)
             tensors = call.take_tensors()
             if layer.has_trainable or any(tensor.requires_grad for tensor in tensors):
                 tape, position = self._order.record(layer.index)
@@ -209,7 +209,7 @@ class StreamingRuntime:
                 offloading = inputs_offloaded(self.activations, layer.name, tensors, tape, position)
                 with offloading if offloads else contextlib.nullcontext():
                     outputs = list(LayerFunction.apply(call, tape, position, anchor, *tensors))
-                return call.rebuild(outputs)
+                return shared.take_back(call.rebuild(outputs))
         tape, position = self._order.record(layer.index)
         slot = self._acquire_forward(layer, tape, position, False)
         try:

@@ -1,0 +1,150 @@
+"""Mappings through which layers hand tensors to each other besides their outputs (shared keys and values of Gemma 3n and 4).
+
+The model passes one mapping to all layers; some write entries, later ones read them. What stands in it is an input of a
+layer's autograd node, and what the layer writes is an output of it: else gradients would end there without a word.
+Transformers uses ``collections.UserDict`` for these, since wrappers that rebuild every plain dict would lose what is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import MappingKey, register_pytree_node, tree_flatten, tree_structure
+
+from megatrain_accelerate.errors import UnsupportedError
+
+
+@dataclasses.dataclass
+class _Handed:
+    """A mapping on its way into a layer: its entries, which pytree sees."""
+
+    entries: dict[Any, Any]
+
+
+@dataclasses.dataclass
+class _Returned:
+    """What a layer returned, and for each mapping that was handed to it the entries that it wrote."""
+
+    output: Any
+    written: tuple[dict[Any, Any], ...]
+
+
+register_pytree_node(
+    _Handed,
+    lambda handed: (list(handed.entries.values()), tuple(handed.entries)),
+    lambda values, keys: _Handed(dict(zip(keys, values, strict=True))),
+    flatten_with_keys_fn=lambda handed: (
+        [(MappingKey(key), value) for key, value in handed.entries.items()],
+        tuple(handed.entries),
+    ),
+)
+register_pytree_node(
+    _Returned,
+    lambda returned: ([returned.output, returned.written], None),
+    lambda children, _: _Returned(*children),
+)
+
+
+class SharedMappings:
+    """The mappings among one call's arguments.
+
+    Args:
+        args, kwargs: the call's, as the model passes them.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._mappings = [value for value in (*args, *kwargs.values()) if isinstance(value, UserDict)]
+        if self._mappings:
+            args = tuple(_handed(value) for value in args)
+            kwargs = {name: _handed(value) for name, value in kwargs.items()}
+        self.args = args
+        """The arguments for :func:`run_with_mappings`, directly or by way of pytree."""
+        self.kwargs = kwargs
+
+    def take_back(self, result: Any) -> Any:
+        """Enters what the layer wrote into the model's mappings; returns the layer's own output."""
+        if not self._mappings:
+            return result
+        for mapping, written in zip(self._mappings, result.written, strict=True):
+            mapping.update(written)
+        return result.output
+
+
+def run_with_mappings(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a layer's own forward; for :meth:`SharedMappings.take_back` if mappings were handed to it.
+
+    Raises:
+        UnsupportedError: it removed an entry.
+    """
+    handed = [value for value in (*args, *kwargs.values()) if isinstance(value, _Handed)]
+    if not handed:
+        return forward(*args, **kwargs)
+    mappings = [UserDict(value.entries) for value in handed]
+    unused = iter(mappings)
+    args = tuple(next(unused) if isinstance(value, _Handed) else value for value in args)
+    kwargs = {name: next(unused) if isinstance(value, _Handed) else value for name, value in kwargs.items()}
+    output = forward(*args, **kwargs)
+    for mapping, value in zip(mappings, handed, strict=True):
+        removed = value.entries.keys() - mapping.keys()
+        if removed:
+            raise UnsupportedError(
+                f"a layer removes {sorted(map(str, removed))} from a mapping that it shares with other layers, so that it "
+                "can't be run again in backward; name other layers in megatrain_config.layer_classes"
+            )
+    written = tuple(
+        {key: entry for key, entry in mapping.items() if entry is not value.entries.get(key)}
+        for mapping, value in zip(mappings, handed, strict=True)
+    )
+    return _Returned(output, written)
+
+
+def takes_mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether mappings were handed over among these arguments."""
+    return any(isinstance(value, _Handed) for value in (*args, *kwargs.values()))
+
+
+def _handed(value: Any) -> Any:
+    return _Handed(dict(value)) if isinstance(value, UserDict) else value
+
+
+class WatchedArguments:
+    """Sees what a layer puts into its arguments in other ways, where it would be lost: the layer gets copies of lists and
+    dicts, and what an object holds is cut off from the graph.
+
+    Args:
+        layer: its name, for the message.
+        args, kwargs: as the layer gets them.
+        rest: what of them isn't a tensor.
+    """
+
+    def __init__(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any], rest: Sequence[Any]) -> None:
+        self._layer = layer
+        self._arguments = (args, kwargs)
+        self._structure = tree_structure(self._arguments)
+        self._objects = [value for value in rest if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))]
+        self._held = [_held_tensors(value) for value in self._objects]
+
+    def refuse_written(self) -> None:
+        """Called when the layer has run.
+
+        Raises:
+            UnsupportedError: it wrote something there.
+        """
+        changed = [type(o).__name__ for o, held in zip(self._objects, self._held, strict=True) if _held_tensors(o) != held]
+        if tree_structure(self._arguments) != self._structure:
+            changed.append("list or dict")
+        if changed:
+            raise UnsupportedError(
+                f"layer {self._layer} writes into an argument ({', '.join(changed)}), which other layers wouldn't see and "
+                "gradients couldn't pass. A model whose layers hand tensors on in this way can't be trained with megatrain "
+                "yet; name other layers in megatrain_config.layer_classes if larger blocks keep it to themselves"
+            )
+
+
+def _held_tensors(value: Any) -> list[int]:
+    return [id(leaf) for leaf in tree_flatten(vars(value))[0] if isinstance(leaf, torch.Tensor)]
