@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -49,9 +50,12 @@ class KnownValues(TorchDispatchMode):
             result = _fake_result(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if real is None:
-                raise
-            device = next((leaf.device for leaf in _tensors((args, kwargs))), torch.device("cpu"))
-            result = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device=device), real)
+                result = self._with_counted_masks(func, args, kwargs)
+                if result is None:
+                    raise
+            else:
+                device = next((leaf.device for leaf in _tensors((args, kwargs))), torch.device("cpu"))
+                result = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device=device), real)
         self._note(func, args, kwargs, result, real)
         return result
 
@@ -75,6 +79,22 @@ class KnownValues(TorchDispatchMode):
                 return func(*args, **kwargs)
         except Exception:  # an operation that the CPU doesn't have
             return None
+
+    def _with_counted_masks(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation on tensors without data at the places of masks whose values are known; None for any other."""
+        if func.overloadpacket is not _ATEN.index:
+            return None
+        indices: list[torch.Tensor | None] = []
+        for index in args[1]:
+            if index is None or index.dtype != torch.bool:
+                indices.append(index)
+            elif self._is_known(index):
+                with _disable_current_modes():
+                    count = int(self._value(index).sum())
+                indices += [torch.empty(count, dtype=torch.int64, device=index.device) for _ in range(index.dim())]
+            else:
+                return None
+        return func(args[0], indices, **kwargs)
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any, real: Any) -> None:
         if real is None:
@@ -102,6 +122,15 @@ class KnownValues(TorchDispatchMode):
             storage = self._known[written].untyped_storage()._cdata
             for fake in [fake for fake, value in self._known.items() if value.untyped_storage()._cdata == storage]:
                 del self._known[fake]
+
+
+class NumbersOfTensors(TorchFunctionMode):
+    """``torch.tensor`` of a list of tensors reads their memory, past all modes: it gets their numbers instead."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.tensor and args and isinstance(args[0], (list, tuple)):
+            args = (tree_map_only(FakeTensor, lambda tensor: tensor.tolist(), args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
 
 
 def _fake_result(func: Any, args: Any, kwargs: Any) -> Any:

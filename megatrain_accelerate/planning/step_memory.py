@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from megatrain_accelerate.planning.known_values import KnownValues
+from megatrain_accelerate.planning.known_values import KnownValues, NumbersOfTensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +196,7 @@ def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device)
         torch.random.fork_rng(devices=[]),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         KnownValues() as values,
+        NumbersOfTensors(),
         _fake_weights(model, device, values) as weights,
         torch.enable_grad(),
     ):
