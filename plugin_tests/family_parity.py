@@ -40,14 +40,14 @@ class Outcome:
     """Of each step, before clipping, in the parameter's compute dtype."""
 
     masters: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """fp32, by the parameter's name; frozen ones too."""
+    """fp32, by the parameter's name; of frozen ones the weight that computes."""
 
     def note_losses(self, place: str, output: Any) -> None:
         """Notes the losses of one forward."""
         for key in ("loss", "aux_loss"):
             value = getattr(output, key, None)
             if isinstance(value, torch.Tensor):
-                self.losses[f"{key} {place}"] = value.detach().float()
+                self.losses[f"{key} {place}"] = value.detach().cpu().float()
 
 
 def optimizer_for(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
@@ -68,26 +68,28 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-def train_plainly(family: Family, dtype: torch.dtype, accumulation: int = 1) -> Outcome:
-    """Five steps in plain PyTorch; under autocast for bf16, as a stock loop with mixed precision runs a model."""
+def train_plainly(family: Family, dtype: torch.dtype, accumulation: int = 1, device: str = "cpu") -> Outcome:
+    """Five steps in plain PyTorch; under autocast for bf16, as a stock loop with mixed precision runs a model. Masters and
+    AdamW are on the CPU."""
     model = family.build()
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     masters = {name: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for name, p in model.named_parameters()}
     rounded = {name for name in masters if dtype == torch.bfloat16 and not _keeps_fp32(model, name)}
     for name, parameter in model.named_parameters():
         parameter.data = round_to_bf16(parameter.data) if name in rounded else parameter.data.clone()
+    model.to(device)
     optimizer = optimizer_for([masters[name] for name in trained])
     outcome = Outcome()
     torch.manual_seed(3)
     for step in range(STEPS):
         for micro in range(accumulation):
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-                output = model(**family.batch(step * accumulation + micro))
+            with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+                output = model(**batch_of(family, step * accumulation + micro, device))
             outcome.note_losses(f"{step}.{micro}", output)
             (output.loss / accumulation).backward()
             for name, parameter in trained.items():
                 if parameter.grad is not None:
-                    total, fresh = masters[name].grad, parameter.grad.float()
+                    total, fresh = masters[name].grad, parameter.grad.cpu().float()
                     masters[name].grad = fresh if total is None else total + fresh
                     parameter.grad = None
         for name in trained:
@@ -101,15 +103,22 @@ def train_plainly(family: Family, dtype: torch.dtype, accumulation: int = 1) -> 
         for name, parameter in trained.items():
             master = masters[name].detach()
             parameter.data.copy_(round_to_bf16(master) if name in rounded else master)
-    outcome.masters = {name: master.detach() for name, master in masters.items()}
+    for name, parameter in model.named_parameters():
+        # A frozen weight has no master: what computes is all there is.
+        outcome.masters[name] = (masters[name] if name in trained else parameter).detach().cpu().float()
     return outcome
 
 
-def train_streamed(family: Family, dtype: torch.dtype, accumulation: int = 1, **settings: Any) -> Outcome:
+def batch_of(family: Family, seed: int, device: str) -> dict[str, torch.Tensor]:
+    """The family's batch, on the device."""
+    return {name: tensor.to(device) for name, tensor in family.batch(seed).items()}
+
+
+def train_streamed(family: Family, dtype: torch.dtype, accumulation: int = 1, device: str = "cpu", **settings: Any) -> Outcome:
     """The same five steps in an Accelerate loop with the plugin; ``settings`` are the plugin's."""
     precision = "bf16" if dtype == torch.bfloat16 else "no"
     with plugin(**{**STREAMED, **family.settings, **settings}):
-        accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulation)
+        accelerator = Accelerator(cpu=device == "cpu", mixed_precision=precision, gradient_accumulation_steps=accumulation)
         model = family.build()
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         model, optimizer = accelerator.prepare(model, optimizer_for(list(trained.values())))
@@ -120,7 +129,7 @@ def train_streamed(family: Family, dtype: torch.dtype, accumulation: int = 1, **
         for step in range(STEPS):
             for micro in range(accumulation):
                 with accelerator.accumulate(model):
-                    output = model(**family.batch(step * accumulation + micro))
+                    output = model(**batch_of(family, step * accumulation + micro, device))
                     outcome.note_losses(f"{step}.{micro}", output)
                     accelerator.backward(output.loss)
                     del output
@@ -128,13 +137,16 @@ def train_streamed(family: Family, dtype: torch.dtype, accumulation: int = 1, **
                         continue
                     for name, parameter in trained.items():
                         gradient = parameter.grad
-                        outcome.gradients[f"{name} {step}"] = None if gradient is None else gradient.detach().clone()
+                        outcome.gradients[f"{name} {step}"] = (
+                            None if gradient is None else gradient.detach().to("cpu", copy=True)
+                        )
                     norm = accelerator.clip_grad_norm_(trained.values(), MAX_NORM)
-                    outcome.losses[f"norm {step}"] = torch.as_tensor(norm).clone()
+                    outcome.losses[f"norm {step}"] = torch.as_tensor(norm).to("cpu", copy=True)
                     optimizer.step()
                     optimizer.zero_grad()
         engine.drain()
-        outcome.masters = masters_of(engine, accelerator.unwrap_model(model))
+        masters = masters_of(engine, accelerator.unwrap_model(model))
+        outcome.masters = {name: master.cpu() for name, master in masters.items()}
         engine.close()
     return outcome
 

@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from megatrain_accelerate.planning.known_values import KnownValues, NumbersOfTensors
+
 
 @dataclasses.dataclass(frozen=True)
 class OpCosts:
@@ -144,31 +146,30 @@ def buffers_put_back(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _fake_weights(model: nn.Module, device: torch.device) -> Iterator[list[torch.Tensor]]:
+def _fake_weights(model: nn.Module, device: torch.device, values: KnownValues) -> Iterator[list[torch.Tensor]]:
     """The model's parameters and buffers are tensors without data while the body runs; yields them."""
     fakes: dict[int, torch.Tensor] = {}
-    saved: list[tuple[Any, str, Any]] = []
+    saved: list[tuple[Any, dict[str, Any]]] = []
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in fakes:
             # A fresh tensor, since a conversion would carry over hooks and gradients.
             twin = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             fakes[id(tensor)] = twin.requires_grad_(tensor.requires_grad)
+            values.learn(twin, tensor)
         return fakes[id(tensor)]
 
     with without_hooks(model):
         try:
             for module in model.modules():
-                for store in (module._parameters, module._buffers):
-                    for name, tensor in store.items():
-                        if tensor is not None:
-                            saved.append((store, name, tensor))
-            for store, name, tensor in saved:
-                store[name] = fake(tensor)
+                saved += [(store, dict(store)) for store in (module._parameters, module._buffers)]
+            for store, before in saved:
+                store.update({name: fake(tensor) for name, tensor in before.items() if tensor is not None})
             yield list(fakes.values())
         finally:
-            for store, name, tensor in saved:
-                store[name] = tensor
+            for store, before in saved:
+                store.clear()
+                store.update(before)
 
 
 def _without_full_masks(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,10 +208,18 @@ def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device)
     with (
         torch.random.fork_rng(devices=[]),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
-        _fake_weights(model, device) as weights,
+        KnownValues() as values,
+        NumbersOfTensors(),
+        _fake_weights(model, device, values) as weights,
         torch.enable_grad(),
     ):
-        yield tree_map_only(torch.Tensor, mode.from_tensor, inputs), LiveBytes(weights)
+
+        def without_data(tensor: torch.Tensor) -> torch.Tensor:
+            fake = mode.from_tensor(tensor)
+            values.learn(fake, tensor)
+            return fake
+
+        yield tree_map_only(torch.Tensor, without_data, inputs), LiveBytes(weights)
 
 
 def loss_of(output: Any, device: torch.device) -> torch.Tensor:
