@@ -38,10 +38,13 @@ def losses(tmp_path: Path, streamed: bool, make: Any, **arguments: Any) -> list[
 
 @pytest.fixture
 def default_precision() -> Iterator[None]:
-    """Transformers leaves the process with what was asked for."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    """Transformers leaves the process with what was asked for, in torch's newer switch where there is one."""
+    owner, name = torch.backends.cuda.matmul, "allow_tf32"
+    if hasattr(torch.backends, "fp32_precision"):
+        owner, name = torch.backends, "fp32_precision"
+    before = getattr(owner, name)
     yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    setattr(owner, name, before)
 
 
 @pytest.mark.usefixtures("default_precision")
@@ -50,8 +53,9 @@ def test_tf32_holds_for_layers_that_stream(tmp_path: Path) -> None:
         (streamed, tf32): losses(tmp_path, streamed, llama, tf32=tf32) for streamed in (False, True) for tf32 in (False, True)
     }
     for tf32 in (False, True):
-        # The same kernels in both; AdamW's roundings differ.
-        assert all(close(*pair, 1e-5) for pair in zip(found[True, tf32], found[False, tf32], strict=True))
+        # The same kernels in both; AdamW's roundings differ, and may move a weight to the next number of tf32 (10 bits).
+        tolerance = 1e-4 if tf32 else 1e-5
+        assert all(close(*pair, tolerance) for pair in zip(found[True, tf32], found[False, tf32], strict=True))
     assert found[True, True] != found[True, False]
 
 
