@@ -73,6 +73,31 @@ def _refuse_unsupported(arguments: Any) -> None:
                 f"{name}=True can't be used with megatrain: fp16 needs loss scaling, which the fused deferred step doesn't "
                 f"do, and weights are kept as bf16 halves of fp32 masters. Use {name.replace('fp16', 'bf16')}=True"
             )
+    for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode"):
+        if getattr(arguments, name, None):
+            raise UnsupportedError(
+                f"{name}={getattr(arguments, name)!r} can't be used with megatrain: it compiles the model as a whole, and "
+                "megatrain swaps weights under the model. Leave it out: megatrain_config.compile_layers compiles the layers "
+                "(on a GPU by default)"
+            )
+    if getattr(arguments, "bf16_full_eval", False) and not getattr(arguments, "bf16", False):
+        raise UnsupportedError(
+            "bf16_full_eval=True without bf16=True can't be used with megatrain: it would cast the fp32 weights that are "
+            "trained to bf16 for good. Use bf16=True, under which evaluation computes in bf16 and the fp32 masters stay"
+        )
+    optimizer = str(getattr(arguments.optim, "value", arguments.optim))
+    if optimizer in ("lomo", "adalomo") or optimizer.endswith("_layerwise"):
+        raise UnsupportedError(
+            f"optim={optimizer!r} can't be used with megatrain: it steps inside the hooks of gradients on the GPU, which a "
+            "streamed layer's gradients never pass. Use optim='adamw_torch', which needs no GPU memory for its states here"
+            + (f", or {optimizer.removesuffix('_layerwise')!r}" if optimizer.endswith("_layerwise") else "")
+        )
+    parallelism = getattr(arguments, "parallelism_config", None)
+    if parallelism is not None and parallelism.total_size > 1:
+        raise UnsupportedError(
+            f"parallelism_config asks for {parallelism.total_size} processes, and megatrain trains on one GPU in one "
+            "process so far; remove it"
+        )
     for name in ("deepspeed", "fsdp"):
         if getattr(arguments, name, None) or os.environ.get(f"ACCELERATE_USE_{name.upper()}", "").lower() in ("1", "true"):
             raise ConfigError(

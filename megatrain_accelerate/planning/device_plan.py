@@ -16,7 +16,7 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.optim.device_kernel import can_step_on
-from megatrain_accelerate.planning.evaluation_weights import EvaluationWeights, is_next_token
+from megatrain_accelerate.planning.evaluation_weights import EvaluationWeights, has_cache, is_next_token
 from megatrain_accelerate.planning.layer_measurement import measure_layers
 from megatrain_accelerate.planning.machine import Machine, measured_machine
 from megatrain_accelerate.planning.placement import Placement
@@ -134,16 +134,11 @@ class DevicePlan:
         holds = self.evaluation_weights.may_be_held
         if self._runtime.open_forwards or not (moves or holds):
             return
-        elements = _elements(inputs)
-        # A token's inputs grow by its mask; what it needs is less than what the text before it needed.
-        if elements > self._evaluated_elements and (moves or self.has_budget) and not is_next_token(inputs):
-            self._evaluated_elements = elements
-            try:
-                self._evaluation_bytes = evaluation_bytes(model, self._runtime, inputs, self._device)
-            except Exception as error:  # a model that looks at its data can't be run without any
-                logger.info("megatrain: an evaluation's memory can't be predicted for this model (%s)", error)
         if holds:
-            self.evaluation_weights.before_forward(inputs, self._spare_bytes)
+            self.evaluation_weights.before_forward(inputs, functools.partial(self._spare_bytes, model, inputs))
+        # Of a generation the first forward is the one to predict; of the others those that matter.
+        if moves or (holds and has_cache(inputs) and self.has_budget):
+            self._predict_evaluation(model, inputs)
         if moves and self._evaluation_bytes > USABLE_SHARE_OF_DEVICE * self._free_bytes():
             logger.info("megatrain: layers leave the GPU for an evaluation of %.1f GiB", self._evaluation_bytes / GIB)
             self._displaced = self.placement
@@ -151,6 +146,17 @@ class DevicePlan:
                 dataclasses.replace(self.placement, resident=frozenset(), on_device=frozenset(), groups_on_device=False)
             )
             torch.cuda.empty_cache()
+
+    def _predict_evaluation(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        elements = _elements(inputs)
+        # A token's inputs grow by its mask; it needs less than the text before it, and can't run without its cache.
+        if elements <= self._evaluated_elements or is_next_token(inputs):
+            return
+        self._evaluated_elements = elements
+        try:
+            self._evaluation_bytes = evaluation_bytes(model, self._runtime, inputs, self._device)
+        except Exception as error:  # a model that looks at its data can't be run without any
+            logger.info("megatrain: an evaluation's memory can't be predicted for this model (%s)", error)
 
     def follow(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Plans for a training forward on ``inputs`` (keyword arguments of the model) if it is the largest so far.
@@ -338,7 +344,7 @@ class DevicePlan:
             return 0
         return int(USABLE_SHARE_OF_DEVICE * (self._free_bytes() + sum(self.held_bytes_by_kind().values())))
 
-    def _spare_bytes(self) -> int | None:
+    def _spare_bytes(self, model: nn.Module, inputs: Mapping[str, Any]) -> int | None:
         """Bytes of the budget beside what the engine holds and an evaluation needs; None without a budget.
 
         Half of what would be there if the need is unknown.
@@ -346,6 +352,7 @@ class DevicePlan:
         budget_bytes = self._budget_bytes()
         if not budget_bytes:
             return None
+        self._predict_evaluation(model, inputs)
         left = budget_bytes - sum(self.held_bytes_by_kind().values())
         if self._device.type == "cuda":
             left = min(left, int(USABLE_SHARE_OF_DEVICE * self._free_bytes()))

@@ -22,11 +22,16 @@ TOKENS_BETWEEN_LOOKS = 16
 """Tokens of a generation from one look at the free memory to the next: asking the driver takes time, caches grow little."""
 
 
+def has_cache(inputs: Mapping[str, Any]) -> bool:
+    """Whether a forward is part of a generation: it is given a cache, if only an empty one."""
+    return any(inputs.get(name) is not None for name in CACHE_ARGUMENTS)
+
+
 def is_next_token(inputs: Mapping[str, Any]) -> bool:
     """Whether a forward computes one more token of a generation: its inputs are one token a sample, and a cache."""
     ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
     is_one = isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[1] == 1
-    return is_one and any(inputs.get(name) is not None for name in CACHE_ARGUMENTS)
+    return is_one and has_cache(inputs)
 
 
 def cache_bytes(inputs: Mapping[str, Any]) -> int:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,22 @@ def note_checkpointing_ignored() -> None:
         logger.warning("megatrain: layers are recomputed by the streaming engine; gradient_checkpointing is left off in them")
 
 
+_casts_noted = False
+
+
+def _note_cast_ignored(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Says once that ``to(dtype)`` or the like was asked for and changes no layer."""
+    global _casts_noted
+    first = next(module.parameters(), None)
+    # fn is any of to(), half(), cuda(), ...: what it does to an empty tensor tells.
+    if not _casts_noted and first is not None and fn(first.new_empty(0)).dtype != first.dtype:
+        _casts_noted = True
+        logger.warning(
+            "megatrain: the dtype of a prepared model's layers isn't changed by to(), half() and the like; "
+            "cast the model before accelerator.prepare()"
+        )
+
+
 def _new_module(original: type[nn.Module]) -> nn.Module:
     """An empty module, to be filled with a pickled or copied proxy's state."""
     return original.__new__(original)
@@ -57,6 +74,11 @@ def _proxy_class(original: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[_RUNNER](args, kwargs)
 
+    def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        # to(), cuda() and the like would bring the whole model to the GPU, and put rounded weights in the masters' place.
+        _note_cast_ignored(self, fn)
+        return self
+
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         self.__dict__[_BEFORE_COPY]()
         reduced: Any = object.__reduce_ex__(self, protocol)
@@ -69,6 +91,7 @@ def _proxy_class(original: type[nn.Module]) -> type[nn.Module]:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "forward": forward,
+        "_apply": _apply,
         "__reduce_ex__": __reduce_ex__,
         "_megatrain_original_class": original,
     }

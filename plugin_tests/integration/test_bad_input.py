@@ -71,6 +71,8 @@ def test_whole_model_compilation_is_refused(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.delenv(f"ACCELERATE_DYNAMO_{name}")
     with pytest.raises(UnsupportedError, match="torch_compile"):
         Trainer(model, make_arguments(tmp_path, torch_compile=True), train_dataset=examples())
+    with pytest.raises(UnsupportedError, match=r"torch_compile.*dynamo_backend"):
+        Accelerator(cpu=True, dynamo_backend="inductor")
     assert_untouched(model, before)
 
 

@@ -279,3 +279,28 @@ def test_an_encoder_decoder_generates_from_held_layers() -> None:
     assert torch.equal(generated(evaluation_weights="resident"), generated(evaluation_weights="stream"))
     # The encoder ran before the decoder's first forward asked for room.
     assert counts[0] < 2 < counts[1]
+
+
+def test_what_a_generation_needs_is_predicted_from_its_prompt_and_only_once(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, engine = engines(evaluation_weights="auto", gpu_memory_gib=1)
+    predicted: list[int] = []
+    predict = device_plan.evaluation_bytes
+
+    def noting(model: nn.Module, runtime: Any, inputs: Any, device: torch.device) -> int:
+        predicted.append(inputs["input_ids"].shape[1])
+        return predict(model, runtime, inputs, device)
+
+    monkeypatch.setattr(device_plan, "evaluation_bytes", noting)
+    with torch.no_grad():
+        model.eval()(input_ids=token_batches(1)[0])
+    assert predicted == [], "a single forward of a reference model holds nothing"
+    engine.device_plan.evaluation_weights.give_up()
+    generate(model, 30)
+    generate(model)
+    assert predicted == [5]
+    with torch.no_grad():
+        model(input_ids=token_batches(1)[0])
+    assert predicted == [5, 32]
+    assert held(engine) == 6
