@@ -123,6 +123,8 @@ class Engine:
         self._tiled_head: TiledHead | None = None
         self._resident_places: list[tuple[str, str, nn.Parameter]] = []
         self._dtypes = self._choose_dtypes(model, bf16)
+        rounds = any(p.requires_grad and p.dtype != self._dtypes[id(p)] for p in model.parameters())
+        self._holds_masters = training or rounds
         counts_sums = training and accumulates and config.accumulation_dtype == "fp32"
         self._require_memory(discovery, training, counts_sums)
         register = config.pin_memory and device.type == "cuda"
@@ -130,6 +132,7 @@ class Engine:
         meter = Meter(streams)
         self.kernels = HostKernels(config.host_threads)
         make_unit = functools.partial(HostUnit, kernels=self.kernels, huge_pages=config.huge_pages, register=register)
+        make_unit.keywords["holds_masters"] = self._holds_masters
         layers: list[StreamedLayer] = []
         groups: list[ResidentGroup] = []
         self.training = False
@@ -184,12 +187,14 @@ class Engine:
         if not self.training:
             parts = planned_host_bytes((unit.layout for unit in self.runtime.units), training=True)
             more = {kind: parts[kind] for kind in ("gradients", "moments")}
+            more["residuals"] = parts["residuals"] - sum(unit.residuals.nbytes for unit in self.runtime.units)
             require_host_bytes(sum(more.values()), 0, more, self.config.host_memory_gib)
             self._allocate_for_training()
 
     def _allocate_for_training(self) -> None:
         self.training = True
         for unit in self.runtime.units:
+            unit.allocate_masters()
             unit.allocate_gradients()
         self.runtime.offloader.allocate_slots(any(not layer.unit.is_on_device for layer in self.runtime.layers))
 
@@ -247,6 +252,7 @@ class Engine:
             for group in groups
         ]
         parts = planned_host_bytes(layouts, training, fp32_sums)
+        parts["residuals"] *= self._holds_masters
         own = anonymous_bytes(p for group in groups for _, p in group if p.device.type == "cpu")
         require_host_bytes(sum(parts.values()), own, parts, self.config.host_memory_gib, BF16_REMEDY if fp32_sums else "")
         self.parameter_count = sum(layout.parameter_count for layout in layouts)

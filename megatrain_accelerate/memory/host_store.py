@@ -85,6 +85,7 @@ class HostUnit:
         dtypes: the dtype in which each of them computes.
         kernels: the host kernels.
         huge_pages, register: see :class:`HostMemory`.
+        holds_masters: False if the weights are all there is of them: loaded in bf16, and not to be trained so far.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class HostUnit:
         kernels: HostKernels,
         huge_pages: bool,
         register: bool,
+        holds_masters: bool = True,
     ) -> None:
         self.name = name
         self._host_kernels = kernels
@@ -121,8 +123,7 @@ class HostUnit:
         self.gradient_residuals: torch.Tensor | None = None
         """Flat low halves of fp32 gradient sums, int16. None before :meth:`allocate_gradient_residuals`."""
         self._registers_gradient_residuals = False
-        self._residual_memory = self._allocate(2 * self.layout.split_elements, False)
-        self.residuals = self._residual_memory.tensor(0, (self.layout.split_elements,), torch.int16)
+        self._allocate_residuals(self.layout.split_elements if holds_masters else 0)
         self._moment_memory: HostMemory | DeviceMemory | None = None
         self.exp_avgs: torch.Tensor | None = None
         self.exp_avg_sqs: torch.Tensor | None = None
@@ -176,6 +177,17 @@ class HostUnit:
         master = torch.empty(state.weight.shape, dtype=torch.float32, device=state.weight.device)
         self.kernels.join(state.weight, state.residual, master)
         return master.cpu()
+
+    def _allocate_residuals(self, elements: int) -> None:
+        self._residual_memory = self._allocate(2 * elements, False)
+        self.residuals = self._residual_memory.tensor(0, (elements,), torch.int16)
+
+    def allocate_masters(self) -> None:
+        """Makes the low halves of the masters, zero, if there are none yet."""
+        if len(self.residuals) < self.layout.split_elements:
+            self._allocate_residuals(self.layout.split_elements)
+            for state in self.states:
+                self._bind(state)
 
     def allocate_gradients(self) -> None:
         """Makes the gradients' memory, registered. Does nothing if it exists, or if all parameters are frozen."""
@@ -260,8 +272,7 @@ class HostUnit:
         self.kernels = kernels
         self._weight_memory = self._allocate(self.layout.weight_bytes, self._register)
         self.weights = self._weight_memory.tensor(0, (self.layout.weight_bytes,), torch.uint8)
-        self._residual_memory = self._allocate(2 * self.layout.split_elements, False)
-        self.residuals = self._residual_memory.tensor(0, (self.layout.split_elements,), torch.int16)
+        self._allocate_residuals(len(old[1]))
         self.weights.copy_(old[0])
         self.residuals.copy_(old[1])
         self._weight_memory.register()
@@ -305,7 +316,7 @@ class HostUnit:
             torch.OutOfMemoryError, HostMemoryError: it doesn't fit; the unit is as it was.
         """
         layout = self.layout
-        needed = [(layout.weight_bytes, self._register), (2 * layout.split_elements, False)]
+        needed = [(layout.weight_bytes, self._register), (self.residuals.nbytes, False)]
         needed += [(8 * layout.state_elements, False)] if moments else []
         needed += [(layout.gradient_bytes, self._register)] if gradients and device is None and layout.gradient_bytes else []
         needed += [(2 * layout.split_elements, self._registers_gradient_residuals)] if sums else []
@@ -326,7 +337,7 @@ class HostUnit:
         """Makes the state's weight and residual views of the unit's memory."""
         entry, spec = state.entry, state.entry.spec
         state.weight = self._weight_memory.tensor(entry.weight_offset, spec.shape, spec.dtype)
-        if entry.has_residual and entry.state_offset is not None:
+        if entry.has_residual and entry.state_offset is not None and len(self.residuals):
             state.residual = self._residual_memory.tensor(2 * entry.state_offset, spec.shape, torch.int16)
 
     def bytes_by_kind(self) -> dict[str, int]:
@@ -334,7 +345,7 @@ class HostUnit:
         return {
             "weights": self.layout.weight_bytes,
             "gradients": self.layout.gradient_bytes if self.gradients is not None else 0,
-            "residuals": 2 * self.layout.split_elements,
+            "residuals": self.residuals.nbytes,
             "moments": 8 * self.layout.state_elements if self.exp_avgs is not None else 0,
             **({"gradient_residuals": 2 * self.layout.split_elements} if self.gradient_residuals is not None else {}),
         }
@@ -364,10 +375,7 @@ class HostUnit:
 def planned_host_bytes(layouts: Iterable[FlatLayout], training: bool, fp32_sums: bool = False) -> dict[str, int]:
     """Bytes that units of these layouts will take with the fused optimizer, by what they hold.
 
-    Args:
-        layouts: of all units.
-        training: whether there are gradients and moments.
-        fp32_sums: whether gradients are summed in fp32.
+    ``training``: whether there are gradients and moments. ``fp32_sums``: whether gradients are summed in fp32.
     """
     parts = {"weights": 0, "gradients": 0, "residuals": 0, "moments": 0}
     for layout in layouts:
@@ -382,7 +390,7 @@ def planned_host_bytes(layouts: Iterable[FlatLayout], training: bool, fp32_sums:
 
 
 def held_host_bytes(units: Iterable[HostUnit]) -> dict[str, int]:
-    """Bytes of host memory that the units hold now, by what they hold; nothing for those that live on the device."""
+    """Bytes of host memory that the units hold now, by kind; nothing for those that live on the device."""
     total: dict[str, int] = {}
     for unit in units:
         if not unit.is_on_device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,11 +15,13 @@ def own_precision(model: nn.Module) -> set[int]:
     - What the model itself wants in fp32 (transformers' ``_keep_in_fp32_modules_strict``).
     - What PEFT trains: adapters, ``modules_to_save``, prompts. PEFT makes them fp32 on purpose, whatever the base is, and
       autocast rounds them where it does so without this package. 16 bytes a parameter instead of 14, of few parameters.
+    - An output head whose ``forward`` somebody replaced (TRL's ``cast_lm_head_to_fp32``).
     - In a model that was loaded in bf16, the parameters that aren't: somebody cast a head or a router to fp32 on purpose.
 
     In a model that was loaded in fp32 all others compute in bf16, from fp32 masters.
     """
-    return _wanted_by_the_model(model) | _trained_by_peft(model) | _exceptions_of_a_bf16_model(model)
+    found = _wanted_by_the_model(model) | _trained_by_peft(model)
+    return found | _of_a_replaced_head(model) | _exceptions_of_a_bf16_model(model)
 
 
 def _wanted_by_the_model(model: nn.Module) -> set[int]:
@@ -41,6 +44,14 @@ def _trained_by_peft(model: nn.Module) -> set[int]:
             elif isinstance(holder, nn.Parameter):
                 found.add(id(holder))
     return found
+
+
+def _of_a_replaced_head(model: nn.Module) -> set[int]:
+    try:
+        head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return set()
+    return {id(parameter) for parameter in head.parameters()} if "forward" in getattr(head, "__dict__", {}) else set()
 
 
 def _exceptions_of_a_bf16_model(model: nn.Module) -> set[int]:

@@ -61,6 +61,7 @@ class StreamedLayer:
         self.unit = unit
         self.gate = UpdateGate()
         self.has_trainable = any(state.entry.spec.trainable for state in unit.states)
+        self._known = {id(state.parameter) for state in unit.states}
         position = {id(state.parameter): i for i, state in enumerate(unit.states)}
         self._bindings: list[tuple[nn.Module, str, int, nn.Parameter]] = [
             (owner, attribute, position[id(parameter)], parameter)
@@ -113,11 +114,17 @@ class StreamedLayer:
                 owner._parameters[attribute] = parameter
 
     def refuse_unfrozen(self) -> None:
-        """Raises for a parameter that was frozen when the model was prepared and has been unfrozen since.
+        """Raises for a trained parameter that was frozen, or wasn't there, when the model was prepared.
 
         Raises:
             StateError: it has neither gradient nor master.
         """
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._known:
+                raise StateError(
+                    f"parameter {self.name}.{name} was added after the model was prepared and has no place for a gradient; "
+                    "change the model (adapters, heads, tokens) before accelerator.prepare(), or prepare it anew"
+                )
         for state in self.unit.states:
             if state.parameter.requires_grad and not state.entry.spec.trainable:
                 raise StateError(
