@@ -1,7 +1,10 @@
-# make demo | test | test-fast | test-long | lint | bench | clean | venv
+# make demo | test | test-fast | test-long | test-oldest | test-nightly | lint | bench | clean | venv
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+# The oldest torch that is supported, and the one under the newest of everything else.
+OLDEST_TORCH ?= torch==2.5.1
+NIGHTLY_TORCH ?= $(TORCH)
 # Where a machine without a GPU gets torch from; by default see install_torch.
 TORCH_INDEX ?=
 OUTPUT ?= outputs/demo
@@ -13,6 +16,12 @@ BENCH_OUTPUT ?= outputs/bench
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
+OLDEST := $(VENV)-oldest
+NIGHTLY := $(VENV)-nightly
+# What an old Accelerate or Transformers could break: patches, activation, Trainer, loops, checkpoints, the bits.
+OLDEST_TESTS := $(addprefix plugin_tests/integration/test_,activation.py import_orders.py launcher.py trainer_parity.py \
+	trainer_evaluation_and_use.py loops_gradients_and_orders.py loops_prepare_and_clipping.py \
+	loops_several_and_states.py checkpoints.py resume.py) plugin_tests/numerics/test_exactness.py
 DEPENDENCIES := $(VENV)/.dependencies
 INSTALLED := $(VENV)/.installed
 KERNELS := $(wildcard megatrain_accelerate/optim/csrc/*)
@@ -25,29 +34,30 @@ GPU_DEMO_ARGS := --block_size 1024 --max_text_mib 8 --per_device_train_batch_siz
 COMMON_DEMO_ARGS := --model_size auto --lr_scheduler_type cosine --adam_beta2 0.95 --weight_decay 0.1 --seed 42 \
 	--eval_strategy steps --save_strategy no --report_to wandb --run_name demo
 
-.PHONY: demo test test-fast test-long lint bench clean venv
+.PHONY: demo test test-fast test-long test-oldest test-nightly lint bench clean venv
 .DELETE_ON_ERROR:
 
 venv: $(INSTALLED)
 
 # PyPI's wheel of torch for Linux brings gigabytes of CUDA. Without a GPU the CPU build is taken: from wherever pip is
 # set up to look, else from PyTorch's own index, else (it can't be reached) whatever pip finds.
+# $(1): the environment, $(2): the version.
 define install_torch
 	@if nvidia-smi -L >/dev/null 2>&1; then \
-		$(BIN)/pip install "$(TORCH)"; \
+		$(1)/bin/pip install "$(2)"; \
 	elif [ -n "$(TORCH_INDEX)" ]; then \
-		$(BIN)/pip install --index-url "$(TORCH_INDEX)" "$(TORCH)"; \
+		$(1)/bin/pip install --index-url "$(TORCH_INDEX)" "$(2)"; \
 	else \
 		echo "No GPU: installing a CPU build of torch"; \
-		$(BIN)/pip install "$(TORCH)+cpu" 2>/dev/null \
-		|| $(BIN)/pip install --timeout 15 --retries 0 --index-url https://download.pytorch.org/whl/cpu "$(TORCH)" \
-		|| $(BIN)/pip install "$(TORCH)"; \
+		$(1)/bin/pip install "$(2)+cpu" 2>/dev/null \
+		|| $(1)/bin/pip install --timeout 15 --retries 0 --index-url https://download.pytorch.org/whl/cpu "$(2)" \
+		|| $(1)/bin/pip install "$(2)"; \
 	fi
 endef
 
 $(DEPENDENCIES): requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
-	$(install_torch)
+	$(call install_torch,$(VENV),$(TORCH))
 	$(BIN)/pip install -r requirements-dev.txt
 	touch $@
 
@@ -78,6 +88,26 @@ test: $(INSTALLED)
 test-long: $(INSTALLED)
 	$(BIN)/python -m pytest -m "long and not gpu" $(TEST_ARGS)
 
+# Environments of their own. Old packages warn of what newer Pythons and torch will drop; only our own tests turn
+# warnings into errors.
+$(OLDEST)/.installed: requirements-oldest.txt pyproject.toml setup.py $(KERNELS)
+	$(PYTHON) -m venv $(OLDEST)
+	$(call install_torch,$(OLDEST),$(OLDEST_TORCH))
+	$(OLDEST)/bin/pip install -r requirements-oldest.txt
+	$(OLDEST)/bin/pip install --no-build-isolation --no-deps -e .
+	touch $@
+
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest -m "not gpu and not long" -W ignore::FutureWarning -W ignore::DeprecationWarning \
+		$(TEST_ARGS) $(OLDEST_TESTS)
+
+test-nightly:
+	$(PYTHON) -m venv $(NIGHTLY)
+	$(call install_torch,$(NIGHTLY),$(NIGHTLY_TORCH))
+	sed 's/==.*//' requirements-dev.txt | $(NIGHTLY)/bin/pip install --pre --upgrade -r /dev/stdin
+	$(NIGHTLY)/bin/pip install --no-build-isolation --no-deps -e .
+	$(NIGHTLY)/bin/python -m pytest -m "not gpu" -W ignore::FutureWarning -W ignore::DeprecationWarning $(TEST_ARGS)
+
 test-fast: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not gpu and not slow and not long" $(TEST_ARGS)
 
@@ -91,6 +121,6 @@ bench: $(INSTALLED)
 	$(BIN)/python recipes/benchmarks/run.py --out $(BENCH_OUTPUT) $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) build dist outputs/demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(NIGHTLY) build dist outputs/demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 	rm -f megatrain_accelerate/optim/*.so
 	find megatrain_accelerate plugin_tests recipes -name __pycache__ -type d -prune -exec rm -rf {} +

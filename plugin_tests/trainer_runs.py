@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,18 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from versions import older
 
 import megatrain_accelerate
 from megatrain_accelerate.engine import engine_of
 
 Record = dict[str, Any]
 VOCABULARY = 128
-TOLERANCE = 1e-6
-"""fp32 on the CPU runs the same kernels in both; what differs is the rounding inside AdamW."""
+TOLERANCE = 1e-5 if older("torch", "2.6") else 1e-6
+"""fp32 on the CPU runs the same kernels in both; what differs is the rounding inside AdamW, in torch 2.5 more of it."""
+
+# Transformers 4 logs losses with four decimals.
+_LOSS_TOLERANCE = 1.01e-4 if "round(tr_loss" in inspect.getsource(Trainer._maybe_log_save_evaluate) else 0.0
 
 # Timings and what the engine adds aren't comparable.
 _VOLATILE = (
@@ -50,6 +56,8 @@ def tiny_llama(**changes: Any) -> LlamaForCausalLM:
 @contextlib.contextmanager
 def plugin(active: bool = True, **settings: Any) -> Iterator[None]:
     """The plugin is on while the body runs, if ``active``."""
+    # Transformers 4 tells Accelerate by environment, for good.
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     if active:
@@ -58,6 +66,7 @@ def plugin(active: bool = True, **settings: Any) -> Iterator[None]:
         yield
     finally:
         megatrain_accelerate.disable()
+        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
 
@@ -216,7 +225,8 @@ def assert_same_run(streamed: TrainerRun, stock: TrainerRun, tolerance: float = 
     for ours, theirs in zip(streamed.history, stock.history, strict=True):
         assert ours.keys() == theirs.keys()
         for key, value in theirs.items():
-            assert close(ours[key], value, tolerance), f"{key} at step {theirs['step']}: {ours[key]} and not {value}"
+            allowed = max(tolerance, _LOSS_TOLERANCE) if key == "loss" else tolerance
+            assert close(ours[key], value, allowed), f"{key} at step {theirs['step']}: {ours[key]} and not {value}"
     assert_same_weights(streamed.weights, stock.weights, tolerance)
     assert streamed.moved == stock.moved
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterator
@@ -111,9 +112,25 @@ def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, che
     if checkpoint is None or engine_of(trainer.model) is None:
         original(trainer, checkpoint)
         return
-    serialization: Any = importlib.import_module("torch.utils.serialization.config")
-    with serialization.patch({"load.mmap": True}):
+    with _mapped_files():
         original(trainer, checkpoint)
+
+
+@contextlib.contextmanager
+def _mapped_files() -> Iterator[None]:
+    """``torch.load`` maps files while the body runs."""
+    try:
+        serialization: Any = importlib.import_module("torch.utils.serialization.config")
+    except ModuleNotFoundError:  # torch before 2.6
+        load = torch.load
+        torch.load = functools.partial(load, mmap=True)
+        try:
+            yield
+        finally:
+            torch.load = load
+        return
+    with serialization.patch({"load.mmap": True}):
+        yield
 
 
 class MegatrainCallback(TrainerCallback):

@@ -9,6 +9,7 @@ from loop_runs import Observed, both, gradients, loss_of, prepared, slow
 from plain_torch import token_batches
 from torch import nn
 from trainer_runs import plugin
+from transformers import DynamicCache
 
 from megatrain_accelerate.errors import UnsupportedError
 
@@ -232,7 +233,7 @@ def test_generation_between_steps_uses_its_cache() -> None:
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
-                cached = model(input_ids=ids[:, :8], use_cache=True).past_key_values
+                cached = model(input_ids=ids[:, :8], past_key_values=DynamicCache(), use_cache=True).past_key_values
                 assert cached.get_seq_length() == 8
                 observed.append(model(input_ids=ids[:, 8:], past_key_values=cached).logits)
             mask = torch.ones_like(ids[:, :4])

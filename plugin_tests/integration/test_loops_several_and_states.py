@@ -18,6 +18,7 @@ from loop_runs import Observed, adamw, both, gradients, loss_of, prepared, slow,
 from plain_torch import token_batches
 from torch import nn
 from trainer_runs import assert_same_weights, plugin, snapshot, tiny_llama
+from transformers import PreTrainedModel
 
 import megatrain_accelerate
 from megatrain_accelerate.engine import Engine, engine_of
@@ -239,6 +240,9 @@ def test_weights_written_by_hand_are_taken_over() -> None:
     both(script)
 
 
+@pytest.mark.skipif(
+    hasattr(PreTrainedModel.loss_function.fget, "cache_info"), reason="this transformers keeps the last model in a cache"
+)
 def test_free_memory_lets_go_of_everything() -> None:
     with plugin():
         accelerator = Accelerator(cpu=True)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from trainer_runs import Padding, Record, TrainerRun, close, examples, ragged_examples, run_both, run_trainer, tiny_llama
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from versions import older, require_arguments
 
 # ---------------------------------------------------------------- optimizers
 
@@ -110,7 +111,8 @@ def test_clipping_and_accumulation(tmp_path: Path, max_grad_norm: float, accumul
         "max_steps": -1,
     }
     stock, _ = run_both(tiny_llama, tmp_path, max_grad_norm=max_grad_norm, **settings)
-    assert max(stock.logged("grad_norm")) > 1.0
+    if max_grad_norm or not older("transformers", "5.0"):  # transformers 4 logs no norm without clipping
+        assert max(stock.logged("grad_norm")) > 1.0
     unclipped = run_trainer(tiny_llama, tmp_path, streamed=False, max_grad_norm=0.0, **settings)
     assert (unclipped.logged("loss") == stock.logged("loss")) == (max_grad_norm == 0.0), "clipping must be at work"
 
@@ -146,7 +148,9 @@ def test_adamw_in_every_schedule(tmp_path: Path, schedule: str, max_grad_norm: f
         num_train_epochs=2,
         max_steps=-1,
     )
-    assert stock.trainer.state.global_step == (14 if accumulation == 1 else 4)
+    # Before 4.48 the Trainer carried the rest of an epoch over to the next.
+    steps_of_four = 2 if older("transformers", "4.48") else 4
+    assert stock.trainer.state.global_step == (14 if accumulation == 1 else steps_of_four)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -256,11 +260,13 @@ def test_sequence_classification_with_an_encoder(tmp_path: Path) -> None:
     ids=lambda arguments: "-".join(arguments),
 )
 def test_training_arguments(tmp_path: Path, arguments: Record) -> None:
+    require_arguments(arguments)
     run_both(tiny_llama, tmp_path, **arguments)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_use_cache(tmp_path: Path, use_cache: bool) -> None:
+    require_arguments(["use_cache"])
     _, streamed = run_both(
         tiny_llama,
         tmp_path,
