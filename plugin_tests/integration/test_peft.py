@@ -351,9 +351,7 @@ MORE_METHODS: dict[str, Callable[[], peft.PeftConfig]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "method", [*METHODS, *(pytest.param(name, marks=pytest.mark.long) for name in MORE_METHODS)]
-)
+@pytest.mark.parametrize("method", [*METHODS, *(pytest.param(name, marks=pytest.mark.long) for name in MORE_METHODS)])
 def test_other_methods_train_as_without_the_plugin(tmp_path: Path, method: str) -> None:
     config = {**METHODS, **MORE_METHODS}[method]
     # Embeddings' adapters have gradients of about AdamW's epsilon, 1e-8, where rounding is seen.

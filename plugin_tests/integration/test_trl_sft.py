@@ -34,7 +34,10 @@ LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "u
 
 
 def trainer(
-    data: Callable[[int], Dataset] = texts, dtype: torch.dtype = torch.float32, options: dict[str, Any] | None = None, **changes: Any
+    data: Callable[[int], Dataset] = texts,
+    dtype: torch.dtype = torch.float32,
+    options: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> Callable[[Path], Any]:
     """Makes an SFTTrainer of a tiny model for an output directory."""
 
