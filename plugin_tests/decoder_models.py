@@ -108,8 +108,8 @@ def texts(seed: int) -> dict[str, torch.Tensor]:
 
 
 def whole_texts(seed: int) -> dict[str, torch.Tensor]:
-    """Two random texts of one length, without a mask."""
-    ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(100 + seed))
+    """Three random texts of one length, without a mask."""
+    ids = torch.randint(3, VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(100 + seed))
     return {"input_ids": ids, "labels": ids}
 
 
