@@ -20,6 +20,7 @@ from refusals import trace
 from trainer_runs import plugin
 
 from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.planning.step_outline import outline_step
 from megatrain_accelerate.streaming.prefetch import Prefetcher
 
 pytestmark = [
@@ -70,6 +71,7 @@ PLACEMENTS = {
     "kept": {"keep_layers": 99},
     "offloaded": {"offload_layers": 99},
     "half_kept": {"keep_layers": 2, "slots": 3},
+    "planned": {"keep_layers": "auto", "gpu_memory_gib": 8.0},
 }
 
 
@@ -79,7 +81,7 @@ PLACEMENTS = {
 def test_placement_changes_no_bit(family: Family, placement: str) -> None:
     settings = PLACEMENTS[placement]
     count = len(attach(family.build()).runtime.layers)
-    settings = {key: min(value, count) if key.endswith("layers") else value for key, value in settings.items()}
+    settings = {key: min(value, count) if value == 99 else value for key, value in settings.items()}
     plain = train_plainly(family, torch.bfloat16)
     assert_parity(train_streamed(family, torch.bfloat16, **settings), plain, 0.0)
 
@@ -200,6 +202,31 @@ def test_both_stacks_stream(name: str, stacks: dict[str, int], monkeypatch: pyte
     # For forward, and again for backward unless the two slots still hold it; LLaVA doesn't use the tower's last layer.
     assert set(fetched) == set(expected)
     assert all(fetched.count(layer) >= 2 for layer in expected[:2])
+
+
+QUICK = ("llava", "qwen3_vl", "t5_classifier")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, id=family.name, marks=[] if family.name in QUICK else pytest.mark.long) for family in WHOLE],
+)
+def test_a_step_can_be_planned_for(family: Family) -> None:
+    # Sizes of pictures, places of tokens, ends of sentences: what a forward decides by has its values without data, too.
+    model = family.build()
+    engine = attach(model)
+    called: list[int] = []
+    for layer in engine.runtime.layers:
+        layer.module.register_forward_pre_hook(lambda *_, index=layer.index: called.append(index))
+    for seed in (1, 2):  # with video, and without pictures, if there are such
+        called.clear()
+        outline = outline_step(model, engine.runtime, family.batch(seed), torch.device("cpu"))
+        expected = [event.layer for event in outline.forward_calls]
+        with torch.no_grad():
+            model(**family.batch(seed))
+        # The plan is for the largest step: of BART's layers none is dropped.
+        assert called == [index for index in expected if index in called]
+        assert expected == called or family.name == "bart"
 
 
 @named([family for family in VISION_LANGUAGE if not family.name.endswith("_frozen")])
