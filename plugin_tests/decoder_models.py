@@ -94,6 +94,16 @@ LONG_ROPE = {
     "partial_rotary_factor": 0.75,
 }
 
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
+
 GPT_DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
 
@@ -108,8 +118,8 @@ def texts(seed: int) -> dict[str, torch.Tensor]:
 
 
 def whole_texts(seed: int) -> dict[str, torch.Tensor]:
-    """Two random texts of one length, without a mask."""
-    ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(100 + seed))
+    """Three random texts of one length, without a mask."""
+    ids = torch.randint(3, VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(100 + seed))
     return {"input_ids": ids, "labels": ids}
 
 

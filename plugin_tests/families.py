@@ -19,6 +19,7 @@ from decoder_models import (
     TOKENS,
     VOCABULARY,
     WINDOW,
+    YARN_ROPE,
     ZAMBA_2,
     Decoder,
     decoder,
@@ -195,7 +196,7 @@ DECODERS: tuple[Decoder, ...] = (
         "GPT-OSS",
         "GptOssForCausalLM",
         "attention sinks, windows in every other layer, experts with biases and auxiliary loss",
-        {"num_local_experts": 4, "sliding_window": WINDOW, **MOE},
+        {"num_local_experts": 4, "sliding_window": WINDOW, "rope_parameters": YARN_ROPE, **MOE},
         without={"output_router_logits": False},
     ),
     decoder(

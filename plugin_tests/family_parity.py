@@ -76,7 +76,11 @@ def train_plainly(family: Family, dtype: torch.dtype, accumulation: int = 1, dev
     masters = {name: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for name, p in model.named_parameters()}
     rounded = {name for name in masters if dtype == torch.bfloat16 and not _keeps_fp32(model, name)}
     for name, parameter in model.named_parameters():
-        parameter.data = round_to_bf16(parameter.data) if name in rounded else parameter.data.clone()
+        if name in rounded:
+            # A trained weight is rounded as the split master's upper half; a frozen one, which has no master, as a cast does.
+            parameter.data = round_to_bf16(parameter.data) if name in trained else parameter.data.to(torch.bfloat16)
+        else:
+            parameter.data = parameter.data.clone()
     model.to(device)
     optimizer = optimizer_for([masters[name] for name in trained])
     outcome = Outcome()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import MappingKey, register_pytree_node, tree_flatten, tree_structure
+from torch.utils._pytree import MappingKey, register_pytree_node, tree_flatten
 
 from megatrain_accelerate.errors import UnsupportedError
 
@@ -125,7 +125,7 @@ class WatchedArguments:
     def __init__(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any], rest: Sequence[Any]) -> None:
         self._layer = layer
         self._arguments = (args, kwargs)
-        self._structure = tree_structure(self._arguments)
+        self._contents = _contents(self._arguments)
         self._objects = [value for value in rest if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))]
         self._held = [_held_tensors(value) for value in self._objects]
 
@@ -136,7 +136,7 @@ class WatchedArguments:
             UnsupportedError: it wrote something there.
         """
         changed = [type(o).__name__ for o, held in zip(self._objects, self._held, strict=True) if _held_tensors(o) != held]
-        if tree_structure(self._arguments) != self._structure:
+        if _contents(self._arguments) != self._contents:
             changed.append("list or dict")
         if changed:
             raise UnsupportedError(
@@ -144,6 +144,11 @@ class WatchedArguments:
                 "gradients couldn't pass. A model whose layers hand tensors on in this way can't be trained with megatrain "
                 "yet; name other layers in megatrain_config.layer_classes if larger blocks keep it to themselves"
             )
+
+
+def _contents(arguments: Any) -> tuple[list[int], Any]:
+    leaves, structure = tree_flatten(arguments)
+    return [id(leaf) for leaf in leaves], structure
 
 
 def _held_tensors(value: Any) -> list[int]:

@@ -111,6 +111,26 @@ def test_the_step_of_a_family_is_planned_for(family: Decoder) -> None:
         engine.close()
 
 
+def test_the_plan_follows_a_larger_batch_of_a_model_with_an_auxiliary_loss() -> None:
+    # transformers installs its recording hooks at the first batch and not again; the plan's runs do without the model's hooks.
+    family = BY_NAME["mixtral"]
+    predicted = []
+    with plugin(**STREAMED):
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        model = family.build()
+        model, _ = accelerator.prepare(model, optimizer_for(list(model.parameters())))
+        engine = engine_of(model)
+        assert engine is not None
+        for times in (1, 40):
+            batch = {name: tensor.repeat(times, 1) for name, tensor in family.batch(0).items()}
+            output = model(**batch)
+            assert len(output.router_logits) == 3
+            output.loss.backward()
+            predicted.append(engine.predicted_device_bytes)
+        engine.close()
+    assert 0 < predicted[0] < predicted[1]
+
+
 @pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.name)
 def test_a_family_that_cannot_stream_is_refused_before_it_is_touched(family: Decoder) -> None:
     assert family.refusal is not None

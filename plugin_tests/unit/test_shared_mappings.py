@@ -105,7 +105,11 @@ class Notes:
         self.entries[key] = value
 
 
-@pytest.mark.parametrize(("make", "kind"), [(dict, "list or dict"), (Notes, "Notes")])
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [(dict, "list or dict"), (lambda: {"pair": 0, 7: 0}, "list or dict"), (Notes, "Notes")],
+    ids=["added", "replaced", "in_an_object"],
+)
 def test_what_a_layer_writes_elsewhere_is_refused(make: Any, kind: str) -> None:
     model = Model(make)
     engine = attach(model, bf16=False)
