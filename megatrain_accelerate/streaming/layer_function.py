@@ -217,11 +217,7 @@ def _cut_off(tensors: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[to
 
 @contextlib.contextmanager
 def _no_writes_to(tensors: Sequence[torch.Tensor], layer: str) -> Iterator[None]:
-    """Refuses a layer whose run in the body writes to its inputs.
-
-    Raises:
-        UnsupportedError: it does.
-    """
+    """Raises :class:`UnsupportedError` for a layer that writes to its inputs in the body."""
     versions = [tensor._version for tensor in tensors]
     cause: RuntimeError | None = None
     try:
@@ -231,10 +227,8 @@ def _no_writes_to(tensors: Sequence[torch.Tensor], layer: str) -> Iterator[None]
             raise
         cause = error
     if cause is not None or versions != [tensor._version for tensor in tensors]:
-        raise UnsupportedError(
-            f"layer {layer} writes to its inputs in place, so that it can't be run again from them in backward; name "
-            "other layers in megatrain_config.layer_classes"
-        ) from cause
+        message = f"layer {layer} writes to its inputs in place, so that it can't be run again from them in backward; "
+        raise UnsupportedError(message + "name other layers in megatrain_config.layer_classes") from cause
 
 
 def bound_weights(layer: StreamedLayer, slot: WeightSlot) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

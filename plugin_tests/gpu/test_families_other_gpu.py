@@ -19,8 +19,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     # Some kernels have no deterministic form, and say so.
     pytest.mark.filterwarnings("ignore:.*deterministic"),
-    # transformers' DeBERTa uses it when it is imported.
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
 ]
 TRAINED = [family for family in OTHERS if family.refusal is None]
 WHOLE = [family for family in TRAINED if not family.name.endswith("_frozen")]
