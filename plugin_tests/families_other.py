@@ -219,6 +219,7 @@ BART = {
 
 def _encoder_decoder(name: str, title: str, model: str, config: Callable[[], Any], batch: Any, notes: str) -> Family:
     build = build_of(model, config, sum_within_layers)
+    notes = f"{notes}; in both runs each decoder layer sums its gradients of the encoder's output first"
     return Family(name=name, title=title, build=build, batch=batch, kind="encoder-decoder", notes=notes)
 
 

@@ -171,9 +171,9 @@ def _trained_and_frozen(
         tower, language: parts of the names of the parameters that are frozen.
     """
     rows = (
-        ("", "", build, batches[0]),
-        ("_tower_frozen", "tower frozen", frozen(build, *tower), batches[0]),
-        ("_language_frozen", "language model frozen", frozen(build, *language), batches[1]),
+        ("", "", build, batches[0], notes),
+        ("_tower_frozen", "tower frozen", frozen(build, *tower), batches[0], "the tower runs without a graph"),
+        ("_language_frozen", "language model frozen", frozen(build, *language), batches[1], "gradients pass through it"),
     )
     return [
         Family(
@@ -182,9 +182,9 @@ def _trained_and_frozen(
             build=made,
             batch=batch,
             kind="vision-language",
-            notes=notes if not what else "",
+            notes=note,
         )
-        for suffix, what, made, batch in rows
+        for suffix, what, made, batch, note in rows
     ]
 
 

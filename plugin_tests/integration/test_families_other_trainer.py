@@ -27,6 +27,7 @@ from megatrain_accelerate.engine import engine_of
 # Keys' biases have no gradient but rounding errors, which Adam makes steps of: AdamW must round alike in both runs.
 pytestmark = pytest.mark.usefixtures("exact_torch_sqrt")
 EXACT = {"optim": "adamw_torch"}
+LONG = pytest.mark.long
 FAMILIES = {family.name: family for family in OTHERS}
 
 
@@ -46,7 +47,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------- encoders
 
 
-@pytest.mark.parametrize("name", ["bert_classifier", "modernbert_classifier"])
+@pytest.mark.parametrize("name", ["bert_classifier", pytest.param("modernbert_classifier", marks=LONG)])
 def test_classification_with_metrics_and_the_best_model_at_the_end(name: str, tmp_path: Path) -> None:
     def with_evaluation(model: nn.Module) -> Record:
         return {"eval_dataset": records(name, 5), "compute_metrics": accuracy}
@@ -76,7 +77,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", mask_token="[MASK]")
 
 
-@pytest.mark.parametrize("name", ["bert_mlm", "modernbert_mlm"])
+@pytest.mark.parametrize("name", [pytest.param("bert_mlm", marks=LONG), "modernbert_mlm"])
 def test_masked_language_modelling_with_the_stock_collator(name: str, tmp_path: Path) -> None:
     tokenizer = word_tokenizer()
     generator = torch.Generator().manual_seed(4)
@@ -160,7 +161,7 @@ def test_a_saved_encoder_decoder_loads_as_it_was(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------- vision-language
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3_vision_tower_frozen"])
+@pytest.mark.parametrize("name", [pytest.param("llava", marks=LONG), "gemma3_vision_tower_frozen"])
 def test_pictures_in_a_stacked_batch(name: str, tmp_path: Path) -> None:
     dataset = [row for seed in (0, 1, 3, 4) for row in rows_of(FAMILIES[name].batch(seed))]
 
@@ -191,8 +192,8 @@ def join_pictures(rows: Sequence[Record]) -> Record:
     return {**stacked, "pixel_values": torch.cat([row["pixel_values"] for row in rows])}
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=LONG), 2])
+@pytest.mark.parametrize("name", [pytest.param("qwen2_5_vl", marks=LONG), "qwen3_vl"])
 def test_pictures_of_several_sizes(name: str, accumulation: int, tmp_path: Path) -> None:
     def with_collator(model: nn.Module) -> Record:
         return {"data_collator": join_pictures, "eval_dataset": conversations(1)}
@@ -215,7 +216,7 @@ def test_pictures_of_several_sizes(name: str, accumulation: int, tmp_path: Path)
     assert engine.runtime.micro_batch_size is None
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["llava", pytest.param("qwen2_5_vl", marks=LONG)])
 def test_generation_about_a_picture(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     inputs = {key: value for key, value in family.batch(0).items() if key != "labels"}
