@@ -29,7 +29,7 @@ from megatrain_accelerate.streaming.fp32_sums import BF16_REMEDY
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import OutputRecorder
 from megatrain_accelerate.streaming.meter import Meter
-from megatrain_accelerate.streaming.proxy import install_proxy, note_checkpointing_ignored, remove_proxy
+from megatrain_accelerate.streaming.proxy import install_proxy, note_checkpointing_ignored, remove_proxy, run_uncompiled
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.streaming.streams import Streams
@@ -387,7 +387,9 @@ class _Hook:
         self._with_arguments = with_arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if self._function is not None:
+        if torch.compiler.is_compiling():
+            run_uncompiled(self, *args, **kwargs)
+        elif self._function is not None:
             self._function(*args, **kwargs) if self._with_arguments else self._function()
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
