@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from engine_runs import Training, assert_equal_states, attach
 from plain_torch import tiny_model, token_batches
 from torch import nn
-from transformers import CompileConfig, T5Config, T5ForConditionalGeneration
+from transformers import T5Config, T5ForConditionalGeneration
 
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
@@ -270,7 +271,9 @@ def test_a_generation_that_transformers_compiles_leaves_the_engine_out(
 ) -> None:
     # As it does by itself on a GPU where the cache is static.
     model, engine = engines(evaluation_weights=setting)
-    compiled = CompileConfig(backend="eager", fullgraph=False)
+    if not hasattr(transformers, "CompileConfig"):
+        pytest.skip("this transformers compiles nothing by itself")
+    compiled = transformers.CompileConfig(backend="eager", fullgraph=False)
     compiled._compile_all_devices = True
     traced: list[bool] = []
     acquire, make_room = engine.runtime.prefetcher.acquire, engine.device_plan.make_room
