@@ -286,6 +286,7 @@ class Engine:
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Checks the model, and lets the plan see the batch."""
         self._refuse_replaced(model)
+        self.runtime.worker.raise_if_failed()
         has_graph = torch.is_grad_enabled()
         for engine in all_engines():
             if has_graph or engine is not self:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.engine import Engine
+from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.streaming.meter import Cause, Counters
 from megatrain_accelerate.units import GB, GIB, KIB
 
@@ -100,7 +101,7 @@ class Telemetry:
         self._seconds = 0.0
         self._steps = 0
         self._mark: float | None = None
-        self._layout_logged = False
+        self._logged_placement: Placement | None = None
         self.shares: dict[str, float] = {}
         """:func:`bound_shares` of the steps of the last entries; empty before."""
 
@@ -157,13 +158,13 @@ class Telemetry:
         predicted_seconds = self._engine.predicted_step_seconds
         if predicted_seconds is not None:
             values["predicted_step_ms"] = 1e3 * predicted_seconds
-        if not self._layout_logged:  # these don't change: once is enough
-            self._layout_logged = True
+        placement = self._engine.device_plan.placement
+        if placement != self._logged_placement:  # once for each plan is enough
+            self._logged_placement = placement
             for kind, count in self._engine.host_bytes_by_kind().items():
                 values[f"host_{kind}_gib"] = count / GIB
             for kind, count in self._engine.device_bytes_by_kind().items():
                 values[f"gpu_{kind}_gib"] = count / GIB
-            placement = self._engine.device_plan.placement
             for name in ("kept", "offloaded", "resident"):
                 values[f"{name}_layers"] = float(len(getattr(placement, name)))
             values["device_layers"] = float(len(placement.on_device))

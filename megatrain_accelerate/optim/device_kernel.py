@@ -81,7 +81,8 @@ class DeviceKernels:
         if count:
             tensors = (hi.view(torch.int16), residual, src.view(torch.int16))
             blocks = (-(-count // _BLOCK),)
-            self._triton.accumulate_split[blocks](*tensors, count, HAS_RESIDUAL=has_residual, BLOCK=_BLOCK)
+            with torch.cuda.device_of(hi):
+                self._triton.accumulate_split[blocks](*tensors, count, HAS_RESIDUAL=has_residual, BLOCK=_BLOCK)
 
     def norm_split(self, hi: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """2-norm, fp32 without dimensions, of the fp32 values that (N) ``hi`` and ``residual`` stand for, added up in double.
@@ -92,7 +93,8 @@ class DeviceKernels:
         blocks = -(-count // _BLOCK)
         sums = torch.zeros(blocks, dtype=torch.float64, device=hi.device)
         if count:
-            self._triton.square_sums_split[(blocks,)](hi.view(torch.int16), residual, sums, count, BLOCK=_BLOCK)
+            with torch.cuda.device_of(hi):
+                self._triton.square_sums_split[(blocks,)](hi.view(torch.int16), residual, sums, count, BLOCK=_BLOCK)
         return sums.sum().sqrt().float()
 
     def _launch(self, kernel: Any, tensors: tuple[Any, ...], arguments: AdamArguments, **switches: bool) -> None:
@@ -100,25 +102,26 @@ class DeviceKernels:
         count = tensors[0].numel()
         if not count:
             return
-        kernel[(-(-count // _BLOCK),)](
-            *tensors,
-            count,
-            constants.gradient_factor,
-            constants.decay,
-            constants.l2,
-            constants.one_minus_beta1,
-            constants.one_minus_beta1 - 1.0,
-            constants.beta2,
-            constants.one_minus_beta2,
-            constants.correction2_sqrt,
-            constants.eps,
-            constants.negative_step_size,
-            HAS_L2=not arguments.decoupled,
-            SMALL_STEP=constants.one_minus_beta1 < 0.5,
-            **switches,
-            BLOCK=_BLOCK,
-            enable_fp_fusion=False,
-        )
+        with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device
+            kernel[(-(-count // _BLOCK),)](
+                *tensors,
+                count,
+                constants.gradient_factor,
+                constants.decay,
+                constants.l2,
+                constants.one_minus_beta1,
+                constants.one_minus_beta1 - 1.0,
+                constants.beta2,
+                constants.one_minus_beta2,
+                constants.correction2_sqrt,
+                constants.eps,
+                constants.negative_step_size,
+                HAS_L2=not arguments.decoupled,
+                SMALL_STEP=constants.one_minus_beta1 < 0.5,
+                **switches,
+                BLOCK=_BLOCK,
+                enable_fp_fusion=False,
+            )
 
     def split(self, master_fp32: torch.Tensor, hi: torch.Tensor, residual: torch.Tensor) -> None:
         """See :meth:`HostKernels.split`."""

@@ -215,10 +215,14 @@ class FusedStep(HostStep):
             if not unit.is_on_device and (steps := settings(unit)):
                 gate.close_until(self._submit(unit, resident, steps))
         # Last, since the worker has begun meanwhile.
-        for unit in runtime.units:
-            if unit.is_on_device and (steps := settings(unit)):
-                step_each(steps, unit.kernels)
-                unit.version += 1
+        try:
+            for unit in runtime.units:
+                if unit.is_on_device and (steps := settings(unit)):
+                    step_each(steps, unit.kernels)
+                    unit.version += 1
+        except BaseException as error:
+            runtime.worker.fail(error)
+            raise
         if self.schedule == "serial":
             with runtime.meter.blocked_by(Cause.HOST_STEP):
                 runtime.worker.drain()

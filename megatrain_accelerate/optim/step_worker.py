@@ -97,8 +97,13 @@ class StepWorker:
         self._queue.put((ticket, work))
         return ticket
 
+    def fail(self, cause: BaseException) -> None:
+        """Notes a failure of the same step outside the thread; the first one counts."""
+        if self._failure is None:
+            self._failure = cause
+
     def raise_if_failed(self) -> None:
-        """Raises what failed in the thread.
+        """Raises what failed.
 
         Raises:
             StepWorkerError: with the original exception as ``__cause__``.
@@ -116,6 +121,7 @@ class StepWorker:
         """
         if self._last_ticket is not None:
             self._last_ticket.wait()
+        self.raise_if_failed()
 
     def close(self) -> None:
         """Lets queued work finish and ends the thread. Further calls do nothing."""

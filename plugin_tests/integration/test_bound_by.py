@@ -12,6 +12,8 @@ from trainer_runs import TrainerRun, run_trainer, tiny_llama
 
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.optim import fused_step
+from megatrain_accelerate.planning.device_plan import DevicePlan
+from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.streaming import prefetch
 
 KEYS = (
@@ -73,6 +75,22 @@ def test_the_step_that_the_plan_expects_is_logged_where_it_expects_one(
     monkeypatch.setattr(Engine, "predicted_step_seconds", 0.25)
     run = run_trainer(tiny_llama, tmp_path / "planned", streamed=True)
     assert [entry["predicted_step_ms"] for entry in megatrain_logs(run)] == [250.0] * 6
+
+
+def test_what_lies_where_is_logged_once_for_each_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    follow, steps = DevicePlan.follow, 0
+
+    def replans(plan: DevicePlan, *args: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 4:
+            plan._place(Placement.of_counts(4, kept=3))
+        follow(plan, *args)
+
+    monkeypatch.setattr(DevicePlan, "follow", replans)
+    run = run_trainer(tiny_llama, tmp_path, streamed=True)
+    found = {step: entry["kept_layers"] for step, entry in enumerate(megatrain_logs(run), 1) if "kept_layers" in entry}
+    assert found == {1: 0.0, 4: 3.0}
 
 
 def test_a_slow_host_step_bounds_the_step(

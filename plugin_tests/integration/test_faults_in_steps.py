@@ -87,6 +87,28 @@ def test_a_failure_of_the_worker_reaches_the_next_use_with_its_cause(
     assert isinstance(again.value.__cause__, BrokenKernelError)
 
 
+@pytest.mark.parametrize("use", ["forward", "step", "state_dict", "drain"])
+def test_a_failure_of_a_step_on_the_device_is_not_built_upon(
+    trainings: Any, broken_kernels: threading.Event, use: str
+) -> None:
+    training: Training = trainings(device_layers=-1)  # the worker has nothing to do
+    model, ids = training.model, token_batches(1)[0]
+    training.step(ids)
+    model(input_ids=ids, labels=ids).loss.backward()
+    broken_kernels.set()
+    with pytest.raises(BrokenKernelError):
+        training.optimizer.step()
+    broken_kernels.clear()
+    uses = {
+        "forward": lambda: model(input_ids=ids),
+        "step": training.optimizer.step,
+        "state_dict": model.state_dict,
+        "drain": training.engine.drain,
+    }
+    with pytest.raises(StepWorkerError, match="resume from the last checkpoint"):
+        uses[use]()
+
+
 @pytest.mark.timeout(60)
 def test_a_failure_of_the_worker_stops_the_trainer_and_its_save(broken_kernels: threading.Event, tmp_path: Path) -> None:
     with plugin():

@@ -16,6 +16,7 @@ from megatrain_accelerate.planning.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_memory import LiveBytes
+from megatrain_accelerate.streaming import activation_offload
 from megatrain_accelerate.units import GIB, MIB
 
 FREE = {"device_layers": "auto", "resident_layers": "auto", "offload_layers": "auto"}
@@ -71,6 +72,26 @@ def test_the_predicted_step_is_what_the_step_takes(
     predicted = run.engine.predicted_device_bytes - LIBRARY_WORKSPACE_BYTES - held
     # Small tensors that every layer's call makes, such as masks and the norms of gradients, show at this size.
     assert 0.85 * predicted <= live.peak_bytes <= 1.03 * predicted + 0.1 * MIB
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize(("kept", "offloaded", "on_device"), [(0, 2, 4), (1, 3, 0), (3, 3, 2), (0, 8, 0)])
+def test_the_predicted_step_counts_offloaded_layers_wherever_they_lie(
+    monkeypatch: pytest.MonkeyPatch, kept: int, offloaded: int, on_device: int, micro_batch_size: int | None
+) -> None:
+    monkeypatch.setattr(activation_offload, "MIN_OFFLOADED_BYTES", 1)
+    fixed = {"keep_layers": kept, "offload_layers": offloaded, "device_layers": on_device, "resident_layers": 0}
+    run = planned(200, micro_batch_size=micro_batch_size, **fixed)
+    for _ in range(2):  # the pool grows in the first
+        run.step(batch(), max_norm=1.0)
+    assert len(run.engine.device_plan.placement.offloaded) == offloaded
+    pool = run.engine.runtime.activations.pool
+    held, ids = sum(run.engine.device_bytes_by_kind().values()), batch()
+    with LiveBytes([*held_tensors(run), *pool._buffers, ids]) as live:
+        run.step(ids, max_norm=1.0)
+        run.engine.drain()
+    predicted = run.engine.predicted_device_bytes - LIBRARY_WORKSPACE_BYTES - held
+    assert 0.9 * predicted <= live.peak_bytes <= 1.03 * predicted + 0.1 * MIB
 
 
 def test_more_memory_never_makes_a_slower_plan() -> None:
