@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from megatrain_accelerate.streaming.proxy import run_uncompiled
+
 
 class ModelHook:
     """Calls a function of the engine. Copies and pickles of it do nothing.
@@ -23,6 +27,8 @@ class ModelHook:
         self.runs_dry = runs_dry
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return run_uncompiled(self, *args, **kwargs)
         if self._function is None:
             return None
         return self._function(*args, **kwargs) if self._with_arguments else self._function()

@@ -61,6 +61,16 @@ def _note_cast_ignored(module: nn.Module, fn: Callable[[torch.Tensor], torch.Ten
         )
 
 
+@torch.compiler.disable
+def run_uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function of the engine from within a model that somebody compiles as a whole: a break in its graph.
+
+    Transformers does so by itself where ``generate`` has a static cache. Slots, copies and versions aren't for a compiler to
+    follow.
+    """
+    return function(*args, **kwargs)
+
+
 def _new_module(original: type[nn.Module]) -> nn.Module:
     """An empty module, to be filled with a pickled or copied proxy's state."""
     return original.__new__(original)
@@ -72,6 +82,8 @@ def _proxy_class(original: type[nn.Module]) -> type[nn.Module]:
         return proxy
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return run_uncompiled(self.__dict__[_RUNNER], args, kwargs)
         return self.__dict__[_RUNNER](args, kwargs)
 
     def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:

@@ -266,6 +266,7 @@ def test_eager_attention_with_padding(tmp_path: Path, side: str) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch compiles the mask's function, with warnings of its own
 def test_flex_attention_evaluates_alike(tmp_path: Path) -> None:
     # Its backward needs a GPU (plugin_tests/gpu/test_trainer_gpu.py).

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from engine_runs import Training, assert_equal_states, attach
 from plain_torch import tiny_model, token_batches
 from torch import nn
@@ -261,6 +262,37 @@ def test_caches_are_measured_and_a_token_is_told_from_a_text() -> None:
     assert is_next_token({"input_ids": PROMPT[:, :1], "past_key_values": cache})
     assert not is_next_token({"input_ids": PROMPT, "past_key_values": cache})
     assert not is_next_token({"input_ids": PROMPT[:, :1]})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
+@pytest.mark.parametrize("setting", ["stream", "resident"])
+def test_a_generation_that_transformers_compiles_leaves_the_engine_out(
+    engines: Any, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As it does by itself on a GPU where the cache is static.
+    model, engine = engines(evaluation_weights=setting)
+    if not hasattr(transformers, "CompileConfig"):
+        pytest.skip("this transformers compiles nothing by itself")
+    compiled = transformers.CompileConfig(backend="eager", fullgraph=False)
+    compiled._compile_all_devices = True
+    traced: list[bool] = []
+    acquire, make_room = engine.runtime.prefetcher.acquire, engine.device_plan.make_room
+
+    def noting_acquire(*args: Any) -> Any:
+        traced.append(torch.compiler.is_compiling())
+        return acquire(*args)
+
+    def noting_room(*args: Any) -> None:
+        traced.append(torch.compiler.is_compiling())
+        make_room(*args)
+
+    monkeypatch.setattr(engine.runtime.prefetcher, "acquire", noting_acquire)
+    monkeypatch.setattr(engine.device_plan, "make_room", noting_room)
+    text = generate(model, 4, cache_implementation="static", compile_config=compiled)
+    assert traced
+    assert not any(traced)
+    plain, _ = engines(evaluation_weights="stream")
+    assert torch.equal(text, generate(plain, 4))
 
 
 def test_an_encoder_decoder_generates_from_held_layers() -> None:
