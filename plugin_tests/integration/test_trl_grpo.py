@@ -15,7 +15,7 @@ from trl_runs import TRL_WARNINGS, arguments, prompts, run_both, run_trl, tiny_m
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import UnsupportedError
 
-trl = pytest.importorskip("trl")
+trl = pytest.importorskip("trl", exc_type=ImportError)
 
 pytestmark = [
     *(pytest.mark.filterwarnings(warning) for warning in TRL_WARNINGS),
@@ -92,8 +92,8 @@ def test_grpo_is_that_of_trl_alone(tmp_path: Path, case: str) -> None:
     assert ours == theirs, "the streamed model generates what the plain one does"
     assert len(set(theirs)) > 4
     assert max(stock.logged("reward_std")) > 0, "an advantage that is zero trains nothing"
-    for key in ("loss", "entropy", "completions/mean_length"):
-        assert len(stock.logged(key)) >= 2, key
+    assert len(stock.logged("loss")) == len(stock.logged("entropy")) >= 2
+    assert stock.logged("completions/mean_length")
     if "beta" in case:
         assert max(stock.logged("kl")) > 0
 
@@ -104,7 +104,7 @@ def test_a_head_that_is_cast_to_fp32_stays_so_under_bf16(tmp_path: Path) -> None
     assert trainer.model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
 
 
-def test_each_generated_token_fetches_every_layer_once(tmp_path: Path) -> None:
+def test_each_generated_token_fetches_every_layer_once_and_no_more(tmp_path: Path) -> None:
     fetches: list[int] = []
 
     def script(trainer: Any) -> None:
@@ -119,9 +119,8 @@ def test_each_generated_token_fetches_every_layer_once(tmp_path: Path) -> None:
             fetches.append(engine.runtime.meter.counters.weight_fetches - before)
 
     run_trl(grpo(), tmp_path / "run", streamed=True, script=script)
-    layers = 3
-    assert fetches[1] - fetches[0] <= 4 * layers
-    assert fetches[0] <= 4 * layers
+    # Four tokens more, three layers; what is fetched ahead at the end of one isn't at the beginning of the next.
+    assert fetches[1] - fetches[0] == pytest.approx(4 * 3, abs=2)
 
 
 def test_vllm_is_refused_with_the_remedy(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from megatrain_accelerate.memory.flat_layout import ALIGNMENT_ELEMENTS
 from megatrain_accelerate.memory.host_limits import available_host_bytes
 from megatrain_accelerate.units import round_up
 
-trl = pytest.importorskip("trl")
+trl = pytest.importorskip("trl", exc_type=ImportError)
 
 pytestmark = [
     *(pytest.mark.filterwarnings(warning) for warning in TRL_WARNINGS),
@@ -120,6 +120,21 @@ def test_adapters_are_adopted_in_full_precision_though_the_reference_is_computed
     stock, streamed = run_both(make, tmp_path)
     for name, weight in stock.weights.items():
         assert torch.equal(streamed.weights[name], weight), name
+
+
+def test_a_model_that_its_trainer_runs_before_training_is_streamed_from_then_on(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def script(trainer: Any) -> None:
+        engine = engine_of(trainer.model)
+        assert engine is not None, "the constructor computed the reference"
+        seen.append(engine.training)
+        trainer.train()
+        assert engine_of(trainer.model) is engine, "adopted once"
+        seen.append(engine.training)
+
+    run_trl(dpo(precompute_ref_log_probs=True), tmp_path, streamed=True, script=script)
+    assert seen == [False, True]
 
 
 def padded_numel(model: nn.Module) -> int:

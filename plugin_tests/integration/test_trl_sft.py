@@ -26,7 +26,7 @@ from trl_runs import (
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import UnsupportedError
 
-trl = pytest.importorskip("trl")
+trl = pytest.importorskip("trl", exc_type=ImportError)
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in TRL_WARNINGS]
 
@@ -34,7 +34,10 @@ LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "u
 
 
 def trainer(
-    data: Callable[[int], Dataset] = texts, dtype: torch.dtype = torch.float32, options: dict[str, Any] | None = None, **changes: Any
+    data: Callable[[int], Dataset] = texts,
+    dtype: torch.dtype = torch.float32,
+    options: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> Callable[[Path], Any]:
     """Makes an SFTTrainer of a tiny model for an output directory."""
 
