@@ -345,7 +345,7 @@ def test_an_adapter_that_is_added_after_prepare_is_refused_when_it_is_to_be_trai
         model.add_adapter("late", LoraConfig(**{**LORA, "target_modules": ["v_proj"]}))
         assert torch.equal(loss_of(model, ids), loss), "it isn't active"
         model.set_adapter("late")
-        with pytest.raises(StateError, match=r"lora_A.late.weight was added after the model was prepared"):
+        with pytest.raises(StateError, match=r"lora_A.late.weight was added or replaced after the model was prepared"):
             loss_of(model, ids)
         model = accelerator.prepare(accelerator.unwrap_model(model))
         accelerator.backward(loss_of(model, ids))

@@ -43,19 +43,20 @@ def grpo(
     recorder: Callable[[], Recorder] = Recorder,
     dtype: torch.dtype = torch.float32,
     options: dict[str, Any] | None = None,
+    kind: str = "GRPO",
     **changes: Any,
 ) -> Callable[[Path], Any]:
-    """Makes a GRPOTrainer for an output directory."""
+    """Makes a GRPOTrainer, or an RLOOTrainer, for an output directory."""
 
     def make(folder: Path) -> Any:
         saved = folder.parent / "model"
         if not saved.exists():
             tiny_model(dtype).save_pretrained(saved)
         settings = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 8, "max_steps": 3}
-        return trl.GRPOTrainer(
+        return getattr(trl, f"{kind}Trainer")(
             model=AutoModelForCausalLM.from_pretrained(saved, dtype=dtype),
             reward_funcs=recorder(),
-            args=arguments(trl.GRPOConfig, folder, **{**settings, **changes}),
+            args=arguments(getattr(trl, f"{kind}Config"), folder, **{**settings, **changes}),
             train_dataset=prompts(),
             processing_class=tokenizer(),
             **(options or {}),
@@ -75,6 +76,7 @@ MORE_CASES: dict[str, dict[str, Any]] = {
     "several steps a generation": {"num_iterations": 2, "steps_per_generation": 2},
     "head in fp32": {"cast_lm_head_to_fp32": True},
     "accumulated": {"gradient_accumulation_steps": 2, "max_steps": 2},
+    "rloo": {"kind": "RLOO", "beta": 0.1},
     "gspo": {"importance_sampling_level": "sequence", "loss_type": "grpo"},
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
 from loop_runs import loss_of
 from peft import LoraConfig, get_peft_model
 from plain_torch import token_batches
@@ -225,3 +226,33 @@ def test_reward_modelling_is_that_of_trl_alone(tmp_path: Path, changes: dict[str
     stock, _ = run_both(lambda folder: reward(folder, **changes), tmp_path)
     assert len(stock.logged("mean_reward")) >= 2
     assert any("score" in name for name in stock.moved)
+
+
+# ---------------------------------------------------------------- unpaired preferences
+
+
+def unpaired() -> Dataset:
+    """Single completions, wanted or not."""
+    rows = []
+    for row in preferences(6):
+        rows += [
+            {"prompt": row["prompt"], "completion": row[kind], "label": kind == "chosen"} for kind in ("chosen", "rejected")
+        ]
+    return Dataset.from_list(rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("adapters", [None, lora()], ids=["reference", "LoRA"])
+def test_kto_is_that_of_trl_alone(tmp_path: Path, adapters: LoraConfig | None) -> None:
+    def make(folder: Path) -> Any:
+        return trl.KTOTrainer(
+            model=tiny_model(),
+            ref_model=another_model() if adapters is None else None,
+            args=arguments(trl.KTOConfig, folder),
+            train_dataset=unpaired(),
+            processing_class=tokenizer(),
+            peft_config=adapters,
+        )
+
+    stock, _ = run_both(make, tmp_path)
+    assert len(stock.logged("rewards/chosen")) >= 2
