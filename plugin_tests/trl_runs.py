@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatrain_accelerate.engine import engine_of
 
-WORDS = "the a red blue small old cat dog bird fish sees hears likes follows today here again and then not why because".split()
+WORDS = [f"{kind}{number}" for kind in ("noun", "verb", "article") for number in range(8)]
 SPECIAL = ["<pad>", "<unk>", "<s>", "</s>", "<user>", "<assistant>", "<end>"]
 
 # Generation markers, so that the assistant's turns can be told apart (assistant_only_loss).

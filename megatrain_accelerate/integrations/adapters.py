@@ -1,4 +1,4 @@
-"""What merging and unloading of PEFT's adapters mean for a prepared model.
+"""What merging, unmerging and unloading of PEFT's adapters mean for a prepared model.
 
 PEFT reads and writes ``parameter.data``, which shows neither that a step is still to be applied nor that somebody wrote.
 """
@@ -37,6 +37,16 @@ def write_through(original: Callable[..., Any], tuner: nn.Module, *args: Any, **
     finally:
         for engine in engines:
             _take_over_frozen(engine)
+
+
+def unmerge_first(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
+    """``set_adapter`` and ``disable_adapter_layers``: adapters that are merged are unmerged now.
+
+    PEFT does so by itself, but when a layer runs next; what that writes to is the layer's slot here.
+    """
+    if engines_with(tuner) and any(getattr(module, "merged", False) for module in tuner.modules()):
+        tuner.unmerge_adapter()
+    return original(tuner, *args, **kwargs)
 
 
 def _take_over_frozen(engine: Engine) -> None:

@@ -6,24 +6,39 @@ from types import ModuleType
 
 from megatrain_accelerate.integrations.wrapping import delegate, find_class, wrap
 
-_MEANING = "adapters"
+
+def _wrap_tuner(module: ModuleType, name: str, meaning: str) -> None:
+    tuner = find_class(module, "BaseTuner")
+    # Older versions have one in each kind of adapter, left alone: after Trainer.train() there is nothing to wait for.
+    if hasattr(tuner, name):
+        wrap(tuner, name, delegate("adapters", meaning), needs=("self",))
 
 
 def patch_merge_and_unload(module: ModuleType) -> None:
     """The merged model is a plain one."""
-    wrap(find_class(module, "BaseTuner"), "merge_and_unload", delegate(_MEANING, "leave_then"), needs=("self",))
+    _wrap_tuner(module, "merge_and_unload", "leave_then")
 
 
 def patch_unload(module: ModuleType) -> None:
     """The model without adapters is a plain one."""
-    wrap(find_class(module, "BaseTuner"), "unload", delegate(_MEANING, "leave_then"), needs=("self",))
+    _wrap_tuner(module, "unload", "leave_then")
 
 
 def patch_merge_adapter(module: ModuleType) -> None:
     """Merged weights are streamed."""
-    wrap(find_class(module, "BaseTuner"), "merge_adapter", delegate(_MEANING, "write_through"), needs=("self",))
+    _wrap_tuner(module, "merge_adapter", "write_through")
 
 
 def patch_unmerge_adapter(module: ModuleType) -> None:
     """Unmerged weights are streamed."""
-    wrap(find_class(module, "BaseTuner"), "unmerge_adapter", delegate(_MEANING, "write_through"), needs=("self",))
+    _wrap_tuner(module, "unmerge_adapter", "write_through")
+
+
+def patch_set_adapter(module: ModuleType) -> None:
+    """Weights that another adapter unmerges are streamed."""
+    _wrap_tuner(module, "set_adapter", "unmerge_first")
+
+
+def patch_disable_adapter_layers(module: ModuleType) -> None:
+    """Weights that disabling unmerges are streamed."""
+    _wrap_tuner(module, "disable_adapter_layers", "unmerge_first")

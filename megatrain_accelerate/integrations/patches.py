@@ -217,6 +217,18 @@ PATCHES = (
         _NO_DATA_HOOK,
     ),
     Patch(
+        "peft.tuners.tuners_utils:BaseTuner.set_adapter",
+        "patch_peft:patch_set_adapter",
+        "unmerges what is merged, by parameter.data",
+        _NO_DATA_HOOK,
+    ),
+    Patch(
+        "peft.tuners.tuners_utils:BaseTuner.disable_adapter_layers",
+        "patch_peft:patch_disable_adapter_layers",
+        "unmerges what is merged when a layer runs next, when its weights are a slot's",
+        "PEFT unmerges before",
+    ),
+    Patch(
         "trl.trainer.callbacks:SyncRefModelCallback.sync_target_model",
         "patch_trl:patch_sync_reference",
         "reads and writes parameter.data: steps must be applied before, and what was written be streamed after",

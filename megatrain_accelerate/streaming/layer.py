@@ -119,12 +119,13 @@ class StreamedLayer:
         Raises:
             StateError: it has neither gradient nor master.
         """
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in self._known:
-                raise StateError(
-                    f"parameter {self.name}.{name} was added after the model was prepared and has no place for a gradient; "
-                    "change the model (adapters, heads, tokens) before accelerator.prepare(), or prepare it anew"
-                )
+        present = (parameter for owner in self.module.modules() for parameter in owner._parameters.values())
+        if any(p is not None and p.requires_grad and id(p) not in self._known for p in present):
+            added = next(name for name, p in self.module.named_parameters() if p.requires_grad and id(p) not in self._known)
+            raise StateError(
+                f"parameter {self.name}.{added} was added or replaced after the model was prepared and has no place for a "
+                "gradient; change the model (adapters, heads, tokens) before accelerator.prepare(), or prepare it anew"
+            )
         for state in self.unit.states:
             if state.parameter.requires_grad and not state.entry.spec.trainable:
                 raise StateError(

@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Adapter name .* should not be contained in the prefix"),
     # It says so of every layer norm that it is asked to train.
     pytest.mark.filterwarnings("ignore:Unsupported layer type"),
+    pytest.mark.filterwarnings("ignore:Adapter cannot be set when the model is merged"),
     # PEFT looks for the base model's config on the hub to see whether the vocabulary grew.
     pytest.mark.filterwarnings("ignore:Could not find a config file in"),
 ]
@@ -275,6 +276,27 @@ def test_merged_weights_are_streamed_until_they_are_unmerged() -> None:
     assert_close(ours, stock)
 
 
+@pytest.mark.parametrize("leave", ["disable", "switch"])
+def test_merged_weights_are_unmerged_when_their_adapter_is_left(leave: str) -> None:
+    def use(model: PeftModel) -> list[torch.Tensor]:
+        model.add_adapter("other", LoraConfig(**LORA))
+        before = logits_of(model)
+        model.merge_adapter()
+        if leave == "disable":
+            with model.disable_adapter():
+                base = logits_of(model)
+        else:
+            model.set_adapter("other")
+            base = logits_of(model)
+            model.set_adapter("default")
+        return [before, base, logits_of(model)]
+
+    ours, stock = (trained_in_a_loop(streamed, use) for streamed in (True, False))
+    assert float((ours[0] - ours[1]).abs().max()) > 1e-3, "adapters do something"
+    assert_close([ours[0]], [ours[2]])
+    assert_close(ours, stock)
+
+
 # ---------------------------------------------------------------- several adapters
 
 
@@ -323,7 +345,7 @@ def test_an_adapter_that_is_added_after_prepare_is_refused_when_it_is_to_be_trai
         model.add_adapter("late", LoraConfig(**{**LORA, "target_modules": ["v_proj"]}))
         assert torch.equal(loss_of(model, ids), loss), "it isn't active"
         model.set_adapter("late")
-        with pytest.raises(StateError, match=r"lora_A.late.weight was added after the model was prepared"):
+        with pytest.raises(StateError, match=r"lora_A.late.weight was added or replaced after the model was prepared"):
             loss_of(model, ids)
         model = accelerator.prepare(accelerator.unwrap_model(model))
         accelerator.backward(loss_of(model, ids))

@@ -15,7 +15,7 @@ from trl_runs import TRL_WARNINGS, arguments, prompts, run_both, run_trl, tiny_m
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import UnsupportedError
 
-trl = pytest.importorskip("trl")
+trl = pytest.importorskip("trl", exc_type=ImportError)
 
 pytestmark = [
     *(pytest.mark.filterwarnings(warning) for warning in TRL_WARNINGS),
@@ -43,19 +43,20 @@ def grpo(
     recorder: Callable[[], Recorder] = Recorder,
     dtype: torch.dtype = torch.float32,
     options: dict[str, Any] | None = None,
+    kind: str = "GRPO",
     **changes: Any,
 ) -> Callable[[Path], Any]:
-    """Makes a GRPOTrainer for an output directory."""
+    """Makes a GRPOTrainer, or an RLOOTrainer, for an output directory."""
 
     def make(folder: Path) -> Any:
         saved = folder.parent / "model"
         if not saved.exists():
             tiny_model(dtype).save_pretrained(saved)
         settings = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 8, "max_steps": 3}
-        return trl.GRPOTrainer(
+        return getattr(trl, f"{kind}Trainer")(
             model=AutoModelForCausalLM.from_pretrained(saved, dtype=dtype),
             reward_funcs=recorder(),
-            args=arguments(trl.GRPOConfig, folder, **{**settings, **changes}),
+            args=arguments(getattr(trl, f"{kind}Config"), folder, **{**settings, **changes}),
             train_dataset=prompts(),
             processing_class=tokenizer(),
             **(options or {}),
@@ -75,6 +76,7 @@ MORE_CASES: dict[str, dict[str, Any]] = {
     "several steps a generation": {"num_iterations": 2, "steps_per_generation": 2},
     "head in fp32": {"cast_lm_head_to_fp32": True},
     "accumulated": {"gradient_accumulation_steps": 2, "max_steps": 2},
+    "rloo": {"kind": "RLOO", "beta": 0.1},
     "gspo": {"importance_sampling_level": "sequence", "loss_type": "grpo"},
 }
 
@@ -92,8 +94,8 @@ def test_grpo_is_that_of_trl_alone(tmp_path: Path, case: str) -> None:
     assert ours == theirs, "the streamed model generates what the plain one does"
     assert len(set(theirs)) > 4
     assert max(stock.logged("reward_std")) > 0, "an advantage that is zero trains nothing"
-    for key in ("loss", "entropy", "completions/mean_length"):
-        assert len(stock.logged(key)) >= 2, key
+    assert len(stock.logged("loss")) == len(stock.logged("entropy")) >= 2
+    assert stock.logged("completions/mean_length")
     if "beta" in case:
         assert max(stock.logged("kl")) > 0
 
@@ -104,7 +106,7 @@ def test_a_head_that_is_cast_to_fp32_stays_so_under_bf16(tmp_path: Path) -> None
     assert trainer.model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
 
 
-def test_each_generated_token_fetches_every_layer_once(tmp_path: Path) -> None:
+def test_each_generated_token_fetches_every_layer_once_and_no_more(tmp_path: Path) -> None:
     fetches: list[int] = []
 
     def script(trainer: Any) -> None:
@@ -119,9 +121,8 @@ def test_each_generated_token_fetches_every_layer_once(tmp_path: Path) -> None:
             fetches.append(engine.runtime.meter.counters.weight_fetches - before)
 
     run_trl(grpo(), tmp_path / "run", streamed=True, script=script)
-    layers = 3
-    assert fetches[1] - fetches[0] <= 4 * layers
-    assert fetches[0] <= 4 * layers
+    # Four tokens more, three layers; what is fetched ahead at the end of one isn't at the beginning of the next.
+    assert fetches[1] - fetches[0] == pytest.approx(4 * 3, abs=2)
 
 
 def test_vllm_is_refused_with_the_remedy(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
 from loop_runs import loss_of
 from peft import LoraConfig, get_peft_model
 from plain_torch import token_batches
@@ -23,7 +24,7 @@ from megatrain_accelerate.memory.flat_layout import ALIGNMENT_ELEMENTS
 from megatrain_accelerate.memory.host_limits import available_host_bytes
 from megatrain_accelerate.units import round_up
 
-trl = pytest.importorskip("trl")
+trl = pytest.importorskip("trl", exc_type=ImportError)
 
 pytestmark = [
     *(pytest.mark.filterwarnings(warning) for warning in TRL_WARNINGS),
@@ -122,6 +123,21 @@ def test_adapters_are_adopted_in_full_precision_though_the_reference_is_computed
         assert torch.equal(streamed.weights[name], weight), name
 
 
+def test_a_model_that_its_trainer_runs_before_training_is_streamed_from_then_on(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def script(trainer: Any) -> None:
+        engine = engine_of(trainer.model)
+        assert engine is not None, "the constructor computed the reference"
+        seen.append(engine.training)
+        trainer.train()
+        assert engine_of(trainer.model) is engine, "adopted once"
+        seen.append(engine.training)
+
+    run_trl(dpo(precompute_ref_log_probs=True), tmp_path, streamed=True, script=script)
+    assert seen == [False, True]
+
+
 def padded_numel(model: nn.Module) -> int:
     return sum(round_up(parameter.numel(), ALIGNMENT_ELEMENTS) for parameter in model.parameters())
 
@@ -210,3 +226,33 @@ def test_reward_modelling_is_that_of_trl_alone(tmp_path: Path, changes: dict[str
     stock, _ = run_both(lambda folder: reward(folder, **changes), tmp_path)
     assert len(stock.logged("mean_reward")) >= 2
     assert any("score" in name for name in stock.moved)
+
+
+# ---------------------------------------------------------------- unpaired preferences
+
+
+def unpaired() -> Dataset:
+    """Single completions, wanted or not."""
+    rows = []
+    for row in preferences(6):
+        rows += [
+            {"prompt": row["prompt"], "completion": row[kind], "label": kind == "chosen"} for kind in ("chosen", "rejected")
+        ]
+    return Dataset.from_list(rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("adapters", [None, lora()], ids=["reference", "LoRA"])
+def test_kto_is_that_of_trl_alone(tmp_path: Path, adapters: LoraConfig | None) -> None:
+    def make(folder: Path) -> Any:
+        return trl.KTOTrainer(
+            model=tiny_model(),
+            ref_model=another_model() if adapters is None else None,
+            args=arguments(trl.KTOConfig, folder),
+            train_dataset=unpaired(),
+            processing_class=tokenizer(),
+            peft_config=adapters,
+        )
+
+    stock, _ = run_both(make, tmp_path)
+    assert len(stock.logged("rewards/chosen")) >= 2

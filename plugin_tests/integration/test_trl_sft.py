@@ -26,7 +26,7 @@ from trl_runs import (
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import UnsupportedError
 
-trl = pytest.importorskip("trl")
+trl = pytest.importorskip("trl", exc_type=ImportError)
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in TRL_WARNINGS]
 
