@@ -6,7 +6,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = ["MegatrainConfig", "__version__", "disable", "drain", "enable"]
+__all__ = ["MegatrainConfig", "__version__", "disable", "drain", "enable", "export_masters"]
 
 
 def __getattr__(name: str) -> Any:
@@ -15,7 +15,7 @@ def __getattr__(name: str) -> Any:
         from megatrain_accelerate.config import MegatrainConfig
 
         return MegatrainConfig
-    if name in ("enable", "disable", "drain"):
+    if name in ("enable", "disable", "drain", "export_masters"):
         from megatrain_accelerate import api
 
         return getattr(api, name)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain_accelerate import activation
@@ -71,3 +73,34 @@ def drain(model: nn.Module | None = None) -> None:
     from megatrain_accelerate.integrations.accelerate_backend import drain as drain_engines
 
     drain_engines(model)
+
+
+def export_masters(model: nn.Module, folder: str | os.PathLike[str], max_shard_gib: float = 4.0) -> list[Path]:
+    """Writes the weights of a prepared model in fp32, with all bits of their masters, as a folder for ``from_pretrained``.
+
+    ``save_model`` and ``save_pretrained`` write the weights in which the model computes, bf16 as a rule.
+
+    Args:
+        model: a prepared model.
+        folder: where to; must not exist, or be empty. It appears when it is complete.
+        max_shard_gib: size of one file, and what the host holds more at the most.
+
+    Returns:
+        The files with weights, in the order of the model.
+
+    Raises:
+        UnsupportedError: the model isn't prepared.
+        ConfigError: the folder holds something, or the size isn't above 0.
+        StepWorkerError: a step failed.
+        OSError: the disk is full, or can't be written to; nothing is left behind.
+    """
+    from megatrain_accelerate.engine import engine_of
+    from megatrain_accelerate.errors import UnsupportedError
+    from megatrain_accelerate.master_export import write_masters
+
+    engine = engine_of(model)
+    if engine is None:
+        raise UnsupportedError(
+            "export_masters() was given a model that accelerator.prepare() hasn't seen with megatrain active"
+        )
+    return write_masters(model, engine, Path(folder), max_shard_gib)

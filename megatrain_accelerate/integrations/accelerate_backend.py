@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from torch import nn
 
 from megatrain_accelerate.activation import active_config
@@ -37,7 +38,8 @@ def after_accelerator_init(accelerator: Any) -> None:
     """
     if accelerator.device.type not in ("cuda", "cpu"):
         raise UnsupportedError(f"megatrain streams to CUDA devices; this run's device is {accelerator.device}")
-    asked_for_cpu = getattr(accelerator.state, "_cpu", False)
+    # The state knows only what it was made with, which may have been before the Accelerator.
+    asked_for_cpu = getattr(accelerator.state, "_cpu", False) or parse_flag_from_env("ACCELERATE_USE_CPU")
     if accelerator.device.type == "cpu" and not asked_for_cpu:
         raise ConfigError(
             "megatrain found no CUDA device. Check the driver (`nvidia-smi`) and torch's build "

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from fresh_process import clean_environment
 from plain_torch import tiny_model
 from refusals import assert_untouched, prepare, remember, trace
@@ -44,9 +44,11 @@ def test_no_gpu_and_no_wish_for_the_cpu_is_refused(tmp_path: Path) -> None:
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("wish", ["argument", "environment"])
+@pytest.mark.parametrize("wish", ["argument", "environment", "environment, after Accelerate's state was made"])
 def test_the_cpu_is_taken_where_it_is_asked_for(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if wish == "environment":
+    if wish.startswith("environment"):
+        if "after" in wish:
+            PartialState()
         monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     model = Accelerator(cpu=True if wish == "argument" else None or False).prepare(tiny_model())
     assert engine_of(model) is not None
