@@ -79,7 +79,7 @@ def _write(model: nn.Module, engine: Engine, folder: Path, max_shard_bytes: int)
         total = sum(_fp32_bytes(tensor) for shard in shards for tensor in shard.values())
         (folder / _INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
     config = copy.deepcopy(getattr(model, "config", None))
-    if hasattr(config, "save_pretrained"):
+    if config is not None and hasattr(config, "save_pretrained"):
         setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", torch.float32)
         config.architectures = [type(model).__name__]
         config.save_pretrained(folder)
