@@ -119,7 +119,10 @@ FREEZINGS: dict[str, Callable[[str], bool]] = {
 }
 
 
-@pytest.mark.parametrize("freeze", FREEZINGS.values(), ids=FREEZINGS.keys())
+@pytest.mark.parametrize(
+    "freeze",
+    [pytest.param(freeze, id=key, marks=() if key == "lower_half" else pytest.mark.long) for key, freeze in FREEZINGS.items()],
+)
 @pytest.mark.parametrize("name", ["gemma4", pytest.param("mixtral", marks=pytest.mark.long)])
 def test_frozen_parts_change_nothing_for_the_others(name: str, freeze: Callable[[str], bool]) -> None:
     family = halves(BY_NAME[name], freeze)
