@@ -73,10 +73,24 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("changes", [{}, {"use_dora": True}], ids=["lora", "dora"])
+@pytest.mark.parametrize(
+    ("changes", "precision"),
+    [
+        ({}, "fp32"),
+        ({}, "bf16 base, bf16 autocast"),
+        ({"use_dora": True}, "bf16 base, bf16 autocast"),
+        *(
+            pytest.param(changes, precision, marks=pytest.mark.long)
+            for changes, precision in (
+                ({}, "bf16 base, no autocast"),
+                ({"use_dora": True}, "fp32"),
+                ({"use_dora": True}, "bf16 base, no autocast"),
+            )
+        ),
+    ],
+)
 def test_adapters_and_their_checkpoints_are_those_of_the_stock_trainer(
-    tmp_path: Path, precision: str, changes: dict[str, Any]
+    tmp_path: Path, changes: dict[str, Any], precision: str
 ) -> None:
     dtype, bf16 = PRECISIONS[precision]
     stock, streamed = run_both_trainers(
@@ -128,7 +142,7 @@ def test_an_fp32_head_of_a_bf16_model_stays_fp32(tmp_path: Path) -> None:
     assert all(torch.equal(streamed.weights[name], weight) for name, weight in stock.weights.items())
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.long), True], ids=["fp32", "bf16"])
 def test_gradient_accumulation_with_adapters(tmp_path: Path, bf16: bool) -> None:
     dtype = torch.bfloat16 if bf16 else torch.float32
     run_both_trainers(lambda: lora(dtype), tmp_path, bf16=bf16, gradient_accumulation_steps=2, max_steps=3)
@@ -196,6 +210,7 @@ def test_adapters_resume_from_ours_and_from_stock_checkpoints_in_both(tmp_path: 
     assert ours.moved == whole.moved
 
 
+@pytest.mark.long
 def test_training_twice_in_one_process_with_a_resume_between(tmp_path: Path) -> None:
     def twice(trainer: Any) -> None:
         trainer.args.max_steps = 3
@@ -308,7 +323,7 @@ def two_adapters(active: list[str]) -> PeftModel:
     return model
 
 
-@pytest.mark.parametrize("active", [["one"], ["two"], ["one", "two"]], ids="+".join)
+@pytest.mark.parametrize("active", [pytest.param(["one"], marks=pytest.mark.long), ["two"], ["one", "two"]], ids="+".join)
 def test_of_several_adapters_the_active_ones_are_trained(tmp_path: Path, active: list[str]) -> None:
     stock, _ = run_both_trainers(lambda: two_adapters(active), tmp_path)
     assert {name for name in ("one", "two") if any(f".{name}." in moved for moved in stock.moved)} == set(active)

@@ -165,6 +165,7 @@ def test_activation_offloading_of_trl_is_refused_with_the_remedy(tmp_path: Path)
         run_trl(trainer(activation_offloading=True), tmp_path, streamed=True)
 
 
+@pytest.mark.long
 def test_checkpoints_resume(tmp_path: Path) -> None:
     whole, _ = run_both(trainer(save_strategy="steps", save_steps=2), tmp_path)
     for origin, streamed in (("stock", True), ("streamed", False), ("streamed", True)):
