@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from plain_torch import token_batches
 from safetensors.torch import load_file
 from torch import nn
-from trainer_runs import TrainerRun, assert_same_run, plugin, run_trainer, snapshot, tiny_llama
+from trainer_runs import TrainerRun, assert_same_run, examples, plugin, run_trainer, snapshot, tiny_llama
 from trainer_runs import run_both as run_both_trainers
 
 from megatrain_accelerate.engine import engine_of
@@ -46,10 +46,6 @@ def adapted(config: peft.PeftConfig, dtype: torch.dtype = torch.float32) -> Peft
 
 def lora(dtype: torch.dtype = torch.float32, **changes: Any) -> PeftModel:
     return adapted(LoraConfig(**{**LORA, **changes}), dtype)
-
-
-def trained_numel(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def assert_same_files(ours: Path, stock: Path) -> None:
@@ -149,8 +145,6 @@ def test_gradient_accumulation_with_adapters(tmp_path: Path, bf16: bool) -> None
 
 
 def test_best_adapters_are_loaded_at_the_end(tmp_path: Path) -> None:
-    from trainer_runs import examples
-
     stock, _ = run_both_trainers(
         lora,
         tmp_path,
