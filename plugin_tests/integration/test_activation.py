@@ -141,7 +141,9 @@ class TestArguments:
         assert config.slots == 6
         assert parsed.megatrain
         megatrain_accelerate.disable()
-        trl.TrlParser(trl.SFTConfig).parse_args_and_config(["--use_cpu", "--bf16", "False", "--megatrain"])
+        trl.TrlParser(trl.SFTConfig).parse_args_and_config(
+            ["--output_dir", "x", "--use_cpu", "--bf16", "False", "--megatrain"]
+        )
         assert activation.active_config() is not None
 
     def test_unused_fields_stay_out_of_dictionaries(self) -> None:
