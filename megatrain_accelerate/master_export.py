@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -78,8 +79,8 @@ def _write(model: nn.Module, engine: Engine, folder: Path, max_shard_bytes: int)
         weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         total = sum(_fp32_bytes(tensor) for shard in shards for tensor in shard.values())
         (folder / _INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
-    config = copy.deepcopy(getattr(model, "config", None))
-    if config is not None and hasattr(config, "save_pretrained"):
+    config: Any = copy.deepcopy(getattr(model, "config", None))
+    if hasattr(config, "save_pretrained"):
         setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", torch.float32)
         config.architectures = [type(model).__name__]
         config.save_pretrained(folder)

@@ -130,18 +130,18 @@ class TestArguments:
         assert HfArgumentParser(Mine).format_help().count("--megatrain_config") == 2
 
     def test_trl_takes_the_flag_and_the_yaml(self, tmp_path: Path) -> None:
-        trl = pytest.importorskip("trl")
+        trl = pytest.importorskip("trl", minversion="1.0")
+        parser = trl.TrlParser(trl.SFTConfig)
         path = tmp_path / "sft.yaml"
-        path.write_text(
-            yaml.safe_dump({"output_dir": "x", "use_cpu": True, "megatrain": True, "megatrain_config": {"slots": 6}})
-        )
-        (parsed,) = trl.TrlParser(trl.SFTConfig).parse_args_and_config(["--config", str(path), "--bf16", "False"])
+        path.write_text(yaml.safe_dump({"use_cpu": True, "megatrain": True, "megatrain_config": {"slots": 6}}))
+        options = ["--output_dir", "x", "--bf16", "False"]
+        (parsed,) = parser.parse_args_and_config(["--config", str(path), *options])
         config = activation.active_config()
         assert config is not None
         assert config.slots == 6
         assert parsed.megatrain
         megatrain_accelerate.disable()
-        trl.TrlParser(trl.SFTConfig).parse_args_and_config(["--use_cpu", "--bf16", "False", "--megatrain"])
+        trl.TrlParser(trl.SFTConfig).parse_args_and_config([*options, "--use_cpu", "--megatrain"])
         assert activation.active_config() is not None
 
     def test_unused_fields_stay_out_of_dictionaries(self) -> None:

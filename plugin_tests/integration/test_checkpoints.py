@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from trainer_runs import examples, make_arguments, plugin, snapshot
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
+from versions import older
 
 from megatrain_accelerate.checkpointing import STAGING_FOLDER, publish
 from megatrain_accelerate.engine import engine_of
@@ -296,8 +297,9 @@ def test_saving_and_loading_hold_no_second_copy_of_the_state(precision: str, tmp
     measured = json.loads(run_test_file(__file__, "memory", tmp_path / "run", precision).strip().splitlines()[-1])
     print(measured)
     assert measured["state"] > 250 * MIB
-    # 5%: pickled headers, the sample before the first save's lazy imports, Python's own objects.
-    assert measured["save"] < 0.05 * measured["state"]
+    # 5%: pickled headers, the sample before the first save's lazy imports, Python's own objects. Transformers 4.46 with
+    # torch 2.5 was seen to hold 15% more while it saves in fp32.
+    assert measured["save"] < (0.25 if older("torch", "2.6") else 0.05) * measured["state"]
     assert measured["load"] < 0.05 * measured["state"]
 
 

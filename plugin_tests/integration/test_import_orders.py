@@ -95,13 +95,13 @@ check("enable()")
 megatrain_accelerate.disable()
 from megatrain_accelerate.activation import active_config
 for cls in (Mine, SFTConfig, TrainingArguments):
-    flags = ["--use_cpu", "--bf16", "False", "--megatrain", "--megatrain_config", '{"slots": 5}']
+    flags = ["--output_dir", "x", "--use_cpu", "--bf16", "False", "--megatrain", "--megatrain_config", '{"slots": 5}']
     (arguments,) = HfArgumentParser(cls).parse_args_into_dataclasses(flags)
     assert arguments.megatrain and active_config().slots == 5
     assert dataclasses.replace(arguments).megatrain_config == {"slots": 5}
     megatrain_accelerate.disable()
-    assert not cls(use_cpu=True, bf16=False).megatrain and active_config() is None
-assert Mine(own=4).own == 4
+    assert not cls(output_dir="x", use_cpu=True, bf16=False).megatrain and active_config() is None
+assert Mine(output_dir="x", own=4).own == 4
 """
     run_python(PROBE + code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 

@@ -62,7 +62,7 @@ def conversations() -> list[dict[str, object]]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_classification_trains_and_measures_accuracy(tmp_path: Path) -> None:
     encoder = write_encoder(tmp_path / "encoder")
     rows = [{"text": text, "label": "even" if number % 2 == 0 else "odd"} for number, text in enumerate(SENTENCES)]

@@ -20,6 +20,7 @@ from trainer_runs import (
     tiny_llama,
 )
 from transformers import Trainer, TrainerCallback
+from versions import older
 
 from megatrain_accelerate.errors import StateError
 
@@ -104,6 +105,7 @@ def test_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
         assert_same_weights(run.weights, snapshot(run.trainer.model.from_pretrained(best)), tolerance=0.0)
 
 
+@pytest.mark.skipif(older("torch", "2.6"), reason="at this rate torch 2.5's other rounding in AdamW outgrows every tolerance")
 def test_training_goes_on_from_the_best_model(tmp_path: Path) -> None:
     # The weights that were loaded must be the masters of the steps that follow, moments and all.
     def script(trainer: Trainer) -> None:
