@@ -146,6 +146,8 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def _is_countable(tensor: torch.Tensor) -> bool:
+    if tensor.is_meta:
+        return False
     return not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= _MOST_ELEMENTS
 
 

@@ -69,7 +69,6 @@ class StreamedLayer:
             for attribute, parameter in owner._parameters.items()
             if parameter is not None
         ]
-        self._tree = [(owner, tuple(owner._modules.values()), len(owner._parameters)) for owner in module.modules()]
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the layer's own forward with the weights that are bound to it; see :class:`SharedMappings`."""
@@ -100,7 +99,6 @@ class StreamedLayer:
         Raises:
             StateError: a parameter of the module isn't the one that was adopted.
         """
-        self._refuse_added()
         for owner, attribute, _, parameter in self._bindings:
             if owner._parameters.get(attribute) is not parameter:
                 raise StateError(
@@ -114,25 +112,6 @@ class StreamedLayer:
         finally:
             for owner, attribute, _, parameter in self._bindings:
                 owner._parameters[attribute] = parameter
-
-    def _refuse_added(self) -> None:
-        """Raises for parameters that the layer has got since it was adopted: they would never see a gradient.
-
-        Raises:
-            StateError: there are such.
-        """
-        if all(
-            tuple(owner._modules.values()) == children and len(owner._parameters) == count
-            for owner, children, count in self._tree
-        ):
-            return
-        adopted = {id(parameter) for _, _, _, parameter in self._bindings}
-        added = [name for name, parameter in self.module.named_parameters() if id(parameter) not in adopted]
-        if added:
-            raise StateError(
-                f"layer {self.name} got {len(added)} parameters ({added[0]!r} and so on) after the model was prepared; change "
-                "the model (adapters, heads, tokens) before accelerator.prepare(), or prepare it anew"
-            )
 
     def refuse_unfrozen(self) -> None:
         """Raises for a trained parameter that was frozen, or wasn't there, when the model was prepared.
