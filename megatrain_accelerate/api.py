@@ -101,6 +101,7 @@ def export_masters(model: nn.Module, folder: str | os.PathLike[str], max_shard_g
     engine = engine_of(model)
     if engine is None:
         raise UnsupportedError(
-            "export_masters() was given a model that accelerator.prepare() hasn't seen with megatrain active"
+            "export_masters() was given a model that accelerator.prepare() hasn't seen with megatrain active; "
+            "prepare it first, or save a model that isn't streamed with save_pretrained()"
         )
     return write_masters(model, engine, Path(folder), max_shard_gib)

@@ -146,9 +146,9 @@ def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
 
 
-def make_arguments(folder: Path, **changes: Any) -> TrainingArguments:
-    """Arguments of a short run on the CPU that logs every step."""
-    settings: dict[str, Any] = {
+def short_run(folder: Path) -> dict[str, Any]:
+    """Training arguments of a short run on the CPU that logs every step."""
+    return {
         "output_dir": str(folder),
         "use_cpu": True,
         "report_to": "none",
@@ -162,7 +162,11 @@ def make_arguments(folder: Path, **changes: Any) -> TrainingArguments:
         "learning_rate": 1e-3,
         "seed": 3,
     }
-    return TrainingArguments(**{**settings, **changes})
+
+
+def make_arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    """Those of :func:`short_run` with ``changes``."""
+    return TrainingArguments(**{**short_run(folder), **changes})
 
 
 def run_trainer(

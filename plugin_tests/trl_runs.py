@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from trainer_runs import TOLERANCE, TrainerRun, assert_same_run, plugin, snapshot, tiny_llama
+from trainer_runs import TOLERANCE, TrainerRun, assert_same_run, plugin, short_run, snapshot, tiny_llama
 from transformers import PreTrainedTokenizerFast
 
 from megatrain_accelerate.engine import engine_of
@@ -106,22 +106,7 @@ def tiny_model(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
 
 def arguments(config_class: Any, folder: Path, **changes: Any) -> Any:
     """A config of TRL for a short run on the CPU in fp32 that logs every step."""
-    settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 2,
-        "max_steps": 4,
-        "learning_rate": 1e-3,
-        "seed": 3,
-    }
-    return config_class(**{**settings, **changes})
+    return config_class(**{**short_run(folder), "bf16": False, "max_steps": 4, **changes})
 
 
 def run_trl(

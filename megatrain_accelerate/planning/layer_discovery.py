@@ -29,11 +29,6 @@ class ResidentSpec:
     parameters: tuple[tuple[str, nn.Parameter], ...]
     layers_before: int
 
-    @property
-    def comes_after_layers(self) -> bool:
-        """Whether a layer comes before them."""
-        return self.layers_before > 0
-
 
 @dataclasses.dataclass(frozen=True)
 class Discovery:

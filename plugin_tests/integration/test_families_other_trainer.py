@@ -13,7 +13,7 @@ from families_other import OTHERS, translations
 from families_vision import pictures_and_videos
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from trainer_runs import Record, make_arguments, run_both, run_trainer, snapshot
+from trainer_runs import Record, run_both, run_trainer, short_run, snapshot
 from transformers import (
     DataCollatorForLanguageModeling,
     PreTrainedTokenizerFast,
@@ -97,24 +97,8 @@ def test_masked_language_modelling_with_the_stock_collator(name: str, tmp_path: 
 
 
 def generating_arguments(folder: Path) -> Seq2SeqTrainingArguments:
-    plain = make_arguments(folder, **EXACT)
-    chosen = {name: getattr(plain, name) for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "seed")}
-    return Seq2SeqTrainingArguments(
-        str(folder),
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        save_strategy="no",
-        logging_steps=1,
-        max_steps=4,
-        learning_rate=1e-2,
-        predict_with_generate=True,
-        generation_max_length=8,
-        generation_num_beams=2,
-        **chosen,
-        **EXACT,
-    )
+    generating = {"predict_with_generate": True, "generation_max_length": 8, "generation_num_beams": 2}
+    return Seq2SeqTrainingArguments(**{**short_run(folder), "max_steps": 4, "learning_rate": 1e-2, **generating, **EXACT})
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])

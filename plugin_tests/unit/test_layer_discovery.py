@@ -45,7 +45,7 @@ def test_qwen2_streams_its_decoder_layers() -> None:
     found = discover_layers(model)
     assert names(found) == [f"model.layers.{i}" for i in range(4)]
     assert residents(found) == {"model.embed_tokens": ["weight"], "model.norm": ["weight"], "lm_head": ["weight"]}
-    assert [spec.comes_after_layers for spec in found.residents] == [False, True, True]
+    assert [spec.layers_before > 0 for spec in found.residents] == [False, True, True]
     assert_complete(model, found)
 
 
@@ -54,7 +54,7 @@ def test_a_tied_head_and_its_embedding_are_one_resident_that_both_read() -> None
     found = discover_layers(model)
     assert list(residents(found)) == ["model.embed_tokens", "model.norm"]
     assert set(found.residents[0].modules) == {model.model.embed_tokens, model.lm_head}
-    assert not found.residents[0].comes_after_layers
+    assert found.residents[0].layers_before == 0
     assert_complete(model, found)
 
 
