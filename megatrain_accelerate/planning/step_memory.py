@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from megatrain_accelerate.planning.known_values import KnownValues, NumbersOfTensors
+from megatrain_accelerate.planning.scripted_functions import scripted_functions_as_python
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +211,7 @@ def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device)
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         KnownValues() as values,
         NumbersOfTensors(),
+        scripted_functions_as_python(),
         _fake_weights(model, device, values) as weights,
         torch.enable_grad(),
     ):
