@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from megatrain_accelerate.planning.compiled_functions import compiled_functions_as_python
 from megatrain_accelerate.planning.known_values import KnownValues, NumbersOfTensors
-from megatrain_accelerate.planning.scripted_functions import scripted_functions_as_python
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,8 @@ class LiveBytes(TorchDispatchMode):
     Args:
         present: tensors that are there already and don't count.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, present: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -96,12 +98,12 @@ class LiveBytes(TorchDispatchMode):
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
     """Floating-point operations of a matrix product or the like; None for what has no formula."""
-    count = flop_registry.get(func._overloadpacket)
-    if count is None:
+    count = flop_registry.get(func._overloadpacket if isinstance(func, torch._ops.OpOverload) else func)
+    if count is None and not str(func.__name__).startswith("flex_attention"):
         return None
     try:
-        return float(count(*args, **kwargs, out_val=result))
-    except Exception:  # grouped-query attention, which torch's formula refuses: that of plain attention
+        return float(count(*args, **kwargs, out_val=result))  # type: ignore[misc]
+    except Exception:  # grouped-query or flex attention, without or past torch's formula: that of plain attention
         tensors = [t for t in args if isinstance(t, torch.Tensor) and t.dim() == 4]
         if len(tensors) < 3:
             return None
@@ -211,7 +213,7 @@ def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device)
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         KnownValues() as values,
         NumbersOfTensors(),
-        scripted_functions_as_python(),
+        compiled_functions_as_python(),
         _fake_weights(model, device, values) as weights,
         torch.enable_grad(),
     ):

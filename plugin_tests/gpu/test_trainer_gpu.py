@@ -55,7 +55,7 @@ def test_tf32_holds_for_layers_that_stream(tmp_path: Path) -> None:
     for tf32 in (False, True):
         # The same kernels in both; AdamW's roundings differ, and may move a weight to the next number of tf32 (10 bits).
         tolerance = 1e-4 if tf32 else 1e-5
-        assert all(close(*pair, tolerance) for pair in zip(found[True, tf32], found[False, tf32], strict=True))
+        assert all(close(*pair, tolerance) for pair in zip(found[True, tf32], found[False, tf32], strict=True)), found
     assert found[True, True] != found[True, False]
 
 
