@@ -72,6 +72,19 @@ def test_flex_attention_trains_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_flash_attention_trains_alike(tmp_path: Path) -> None:
+    pytest.importorskip("flash_attn")
+    torch.use_deterministic_algorithms(False)
+
+    def make() -> nn.Module:
+        return llama(attn_implementation="flash_attention_2", dtype="bfloat16")
+
+    theirs, ours = (losses(tmp_path, streamed, make, bf16=True) for streamed in (False, True))
+    # Stock keeps fp32 weights under autocast, we their roundings to bf16: 8 bits of a weight.
+    assert all(close(*pair, 2e-2) for pair in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_liger_kernels_run_in_layers_that_stream(tmp_path: Path) -> None:
     pytest.importorskip("liger_kernel")
     torch.use_deterministic_algorithms(False)
