@@ -111,6 +111,9 @@ class StreamedLayer:
             yield
         finally:
             for owner, attribute, _, parameter in self._bindings:
+                # A parametrization for the time of a call (PEFT's target_parameters) puts a weight that is no Parameter
+                # back as a buffer: it would hold the slot's memory, and stand in the way of the next one.
+                owner._buffers.pop(attribute, None)
                 owner._parameters[attribute] = parameter
 
     def refuse_unfrozen(self) -> None:

@@ -7,6 +7,7 @@ are of the original class: plain modules with plain weights.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -85,6 +86,9 @@ def _proxy_class(original: type[nn.Module]) -> type[nn.Module]:
         if torch.compiler.is_compiling():
             return run_uncompiled(self.__dict__[_RUNNER], args, kwargs)
         return self.__dict__[_RUNNER](args, kwargs)
+
+    # The Trainer asks a model what it takes and drops the other columns; the model itself may be the layer.
+    forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
 
     def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         # to(), cuda() and the like would bring the whole model to the GPU, and put rounded weights in the masters' place.
