@@ -369,7 +369,7 @@ METHODS: dict[str, Callable[[], peft.PeftConfig]] = {
     "p-tuning": lambda: peft.PromptEncoderConfig(num_virtual_tokens=4, **CAUSAL),
     "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **CAUSAL),
     "trainable tokens": lambda: LoraConfig(**{**LORA, "trainable_token_indices": [1, 2]}),
-    "target parameters": lambda: LoraConfig(target_parameters=["up_proj.weight", "gate_proj.weight"], target_modules=[], **CAUSAL),
+    "target parameters": lambda: LoraConfig(target_parameters=["up_proj.weight", "gate_proj.weight"], **CAUSAL),
     "embeddings and head": lambda: LoraConfig(**{**LORA, "target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
 }
 MORE_METHODS: dict[str, Callable[[], peft.PeftConfig]] = {
