@@ -22,6 +22,7 @@ from megatrain_accelerate.memory.host_store import HostUnit, held_host_bytes, pl
 from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
+from megatrain_accelerate.planning.adoption import Adoption
 from megatrain_accelerate.planning.device_plan import DevicePlan
 from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers, find_module
 from megatrain_accelerate.planning.own_precision import own_precision
@@ -126,7 +127,7 @@ class Engine:
         rounds = any(p.requires_grad and p.dtype != self._dtypes[id(p)] for p in model.parameters())
         self._holds_masters = training or rounds
         counts_sums = training and accumulates and config.accumulation_dtype == "fp32"
-        self._require_memory(discovery, training, counts_sums)
+        store_bytes = self._require_memory(discovery, training, counts_sums)
         register = config.pin_memory and device.type == "cuda"
         streams = Streams(device)
         meter = Meter(streams)
@@ -139,17 +140,18 @@ class Engine:
         self.is_closed = False
         require_layers(len(discovery.layers), config.keep_layers, config.offload_layers)
         try:
-            with self._progress(discovery, show_progress) as progress:
+            adoption = Adoption(discovery, make_unit, store_bytes)
+            with adoption, self._progress(discovery, show_progress) as progress:
                 for name, module in discovery.layers:
                     parameters = list(module.named_parameters())
-                    unit = make_unit(name, parameters, [self._dtypes[id(parameter)] for _, parameter in parameters])
+                    unit = adoption.unit(name, parameters, [self._dtypes[id(parameter)] for _, parameter in parameters])
                     index = len(layers)
                     forward = install_proxy(module, functools.partial(self._run_layer, index), self._drain_for_copy)
                     layers.append(StreamedLayer(index, name, module, forward, unit))
                     layers[-1].show_host_weights()
                     progress.update(unit.layout.parameter_count)
                 for spec in discovery.residents:
-                    unit = make_unit(spec.name, spec.parameters, [self._dtypes[id(p)] for _, p in spec.parameters])
+                    unit = adoption.unit(spec.name, spec.parameters, [self._dtypes[id(p)] for _, p in spec.parameters])
                     before = spec.layers_before
                     groups.append(ResidentGroup(spec.name, unit, layers_before=before, streams=streams, meter=meter))
                     progress.update(unit.layout.parameter_count)
@@ -244,7 +246,7 @@ class Engine:
         own = own_precision(model)
         return {id(p): compute_dtype(name, p, bf16 and id(p) not in own) for name, p in model.named_parameters()}
 
-    def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> None:
+    def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> int:
         groups = [list(module.named_parameters()) for _, module in discovery.layers]
         groups += [list(spec.parameters) for spec in discovery.residents]
         layouts = [
@@ -256,6 +258,7 @@ class Engine:
         own = anonymous_bytes(p for group in groups for _, p in group if p.device.type == "cpu")
         require_host_bytes(sum(parts.values()), own, parts, self.config.host_memory_gib, BF16_REMEDY if fp32_sums else "")
         self.parameter_count = sum(layout.parameter_count for layout in layouts)
+        return sum(parts.values())
 
     def _progress(self, discovery: Discovery, show: bool) -> Any:
         return tqdm(

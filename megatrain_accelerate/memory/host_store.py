@@ -7,69 +7,18 @@ A bf16 weight's fp32 master is split: the bf16 half that streams to the GPU and 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
-from torch.utils.weak import TensorWeakRef
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.device_memory import DeviceMemory
 from megatrain_accelerate.memory.flat_layout import FlatEntry, FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_memory import HostMemory
+from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.optim.kernel import HostKernels
-
-
-@dataclasses.dataclass
-class ParameterState:
-    """One parameter in the store, as views of its unit's flat buffers. ``None`` where a frozen one has nothing.
-
-    ``weight`` (its shape, bf16 or fp32), ``gradient`` (the same; None too for a unit on the device, whose gradients are
-    autograd's own), ``residual`` (int16), ``exp_avg`` and ``exp_avg_sq`` (fp32), each with a storage of its own.
-    """
-
-    parameter: nn.Parameter
-    entry: FlatEntry
-    weight: torch.Tensor
-    residual: torch.Tensor | None
-    gradient: torch.Tensor | None = None
-    exp_avg: torch.Tensor | None = None
-    exp_avg_sq: torch.Tensor | None = None
-    seen_version: int = -1
-    """``_version`` of the parameter when the master last agreed with its weight."""
-    gradient_residual: torch.Tensor | None = None
-    """int16, at the unit's home: the low half of an fp32 sum of gradients whose bf16 half is the gradient. None before
-    :meth:`HostUnit.allocate_gradient_residuals`. What a step reads."""
-    sum_residual: torch.Tensor | None = None
-    """The same beside ``parameter.grad``, where the sum is made: ``gradient_residual`` itself, but for a resident parameter
-    whose states are on the host."""
-    _summed: tuple[TensorWeakRef, int] | None = None
-
-    @property
-    def name(self) -> str:
-        """Name within the unit."""
-        return self.entry.spec.name
-
-    def note_fp32_sum(self) -> None:
-        """``parameter.grad``, as it is now, is the bf16 half of a sum whose low half is ``sum_residual``."""
-        gradient = self.parameter.grad
-        assert gradient is not None
-        self._summed = (TensorWeakRef(gradient), gradient._version)
-
-    def forget_fp32_sum(self) -> None:
-        """``sum_residual`` doesn't count any more."""
-        self._summed = None
-
-    @property
-    def has_fp32_sum(self) -> bool:
-        """Whether ``sum_residual`` counts: not so if somebody wrote to the gradient, replaced or dropped it."""
-        gradient = self.parameter.grad
-        if gradient is None or self._summed is None:
-            return False
-        # By identity: another tensor may come to lie at the same address.
-        return self._summed[0]() is gradient and self._summed[1] == gradient._version
 
 
 class HostUnit:
@@ -113,7 +62,7 @@ class HostUnit:
             for (key, parameter), dtype in zip(parameters, dtypes, strict=True)
         )
         self.version = 0
-        self._weight_memory = self._allocate(self.layout.weight_bytes, register)
+        self._weight_memory = self._allocate(self.layout.weight_bytes, register, touch=False)
         self.weights = self._weight_memory.tensor(0, (self.layout.weight_bytes,), torch.uint8)
         """Flat weights, uint8: what one copy moves to a slot."""
         self._gradient_memory: HostMemory | DeviceMemory | None = None
@@ -132,19 +81,26 @@ class HostUnit:
         ]
         self._weight_memory.register()
 
-    def _allocate(self, size_bytes: int, register: bool) -> HostMemory | DeviceMemory:
+    def _allocate(self, size_bytes: int, register: bool, touch: bool = True) -> HostMemory | DeviceMemory:
         if self._reserved:
             return self._reserved.pop(0)
         if self.device is not None:
             return DeviceMemory(size_bytes, self.device)
         memory = HostMemory(size_bytes, huge_pages=self._huge_pages, register=register and size_bytes > 0)
-        self._host_kernels.zero(memory.tensor(0, (memory.size_bytes,), torch.uint8))
+        if touch:
+            self._host_kernels.zero(memory.tensor(0, (memory.size_bytes,), torch.uint8))
         return memory
 
     def _adopt(self, parameter: nn.Parameter, entry: FlatEntry) -> ParameterState:
         state = ParameterState(parameter, entry, parameter.data, None)
         self._bind(state)
-        self.write_master(state, parameter.detach())
+        value = parameter.detach().contiguous()
+        if state.residual is not None and value.dtype == torch.float32:
+            self._host_kernels.split(value.cpu(), state.weight, state.residual)
+        elif value.dtype == state.weight.dtype and value.device.type == "cpu":
+            self._host_kernels.copy(state.weight, value)  # on all threads, which read a file faster than one does
+        else:
+            state.weight.copy_(value)
         return state
 
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:

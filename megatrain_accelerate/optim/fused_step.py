@@ -11,7 +11,8 @@ import torch
 from torch.optim import AdamW, Optimizer
 
 from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
+from megatrain_accelerate.memory.host_store import HostUnit
+from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.segments import apply_segments, plan_segments, step_each

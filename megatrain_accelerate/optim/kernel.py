@@ -38,7 +38,7 @@ from megatrain_accelerate.optim.adam_arguments import AdamArguments, AdamConstan
 LIBRARY_PATH = pathlib.Path(__file__).with_name("_host_kernels.so")
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
-_INTERFACE_VERSION = 3
+_INTERFACE_VERSION = 4
 _REBUILD = "build it with `pip install --force-reinstall --no-deps .` in a checkout of this package (needs a C++ compiler)"
 
 
@@ -233,6 +233,15 @@ class HostKernels:
         )
         self._library.megatrain_join(handle, hi.data_ptr(), residual.data_ptr(), master_fp32_out.data_ptr(), count)
 
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Copies (N) ``src`` to (N) ``dst``, of one dtype, on all threads.
+
+        Raises:
+            KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
+        """
+        handle, count = self._check(dst=(dst, dst.dtype), src=(src, dst.dtype))
+        self._library.megatrain_copy(handle, dst.data_ptr(), src.data_ptr(), count * dst.element_size())
+
     def zero(self, tensor: torch.Tensor) -> None:
         """Fills a tensor of any dtype with zero bytes, on all threads: also the way to touch new memory first.
 
@@ -334,6 +343,7 @@ def _load_library() -> Any:
         "square_sum_split": [handle, *[pointer] * 2, count],
         "split": [handle, *[pointer] * 3, count],
         "join": [handle, *[pointer] * 3, count],
+        "copy": [handle, *[pointer] * 2, count],
         "zero": [handle, pointer, count],
     }
     for name, types in signatures.items():

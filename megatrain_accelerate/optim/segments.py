@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
+from megatrain_accelerate.memory.host_store import HostUnit
+from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.optim.kernel import HostKernels

@@ -16,7 +16,7 @@ from torch.profiler import record_function
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.memory.host_memory import HostMemory
-from megatrain_accelerate.memory.host_store import ParameterState
+from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker, Ticket
 from megatrain_accelerate.streaming.device_slots import GradientSlot

@@ -15,14 +15,14 @@ namespace megatrain {
 namespace {
 
 // Raised whenever a signature or AdamConstants changes, so that a stale library is noticed and not called.
-constexpr int kInterfaceVersion = 3;
+constexpr int kInterfaceVersion = 4;
 
 // Elements a chunk: small enough to balance the threads, large enough to forget the counter. A multiple of 64, so that
 // no two chunks share a cache line of an aligned array.
 constexpr int64_t kGrain = 128 * 1024;
 
-// Bytes a chunk of zero(): two huge pages.
-constexpr int64_t kZeroGrainBytes = 4 * 1024 * 1024;
+// Bytes a chunk of zero() and copy(): two huge pages.
+constexpr int64_t kBytesGrain = 4 * 1024 * 1024;
 
 struct Kernels {
   Kernels(int threads, InstructionSet set) : pool(threads), instruction_set(set) {}
@@ -121,6 +121,15 @@ double square_sum(Kernels* kernels, Values values, int64_t count) {
   }
   return sum;
 }
+
+struct CopyJob {
+  char* destination;
+  const char* source;
+
+  MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
+    std::memcpy(destination + begin, source + begin, static_cast<size_t>(end - begin));
+  }
+};
 
 struct ZeroJob {
   char* bytes;
@@ -236,6 +245,10 @@ MEGATRAIN_EXPORT void megatrain_join(Kernels* kernels, const uint16_t* hi, const
   kernels->run(megatrain::JoinJob{hi, lo, master}, count);
 }
 
+MEGATRAIN_EXPORT void megatrain_copy(Kernels* kernels, char* destination, const char* source, int64_t byte_count) {
+  kernels->run(megatrain::CopyJob{destination, source}, byte_count, megatrain::kBytesGrain);
+}
+
 MEGATRAIN_EXPORT void megatrain_zero(Kernels* kernels, char* bytes, int64_t byte_count) {
-  kernels->run(megatrain::ZeroJob{bytes}, byte_count, megatrain::kZeroGrainBytes);
+  kernels->run(megatrain::ZeroJob{bytes}, byte_count, megatrain::kBytesGrain);
 }
