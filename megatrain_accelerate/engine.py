@@ -25,6 +25,7 @@ from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.planning.adoption import Adoption
 from megatrain_accelerate.planning.device_plan import DevicePlan
 from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers, find_module
+from megatrain_accelerate.planning.meta_weights import is_without_weights
 from megatrain_accelerate.planning.own_precision import own_precision
 from megatrain_accelerate.planning.placement import require_layers
 from megatrain_accelerate.streaming.caches import caching_modules, decide_against_a_cache, layers_return_caches
@@ -58,18 +59,19 @@ def engines_with(part: nn.Module) -> list[Engine]:
     return [engine for model, engine in list(_engines.items()) if any(module is part for module in model.modules())]
 
 
-def compute_dtype(name: str, parameter: nn.Parameter, bf16: bool) -> torch.dtype:
+def compute_dtype(name: str, parameter: nn.Parameter, bf16: bool, without_weights: bool = False) -> torch.dtype:
     """The dtype in which a parameter computes.
 
     Args:
         name: qualified name in the model.
         parameter: as loaded.
         bf16: whether it computes in bf16 whatever it is; fp32 weights are then rounded for compute and keep fp32 masters.
+        without_weights: whether it is to be initialised here.
 
     Raises:
         UnsupportedError: fp16, fp64, quantised or integer weights, or weights without data.
     """
-    if parameter.is_meta:
+    if parameter.is_meta and not without_weights:
         raise UnsupportedError(
             f"parameter {name} is on the meta device and has no values; load the model on the CPU (from_pretrained without "
             "device_map) before it is prepared"
@@ -140,7 +142,7 @@ class Engine:
         self.is_closed = False
         require_layers(len(discovery.layers), config.keep_layers, config.offload_layers)
         try:
-            adoption = Adoption(discovery, make_unit, store_bytes)
+            adoption = Adoption(model, discovery, make_unit, device=device, store_bytes=store_bytes)
             with adoption, self._progress(discovery, show_progress) as progress:
                 for name, module in discovery.layers:
                     parameters = list(module.named_parameters())
@@ -244,7 +246,8 @@ class Engine:
 
     def _choose_dtypes(self, model: nn.Module, bf16: bool) -> dict[int, torch.dtype]:
         own = own_precision(model)
-        return {id(p): compute_dtype(name, p, bf16 and id(p) not in own) for name, p in model.named_parameters()}
+        empty = is_without_weights(model)
+        return {id(p): compute_dtype(name, p, bf16 and id(p) not in own, empty) for name, p in model.named_parameters()}
 
     def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> int:
         groups = [list(module.named_parameters()) for _, module in discovery.layers]

@@ -62,7 +62,10 @@ class HostUnit:
             for (key, parameter), dtype in zip(parameters, dtypes, strict=True)
         )
         self.version = 0
-        self._weight_memory = self._allocate(self.layout.weight_bytes, register, touch=False)
+        from_device = any(parameter.device.type != "cpu" for _, parameter in parameters)
+        self._weight_memory = self._allocate(self.layout.weight_bytes, register, touch=from_device)
+        if from_device:
+            self._weight_memory.register()  # values come by copies over the link
         self.weights = self._weight_memory.tensor(0, (self.layout.weight_bytes,), torch.uint8)
         """Flat weights, uint8: what one copy moves to a slot."""
         self._gradient_memory: HostMemory | DeviceMemory | None = None

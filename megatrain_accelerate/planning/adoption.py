@@ -12,6 +12,7 @@ from megatrain_accelerate.memory.file_mappings import FileMappings, page_out, re
 from megatrain_accelerate.memory.host_limits import unused_host_bytes
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.planning.layer_discovery import Discovery
+from megatrain_accelerate.planning.meta_weights import MetaWeights, is_without_weights
 from megatrain_accelerate.units import MIB
 
 TRIM_BYTES = 64 * MIB
@@ -26,13 +27,24 @@ class Adoption:
     otherwise have to be made in memory that the cache takes: the system would give it back by itself, but not in huge pages.
 
     Args:
+        model: if it was built without weights, it gets them here, unit by unit.
         discovery: the model's layers and resident parameters; units are asked for in this order.
         make_unit: makes a unit from its name, its parameters and their dtypes.
+        device: where the model computes.
         store_bytes: what the store will take in all.
     """
 
-    def __init__(self, discovery: Discovery, make_unit: Callable[..., HostUnit], store_bytes: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        discovery: Discovery,
+        make_unit: Callable[..., HostUnit],
+        *,
+        device: torch.device,
+        store_bytes: int,
+    ) -> None:
         self._make_unit = make_unit
+        self._meta_weights = MetaWeights(model, discovery, device) if is_without_weights(model) else None
         groups: list[list[torch.Tensor]] = [list(module.parameters()) for _, module in discovery.layers]
         groups += [[parameter for _, parameter in spec.parameters] for spec in discovery.residents]
         files = FileMappings()
@@ -50,6 +62,8 @@ class Adoption:
             read_ahead(self._pages[0])
         for following in self._pages[self._made + 1 : self._made + 2]:
             read_ahead(following)
+        if self._meta_weights is not None:
+            self._meta_weights.fill_unit(self._made, (parameter for _, parameter in parameters))
         unit = self._make_unit(name, parameters, dtypes)
         if self._gives_cache_back:
             page_out(self._pages[self._made])
@@ -60,8 +74,10 @@ class Adoption:
     def __enter__(self) -> Adoption:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: Any, *error: Any) -> None:
         self._trim()
+        if kind is None and self._meta_weights is not None:
+            self._meta_weights.finish()
 
     def _trim(self) -> None:
         trim_heap()
