@@ -14,7 +14,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import StateError, StepWorkerError, UnsupportedError
+from megatrain_accelerate.errors import StateError, StepWorkerError
 from megatrain_accelerate.loss.head import TiledHead, find_head
 from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_limits import anonymous_bytes, require_host_bytes
@@ -25,8 +25,7 @@ from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.planning.adoption import Adoption
 from megatrain_accelerate.planning.device_plan import DevicePlan
 from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers, find_module
-from megatrain_accelerate.planning.meta_weights import is_without_weights
-from megatrain_accelerate.planning.own_precision import own_precision
+from megatrain_accelerate.planning.own_precision import compute_dtypes
 from megatrain_accelerate.planning.placement import require_layers
 from megatrain_accelerate.streaming.caches import caching_modules, decide_against_a_cache, layers_return_caches
 from megatrain_accelerate.streaming.fp32_sums import BF16_REMEDY
@@ -57,31 +56,6 @@ def all_engines() -> list[Engine]:
 def engines_with(part: nn.Module) -> list[Engine]:
     """The engines of the prepared models that ``part`` is a module of."""
     return [engine for model, engine in list(_engines.items()) if any(module is part for module in model.modules())]
-
-
-def compute_dtype(name: str, parameter: nn.Parameter, bf16: bool, without_weights: bool = False) -> torch.dtype:
-    """The dtype in which a parameter computes.
-
-    Args:
-        name: qualified name in the model.
-        parameter: as loaded.
-        bf16: whether it computes in bf16 whatever it is; fp32 weights are then rounded for compute and keep fp32 masters.
-        without_weights: whether it is to be initialised here.
-
-    Raises:
-        UnsupportedError: fp16, fp64, quantised or integer weights, or weights without data.
-    """
-    if parameter.is_meta and not without_weights:
-        raise UnsupportedError(
-            f"parameter {name} is on the meta device and has no values; load the model on the CPU (from_pretrained without "
-            "device_map) before it is prepared"
-        )
-    if parameter.dtype not in (torch.float32, torch.bfloat16):
-        raise UnsupportedError(
-            f"parameter {name} has dtype {parameter.dtype}; only float32 and bfloat16 weights can be trained with fp32 "
-            "masters. Load the model with dtype=torch.bfloat16 or torch.float32 (fp16 and quantised weights are refused)"
-        )
-    return torch.bfloat16 if bf16 else parameter.dtype
 
 
 class Engine:
@@ -125,7 +99,7 @@ class Engine:
         self._handles: list[Any] = []
         self._tiled_head: TiledHead | None = None
         self._resident_places: list[tuple[str, str, nn.Parameter]] = []
-        self._dtypes = self._choose_dtypes(model, bf16)
+        self._dtypes = compute_dtypes(model, bf16)
         rounds = any(p.requires_grad and p.dtype != self._dtypes[id(p)] for p in model.parameters())
         self._holds_masters = training or rounds
         counts_sums = training and accumulates and config.accumulation_dtype == "fp32"
@@ -151,6 +125,7 @@ class Engine:
                     forward = install_proxy(module, functools.partial(self._run_layer, index), self._drain_for_copy)
                     layers.append(StreamedLayer(index, name, module, forward, unit))
                     layers[-1].show_host_weights()
+                    unit.passes_gradients = config.passes_gradients
                     progress.update(unit.layout.parameter_count)
                 for spec in discovery.residents:
                     unit = adoption.unit(spec.name, spec.parameters, [self._dtypes[id(p)] for _, p in spec.parameters])
@@ -189,7 +164,7 @@ class Engine:
             HostMemoryError: it doesn't fit; nothing is allocated then.
         """
         if not self.training:
-            parts = planned_host_bytes((unit.layout for unit in self.runtime.units), training=True)
+            parts = self._planned_bytes([unit.layout for unit in self.runtime.units])
             more = {kind: parts[kind] for kind in ("gradients", "moments")}
             more["residuals"] = parts["residuals"] - sum(unit.residuals.nbytes for unit in self.runtime.units)
             require_host_bytes(sum(more.values()), 0, more, self.config.host_memory_gib)
@@ -200,7 +175,8 @@ class Engine:
         for unit in self.runtime.units:
             unit.allocate_masters()
             unit.allocate_gradients()
-        self.runtime.offloader.allocate_slots(any(not layer.unit.is_on_device for layer in self.runtime.layers))
+        streams = any(not layer.unit.is_on_device for layer in self.runtime.layers)
+        self.runtime.offloader.allocate_slots(streams, self.config.passes_gradients)
 
     def _move_buffers(self, model: nn.Module) -> None:
         moved: dict[int, torch.Tensor] = {}
@@ -244,11 +220,6 @@ class Engine:
     def _run_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.runtime.run_layer(self.runtime.layers[index], args, kwargs)
 
-    def _choose_dtypes(self, model: nn.Module, bf16: bool) -> dict[int, torch.dtype]:
-        own = own_precision(model)
-        empty = is_without_weights(model)
-        return {id(p): compute_dtype(name, p, bf16 and id(p) not in own, empty) for name, p in model.named_parameters()}
-
     def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> int:
         groups = [list(module.named_parameters()) for _, module in discovery.layers]
         groups += [list(spec.parameters) for spec in discovery.residents]
@@ -256,12 +227,16 @@ class Engine:
             FlatLayout(ParameterSpec(name, tuple(p.shape), self._dtypes[id(p)], p.requires_grad) for name, p in group)
             for group in groups
         ]
-        parts = planned_host_bytes(layouts, training, fp32_sums)
+        self._layer_count = len(discovery.layers)
+        parts = self._planned_bytes(layouts, training, fp32_sums)
         parts["residuals"] *= self._holds_masters
         own = anonymous_bytes(p for group in groups for _, p in group if p.device.type == "cpu")
         require_host_bytes(sum(parts.values()), own, parts, self.config.host_memory_gib, BF16_REMEDY if fp32_sums else "")
         self.parameter_count = sum(layout.parameter_count for layout in layouts)
         return sum(parts.values())
+
+    def _planned_bytes(self, layouts: list[FlatLayout], training: bool = True, fp32_sums: bool = False) -> dict[str, int]:
+        return planned_host_bytes(layouts, training, fp32_sums, self._layer_count if self.config.passes_gradients else 0)
 
     def _progress(self, discovery: Discovery, show: bool) -> Any:
         return tqdm(
@@ -345,6 +320,7 @@ class Engine:
     def host_bytes_by_kind(self) -> dict[str, int]:
         """Bytes of the host store now, by what they hold."""
         held = held_host_bytes(self.runtime.units)
+        held["gradients"] = held.get("gradients", 0) + self.runtime.offloader.passing_bytes
         if self.runtime.activations.pool.size_bytes:
             held["activations"] = self.runtime.activations.pool.size_bytes
         return held

@@ -20,6 +20,9 @@ from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.optim.kernel import HostKernels
 
+PASSING_BUFFERS = 3
+"""Host buffers for gradients that pass (``host_gradients``): one is filled, one stepped from, one between the two."""
+
 
 class HostUnit:
     """Owner of one unit's host memory: a streamed layer's, or a resident group's.
@@ -75,6 +78,8 @@ class HostUnit:
         self.gradient_residuals: torch.Tensor | None = None
         """Flat low halves of fp32 gradient sums, int16. None before :meth:`allocate_gradient_residuals`."""
         self._registers_gradient_residuals = False
+        self.passes_gradients = False
+        """Whether gradients have no memory here: :attr:`gradients` is then the buffer that they came in last."""
         self._allocate_residuals(self.layout.split_elements if holds_masters else 0)
         self._moment_memory: HostMemory | DeviceMemory | None = None
         self.exp_avgs: torch.Tensor | None = None
@@ -151,7 +156,7 @@ class HostUnit:
     def allocate_gradients(self) -> None:
         """Makes the gradients' memory, registered. Does nothing if it exists, or if all parameters are frozen."""
         size = self.layout.gradient_bytes
-        if self._gradient_memory is not None or not size or self.device is not None:
+        if self._gradient_memory is not None or not size or self.device is not None or self.passes_gradients:
             return
         self._gradient_memory = self._allocate(size, self._register)
         self._gradient_memory.register()
@@ -277,7 +282,8 @@ class HostUnit:
         layout = self.layout
         needed = [(layout.weight_bytes, self._register), (self.residuals.nbytes, False)]
         needed += [(8 * layout.state_elements, False)] if moments else []
-        needed += [(layout.gradient_bytes, self._register)] if gradients and device is None and layout.gradient_bytes else []
+        has_place = gradients and device is None and layout.gradient_bytes and not self.passes_gradients
+        needed += [(layout.gradient_bytes, self._register)] if has_place else []
         needed += [(2 * layout.split_elements, self._registers_gradient_residuals)] if sums else []
         before, self.device = self.device, device
         made: list[HostMemory | DeviceMemory] = []
@@ -303,7 +309,7 @@ class HostUnit:
         """Bytes that the unit holds now at its home, by what they hold."""
         return {
             "weights": self.layout.weight_bytes,
-            "gradients": self.layout.gradient_bytes if self.gradients is not None else 0,
+            "gradients": self.layout.gradient_bytes if self._gradient_memory is not None else 0,
             "residuals": self.residuals.nbytes,
             "moments": 8 * self.layout.state_elements if self.exp_avgs is not None else 0,
             **({"gradient_residuals": 2 * self.layout.split_elements} if self.gradient_residuals is not None else {}),
@@ -331,20 +337,26 @@ class HostUnit:
                 memory.close()
 
 
-def planned_host_bytes(layouts: Iterable[FlatLayout], training: bool, fp32_sums: bool = False) -> dict[str, int]:
+def planned_host_bytes(
+    layouts: Iterable[FlatLayout], training: bool, fp32_sums: bool = False, passing: int = 0
+) -> dict[str, int]:
     """Bytes that units of these layouts will take with the fused optimizer, by what they hold.
 
-    ``training``: whether there are gradients and moments. ``fp32_sums``: whether gradients are summed in fp32.
+    ``training``: whether there are gradients and moments. ``fp32_sums``: whether gradients are summed in fp32. ``passing``:
+    how many of the first units are layers whose gradients pass.
     """
+    layouts = list(layouts)
     parts = {"weights": 0, "gradients": 0, "residuals": 0, "moments": 0}
     for layout in layouts:
         parts["weights"] += layout.weight_bytes
         parts["residuals"] += 2 * layout.split_elements
         if training:
-            parts["gradients"] += layout.gradient_bytes
             parts["moments"] += 8 * layout.state_elements
         if fp32_sums:
             parts["gradient_residuals"] = parts.get("gradient_residuals", 0) + 2 * layout.split_elements
+    if training:
+        parts["gradients"] = sum(layout.gradient_bytes for layout in layouts[passing:])
+        parts["gradients"] += PASSING_BUFFERS * max((layout.gradient_bytes for layout in layouts[:passing]), default=0)
     return parts
 
 

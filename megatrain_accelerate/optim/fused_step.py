@@ -260,10 +260,13 @@ class FusedStep(HostStep):
                     "optimizer's settings had changed; set megatrain_config.step_schedule to 'deferred'"
                 )
 
-    def _layer_done(self, layer: StreamedLayer, wait: Callable[[], None]) -> None:
-        """A layer's gradients are on their way to the host: steps it now if this backward is the last before the step."""
+    def _layer_done(self, layer: StreamedLayer, wait: Callable[[], None]) -> bool:
+        """A layer's gradients are on their way to the host: steps it now if this backward is the last before the step.
+
+        Tells whether it did.
+        """
         if layer.unit.is_on_device or not self.runtime.may_step_in_backward(layer):
-            return
+            return False
         groups = {id(p): group for group in self._optimizer_groups for p in group["params"]}
         if any(id(state.parameter) in self._stepped_in_backward for state in layer.unit.states):
             raise StateError(
@@ -290,3 +293,4 @@ class FusedStep(HostStep):
         if steps:
             layer.gate.close_until(self._submit(layer.unit, None, steps, before=gradients_are_finite))
             self._stepped_in_backward |= {id(state.parameter): arguments for state, arguments in steps}
+        return bool(steps)
