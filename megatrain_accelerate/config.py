@@ -49,6 +49,10 @@ class MegatrainConfig:
     few buffers, consumed by the step in backward: 12 bytes a parameter instead of 14. Not with gradient clipping, accumulation
     or other optimizers than Adam and AdamW (errors), and ``parameter.grad`` of a layer shows not-a-number."""
 
+    moments_dtype: str = "fp32"
+    """In what AdamW's moments are kept: ``fp32``, or ``bf16``, rounded stochastically, for 4 bytes a parameter less, and not
+    with the bits of fp32 moments. ``docs/architecture.md`` has the measured effect on the loss."""
+
     huge_pages: bool = True
     """Ask for transparent huge pages for the host store."""
 
@@ -135,6 +139,8 @@ class MegatrainConfig:
                 raise ConfigError(f"megatrain_config.{name} must be true or false, got {getattr(self, name)!r}")
         if self.accumulation_dtype not in ("fp32", "bf16"):
             raise ConfigError(f"megatrain_config.accumulation_dtype must be fp32 or bf16; got {self.accumulation_dtype!r}")
+        if self.moments_dtype not in ("fp32", "bf16"):
+            raise ConfigError(f"megatrain_config.moments_dtype must be fp32 or bf16; got {self.moments_dtype!r}")
         if self.host_gradients not in ("kept", "passing"):
             raise ConfigError(f"megatrain_config.host_gradients must be kept or passing; got {self.host_gradients!r}")
         if self.host_gradients == "passing" and self.step_schedule not in ("auto", "backward"):

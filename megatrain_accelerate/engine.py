@@ -40,6 +40,8 @@ from megatrain_accelerate.streaming.streams import Streams
 
 logger = logging.getLogger(__name__)
 
+_MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
 
@@ -109,7 +111,7 @@ class Engine:
         meter = Meter(streams)
         self.kernels = HostKernels(config.host_threads)
         make_unit = functools.partial(HostUnit, kernels=self.kernels, huge_pages=config.huge_pages, register=register)
-        make_unit.keywords["holds_masters"] = self._holds_masters
+        make_unit.keywords.update(holds_masters=self._holds_masters, moments_dtype=_MOMENTS[config.moments_dtype])
         layers: list[StreamedLayer] = []
         groups: list[ResidentGroup] = []
         self.training = False
@@ -236,7 +238,8 @@ class Engine:
         return sum(parts.values())
 
     def _planned_bytes(self, layouts: list[FlatLayout], training: bool = True, fp32_sums: bool = False) -> dict[str, int]:
-        return planned_host_bytes(layouts, training, fp32_sums, self._layer_count if self.config.passes_gradients else 0)
+        passing = self._layer_count if self.config.passes_gradients else 0
+        return planned_host_bytes(layouts, training, fp32_sums, passing, _MOMENTS[self.config.moments_dtype])
 
     def _progress(self, discovery: Discovery, show: bool) -> Any:
         return tqdm(

@@ -38,6 +38,7 @@ class HostUnit:
         kernels: the host kernels.
         huge_pages, register: see :class:`HostMemory`.
         holds_masters: False if the weights are all there is of them: loaded in bf16, and not to be trained so far.
+        moments_dtype: of the fused optimizer's moments, fp32 or bf16.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class HostUnit:
         huge_pages: bool,
         register: bool,
         holds_masters: bool = True,
+        moments_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.name = name
         self._host_kernels = kernels
@@ -82,6 +84,7 @@ class HostUnit:
         """Whether gradients have no memory here: :attr:`gradients` is then the buffer that they came in last."""
         self._allocate_residuals(self.layout.split_elements if holds_masters else 0)
         self._moment_memory: HostMemory | DeviceMemory | None = None
+        self._moments_dtype = moments_dtype
         self.exp_avgs: torch.Tensor | None = None
         self.exp_avg_sqs: torch.Tensor | None = None
         self.states = [
@@ -185,19 +188,25 @@ class HostUnit:
                 state.gradient_residual = memory.tensor(2 * offset, state.entry.spec.shape, torch.int16)
                 state.sum_residual = state.gradient_residual
 
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of the fused optimizer's moments, whether they exist or not."""
+        return 2 * self._moments_dtype.itemsize * self.layout.state_elements
+
     def allocate_moments(self) -> None:
-        """Makes the fused optimizer's fp32 moments, zero. Does nothing if they exist."""
-        elements = self.layout.state_elements
+        """Makes the fused optimizer's moments, zero. Does nothing if they exist."""
+        elements, dtype = self.layout.state_elements, self._moments_dtype
+        size = dtype.itemsize
         if self.exp_avgs is not None:
             return
-        memory = self._moment_memory = self._allocate(8 * elements, False)
-        self.exp_avgs = memory.tensor(0, (elements,), torch.float32)
-        self.exp_avg_sqs = memory.tensor(4 * elements, (elements,), torch.float32)
+        memory = self._moment_memory = self._allocate(self.moment_bytes, False)
+        self.exp_avgs = memory.tensor(0, (elements,), dtype)
+        self.exp_avg_sqs = memory.tensor(size * elements, (elements,), dtype)
         for state in self.states:
             offset, shape = state.entry.state_offset, state.entry.spec.shape
             if offset is not None:
-                state.exp_avg = memory.tensor(4 * offset, shape, torch.float32)
-                state.exp_avg_sq = memory.tensor(4 * (elements + offset), shape, torch.float32)
+                state.exp_avg = memory.tensor(size * offset, shape, dtype)
+                state.exp_avg_sq = memory.tensor(size * (elements + offset), shape, dtype)
 
     def move_to_device(self, device: torch.device, kernels: StepKernels) -> None:
         """The unit lives on ``device`` from now on: weights, residuals, moments; gradients are autograd's own there.
@@ -281,7 +290,7 @@ class HostUnit:
         """
         layout = self.layout
         needed = [(layout.weight_bytes, self._register), (self.residuals.nbytes, False)]
-        needed += [(8 * layout.state_elements, False)] if moments else []
+        needed += [(self.moment_bytes, False)] if moments else []
         has_place = gradients and device is None and layout.gradient_bytes and not self.passes_gradients
         needed += [(layout.gradient_bytes, self._register)] if has_place else []
         needed += [(2 * layout.split_elements, self._registers_gradient_residuals)] if sums else []
@@ -311,7 +320,7 @@ class HostUnit:
             "weights": self.layout.weight_bytes,
             "gradients": self.layout.gradient_bytes if self._gradient_memory is not None else 0,
             "residuals": self.residuals.nbytes,
-            "moments": 8 * self.layout.state_elements if self.exp_avgs is not None else 0,
+            "moments": self.moment_bytes if self.exp_avgs is not None else 0,
             **({"gradient_residuals": 2 * self.layout.split_elements} if self.gradient_residuals is not None else {}),
         }
 
@@ -338,12 +347,16 @@ class HostUnit:
 
 
 def planned_host_bytes(
-    layouts: Iterable[FlatLayout], training: bool, fp32_sums: bool = False, passing: int = 0
+    layouts: Iterable[FlatLayout],
+    training: bool,
+    fp32_sums: bool = False,
+    passing: int = 0,
+    moments_dtype: torch.dtype = torch.float32,
 ) -> dict[str, int]:
     """Bytes that units of these layouts will take with the fused optimizer, by what they hold.
 
     ``training``: whether there are gradients and moments. ``fp32_sums``: whether gradients are summed in fp32. ``passing``:
-    how many of the first units are layers whose gradients pass.
+    how many of the first units are layers whose gradients pass. ``moments_dtype``: fp32 or bf16.
     """
     layouts = list(layouts)
     parts = {"weights": 0, "gradients": 0, "residuals": 0, "moments": 0}
@@ -351,7 +364,7 @@ def planned_host_bytes(
         parts["weights"] += layout.weight_bytes
         parts["residuals"] += 2 * layout.split_elements
         if training:
-            parts["moments"] += 8 * layout.state_elements
+            parts["moments"] += 2 * moments_dtype.itemsize * layout.state_elements
         if fp32_sums:
             parts["gradient_residuals"] = parts.get("gradient_residuals", 0) + 2 * layout.split_elements
     if training:

@@ -133,6 +133,11 @@ def _adopt_other(optimizer: Optimizer, runtime: StreamingRuntime) -> MasterStep:
             f"{type(optimizer).__name__} has no fused host kernel, so that it can't consume gradients in backward; set "
             "megatrain_config.host_gradients to 'kept' (2 bytes a parameter more), or use AdamW"
         )
+    if runtime.config.moments_dtype != "fp32":
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} has no fused host kernel and keeps its own states; leave out "
+            "megatrain_config.moments_dtype, which is for AdamW and Adam"
+        )
     driver = MasterStep(optimizer, runtime)
     runtime.keep_states_on_host()
     original = type(optimizer)

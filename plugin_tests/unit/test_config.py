@@ -53,6 +53,7 @@ def test_settings_survive_json() -> None:
         ({"evaluation_weights": "held"}, "auto, stream or resident"),
         ({"step_schedule": "later"}, "deferred"),
         ({"accumulation_dtype": "fp16"}, "accumulation_dtype must be fp32 or bf16; got 'fp16'"),
+        ({"moments_dtype": "fp16"}, "moments_dtype must be fp32 or bf16; got 'fp16'"),
         ({"host_gradients": "none"}, "host_gradients must be kept or passing; got 'none'"),
         ({"host_gradients": "passing", "step_schedule": "deferred"}, "step_schedule is 'deferred'; set step_schedule to auto"),
         ({"accumulation_dtype": 32}, "accumulation_dtype must be fp32 or bf16; got 32"),

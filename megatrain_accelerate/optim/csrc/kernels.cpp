@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "adamw.h"
+#include "adamw_bf16_moments.h"
 #include "gradient_sum.h"
 #include "instruction_sets.h"
 #include "split_master.h"
@@ -15,7 +16,7 @@ namespace megatrain {
 namespace {
 
 // Raised whenever a signature or AdamConstants changes, so that a stale library is noticed and not called.
-constexpr int kInterfaceVersion = 4;
+constexpr int kInterfaceVersion = 5;
 
 // Elements a chunk: small enough to balance the threads, large enough to forget the counter. A multiple of 64, so that
 // no two chunks share a cache line of an aligned array.
@@ -194,6 +195,33 @@ MEGATRAIN_EXPORT void megatrain_adamw_fp32(Kernels* kernels, float* weight, floa
     kernels->run(megatrain::AdamFloatJob<true>{weight, m, v, grad, constants}, count);
   } else {
     kernels->run(megatrain::AdamFloatJob<false>{weight, m, v, grad, constants}, count);
+  }
+}
+
+// `grad_lo` is null where the gradient isn't a sum.
+MEGATRAIN_EXPORT void megatrain_adamw_split_bf16(Kernels* kernels, uint16_t* hi, int16_t* lo, uint16_t* m, uint16_t* v,
+                                                 const uint16_t* grad, const int16_t* grad_lo, int64_t count,
+                                                 AdamConstants constants, uint32_t first_element, uint32_t seed) {
+  const megatrain::Bf16Moments moments{m, v, first_element, seed};
+  if (grad_lo != nullptr && constants.l2 != 0.0f) {
+    kernels->run(megatrain::AdamSplitBf16Job<true, true>{hi, lo, moments, grad, grad_lo, constants}, count);
+  } else if (grad_lo != nullptr) {
+    kernels->run(megatrain::AdamSplitBf16Job<false, true>{hi, lo, moments, grad, grad_lo, constants}, count);
+  } else if (constants.l2 != 0.0f) {
+    kernels->run(megatrain::AdamSplitBf16Job<true, false>{hi, lo, moments, grad, nullptr, constants}, count);
+  } else {
+    kernels->run(megatrain::AdamSplitBf16Job<false, false>{hi, lo, moments, grad, nullptr, constants}, count);
+  }
+}
+
+MEGATRAIN_EXPORT void megatrain_adamw_fp32_bf16(Kernels* kernels, float* weight, uint16_t* m, uint16_t* v,
+                                                const float* grad, int64_t count, AdamConstants constants,
+                                                uint32_t first_element, uint32_t seed) {
+  const megatrain::Bf16Moments moments{m, v, first_element, seed};
+  if (constants.l2 != 0.0f) {
+    kernels->run(megatrain::AdamFloatBf16Job<true>{weight, moments, grad, constants}, count);
+  } else {
+    kernels->run(megatrain::AdamFloatBf16Job<false>{weight, moments, grad, constants}, count);
   }
 }
 
