@@ -109,10 +109,10 @@ class MetaWeights:
                     reset()
         for name, tensor in made:
             if tensor._version == 0 and _is_unset(tensor):
-                raise UnsupportedError(
-                    f"{name} is on the meta device and the model has no rule that initialises it; build the model with "
-                    "weights, on the CPU, or under accelerate.init_empty_weights(), which leaves buffers as they are"
-                )
+                remedy = "build the model with weights, on the CPU"
+                if name.startswith("buffer"):
+                    remedy += ", or under accelerate.init_empty_weights(), which leaves buffers as they are"
+                raise UnsupportedError(f"{name} is on the meta device and the model has no rule that initialises it; {remedy}")
 
 
 def _materialise(parameter: nn.Parameter, device: torch.device) -> None:

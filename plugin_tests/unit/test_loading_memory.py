@@ -16,6 +16,7 @@ from plain_torch import tiny_model
 from process_memory import PeakMemory, anonymous_bytes, file_bytes
 from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from versions import older
 
 from megatrain_accelerate.memory import host_limits
 from megatrain_accelerate.memory.file_mappings import FileMappings, page_out, read_ahead
@@ -44,13 +45,18 @@ def save(kind: str, folder: Path) -> None:
     assert len(list(folder.glob("*.safetensors"))) > 2
 
 
+def load(folder: Path, dtype: torch.dtype) -> Any:
+    name = "torch_dtype" if older("transformers", "4.56") else "dtype"
+    return AutoModelForCausalLM.from_pretrained(folder, **{name: dtype})
+
+
 def measure(folder: Path, dtype: str) -> dict[str, int]:
     """Bytes, anonymous, above those before loading."""
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).zero_grad()  # its lazy imports aren't the adoption's
     attach(tiny_model(), training=False).close()
     before = anonymous_bytes()
     with PeakMemory() as peak:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        model = load(folder, getattr(torch, dtype))
         loaded = anonymous_bytes() - before
         engine = attach(model, training=False)
     held = engine.host_bytes_by_kind()
@@ -95,7 +101,7 @@ def test_values_that_were_written_to_a_mapped_model_survive_the_return_of_its_pa
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny_model(hidden_size=256, intermediate_size=704).save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    model = load(tmp_path, torch.float32)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.add_(0.25)
     expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -120,7 +126,7 @@ def test_values_that_were_written_to_a_mapped_model_survive_the_return_of_its_pa
 
 def test_cache_is_kept_where_the_store_fits_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model().save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    model = load(tmp_path, torch.float32)
     monkeypatch.setattr(adoption, "unused_host_bytes", lambda: GIB)
     monkeypatch.setattr(adoption, "page_out", lambda ranges: pytest.fail("cache was given back"))
     attach(model).close()
