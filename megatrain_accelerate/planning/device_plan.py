@@ -380,4 +380,4 @@ def _fixed(setting: int | str) -> int | None:
 def _state_bytes(unit: HostUnit) -> int:
     """Weights, residuals and moments."""
     layout = unit.layout
-    return layout.weight_bytes + 2 * layout.split_elements + 8 * layout.state_elements
+    return layout.weight_bytes + 2 * layout.split_elements + unit.moment_bytes
