@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatrain_accelerate.errors import ConfigError, MegatrainError
+from megatrain_accelerate.estimate import command as estimate
 from megatrain_accelerate.tracing import picture, timeline
 from megatrain_accelerate.tracing.request import (
     DEFAULT_STEP,
@@ -49,7 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--step", type=int, default=DEFAULT_STEP, metavar="N", help="optimizer step, from 2; default %(default)s"
     )
     trace.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the training")
+    forecast = commands.add_parser(
+        "estimate",
+        help="memory and speed of a training, from a model's configuration, on this machine or another",
+        description="Predicts what training a model takes and how fast it goes. Only the configuration is read, nothing is "
+        "allocated: layers run on tensors without data, and the plan's own search finds what lies where.",
+    )
+    estimate.add_arguments(forecast)
+    forecast.set_defaults(run=estimate.run)
     options = parser.parse_args(arguments)
+    if hasattr(options, "run"):
+        return int(options.run(options))
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         trace.error("the training's command is missing: megatrain trace --out DIR -- accelerate launch ... train.py")

@@ -103,6 +103,8 @@ class Engine:
         HostMemoryError: it doesn't fit; raised before anything is allocated.
     """
 
+    unit_class: type[HostUnit] = HostUnit
+
     def __init__(
         self,
         model: nn.Module,
@@ -131,7 +133,7 @@ class Engine:
         streams = Streams(device)
         meter = Meter(streams)
         self.kernels = HostKernels(config.host_threads)
-        make_unit = functools.partial(HostUnit, kernels=self.kernels, huge_pages=config.huge_pages, register=register)
+        make_unit = functools.partial(self.unit_class, kernels=self.kernels, huge_pages=config.huge_pages, register=register)
         make_unit.keywords["holds_masters"] = self._holds_masters
         layers: list[StreamedLayer] = []
         groups: list[ResidentGroup] = []

@@ -288,9 +288,12 @@ class DevicePlan:
         choices = self._choices
         if not self._runtime.states_may_move or not can_step_on(self._device):
             choices = dataclasses.replace(choices, on_device=0)
+        return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, choices, self._host_budget_bytes())
+
+    def _host_budget_bytes(self) -> int:
+        """Host memory that offloaded activations could take if all units lived on the host."""
         host_bytes = available_host_bytes(self._config.host_memory_gib) - CONSTANT_OVERHEAD_BYTES
-        host_bytes -= sum(self._sizes(unit).host_bytes for unit in self._runtime.units if unit.is_on_device)
-        return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, choices, host_bytes)
+        return host_bytes - sum(self._sizes(unit).host_bytes for unit in self._runtime.units if unit.is_on_device)
 
     def _place(self, placement: Placement) -> None:
         before, self.placement = self.placement, placement

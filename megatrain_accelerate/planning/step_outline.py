@@ -349,3 +349,36 @@ def evaluation_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Mappin
     with dry_model(model, inputs, device) as (dry_inputs, live), runtime.layers_run_by(run), torch.no_grad(), live:
         model.forward(**dry_inputs)
     return live.peak_bytes
+
+
+FirstCall = Callable[[Hashable, StreamedLayer, tuple[Any, ...], dict[str, Any]], None]
+"""Told of the first call of a kind: the kind, the layer and its arguments, which have no data."""
+
+
+def outline_layers(
+    model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device, first_call: FirstCall
+) -> tuple[list[Hashable], dict[Hashable, LayerProfile]]:
+    """Runs the model's forward alone, without data: the kinds of the layers' calls in order, and their profiles.
+
+    Args:
+        model: the prepared model.
+        runtime: its engine at work.
+        inputs: the keyword arguments of the real call, without labels.
+        device: where the step will run.
+        first_call: called before a call of a new kind is profiled.
+
+    Raises:
+        Exception: see :func:`outline_step`.
+    """
+    with dry_model(model, inputs, device) as (dry_inputs, live):
+        outliner = _Outliner(live, torch.empty((), requires_grad=True), runtime.micro_batch_size, runtime.recorder)
+
+        def run(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            kind = call_kind(layer, args, kwargs)
+            if kind not in outliner.profiles:
+                first_call(kind, layer, args, kwargs)
+            return outliner(layer, args, kwargs)
+
+        with runtime.layers_run_by(run), live:
+            model.forward(**dry_inputs)
+    return [event.kind for event in outliner.events], outliner.profiles

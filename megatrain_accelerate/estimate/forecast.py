@@ -1,0 +1,277 @@
+"""The forecast of a training step: the plan's own search on outlines that are run, or extrapolated, without data."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.estimate.layer_graph import LayerGraph, TensorShape, trace_layer
+from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
+from megatrain_accelerate.estimate.reckoning import FITTED, Shares, compiled_profile, outside_seconds, uncompiled_profile
+from megatrain_accelerate.loss.products import standing_for_a_gpu
+from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES
+from megatrain_accelerate.planning.machine import Machine
+from megatrain_accelerate.planning.placement_search import Candidate
+from megatrain_accelerate.planning.step_memory import OpCosts
+from megatrain_accelerate.planning.step_outline import Event, LayerProfile, StepOutline, outline_layers, outline_step
+from megatrain_accelerate.planning.step_simulation import sent_bytes
+from megatrain_accelerate.streaming.compiled_layer import SMALLEST_LAYER_PARAMETERS
+from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.layer_function import OutputRecorder
+from megatrain_accelerate.streaming.micro_batches import BatchSplit
+
+logger = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+OUTLINED_TOKENS = 4096
+"""What runs outside the layers is outlined on about so many tokens and on twice as many; beyond it grows in proportion, since
+the loss goes by tiles. A run without data takes a second for every few thousand tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """A predicted step. Bytes are peaks, rates are of one GPU."""
+
+    batch: int
+    length: int
+    micro_batches: int
+    seconds: float
+    candidate: Candidate
+    gpu_bytes: int
+    gpu_budget_bytes: int
+    host_bytes: int
+    host_budget_bytes: int
+    kept_bytes: int
+    """Activations that stay on the GPU, and those that go to the host."""
+    offloaded_bytes: int
+    layers: int
+    parameters: int
+    fits: bool
+    """In both memories."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.batch * self.length * self.micro_batches
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole step, the optimizer's included."""
+        return self.tokens / self.seconds
+
+    @property
+    def tflops(self) -> float:
+        """6 x parameters x tokens: what is recomputed doesn't count, nor does attention."""
+        return 6e-12 * self.parameters * self.tokens_per_second
+
+
+class Forecaster:
+    """Predicts steps of one model under one machine's speeds and memories.
+
+    Args:
+        model: on the meta device.
+        config: the settings.
+        machine: speeds.
+        gpu_bytes: GPU memory that a step may take.
+        host_bytes: host memory that the process may take; None for as much as the model's states need.
+        micro_batches: backwards before a step.
+        recorder: what collects side outputs of layers.
+        shares: of the speeds that are reached.
+
+    Raises:
+        UnsupportedError: the model can't stream; the message says why.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: MegatrainConfig,
+        machine: Machine,
+        gpu_bytes: int,
+        host_bytes: int | None,
+        *,
+        micro_batches: int = 1,
+        recorder: OutputRecorder | None = None,
+        shares: Shares = FITTED,
+    ) -> None:
+        self.model = model.train()
+        self.config = config
+        self.machine = machine
+        self.shares = shares
+        self.gpu_bytes = gpu_bytes
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.engine = MetaEngine(model, config, recorder)
+        for_states = None if host_bytes is None else host_bytes - CONSTANT_OVERHEAD_BYTES
+        self.plan = ForecastPlan(self.engine, config, machine, gpu_bytes, for_states, micro_batches)
+        self.host_bytes = self.host_store_bytes if host_bytes is None else host_bytes
+        self._graphs: dict[Hashable, LayerGraph | None] = {}
+        self._outlines: dict[tuple[int, int], StepOutline] = {}
+        self._outside: dict[tuple[int, int], StepOutline] = {}
+
+    @property
+    def host_store_bytes(self) -> int:
+        """Host memory that the training asks for when it starts, bytes."""
+        return self.plan.store_bytes + CONSTANT_OVERHEAD_BYTES
+
+    def least_gpu_bytes(self, batch: int, length: int, offloads_inputs: bool | None = None) -> int:
+        """GPU memory of the leanest step: every layer streams and is recomputed.
+
+        Args:
+            batch, length: sequences, and tokens of each.
+            offloads_inputs: whether the layers' inputs go to the host; by default as the settings say.
+        """
+        return self.plan.least_bytes(self.outline(batch, length), offloads_inputs)
+
+    def longest_offloaded(self, length: int) -> int:
+        """Tokens whose layers' inputs fit the host memory beside the store, from those of one sequence of ``length``."""
+        outline = self.outline(1, length)
+        sent = sum(outline.profiles[event.kind].input_bytes for event in outline.forward_calls)
+        return max(0, self.host_bytes - self.host_store_bytes) * length // max(1, sent)
+
+    def forecast(self, batch: int, length: int) -> Forecast:
+        """The fastest step on ``batch`` sequences of ``length`` tokens; the leanest where nothing fits.
+
+        Raises:
+            Exception: whatever the model raises when it looks at data, or at a length that it doesn't take.
+        """
+        outline = self.outline(batch, length)
+        found = self.plan.fastest(outline)
+        fits_host = self.host_store_bytes <= self.host_bytes
+        chosen = found or self.plan.streamed(outline)
+        kept = sum(
+            outline.profiles[event.kind].kept_bytes for event in outline.forward_calls if event.layer in chosen.placement.kept
+        )
+        sent = sum(sent_bytes(outline, self.plan.model_sizes(), chosen.placement))
+        # All units are adopted on the host; then some move, and activations take their place.
+        moved = self.plan.moved_bytes(chosen.placement)
+        return Forecast(
+            batch=batch,
+            length=length,
+            micro_batches=self.plan.micro_batches,
+            seconds=chosen.time.seconds,
+            candidate=chosen,
+            gpu_bytes=self.plan.fixed_bytes(outline) + chosen.peak_bytes,
+            gpu_budget_bytes=self.gpu_bytes,
+            host_bytes=self.host_store_bytes + max(0, sent - moved),
+            host_budget_bytes=self.host_bytes,
+            kept_bytes=kept,
+            offloaded_bytes=sent,
+            layers=len(self.engine.runtime.layers),
+            parameters=self.parameters,
+            fits=found is not None and fits_host,
+        )
+
+    # ------------------------------------------------------------------ outlines
+
+    def outline(self, batch: int, length: int) -> StepOutline:
+        """The outline of a step, with reckoned times."""
+        key = (batch, length)
+        if key not in self._outlines:
+            with standing_for_a_gpu():
+                self._outlines[key] = self._reckoned(batch, length)
+        return self._outlines[key]
+
+    def _reckoned(self, batch: int, length: int) -> StepOutline:
+        calls: dict[Hashable, tuple[StreamedLayer, Any, Any]] = {}
+
+        def note(kind: Hashable, layer: StreamedLayer, args: Any, kwargs: Any) -> None:
+            calls[kind] = (layer, *tree_map_only(torch.Tensor, TensorShape.of, (args, kwargs)))
+
+        ids = {"input_ids": torch.zeros((batch, length), dtype=torch.long)}
+        kinds, dry = outline_layers(self.model, self.engine.runtime, ids, CPU, note)
+        profiles = {kind: self._profile(kind, dry[kind], *calls[kind]) for kind in dry}
+        outline = self._outside_of(batch, length)
+        outline = dataclasses.replace(outline, profiles=profiles, events=_with_kinds(outline.events, kinds))
+        return dataclasses.replace(outline, outside_seconds=outside_seconds(outline, self.machine, self.shares))
+
+    def _outside_of(self, batch: int, length: int) -> StepOutline:
+        """The outline without the layers' profiles: run if it is small, else extrapolated from two smaller ones."""
+        if batch * length <= 2 * OUTLINED_TOKENS:
+            return self._outlined(batch, length)
+        if length <= OUTLINED_TOKENS:
+            few = -(-OUTLINED_TOKENS // length)
+            shapes = (few, length), (2 * few, length)
+        else:
+            shapes = (1, OUTLINED_TOKENS), (1, 2 * OUTLINED_TOKENS)
+        small, large = (self._outlined(*shape) for shape in shapes)
+        few_tokens = shapes[0][0] * shapes[0][1]
+        return _extrapolated(small, large, batch * length / few_tokens)
+
+    def _outlined(self, batch: int, length: int) -> StepOutline:
+        key = (batch, length)
+        if key not in self._outside:
+            ids = torch.zeros(key, dtype=torch.long)
+            self._outside[key] = outline_step(self.model, self.engine.runtime, {"input_ids": ids, "labels": ids}, CPU)
+        return self._outside[key]
+
+    # ------------------------------------------------------------------ layers
+
+    def _profile(self, kind: Hashable, dry: LayerProfile, layer: StreamedLayer, args: Any, kwargs: Any) -> LayerProfile:
+        tensors = tree_map_only(TensorShape, lambda shape: shape.empty("meta"), (args, kwargs))
+        split = BatchSplit.of_call(layer.name, tensors[0], tensors[1], self.engine.runtime.micro_batch_size)
+        args, kwargs = tree_map_only(torch.Tensor, TensorShape.of, split.first_piece(*tensors))
+        graph = self._graph(kind, layer, args, kwargs)
+        share = sum(split.sizes) / split.sizes[0] if split.sizes else 1.0
+        if graph is None or not self._is_compiled(layer):
+            whole = graph.times(share) if graph is not None else None
+            return uncompiled_profile(dry, whole, self.machine, self.shares)
+        output_bytes = round(share * graph.output_bytes)
+        return compiled_profile(dry, graph, self.machine, self.shares).of_pieces(split, output_bytes)
+
+    def _is_compiled(self, layer: StreamedLayer) -> bool:
+        wanted = self.config.compile_layers
+        return layer.unit.layout.parameter_count >= SMALLEST_LAYER_PARAMETERS if wanted == "auto" else bool(wanted)
+
+    def _graph(self, kind: Hashable, layer: StreamedLayer, args: Any, kwargs: Any) -> LayerGraph | None:
+        if kind not in self._graphs:
+            try:
+                self._graphs[kind] = trace_layer(layer, args, kwargs)
+            except Exception as error:  # a layer that looks at its data can't be traced without any
+                name = type(layer.module).__name__
+                logger.warning("megatrain: %s can't be traced, its costs are those of single operations (%s)", name, error)
+                self._graphs[kind] = None
+        return self._graphs[kind]
+
+
+def _with_kinds(events: Sequence[Event], kinds: Sequence[Hashable]) -> tuple[Event, ...]:
+    """The events with the kinds of the calls in order; a backward has the kind of its layer's last call."""
+    calls = iter(kinds)
+    of_layer: dict[int, list[Hashable]] = {}
+    made = []
+    for event in events:
+        if event.is_backward:
+            kind = of_layer[event.layer].pop()
+        else:
+            kind = next(calls)
+            of_layer.setdefault(event.layer, []).append(kind)
+        made.append(dataclasses.replace(event, kind=kind))
+    return tuple(made)
+
+
+def _extrapolated(small: StepOutline, large: StepOutline, times: float) -> StepOutline:
+    """The outline of ``times`` the tokens of ``small``; ``large`` has twice as many. All outside the layers is linear."""
+
+    def at(first: float, second: float) -> float:
+        return first + (second - first) * (times - 1)
+
+    def costs(first: OpCosts, second: OpCosts) -> OpCosts:
+        return OpCosts(at(first.flops, second.flops), at(first.traffic_bytes, second.traffic_bytes))
+
+    events = tuple(
+        dataclasses.replace(
+            one,
+            live_bytes=round(at(one.live_bytes, two.live_bytes)),
+            peak_bytes=round(at(one.peak_bytes, two.peak_bytes)),
+            costs=costs(one.costs, two.costs),
+        )
+        for one, two in zip(small.events, large.events, strict=True)
+    )
+    tail = costs(small.tail_costs, large.tail_costs)
+    return StepOutline(events, round(at(small.tail_peak_bytes, large.tail_peak_bytes)), tail, large.profiles)

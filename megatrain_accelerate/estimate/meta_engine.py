@@ -1,0 +1,173 @@
+"""An engine without memory: the real one, on a model of the meta device, whose store is as large and holds nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.engine import Engine
+from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.memory.flat_layout import SUPPORTED_DTYPES
+from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
+from megatrain_accelerate.planning.device_plan import DevicePlan
+from megatrain_accelerate.planning.layer_discovery import Discovery
+from megatrain_accelerate.planning.machine import Machine
+from megatrain_accelerate.planning.own_precision import own_precision
+from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.placement_search import Candidate
+from megatrain_accelerate.planning.step_outline import StepOutline
+from megatrain_accelerate.planning.step_simulation import peak_bytes, simulate_step
+from megatrain_accelerate.streaming.layer_function import OutputRecorder
+
+META = torch.device("meta")
+_STAGING_BUFFERS = 2
+"""Of one layer's gradients each, where gradients are accumulated (streaming/grad_offload.py)."""
+
+
+class _MetaMemory:
+    """A block with the interface of :class:`~megatrain_accelerate.memory.host_memory.HostMemory`, without memory."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+
+    def register(self) -> None:
+        """Nothing to register."""
+
+    def close(self) -> None:
+        """Nothing to unregister."""
+
+    def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor without data."""
+        return torch.empty(shape, dtype=dtype, device=META)
+
+
+class _MetaUnit(HostUnit):
+    def _allocate(self, size_bytes: int, register: bool) -> Any:
+        return _MetaMemory(size_bytes)
+
+    def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
+        """There is nothing to write."""
+
+
+class MetaEngine(Engine):
+    """The engine of a model on the meta device, for one process with bf16 mixed precision.
+
+    Args:
+        model: on the meta device, in training mode.
+        config: the settings; what they place is left to :class:`ForecastPlan`.
+        recorder: see :class:`OutputRecorder`.
+
+    Raises:
+        UnsupportedError: the model can't stream; the message says why.
+    """
+
+    unit_class = _MetaUnit
+
+    def __init__(self, model: nn.Module, config: MegatrainConfig, recorder: OutputRecorder | None = None) -> None:
+        nothing_placed = dataclasses.replace(
+            config, keep_layers=0, offload_layers=0, resident_layers=0, device_layers=0, host_threads=1
+        )
+        super().__init__(model, META, nothing_placed, bf16=True, training=True, show_progress=False, recorder=recorder)
+
+    def _choose_dtypes(self, model: nn.Module, bf16: bool) -> dict[int, torch.dtype]:
+        own = own_precision(model)
+        for name, parameter in model.named_parameters():
+            if parameter.dtype not in SUPPORTED_DTYPES:
+                raise UnsupportedError(
+                    f"parameter {name} has dtype {parameter.dtype}; only float32 and bfloat16 weights can be trained with "
+                    "fp32 masters. Estimate a configuration that isn't quantised"
+                )
+        return {id(p): torch.bfloat16 if bf16 and id(p) not in own else p.dtype for p in model.parameters()}
+
+    def close(self) -> None:
+        """Ends the threads. There are no weights to give back: the model is of no use afterwards."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.runtime.worker.close()
+            self.kernels.close()
+
+    def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> None:
+        self.parameter_count = 0  # of the progress bar, which isn't drawn
+
+
+class ForecastPlan(DevicePlan):
+    """The plan for a machine that needn't be here: it finds placements and moves nothing.
+
+    Args:
+        engine: whose model is planned for.
+        config: the settings.
+        machine: the speeds.
+        gpu_bytes: device memory that a step may take.
+        host_bytes: host memory for the store and offloaded activations; None for the store alone.
+        micro_batches: backwards before a step.
+    """
+
+    def __init__(
+        self,
+        engine: MetaEngine,
+        config: MegatrainConfig,
+        machine: Machine,
+        gpu_bytes: int,
+        host_bytes: int | None,
+        micro_batches: int = 1,
+    ) -> None:
+        self._speeds, self._gpu_bytes = machine, gpu_bytes
+        # Tensors without data say that they are the CPU's: no GPU has to be here.
+        super().__init__(engine.runtime, config, torch.device("cpu"))
+        self.micro_batches = micro_batches
+        sizes = self.model_sizes()
+        self.store_bytes = sum(unit.host_bytes for unit in [*sizes.layers, *sizes.groups_before, *sizes.groups_after])
+        """Host memory of the store if all units live on the host, bytes; with it the buffers in which gradients wait that are
+        to be added to others."""
+        self.store_bytes += _STAGING_BUFFERS * max(unit.gradient_bytes for unit in sizes.layers) * (micro_batches > 1)
+        self._host_bytes = self.store_bytes if host_bytes is None else host_bytes
+
+    @property
+    def _machine(self) -> Machine:
+        return self._speeds
+
+    def _budget_bytes(self) -> int:
+        return self._gpu_bytes
+
+    def _host_budget_bytes(self) -> int:
+        return self._host_bytes - self.store_bytes
+
+    def _place(self, placement: Placement) -> None:
+        self.placement = placement
+
+    def moved_bytes(self, placement: Placement) -> int:
+        """Host memory that units give up which the placement moves to the device, bytes."""
+        sizes = self.model_sizes()
+        groups = [*sizes.groups_before, *sizes.groups_after] if placement.groups_on_device else []
+        return sum(unit.host_bytes for unit in [*(sizes.layers[i] for i in placement.on_device), *groups])
+
+    def fixed_bytes(self, outline: StepOutline) -> int:
+        """Device memory that such a step takes under any placement, bytes."""
+        return self._fixed_bytes(outline)
+
+    def least_bytes(self, outline: StepOutline, offloads_inputs: bool | None = None) -> int:
+        """Device memory of the step where every layer streams and is recomputed, bytes.
+
+        Args:
+            outline: of the step.
+            offloads_inputs: whether the layers' inputs go to the host; by default as the settings say.
+        """
+        sizes = self.model_sizes()
+        if offloads_inputs is not None:
+            sizes = dataclasses.replace(sizes, offloads_inputs=offloads_inputs)
+        return self._fixed_bytes(outline) + peak_bytes(outline, sizes, Placement())
+
+    def fastest(self, outline: StepOutline) -> Candidate | None:
+        """The fastest placement that fits both memories; None if none does."""
+        return self._search(outline, self._gpu_bytes - self._fixed_bytes(outline)).best()
+
+    def streamed(self, outline: StepOutline) -> Candidate:
+        """The placement in which every layer streams and is recomputed, whether it fits or not."""
+        sizes, placement = self.model_sizes(), Placement()
+        return Candidate(
+            placement, peak_bytes(outline, sizes, placement), simulate_step(outline, sizes, placement, self._speeds)
+        )
