@@ -72,6 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", type=_count, nargs="+", metavar="N", help="sequences in a batch; default: up to the largest"
     )
+    parser.add_argument(
+        "--no-limits", action="store_true", help="leave out the largest batch and the longest context: faster, with --batch"
+    )
     parser.add_argument("--accumulation", type=_count, default=1, metavar="N", help="gradient_accumulation_steps")
     parser.add_argument(
         "--set", type=_setting, nargs="+", default=[], metavar="KEY=VALUE", help="settings of megatrain_config"
@@ -159,6 +162,8 @@ def estimate(options: argparse.Namespace) -> report.Estimate:
 
 def _estimated(options: argparse.Namespace, forecaster: Forecaster, machine: Any, settings: Any) -> report.Estimate:
     length = options.length
+    if options.no_limits and not options.batch:
+        raise ConfigError("--no-limits needs --batch: without limits it isn't known which batches to look at")
 
     def most(needs: Callable[[int], int], limit: int) -> int:
         # Without room for its states the model has no largest batch.
@@ -171,9 +176,13 @@ def _estimated(options: argparse.Namespace, forecaster: Forecaster, machine: Any
 
         return _CONTEXT_STEP * most(needs, MOST_TOKENS // _CONTEXT_STEP)
 
-    batch = most(lambda count: forecaster.least_gpu_bytes(count, length), _MOST_BATCH)
-    longest = context(forecaster.config.offload_inputs)
-    offloaded = min(context(True), forecaster.longest_offloaded(length) // _CONTEXT_STEP * _CONTEXT_STEP)
+    limits = None
+    if not options.no_limits:
+        batch = most(lambda count: forecaster.least_gpu_bytes(count, length), _MOST_BATCH)
+        longest = context(forecaster.config.offload_inputs)
+        offloaded = min(context(True), forecaster.longest_offloaded(length) // _CONTEXT_STEP * _CONTEXT_STEP)
+        step = forecaster.forecast(1, longest) if longest else None
+        limits = report.Limits(batch, longest, max(longest, offloaded), step)
     text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
     return report.Estimate(
         model=options.model,
@@ -187,11 +196,8 @@ def _estimated(options: argparse.Namespace, forecaster: Forecaster, machine: Any
         host_store_bytes=forecaster.host_store_bytes,
         host_budget_bytes=forecaster.host_bytes,
         least_gpu_bytes=forecaster.least_gpu_bytes(1, length),
-        largest_batch=batch,
-        longest_context=longest,
-        longest_context_offloaded=max(longest, offloaded),
-        rows=[forecaster.forecast(count, length) for count in options.batch or _batches(batch)],
-        longest=forecaster.forecast(1, longest) if longest else None,
+        limits=limits,
+        rows=[forecaster.forecast(count, length) for count in options.batch or _batches(limits.batch if limits else 1)],
     )
 
 

@@ -34,6 +34,11 @@ OUTLINED_TOKENS = 4096
 """What runs outside the layers is outlined on about so many tokens and on twice as many; beyond it grows in proportion, since
 the loss goes by tiles. A run without data takes a second for every few thousand tokens."""
 
+_TRACED_BATCHES = (2, 4)
+"""Layers are traced on so many sequences; on more they take more in proportion. Of one, tensors may be laid out otherwise."""
+
+_Layers = tuple[Sequence[Hashable], dict[Hashable, LayerProfile]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
@@ -114,6 +119,7 @@ class Forecaster:
         self._graphs: dict[Hashable, LayerGraph | None] = {}
         self._outlines: dict[tuple[int, int], StepOutline] = {}
         self._outside: dict[tuple[int, int], StepOutline] = {}
+        self._traced: dict[tuple[int, int], _Layers] = {}
 
     @property
     def host_store_bytes(self) -> int:
@@ -179,6 +185,28 @@ class Forecaster:
         return self._outlines[key]
 
     def _reckoned(self, batch: int, length: int) -> StepOutline:
+        kinds, profiles = self._layers(batch, length)
+        outline = self._outside_of(batch, length)
+        outline = dataclasses.replace(outline, profiles=profiles, events=_with_kinds(outline.events, kinds))
+        return dataclasses.replace(outline, outside_seconds=outside_seconds(outline, self.machine, self.shares))
+
+    def _layers(self, batch: int, length: int) -> _Layers:
+        """The kinds of the layers' calls in order, and their profiles."""
+        pieces = self.engine.runtime.micro_batch_size
+        if batch <= max(_TRACED_BATCHES) or (pieces is not None and batch > pieces):
+            return self._traced_layers(batch, length)
+        (few_kinds, few), (many_kinds, many) = (self._layers_of(count, length) for count in _TRACED_BATCHES)
+        times = batch / _TRACED_BATCHES[0]
+        pairs = zip(few_kinds, many_kinds, strict=True)
+        return many_kinds, {kind: _profile_of(few[other], many[kind], times) for other, kind in set(pairs)}
+
+    def _layers_of(self, batch: int, length: int) -> _Layers:
+        key = (batch, length)
+        if key not in self._traced:
+            self._traced[key] = self._traced_layers(batch, length)
+        return self._traced[key]
+
+    def _traced_layers(self, batch: int, length: int) -> _Layers:
         calls: dict[Hashable, tuple[StreamedLayer, Any, Any]] = {}
 
         def note(kind: Hashable, layer: StreamedLayer, args: Any, kwargs: Any) -> None:
@@ -186,10 +214,7 @@ class Forecaster:
 
         ids = {"input_ids": torch.zeros((batch, length), dtype=torch.long)}
         kinds, dry = outline_layers(self.model, self.engine.runtime, ids, CPU, note)
-        profiles = {kind: self._profile(kind, dry[kind], *calls[kind]) for kind in dry}
-        outline = self._outside_of(batch, length)
-        outline = dataclasses.replace(outline, profiles=profiles, events=_with_kinds(outline.events, kinds))
-        return dataclasses.replace(outline, outside_seconds=outside_seconds(outline, self.machine, self.shares))
+        return kinds, {kind: self._profile(kind, dry[kind], *calls[kind]) for kind in dry}
 
     def _outside_of(self, batch: int, length: int) -> StepOutline:
         """The outline without the layers' profiles: run if it is small, else extrapolated from two smaller ones."""
@@ -255,23 +280,44 @@ def _with_kinds(events: Sequence[Event], kinds: Sequence[Hashable]) -> tuple[Eve
     return tuple(made)
 
 
+def _extended(once: float, twice: float, times: float) -> float:
+    """The line through what is taken by some tokens and by twice as many, at ``times`` of them."""
+    return once + (twice - once) * (times - 1)
+
+
+def _extended_costs(once: OpCosts, twice: OpCosts, times: float) -> OpCosts:
+    flops = _extended(once.flops, twice.flops, times)
+    return OpCosts(flops, _extended(once.traffic_bytes, twice.traffic_bytes, times))
+
+
+def _profile_of(once: LayerProfile, twice: LayerProfile, times: float) -> LayerProfile:
+    """The profile of ``times`` the sequences that ``once`` is of; ``twice`` is of two times as many."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(LayerProfile):
+        first, second = getattr(once, field.name), getattr(twice, field.name)
+        if isinstance(first, OpCosts):
+            changes[field.name] = _extended_costs(first, second, times)
+        elif isinstance(first, float):
+            changes[field.name] = _extended(first, second, times)
+        elif field.name.endswith("_bytes"):
+            changes[field.name] = round(_extended(first, second, times))
+    return dataclasses.replace(twice, **changes)
+
+
 def _extrapolated(small: StepOutline, large: StepOutline, times: float) -> StepOutline:
     """The outline of ``times`` the tokens of ``small``; ``large`` has twice as many. All outside the layers is linear."""
 
     def at(first: float, second: float) -> float:
-        return first + (second - first) * (times - 1)
-
-    def costs(first: OpCosts, second: OpCosts) -> OpCosts:
-        return OpCosts(at(first.flops, second.flops), at(first.traffic_bytes, second.traffic_bytes))
+        return _extended(first, second, times)
 
     events = tuple(
         dataclasses.replace(
             one,
             live_bytes=round(at(one.live_bytes, two.live_bytes)),
             peak_bytes=round(at(one.peak_bytes, two.peak_bytes)),
-            costs=costs(one.costs, two.costs),
+            costs=_extended_costs(one.costs, two.costs, times),
         )
         for one, two in zip(small.events, large.events, strict=True)
     )
-    tail = costs(small.tail_costs, large.tail_costs)
+    tail = _extended_costs(small.tail_costs, large.tail_costs, times)
     return StepOutline(events, round(at(small.tail_peak_bytes, large.tail_peak_bytes)), tail, large.profiles)

@@ -14,6 +14,20 @@ from megatrain_accelerate.units import GB, GIB
 
 
 @dataclasses.dataclass(frozen=True)
+class Limits:
+    """What fits at most, where every layer streams and is recomputed."""
+
+    batch: int
+    """Sequences of the estimate's length."""
+    context: int
+    """Tokens of a single sequence."""
+    context_offloaded: int
+    """The same with ``offload_inputs``."""
+    longest: Forecast | None
+    """The step on one sequence of the longest context."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Estimate:
     """All that is found out about one model on one machine. Bytes; speeds a second."""
 
@@ -32,18 +46,14 @@ class Estimate:
     host_budget_bytes: int
     least_gpu_bytes: int
     """GPU memory of one sequence where every layer streams and is recomputed."""
-    largest_batch: int
-    longest_context: int
-    longest_context_offloaded: int
-    """The same with ``offload_inputs``, tokens of a single sequence."""
+    limits: Limits | None
+    """None if nobody asked for them."""
     rows: Sequence[Forecast]
-    longest: Forecast | None
-    """The step on one sequence of the longest context."""
 
     @property
     def fits(self) -> bool:
         """Whether the model trains at all: its states fit the host memory, and one sequence the GPU."""
-        return self.host_store_bytes <= self.host_budget_bytes and self.largest_batch > 0
+        return self.host_store_bytes <= self.host_budget_bytes and self.least_gpu_bytes <= self.machine.gpu_bytes
 
     @property
     def best(self) -> Forecast | None:
@@ -72,16 +82,14 @@ def table(estimate: Estimate) -> str:
         *(("", note) for note in machine.notes),
         ("host memory", f"needs {estimate.host_store_bytes / GIB:,.1f} GiB ({per_parameter:.1f} bytes a parameter) {host}"),
         ("GPU memory", f"from {estimate.least_gpu_bytes / GIB:.1f} GiB, for one sequence of {estimate.length:,} tokens"),
-        ("largest batch", f"{estimate.largest_batch:,} sequences of {estimate.length:,} tokens"),
-        (
-            "longest context",
-            f"{estimate.longest_context:,} tokens, one sequence; {estimate.longest_context_offloaded:,} with offload_inputs"
-            f"{stated}",
-        ),
     ]
+    if (limits := estimate.limits) is not None:
+        context = f"{limits.context:,} tokens, one sequence; {limits.context_offloaded:,} with offload_inputs{stated}"
+        facts += [("largest batch", f"{limits.batch:,} sequences of {estimate.length:,} tokens"), ("longest context", context)]
     width = max(len(name) for name, _ in facts)
     lines = [f"{name:<{width}}  {text}" for name, text in facts]
-    rows = [*estimate.rows, *([estimate.longest] if estimate.longest is not None else [])]
+    longest = limits.longest if limits is not None else None
+    rows = [*estimate.rows, *([longest] if longest is not None else [])]
     lines += ["", *_columns([_HEADER, *(_row(row) for row in rows)])]
     lines += [
         "",
@@ -121,7 +129,7 @@ def _verdict(estimate: Estimate) -> list[str]:
     if estimate.host_store_bytes > estimate.host_budget_bytes:
         missing = (estimate.host_store_bytes - estimate.host_budget_bytes) / GIB
         return [f"It doesn't fit: {missing:,.1f} GiB of host memory are missing."]
-    if not estimate.largest_batch:
+    if not estimate.fits:
         missing = (estimate.least_gpu_bytes - estimate.machine.gpu_bytes) / GIB
         return [
             f"It doesn't fit: one sequence of {estimate.length:,} tokens takes {missing:,.1f} GiB more than the GPU has; "
@@ -149,11 +157,17 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         "gpu_least_gib": estimate.least_gpu_bytes / GIB,
         "fits": estimate.fits,
         "length": estimate.length,
-        "largest_batch": estimate.largest_batch,
-        "longest_context": estimate.longest_context,
-        "longest_context_offloaded": estimate.longest_context_offloaded,
+        "limits": None if (limits := estimate.limits) is None else _limits_as_json(limits),
         "rows": [_row_as_json(row) for row in estimate.rows],
-        "longest": None if estimate.longest is None else _row_as_json(estimate.longest),
+    }
+
+
+def _limits_as_json(limits: Limits) -> dict[str, Any]:
+    return {
+        "largest_batch": limits.batch,
+        "longest_context": limits.context,
+        "longest_context_offloaded": limits.context_offloaded,
+        "longest": None if limits.longest is None else _row_as_json(limits.longest),
     }
 
 

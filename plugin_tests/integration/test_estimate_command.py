@@ -31,6 +31,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_the_table_says_what_fits_and_how_fast_and_a_plot_shows_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot = folder / "speed.png"
     assert main(["estimate", str(folder), *MACHINE, "--length", "64", "--plot", str(plot)]) == 0
@@ -42,7 +43,7 @@ def test_the_table_says_what_fits_and_how_fast_and_a_plot_shows_it(folder: Path,
 
 def test_json_holds_the_numbers_of_a_config_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     batches = ["--batch", "1", "2", "--accumulation", "2"]
-    assert main(["estimate", str(folder / "config.json"), *MACHINE, "--length", "64", "--json", *batches]) == 0
+    assert main(["estimate", str(folder / "config.json"), *MACHINE, "--length", "64", "--json", *batches, "--no-limits"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"] == 2 * 4096 * 128 + 128 + 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 512 + 2 * 128)
     assert found["fits"]
@@ -52,8 +53,18 @@ def test_json_holds_the_numbers_of_a_config_file(folder: Path, capsys: pytest.Ca
         assert row["micro_batches"] == 2
         assert row["tokens_per_second"] == pytest.approx(2 * 64 * row["batch"] / row["step_seconds"])
         assert row["gpu_gib"] <= found["gpu_planned_gib"]
-    assert found["largest_batch"] >= 2
-    assert found["longest_context"] >= 512
+    assert found["limits"] is None
+
+
+def test_limits_are_the_last_that_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = [*MACHINE, "--length", "64", "--json"]
+    assert main(["estimate", str(folder), *machine, "--batch", "1"]) == 0
+    limits = json.loads(capsys.readouterr().out)["limits"]
+    assert limits["longest"]["fits"]
+    assert limits["longest"]["length"] == limits["longest_context"] <= limits["longest_context_offloaded"]
+    for batch, fits in ((limits["largest_batch"], True), (int(1.1 * limits["largest_batch"]), False)):
+        main(["estimate", str(folder), *machine, "--batch", str(batch), "--no-limits"])
+        assert json.loads(capsys.readouterr().out)["rows"][0]["fits"] is fits
 
 
 def test_what_does_not_fit_is_said_with_what_is_missing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +78,10 @@ def test_what_does_not_fit_is_said_with_what_is_missing(folder: Path, capsys: py
 def test_settings_of_the_plugin_count(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = []
     for settings in ([], ["--set", "keep_layers=0", "device_layers=0", "offload_layers=0"]):
-        assert main(["estimate", str(folder), *MACHINE, "--length", "64", "--batch", "2", "--json", *settings]) == 0
+        assert (
+            main(["estimate", str(folder), *MACHINE, "--length", "64", "--batch", "2", "--no-limits", "--json", *settings])
+            == 0
+        )
         rows.append(json.loads(capsys.readouterr().out)["rows"][0])
     assert (rows[0]["layers_on_gpu"], rows[0]["layers_kept"]) == (4, 4)
     assert (rows[1]["layers_on_gpu"], rows[1]["layers_kept"], rows[1]["layers_offloaded"]) == (0, 0, 0)
@@ -77,6 +91,7 @@ def test_settings_of_the_plugin_count(folder: Path, capsys: pytest.CaptureFixtur
     ("arguments", "message"),
     [
         (["--gpu", "H300"], "isn't known"),
+        (["--gpu", "H200", "--no-limits"], "needs --batch"),
         (["--gpu", "H200", "--set", "keep_layer=0"], "did you mean 'keep_layers'"),
         pytest.param([], "no GPU", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")),
     ],
