@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatrain_accelerate.doctor import command as doctor
 from megatrain_accelerate.errors import ConfigError, MegatrainError
 from megatrain_accelerate.estimate import command as estimate
 from megatrain_accelerate.tracing import picture, timeline
@@ -58,6 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     estimate.add_arguments(forecast)
     forecast.set_defaults(run=estimate.run)
+    checkup = commands.add_parser(
+        "doctor",
+        help="check this machine: what keeps it from training, what will limit it, and how to mend that",
+        description="Looks at versions, hooks, limits and memory, and measures the link, the host's memory and its kernels. "
+        "The exit status is 1 if something keeps training from running.",
+    )
+    doctor.add_arguments(checkup)
+    checkup.set_defaults(run=doctor.run)
     options = parser.parse_args(arguments)
     if hasattr(options, "run"):
         return int(options.run(options))
