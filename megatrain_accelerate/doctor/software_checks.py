@@ -90,7 +90,8 @@ def hooks() -> list[Finding]:
         return [Finding("hooks", "broken", text, f"unset {ENV_DISABLE}", {"hooks": False})]
     if os.environ.get(_AUTOLOAD_SWITCH) == "0":
         text = f"{_AUTOLOAD_SWITCH}=0 keeps torch from loading the plugin: accelerate launch doesn't know --megatrain"
-        return [Finding("hooks", "broken", text, f"unset {_AUTOLOAD_SWITCH}", {"hooks": False})]
+        remedy = f"unset {_AUTOLOAD_SWITCH}, or call megatrain_accelerate.enable() in the script"
+        return [Finding("hooks", "note", text, remedy, {"hooks": False})]
     if "megatrain_accelerate" not in names:
         text = "the package isn't installed, only importable: `import torch` doesn't load the plugin"
         return [Finding("hooks", "broken", text, _REINSTALL, {"hooks": False})]

@@ -16,8 +16,8 @@ from megatrain_accelerate.units import GIB
 
 BYTES_A_PARAMETER = 14
 """Of host memory that a trained parameter takes (docs/architecture.md)."""
-CHECKPOINT_BYTES_A_PARAMETER = 14
-"""Of disk that a checkpoint with the optimizer's state takes: fp32 masters' halves and moments."""
+CHECKPOINT_BYTES_A_PARAMETER = 12
+"""Of disk that a checkpoint takes with the optimizer's state: both halves of the masters, and the moments."""
 FEW_CORES = 8
 _SWAPPED_BYTES = GIB
 

@@ -16,7 +16,7 @@ from megatrain_accelerate.estimate import report
 from megatrain_accelerate.estimate.forecast import Forecaster
 from megatrain_accelerate.estimate.limits import MOST_TOKENS, largest
 from megatrain_accelerate.estimate.machine_description import MachineOptions, describe_machine
-from megatrain_accelerate.estimate.meta_model import load_config, model_on_meta
+from megatrain_accelerate.estimate.meta_model import active_parameters, load_config, model_on_meta
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 from megatrain_accelerate.units import GB, GIB, KIB, MIB
 
@@ -147,6 +147,7 @@ def estimate(options: argparse.Namespace) -> report.Estimate:
         machine.gpu_bytes,
         machine.host_bytes,
         micro_batches=options.accumulation,
+        active_parameters=active_parameters(model, settings),
         recorder=CapturedOutputs.for_installed_transformers(),
     )
     try:
@@ -188,6 +189,7 @@ def _estimated(options: argparse.Namespace, forecaster: Forecaster, machine: Any
         model=options.model,
         model_class=type(forecaster.model).__name__,
         parameters=forecaster.parameters,
+        active_parameters=forecaster.active_parameters,
         layers=len(forecaster.engine.runtime.layers),
         layer_parameters=max(layer.unit.layout.parameter_count for layer in forecaster.engine.runtime.layers),
         stated_positions=getattr(text, "max_position_embeddings", None),

@@ -57,7 +57,7 @@ class Forecast:
     """Activations that stay on the GPU, and those that go to the host."""
     offloaded_bytes: int
     layers: int
-    parameters: int
+    active_parameters: int
     fits: bool
     """In both memories."""
 
@@ -73,8 +73,8 @@ class Forecast:
 
     @property
     def tflops(self) -> float:
-        """6 x parameters x tokens: what is recomputed doesn't count, nor does attention."""
-        return 6e-12 * self.parameters * self.tokens_per_second
+        """6 x active parameters x tokens: what is recomputed doesn't count, nor does attention."""
+        return 6e-12 * self.active_parameters * self.tokens_per_second
 
 
 class Forecaster:
@@ -87,6 +87,7 @@ class Forecaster:
         gpu_bytes: GPU memory that a step may take.
         host_bytes: host memory that the process may take; None for as much as the model's states need.
         micro_batches: backwards before a step.
+        active_parameters: those that a token meets; by default all.
         recorder: what collects side outputs of layers.
         shares: of the speeds that are reached.
 
@@ -103,6 +104,7 @@ class Forecaster:
         host_bytes: int | None,
         *,
         micro_batches: int = 1,
+        active_parameters: int | None = None,
         recorder: OutputRecorder | None = None,
         shares: Shares = FITTED,
     ) -> None:
@@ -112,6 +114,7 @@ class Forecaster:
         self.shares = shares
         self.gpu_bytes = gpu_bytes
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.active_parameters = self.parameters if active_parameters is None else active_parameters
         self.engine = MetaEngine(model, config, recorder)
         for_states = None if host_bytes is None else host_bytes - CONSTANT_OVERHEAD_BYTES
         self.plan = ForecastPlan(self.engine, config, machine, gpu_bytes, for_states, micro_batches)
@@ -170,7 +173,7 @@ class Forecaster:
             kept_bytes=kept,
             offloaded_bytes=sent,
             layers=len(self.engine.runtime.layers),
-            parameters=self.parameters,
+            active_parameters=self.active_parameters,
             fits=found is not None and fits_host,
         )
 
@@ -213,7 +216,10 @@ class Forecaster:
             calls[kind] = (layer, *tree_map_only(torch.Tensor, TensorShape.of, (args, kwargs)))
 
         ids = {"input_ids": torch.zeros((batch, length), dtype=torch.long)}
-        kinds, dry = outline_layers(self.model, self.engine.runtime, ids, CPU, note)
+        # The decoder's inputs are made of the labels. Elsewhere the loss is left out, since its tiles take long.
+        has_decoder = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
+        inputs = {**ids, "labels": ids["input_ids"]} if has_decoder else ids
+        kinds, dry = outline_layers(self.model, self.engine.runtime, inputs, CPU, note)
         return kinds, {kind: self._profile(kind, dry[kind], *calls[kind]) for kind in dry}
 
     def _outside_of(self, batch: int, length: int) -> StepOutline:

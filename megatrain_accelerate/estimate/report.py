@@ -34,6 +34,8 @@ class Estimate:
     model: str
     model_class: str
     parameters: int
+    active_parameters: int
+    """Those that a token meets: fewer where there are experts."""
     layers: int
     layer_parameters: int
     """Of the largest layer."""
@@ -69,8 +71,10 @@ def table(estimate: Estimate) -> str:
     host = (
         f"of {estimate.host_budget_bytes / GIB:,.1f} GiB" if machine.host_bytes is not None else "(--host-memory isn't given)"
     )
+    is_sparse = estimate.active_parameters < estimate.parameters
+    active = f", {estimate.active_parameters / 1e9:.2f} G of them active" if is_sparse else ""
     facts = [
-        ("model", f"{estimate.model}: {estimate.model_class}, {estimate.parameters / 1e9:.2f} G parameters"),
+        ("model", f"{estimate.model}: {estimate.model_class}, {estimate.parameters / 1e9:.2f} G parameters{active}"),
         ("layers", f"{estimate.layers}, the largest of {estimate.layer_parameters / 1e6:,.0f} M parameters"),
         ("GPU", f"{machine.gpu}, {machine.gpu_total_bytes / GIB:.1f} GiB, planned with {machine.gpu_bytes / GIB:.1f}"),
         (
@@ -144,6 +148,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         "model": estimate.model,
         "model_class": estimate.model_class,
         "parameters": estimate.parameters,
+        "active_parameters": estimate.active_parameters,
         "layers": estimate.layers,
         "layer_parameters": estimate.layer_parameters,
         "stated_positions": estimate.stated_positions,

@@ -138,6 +138,12 @@ def _fake_result(func: Any, args: Any, kwargs: Any) -> Any:
     if func is _ATEN._grouped_mm.default and isinstance(args[0], FakeTensor) and args[0].dtype != torch.bfloat16:
         halves = [arg.to(torch.bfloat16) if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg for arg in args]
         return torch.empty_like(func(*halves, **{**kwargs, "out_dtype": None}), dtype=kwargs.get("out_dtype") or args[0].dtype)
+    if func is _ATEN.bincount.default:
+        weights, minlength = (*args[1:], *[None] * (3 - len(args)))[:2]
+        weights, minlength = kwargs.get("weights", weights), kwargs.get("minlength", minlength)
+        # Counts of experts: as many as are named, since none has a larger number.
+        if minlength:
+            return torch.empty(minlength, dtype=torch.int64 if weights is None else weights.dtype, device=args[0].device)
     return func(*args, **kwargs)
 
 

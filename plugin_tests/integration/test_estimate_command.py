@@ -103,6 +103,51 @@ def test_a_wrong_argument_is_said_with_the_remedy(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("shape", "total", "active"),
+    [
+        pytest.param(
+            {
+                "model_type": "qwen3_moe",
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 64,
+                "head_dim": 32,
+                "output_router_logits": True,
+            },
+            8 * 4 * 3 * 128 * 64,
+            2 * 4 * 3 * 128 * 64,
+            id="experts",
+        ),
+        pytest.param(
+            {
+                "model_type": "t5",
+                "architectures": ["T5ForConditionalGeneration"],
+                "d_model": 64,
+                "d_ff": 64,
+                "num_layers": 2,
+                "num_heads": 2,
+                "decoder_start_token_id": 0,
+                "pad_token_id": 0,
+            },
+            0,
+            0,
+            id="encoder_decoder",
+        ),
+    ],
+)
+def test_other_sorts_of_models_are_estimated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: dict[str, object], total: int, active: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, **shape}))
+    arguments = [*MACHINE, "--length", "64", "--batch", "2", "--no-limits", "--json"]
+    assert main(["estimate", str(tmp_path), *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] - found["active_parameters"] == total - active
+    assert found["rows"][0]["fits"]
+
+
 def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", str(tmp_path), *MACHINE]) == 1
     assert "configuration" in capsys.readouterr().err
