@@ -26,7 +26,7 @@ from megatrain_accelerate.planning.device_plan import DevicePlan
 from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers, find_module
 from megatrain_accelerate.planning.own_precision import own_precision
 from megatrain_accelerate.planning.placement import require_layers
-from megatrain_accelerate.streaming.caches import caching_modules, decide_against_a_cache, layers_return_caches
+from megatrain_accelerate.streaming.caches import caching_modules, decide_against_a_cache
 from megatrain_accelerate.streaming.fp32_sums import BF16_REMEDY
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import OutputRecorder
@@ -284,8 +284,7 @@ class Engine:
                 owner, _, key = name.rpartition(".")
                 self._resident_places.append((owner, key, parameter))
         for module in caching_modules(model, [layer.module for layer in self.runtime.layers]):
-            # Without data and without a cache newer ones make a mask of all tokens by all, which with data they leave out.
-            hook = ModelHook(decide_against_a_cache, with_arguments=True, runs_dry=layers_return_caches())
+            hook = ModelHook(decide_against_a_cache, with_arguments=True, runs_dry=True)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         before_forward = ModelHook(self._before_forward, with_arguments=True)
         self._handles.append(model.register_forward_pre_hook(before_forward, with_kwargs=True))

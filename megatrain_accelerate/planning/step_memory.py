@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from megatrain_accelerate.planning.known_values import KnownValues, NumbersOfTensors
+from megatrain_accelerate.planning.known_values import KnownValues, NumbersOfTensors, taken_for_data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +210,7 @@ def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device)
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         KnownValues() as values,
         NumbersOfTensors(),
+        taken_for_data(values),
         _fake_weights(model, device, values) as weights,
         torch.enable_grad(),
     ):
