@@ -24,6 +24,7 @@ from megatrain_accelerate.planning.placement_search import Candidate, Choices, P
 from megatrain_accelerate.planning.plan_table import plan_table
 from megatrain_accelerate.planning.step_outline import StepOutline, evaluation_bytes, outline_step
 from megatrain_accelerate.planning.step_simulation import Model, StepTime, UnitSizes, peak_bytes, simulate_step
+from megatrain_accelerate.planning.tile_choice import outline_with_tiles
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.units import GIB, MIB
 
@@ -68,14 +69,9 @@ class DevicePlan:
         self.predicted_time: StepTime | None = None
         """Predicted step on the largest batch so far; None before the first, without a GPU or budget, or if unknown."""
         self.placement = Placement()
-        self._choices = Choices(
-            kept=_fixed(config.keep_layers),
-            offloaded=_fixed(config.offload_layers),
-            resident=_fixed(config.resident_layers),
-            on_device=_fixed(config.device_layers),
-        )
         count = len(runtime.layers)
-        runtime.offloads_inputs = config.offload_inputs
+        self._choices = Choices.of_settings(config, count)
+        runtime.token_tile = 0 if config.token_tile == "auto" else int(config.token_tile)
         self._asked = Placement.of_counts(
             count,
             kept=self._choices.kept or 0,
@@ -83,7 +79,7 @@ class DevicePlan:
             resident=self._choices.resident or 0,
             on_device=count if self._choices.on_device == -1 else self._choices.on_device or 0,
             groups_on_device=self._choices.on_device == -1,
-            spaces_offloaded=not config.offload_inputs,
+            inputs_offloaded=self._choices.inputs_offloaded or 0,
         )
         runtime.keep_states_on_host = self._keep_states_on_host
         self._place(self._asked)
@@ -186,12 +182,13 @@ class DevicePlan:
         foreseen = self._foreseen.get(self._key(inputs))
         self._foreseen.clear()
         try:
-            outline = foreseen or outline_step(model, self._runtime, inputs, self._device)
+            outline = foreseen or self._outlined(model, inputs)
         except Exception as error:  # a model that looks at its data can't be run without any
             logger.info("megatrain: the step can't be predicted for this model (%s)", error)
             self._place(self._settled())
             self._planned_elements = elements
             return
+        self._runtime.token_tile = outline.token_tile
         fixed_bytes = self._fixed_bytes(outline)
         if not budget_bytes:
             self.predicted_bytes = fixed_bytes + peak_bytes(outline, self.model_sizes(), self.placement)
@@ -230,8 +227,12 @@ class DevicePlan:
         key = self._key(inputs)
         if key not in self._foreseen:
             self._runtime.refresh_if_written()
-            outline = outline_step(model, self._runtime, inputs, self._device)
-            self._foreseen[key] = self._measured(model, inputs, outline) if self._device.type == "cuda" else outline
+            token_tile = self._runtime.token_tile
+            try:
+                outline = self._outlined(model, inputs)
+                self._foreseen[key] = self._measured(model, inputs, outline) if self._device.type == "cuda" else outline
+            finally:
+                self._runtime.token_tile = token_tile
         return self._foreseen[key]
 
     def weigh(self, model: nn.Module, inputs: Mapping[str, Any]) -> Candidate | None:
@@ -240,8 +241,20 @@ class DevicePlan:
         Raises:
             Exception: see :meth:`foresee`.
         """
-        outline = self.foresee(model, inputs)
-        return self._search(outline, self._budget_bytes() - self._fixed_bytes(outline)).best()
+        return self._search_for(self.foresee(model, inputs)).best()
+
+    def _outlined(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
+        """The outline of a step with the tiles that suit it, which the runtime has from then on."""
+        return outline_with_tiles(
+            self._runtime,
+            inputs,
+            self._config.token_tile,
+            lambda: outline_step(model, self._runtime, inputs, self._device),
+            self._search_for if self.has_budget else None,
+        )
+
+    def _search_for(self, outline: StepOutline) -> PlacementSearch:
+        return self._search(outline, self._budget_bytes() - self._fixed_bytes(outline))
 
     def _key(self, inputs: Mapping[str, Any]) -> Hashable:
         shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
@@ -304,6 +317,7 @@ class DevicePlan:
     def _treat_activations(self) -> None:
         runtime, placement = self._runtime, self.placement
         runtime.kept_layers, runtime.offloaded_layers = placement.kept, placement.offloaded
+        runtime.input_offloaded_layers = placement.inputs_offloaded
         runtime.activations.spacing = placement.offload_spacing
 
     def _settled(self) -> Placement:
@@ -328,7 +342,6 @@ class DevicePlan:
             gradient_slot_bytes=runtime.offloader.slot_bytes,
             steps_in_backward=bool(runtime.offloader.layer_done_listeners),
             micro_batches=self.micro_batches,
-            offloads_inputs=runtime.offloads_inputs,
         )
 
     def _sizes(self, unit: HostUnit) -> UnitSizes:
@@ -371,10 +384,6 @@ def _on_host(placement: Placement) -> Placement:
 
 def _elements(inputs: Mapping[str, Any]) -> int:
     return sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
-
-
-def _fixed(setting: int | str) -> int | None:
-    return setting if isinstance(setting, int) else None
 
 
 def _state_bytes(unit: HostUnit) -> int:

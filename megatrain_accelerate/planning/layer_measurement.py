@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 _SUSTAINED_SECONDS = 0.8
 """A GPU that has just begun to work is faster than one that is at its power limit, where its clock goes up and down."""
 _ROUNDS = (4, 32)
+_LONG_SECONDS = 2.0
+"""A round that takes so long (sequences of several 100,000 tokens) is at the power limit itself, and isn't run again."""
 _OUTSIDE_ROUNDS = 3
 
 
@@ -240,15 +242,20 @@ class _Measurement:
 
     def run(self) -> Trial:
         """Runs rounds until the device is warm; returns what the layer returns and records."""
-        self._round()  # compiles, and chooses kernels
-        trial = self._round()
+        trial = self._round()  # compiles, and chooses kernels
+        if self._compiled is not None or self._seconds() < _LONG_SECONDS:
+            trial = self._round()
         for stopwatch in (self.forward, self.kept_forward, self.backward):
             stopwatch.counts_bytes = False
-        seconds = self.forward.seconds() + self.kept_forward.seconds() + self.backward.seconds()
+        seconds = self._seconds()
         fewest, most = _ROUNDS
-        for _ in range(min(most, max(fewest, math.ceil(_SUSTAINED_SECONDS / seconds)))):
+        rounds = min(most, max(fewest, math.ceil(_SUSTAINED_SECONDS / seconds)))
+        for _ in range(rounds if seconds < _LONG_SECONDS else 0):
             self._round()
         return trial
+
+    def _seconds(self) -> float:
+        return self.forward.seconds() + self.kept_forward.seconds() + self.backward.seconds()
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial:
         compiled, layer = self._compiled, self._layer

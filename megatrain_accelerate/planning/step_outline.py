@@ -109,8 +109,15 @@ class StepOutline:
     tail_peak_bytes: int
     tail_costs: OpCosts
     profiles: dict[Hashable, LayerProfile]
+    token_tile: int = 0
+    """Tokens of a tile in the layers; 0 for none."""
     outside_seconds: float | None = None
     """Measured: all that runs outside the layers from the step's begin to the first layer's backward, the loss above all."""
+
+    @property
+    def largest_layer_bytes(self) -> int:
+        """The most that a recomputed layer takes in backward."""
+        return max((profile.recomputed_bytes for profile in self.profiles.values()), default=0)
 
     @property
     def forward_calls(self) -> list[Event]:
@@ -327,7 +334,7 @@ def outline_step(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[st
             loss = loss_of(model.forward(**dry_inputs), device)
             loss.backward()
             peak, costs = outliner.rest()
-    return StepOutline(tuple(outliner.events), peak, costs, outliner.profiles)
+    return StepOutline(tuple(outliner.events), peak, costs, outliner.profiles, runtime.token_tile)
 
 
 def evaluation_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> int:

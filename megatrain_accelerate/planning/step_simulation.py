@@ -56,8 +56,6 @@ class Model:
     steps_in_backward: bool
     micro_batches: int
     """Backwards before a step."""
-    offloads_inputs: bool = False
-    """Whether the inputs of recomputed layers go to the host."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +75,7 @@ class StepTime:
         return max(busy, key=busy.__getitem__)
 
 
-def sent_bytes(outline: StepOutline, model: Model, placement: Placement) -> list[int]:
+def sent_bytes(outline: StepOutline, placement: Placement) -> list[int]:
     """For each call of the forward pass, the bytes that go to the host after it and come back in backward."""
     sent = []
     for event in outline.forward_calls:
@@ -85,7 +83,7 @@ def sent_bytes(outline: StepOutline, model: Model, placement: Placement) -> list
         recomputes = event.layer not in placement.kept | placement.offloaded
         sent.append(
             profile.offloaded_bytes * (event.layer in placement.offloaded)
-            + profile.input_bytes * (recomputes and model.offloads_inputs)
+            + profile.input_bytes * (recomputes and event.layer in placement.inputs_offloaded)
         )
     return sent
 
@@ -97,10 +95,10 @@ class _Away:
     for as many calls as there are from one offloaded layer to the next, the one before it; in backward the one that follows.
     """
 
-    def __init__(self, outline: StepOutline, model: Model, placement: Placement) -> None:
+    def __init__(self, outline: StepOutline, placement: Placement) -> None:
         self._calls = [event.layer for event in outline.forward_calls]
         self._spacing = placement.offload_spacing
-        self._sent = sent_bytes(outline, model, placement)
+        self._sent = sent_bytes(outline, placement)
         # Of a batch that runs in pieces, two pieces are on the device.
         pieces = [outline.profiles[event.kind].pieces for event in outline.forward_calls]
         self._at_once = [sent // count for sent, count in zip(self._sent, pieces, strict=True)]
@@ -148,7 +146,7 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
         # From the second on, the gradients of the first are there.
         held += sum(model.layers[i].gradient_bytes + model.layers[i].sum_bytes for i in placement.on_device)
         held += sum(unit.gradient_bytes + unit.sum_bytes for unit in groups)
-    away = _Away(outline, model, placement)
+    away = _Away(outline, placement)
     for event in outline.events:
         profile = outline.profiles[event.kind]
         peak = max(peak, event.peak_bytes + kept + grown + away.extra_bytes)
@@ -205,7 +203,7 @@ class _Pipeline:
     def __init__(self, outline: StepOutline, model: Model, placement: Placement, machine: Machine) -> None:
         self.outline, self.model, self.placement, self.machine = outline, model, placement, machine
         self.seconds = {kind: _profile_seconds(profile, machine) for kind, profile in outline.profiles.items()}
-        self.sent = sent_bytes(outline, model, placement)
+        self.sent = sent_bytes(outline, placement)
         self.compute, self.h2d, self.d2h, self.host = _Resource(), _Resource(), _Resource(), _Resource()
         self.applied = [0.0] * len(model.layers)
         self.resident_at = [0.0] * len(model.layers)

@@ -98,8 +98,8 @@ class StreamingRuntime:
         """Indices of the layers whose activations stay on the device instead of being recomputed; set by the plan."""
         self.offloaded_layers: frozenset[int] = frozenset()
         """Indices of the layers whose activations go to the host instead of being recomputed; set by the plan."""
-        self.offloads_inputs = False
-        """Whether the inputs of recomputed layers go to the host; set by the plan."""
+        self.input_offloaded_layers: frozenset[int] = frozenset()
+        """Indices of the layers whose inputs go to the host if they are recomputed; set by the plan."""
         self.activations = ActivationOffloader.for_engine(config, kernels, streams, meter, register)
         self.moved_listeners: dict[int, Callable[[HostUnit], None]] = {}
         """Called with a unit that moved to or from the device; entered by optimizers, by their id."""
@@ -151,6 +151,16 @@ class StreamingRuntime:
         self._context.micro_batch_size = samples
 
     @property
+    def token_tile(self) -> int:
+        """Tokens of a tile in which layers' token-wise parts run from now on; 0 for none."""
+        return self.layers[0].tiles.tile_tokens if self.layers else 0
+
+    @token_tile.setter
+    def token_tile(self, tokens: int) -> None:
+        for layer in self.layers:
+            layer.tiles.tile_tokens = tokens
+
+    @property
     def units(self) -> list[HostUnit]:
         """All host units: layers, then resident groups."""
         return [layer.unit for layer in self.layers] + [group.unit for group in self.groups]
@@ -193,7 +203,7 @@ class StreamingRuntime:
                 tape, position = self._order.record(layer.index)
                 self._open_forwards.add(_open_forward := tape.open_forward())  # alive until a node holds it
                 anchor = self._context.anchor if layer.has_trainable else self._context.anchor.detach()
-                offloads = self.offloads_inputs and layer.index not in self.kept_layers | self.offloaded_layers
+                offloads = layer.index in self.input_offloaded_layers - self.kept_layers - self.offloaded_layers
                 offloading = inputs_offloaded(self.activations, layer.name, tensors, tape, position)
                 with offloading if offloads else contextlib.nullcontext():
                     outputs = list(LayerFunction.apply(call, tape, position, anchor, *tensors))
@@ -201,7 +211,7 @@ class StreamingRuntime:
         tape, position = self._order.record(layer.index)
         slot = self._acquire_forward(layer, tape, position, False)
         try:
-            with torch.no_grad(), layer.bound(slot.views(layer.unit.layout)):
+            with torch.no_grad(), layer.bound(slot.views(layer.unit.layout)), layer.tiles.at_work(args, kwargs):
                 return layer.forward(*args, **kwargs)
         finally:
             self.prefetcher.release(slot)
