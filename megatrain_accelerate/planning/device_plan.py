@@ -14,8 +14,8 @@ from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes
-from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.optim.device_kernel import can_step_on
+from megatrain_accelerate.planning.engine_sizes import engine_model, state_bytes, unit_sizes
 from megatrain_accelerate.planning.evaluation_weights import EvaluationWeights, has_cache, is_next_token
 from megatrain_accelerate.planning.layer_measurement import measure_layers
 from megatrain_accelerate.planning.machine import Machine, measured_machine
@@ -23,8 +23,8 @@ from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.placement_search import Candidate, Choices, PlacementSearch
 from megatrain_accelerate.planning.plan_table import plan_table
 from megatrain_accelerate.planning.step_outline import StepOutline, evaluation_bytes, outline_step
-from megatrain_accelerate.planning.step_simulation import Model, StepTime, UnitSizes, peak_bytes, simulate_step
-from megatrain_accelerate.planning.tile_choice import outline_with_tiles
+from megatrain_accelerate.planning.step_simulation import Model, StepTime, peak_bytes, simulate_step
+from megatrain_accelerate.planning.tile_choice import measured_to_fit, outline_with_tiles
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.units import GIB, MIB
 
@@ -92,7 +92,7 @@ class DevicePlan:
             "gradient_slots": self._runtime.offloader.device_bytes,
             **self._fixed_bytes_by_kind(with_sums=self._runtime.gradient_sums.is_made),
             "resident_layers": self._runtime.prefetcher.resident_bytes,
-            "states": sum(_state_bytes(unit) - unit.layout.weight_bytes for unit in units if unit.is_on_device),
+            "states": sum(state_bytes(unit) - unit.layout.weight_bytes for unit in units if unit.is_on_device),
             "layers": sum(layer.unit.layout.weight_bytes for layer in self._runtime.layers if layer.unit.is_on_device),
             **self._sums_bytes_by_kind(),
         }
@@ -194,7 +194,7 @@ class DevicePlan:
             self.predicted_bytes = fixed_bytes + peak_bytes(outline, self.model_sizes(), self.placement)
         else:
             if self._device.type == "cuda" and foreseen is None:
-                outline = self._measured(model, inputs, outline)
+                outline = self._measured_to_fit(model, inputs, outline)
             self._plan(outline, fixed_bytes, budget_bytes)
         # Not before: a batch that was too large to be planned for is tried again smaller.
         self._planned_elements = elements
@@ -230,7 +230,9 @@ class DevicePlan:
             token_tile = self._runtime.token_tile
             try:
                 outline = self._outlined(model, inputs)
-                self._foreseen[key] = self._measured(model, inputs, outline) if self._device.type == "cuda" else outline
+                if self._device.type == "cuda":
+                    outline = self._measured_to_fit(model, inputs, outline)
+                self._foreseen[key] = outline
             finally:
                 self._runtime.token_tile = token_tile
         return self._foreseen[key]
@@ -259,6 +261,16 @@ class DevicePlan:
     def _key(self, inputs: Mapping[str, Any]) -> Hashable:
         shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
         return (self._runtime.micro_batch_size, shapes)
+
+    def _measured_to_fit(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
+        return measured_to_fit(
+            self._runtime,
+            outline,
+            self._config.token_tile,
+            lambda: outline_step(model, self._runtime, inputs, self._device),
+            lambda made: self._measured(model, inputs, made),
+            self._search_for,
+        )
 
     def _measured(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
         try:
@@ -302,7 +314,9 @@ class DevicePlan:
         if not self._runtime.states_may_move or not can_step_on(self._device):
             choices = dataclasses.replace(choices, on_device=0)
         host_bytes = available_host_bytes(self._config.host_memory_gib) - CONSTANT_OVERHEAD_BYTES
-        host_bytes -= sum(self._sizes(unit).host_bytes for unit in self._runtime.units if unit.is_on_device)
+        host_bytes -= sum(
+            unit_sizes(unit, self._runtime, self.micro_batches).host_bytes for unit in self._runtime.units if unit.is_on_device
+        )
         return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, choices, host_bytes)
 
     def _place(self, placement: Placement) -> None:
@@ -331,23 +345,7 @@ class DevicePlan:
 
     def model_sizes(self) -> Model:
         """What the simulation has to know of the engine."""
-        runtime = self._runtime
-        return Model(
-            layers=[self._sizes(layer.unit) for layer in runtime.layers],
-            groups_before=[self._sizes(group.unit) for group in runtime.groups if not group.layers_before],
-            groups_after=[self._sizes(group.unit) for group in runtime.groups if group.layers_before],
-            slots=self._config.slots,
-            gradient_slots=self._config.gradient_slots,
-            slot_bytes=runtime.prefetcher.shared_bytes,
-            gradient_slot_bytes=runtime.offloader.slot_bytes,
-            steps_in_backward=bool(runtime.offloader.layer_done_listeners),
-            micro_batches=self.micro_batches,
-        )
-
-    def _sizes(self, unit: HostUnit) -> UnitSizes:
-        layout = unit.layout
-        sum_bytes = 2 * layout.split_elements if self._runtime.sums.is_wanted and self.micro_batches > 1 else 0
-        return UnitSizes(layout.weight_bytes, layout.gradient_bytes, layout.state_elements, _state_bytes(unit), sum_bytes)
+        return engine_model(self._runtime, self._config, self.micro_batches)
 
     def _budget_bytes(self) -> int:
         """Bytes of the device that a step may take, what the engine holds included; 0 without a GPU."""
@@ -384,9 +382,3 @@ def _on_host(placement: Placement) -> Placement:
 
 def _elements(inputs: Mapping[str, Any]) -> int:
     return sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
-
-
-def _state_bytes(unit: HostUnit) -> int:
-    """Weights, residuals and moments."""
-    layout = unit.layout
-    return layout.weight_bytes + 2 * layout.split_elements + 8 * layout.state_elements

@@ -269,17 +269,16 @@ class _Measurement:
         weights, leaves = bound_weights(layer, slot)
         # As in LayerFunction: the graph that recompute makes, dropped at once.
         with layer.bound(weights), torch.enable_grad(), without_saving(), self.forward.running():
-            trial = self._call(args, kwargs)
-            output, recorded = tree_map_only(torch.Tensor, torch.Tensor.detach, (trial.output, trial.recorded))
-            returned = Trial(output, recorded, trial.channels)
-            del trial, output, recorded
+            self._call(args, kwargs)
         kept = KeptGraph(slot)
         with layer.bound(weights), torch.enable_grad():
             with kept.recording(), self.kept_forward.running():
                 trial = self._call(args, kwargs)
             made = tree_flatten((trial.output, trial.recorded))[0]
             results = [t for t in made if isinstance(t, torch.Tensor) and t.requires_grad]
-            del trial, made
+            output, recorded = tree_map_only(torch.Tensor, torch.Tensor.detach, (trial.output, trial.recorded))
+            returned = Trial(output, recorded, trial.channels)
+            del trial, made, output, recorded
             # Numbers as they come: a GPU takes less power for products of equal ones, and is faster.
             gradients = [torch.randn_like(tensor) for tensor in results]
             wanted = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]

@@ -61,6 +61,43 @@ def outline_with_tiles(
     return whole
 
 
+def measured_to_fit(
+    runtime: StreamingRuntime,
+    outline: StepOutline,
+    setting: int | str,
+    again: Callable[[], StepOutline],
+    measure: Callable[[StepOutline], StepOutline],
+    search: Callable[[StepOutline], PlacementSearch],
+) -> StepOutline:
+    """The measured outline; by tiles if whole layers turn out to take more than they were predicted to, and don't fit.
+
+    Kernels have workspaces that a run without data doesn't see; those of attention's backward are several times the hidden
+    states.
+
+    Args:
+        runtime: the engine, with the tiles of ``outline``.
+        outline: of the step.
+        setting: ``megatrain_config.token_tile``.
+        again: makes the outline of a step as the runtime would run it now.
+        measure: measures an outline.
+        search: for placements of an outlined step.
+
+    Raises:
+        torch.OutOfMemoryError: a layer's working set doesn't fit, nor by tiles if there is a choice.
+    """
+    may_change = setting == "auto" and not runtime.token_tile
+    try:
+        measured = measure(outline)
+        if not may_change or search(measured).something_fits:
+            return measured
+    except torch.OutOfMemoryError:
+        if not may_change:
+            raise
+    # Outside of the handler, where the error's frames hold nothing any more.
+    runtime.token_tile = AUTO_TILE_TOKENS
+    return measure(again())
+
+
 def tiles_text(runtime: StreamingRuntime) -> str:
     """What runs by tiles, and which layers have nothing that does, for each class of layers."""
     tiled: dict[str, list[str]] = {}
