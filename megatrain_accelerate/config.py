@@ -61,6 +61,11 @@ class MegatrainConfig:
     """Layers whose activations go to host memory in forward and come back in backward instead of being recomputed: spread over
     those before the kept ones, so that the link has time. Costs host memory. ``auto``: what the plan finds fastest."""
 
+    keep_attention: int | str = "auto"
+    """Recomputed layers whose attention's results stay on the GPU until backward, so that attention, of a long sequence most
+    of a layer's time, isn't computed again; counted from the last layer that isn't kept. These aren't compiled. ``auto``: of
+    layers with tiles (``token_tile``) as many as the plan finds fastest."""
+
     offload_inputs: bool | str = "auto"
     """Send the inputs of recomputed layers to host memory until backward, for sequences whose inputs alone fill the GPU.
     ``auto``: those of as many layers, from the model's start, as the plan finds fastest; true: of all; false: of none."""
@@ -117,7 +122,7 @@ class MegatrainConfig:
         for name in ("host_threads", "micro_batch_size"):
             if getattr(self, name) is not None:
                 self._check_int(name, minimum=1)
-        for name in ("keep_layers", "offload_layers", "resident_layers", "device_layers", "token_tile"):
+        for name in ("keep_layers", "keep_attention", "offload_layers", "resident_layers", "device_layers", "token_tile"):
             if getattr(self, name) != "auto":
                 self._check_int(name, minimum=-1 if name == "device_layers" else 0)
         for name in ("host_memory_gib", "gpu_memory_gib"):

@@ -80,6 +80,7 @@ class DevicePlan:
             on_device=count if self._choices.on_device == -1 else self._choices.on_device or 0,
             groups_on_device=self._choices.on_device == -1,
             inputs_offloaded=self._choices.inputs_offloaded or 0,
+            attention_kept=self._choices.attention_kept or 0,
         )
         runtime.keep_states_on_host = self._keep_states_on_host
         self._place(self._asked)
@@ -164,7 +165,7 @@ class DevicePlan:
         if open_forwards:
             if open_forwards >= self._forwards_at_once:
                 self._forwards_at_once, self._planned_elements = open_forwards + 1, 0
-            self._runtime.kept_layers = self._runtime.offloaded_layers = frozenset()
+            self._runtime.kept_layers = self._runtime.offloaded_layers = self._runtime.attention_layers = frozenset()
             return
         self._treat_activations()
         if self._displaced is not None:
@@ -332,6 +333,7 @@ class DevicePlan:
         runtime, placement = self._runtime, self.placement
         runtime.kept_layers, runtime.offloaded_layers = placement.kept, placement.offloaded
         runtime.input_offloaded_layers = placement.inputs_offloaded
+        runtime.attention_layers = placement.attention_kept
         runtime.activations.spacing = placement.offload_spacing
 
     def _settled(self) -> Placement:

@@ -32,6 +32,7 @@ class Choices:
     on_device: int | None = None
     """-1: all layers and the groups."""
     inputs_offloaded: int | None = None
+    attention_kept: int | None = None
 
     @classmethod
     def of_settings(cls, config: MegatrainConfig, layers: int) -> Choices:
@@ -45,6 +46,7 @@ class Choices:
             offloaded=fixed(config.offload_layers),
             resident=fixed(config.resident_layers),
             on_device=fixed(config.device_layers),
+            attention_kept=fixed(config.keep_attention),
             inputs_offloaded=None if config.offload_inputs == "auto" else layers * bool(config.offload_inputs),
         )
 
@@ -60,6 +62,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class _Counts:
+    attention_kept: int
     inputs_offloaded: int
     offloaded: int
     resident: int
@@ -112,7 +115,14 @@ class PlacementSearch:
     def _start(self) -> _Counts:
         """The placement that takes the least, but for inputs, which may leave."""
         choices = self._choices
-        start = _Counts(choices.inputs_offloaded or 0, choices.offloaded or 0, choices.resident or 0, 0, False)
+        start = _Counts(
+            attention_kept=choices.attention_kept or 0,
+            inputs_offloaded=choices.inputs_offloaded or 0,
+            offloaded=choices.offloaded or 0,
+            resident=choices.resident or 0,
+            on_device=0,
+            groups_on_device=False,
+        )
         if choices.on_device is not None:
             every = choices.on_device < 0
             start = dataclasses.replace(start, on_device=self._count if every else choices.on_device, groups_on_device=every)
@@ -126,6 +136,7 @@ class PlacementSearch:
             before = best
             for variations in (
                 self._inputs,
+                self._attention,
                 self._groups,
                 self._on_device,
                 self._near,
@@ -159,6 +170,13 @@ class PlacementSearch:
         if self._choices.inputs_offloaded is not None:
             return ()
         return [dataclasses.replace(at, inputs_offloaded=count) for count in _spread(self._count)]
+
+    def _attention(self, at: _Counts) -> Iterable[_Counts]:
+        # Layers without tiles are compiled, and attention is part of their graph.
+        if self._choices.attention_kept is not None or not self._outline.token_tile:
+            return ()
+        near = range(max(0, at.attention_kept - 2), min(self._count, at.attention_kept + 2) + 1)
+        return [dataclasses.replace(at, attention_kept=count) for count in sorted({*_spread(self._count), *near})]
 
     def _groups(self, at: _Counts) -> Iterable[_Counts]:
         if self._choices.on_device is not None:
@@ -211,6 +229,7 @@ class PlacementSearch:
                 kept=kept,
                 offloaded=counts.offloaded,
                 inputs_offloaded=counts.inputs_offloaded,
+                attention_kept=counts.attention_kept,
                 resident=counts.resident,
                 on_device=counts.on_device,
                 groups_on_device=counts.groups_on_device,

@@ -30,6 +30,7 @@ def plan_table(
     host += sum(sent_bytes(outline, placement))
     kept_bytes = sum(outline.profiles[e.kind].kept_bytes for e in outline.forward_calls if e.layer in placement.kept)
     away = len(placement.inputs_offloaded - placement.kept - placement.offloaded)
+    attending = len(placement.attention_kept - placement.kept - placement.offloaded)
     groups = "GPU" if placement.groups_on_device else "host"
     rows = [
         (
@@ -42,7 +43,8 @@ def plan_table(
             "activations",
             f"{len(placement.kept)} layers kept ({kept_bytes / GIB:.1f} GiB), "
             f"{len(placement.offloaded)} offloaded, {recomputed} recomputed"
-            + (f", {away} of them from inputs on the host" if away else ""),
+            + (f", {away} of them from inputs on the host" if away else "")
+            + (f", {attending} of them but for attention" if attending else ""),
         ),
         *([("tiles", tiles_text(runtime))] if runtime.token_tile else []),
         ("GPU memory", f"{predicted_bytes / GIB:.1f} of {budget_bytes / GIB:.1f} GiB"),

@@ -152,11 +152,15 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
         peak = max(peak, event.peak_bytes + kept + grown + away.extra_bytes)
         keeps = event.layer in placement.kept
         offloads = event.layer in placement.offloaded
+        attention_bytes = profile.attention_bytes if event.layer in placement.attention_kept else 0
         # What is too small to go to the host stays.
-        staying = profile.kept_bytes if keeps else profile.kept_bytes - profile.offloaded_bytes if offloads else 0
+        staying = (
+            profile.kept_bytes if keeps else profile.kept_bytes - profile.offloaded_bytes if offloads else attention_bytes
+        )
         if event.is_backward:
             away.backward_begins(event.layer)
-            above = profile.kept_backward_bytes if keeps or offloads else profile.recomputed_bytes
+            # The recomputed graph holds attention's results themselves.
+            above = profile.kept_backward_bytes if keeps or offloads else profile.recomputed_bytes - attention_bytes
             peak = max(peak, event.live_bytes + kept + grown + above + away.extra_bytes)
             kept -= staying
             if event.layer in placement.on_device and model.micro_batches == 1:
@@ -178,6 +182,12 @@ def _profile_seconds(profile: LayerProfile, machine: Machine) -> tuple[float, fl
     measured = (profile.forward_seconds, profile.kept_forward_seconds, profile.backward_seconds)
     reckoned = (forward, forward, backward)
     return tuple(m if m is not None else r for m, r in zip(measured, reckoned, strict=True))  # type: ignore[return-value]
+
+
+def _attention_seconds(profile: LayerProfile, machine: Machine) -> float:
+    """Of a forward, what isn't computed again where attention's results are kept."""
+    measured = profile.attention_seconds
+    return op_seconds(profile.attention, machine) if measured is None else measured
 
 
 def op_seconds(costs: OpCosts, machine: Machine) -> float:
@@ -203,6 +213,7 @@ class _Pipeline:
     def __init__(self, outline: StepOutline, model: Model, placement: Placement, machine: Machine) -> None:
         self.outline, self.model, self.placement, self.machine = outline, model, placement, machine
         self.seconds = {kind: _profile_seconds(profile, machine) for kind, profile in outline.profiles.items()}
+        self.attention = {kind: _attention_seconds(profile, machine) for kind, profile in outline.profiles.items()}
         self.sent = sent_bytes(outline, placement)
         self.compute, self.h2d, self.d2h, self.host = _Resource(), _Resource(), _Resource(), _Resource()
         self.applied = [0.0] * len(model.layers)
@@ -256,7 +267,8 @@ class _Pipeline:
                 if event.layer not in placement.on_device and unit.gradient_bytes:
                     full = len(self.gradients_out) == self.model.gradient_slots
                     ready = max(ready, self.gradients_out[0] if full else 0.0)
-                seconds = backward if keeps or offloads else kept_forward + backward
+                again = kept_forward - (self.attention[event.kind] if event.layer in placement.attention_kept else 0.0)
+                seconds = backward if keeps or offloads else again + backward
                 end = self.compute.work(seconds, ready)
                 if event.layer not in placement.on_device and unit.gradient_bytes:
                     self._gradient_leaves(event.layer, end, is_last)

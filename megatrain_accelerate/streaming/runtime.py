@@ -34,6 +34,7 @@ from megatrain_accelerate.streaming.relocation import Part, relocate
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.shared_mappings import SharedMappings
 from megatrain_accelerate.streaming.streams import Streams
+from megatrain_accelerate.streaming.token_tiles import TileOfLayers
 
 LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -100,6 +101,8 @@ class StreamingRuntime:
         """Indices of the layers whose activations go to the host instead of being recomputed; set by the plan."""
         self.input_offloaded_layers: frozenset[int] = frozenset()
         """Indices of the layers whose inputs go to the host if they are recomputed; set by the plan."""
+        self.attention_layers: frozenset[int] = frozenset()
+        """Indices of the layers whose attention isn't computed again if they are recomputed; set by the plan."""
         self.activations = ActivationOffloader.for_engine(config, kernels, streams, meter, register)
         self.moved_listeners: dict[int, Callable[[HostUnit], None]] = {}
         """Called with a unit that moved to or from the device; entered by optimizers, by their id."""
@@ -120,6 +123,7 @@ class StreamingRuntime:
             backward_begins=self._backward_begins,
             keeps=lambda layer: layer.index in self.kept_layers,
             offloads=lambda layer: layer.index in self.offloaded_layers,
+            keeps_attention=lambda layer: layer.index in self.attention_layers,
             activations=self.activations,
             recorder=recorder,
             compiled=self.compiled,
@@ -141,6 +145,8 @@ class StreamingRuntime:
         self._backward_tape: Tape | None = None
         self._clipping = Clipping(self.norms, self.sums, self._states)
 
+    token_tile = TileOfLayers()
+
     @property
     def micro_batch_size(self) -> int | None:
         """Samples that a layer computes at once in training forwards from now on; None for the whole batch."""
@@ -149,16 +155,6 @@ class StreamingRuntime:
     @micro_batch_size.setter
     def micro_batch_size(self, samples: int | None) -> None:
         self._context.micro_batch_size = samples
-
-    @property
-    def token_tile(self) -> int:
-        """Tokens of a tile in which layers' token-wise parts run from now on; 0 for none."""
-        return self.layers[0].tiles.tile_tokens if self.layers else 0
-
-    @token_tile.setter
-    def token_tile(self, tokens: int) -> None:
-        for layer in self.layers:
-            layer.tiles.tile_tokens = tokens
 
     @property
     def units(self) -> list[HostUnit]:

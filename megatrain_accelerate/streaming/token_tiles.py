@@ -94,6 +94,19 @@ class TokenTiles:
         return self.found[name]
 
 
+class TileOfLayers:
+    """An attribute of an engine with ``layers``: tokens of a tile in which their parts run from now on; 0 for none."""
+
+    def __get__(self, engine: Any, kind: type | None = None) -> int:
+        """That of the first layer: all have the same."""
+        return engine.layers[0].tiles.tile_tokens if engine.layers else 0
+
+    def __set__(self, engine: Any, tokens: int) -> None:
+        """Sets it for every layer."""
+        for layer in engine.layers:
+            layer.tiles.tile_tokens = tokens
+
+
 def _tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
     """(B, T) of a layer's call, or None if it has no such hidden states."""
     for leaf in tree_flatten((args, kwargs))[0]:

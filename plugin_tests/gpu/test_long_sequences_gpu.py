@@ -1,4 +1,4 @@
-"""Sequences whose working set is larger than what may be taken: numbers by tiles, memory linear in length, the plan's choice."""
+"""Sequences whose working set is larger than what may be taken: numbers by tiles, memory linear in length, the plan."""
 
 from __future__ import annotations
 
@@ -84,6 +84,8 @@ def test_placement_changes_no_bit_of_layers_with_tiles() -> None:
         {"keep_layers": 0},
         {"keep_layers": 3},
         {"keep_layers": 0, "offload_inputs": True},
+        {"keep_layers": 0, "keep_attention": 6},
+        {"keep_layers": 1, "keep_attention": 2},
         {"keep_layers": 1, "offload_layers": 2},
     ]
     torch.use_deterministic_algorithms(True)
@@ -140,6 +142,29 @@ def test_the_plan_runs_by_tiles_what_does_not_fit_whole_and_keeps_its_promises(c
     # The launcher's part is larger for so small a model than for those that the figure is meant for.
     assert 1e-3 * start.elapsed_time(end) / 3 == pytest.approx(seconds, rel=0.25)
     run.engine.close()
+
+
+def test_attention_that_is_kept_takes_what_is_predicted_and_makes_steps_shorter() -> None:
+    peaks, seconds = {}, {}
+    for count in (0, 6):
+        peaks[count], predicted, run = peak_of_step(1 << 16, keep_layers=0, token_tile=8192, keep_attention=count)
+        assert 0.8 * predicted <= peaks[count] <= 1.02 * predicted
+        # Of the profile that was measured, where there is a budget.
+        run = built(keep_layers=0, token_tile=8192, keep_attention=count)
+        ids = long_text(1 << 16)
+        run.step(ids)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run.step(ids)
+        run.engine.drain()
+        end.record()
+        end.synchronize()
+        seconds[count] = 1e-3 * start.elapsed_time(end)
+        assert seconds[count] == pytest.approx(run.engine.predicted_step_seconds, rel=0.25)
+        run.engine.close()
+    results = 6 * (1 << 16) * 512 * 2
+    assert 0.6 * results <= peaks[6] - peaks[0] <= 1.2 * results
+    assert seconds[6] < 0.97 * seconds[0]
 
 
 def test_inputs_leave_for_as_many_layers_as_must(monkeypatch: pytest.MonkeyPatch) -> None:

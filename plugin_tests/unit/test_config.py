@@ -39,6 +39,7 @@ def test_settings_survive_json() -> None:
         ({"slots": "3"}, "whole number"),
         ({"gradient_slots": 0}, "at least 1"),
         ({"offload_layers": -1}, "at least 0"),
+        ({"keep_attention": -1}, "keep_attention must be at least 0"),
         ({"token_tile": -1}, "token_tile must be at least 0"),
         ({"token_tile": "all"}, "token_tile must be a whole number"),
         ({"token_tile": 1.5}, "token_tile must be a whole number"),

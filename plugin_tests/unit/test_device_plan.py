@@ -98,6 +98,26 @@ def long_batch(length: int = 2048) -> torch.Tensor:
     return token_batches(1, batch=1, length=length, vocabulary=512)[0]
 
 
+@pytest.mark.parametrize("kept", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_attention_that_is_kept_takes_what_is_predicted(kept: int) -> None:
+    fixed = {"offload_layers": 0, "device_layers": 0, "resident_layers": 0, "keep_layers": kept}
+    predicted, seconds = {}, {}
+    for attention in (0, 4):
+        run = planned(200, token_tile=128, keep_attention=attention, **fixed)
+        ids = long_batch(1024)
+        run.step(ids, max_norm=1.0)
+        held = sum(run.engine.device_bytes_by_kind().values())
+        with LiveBytes([*held_tensors(run), ids]) as live:
+            run.step(ids, max_norm=1.0)
+            run.engine.drain()
+        predicted[attention] = run.engine.predicted_device_bytes - LIBRARY_WORKSPACE_BYTES - held
+        assert 0.95 * predicted[attention] <= live.peak_bytes <= 1.03 * predicted[attention] + 0.1 * MIB
+        assert run.engine.predicted_step_seconds is not None
+        seconds[attention] = run.engine.predicted_step_seconds
+    assert predicted[4] - predicted[0] >= 4 * 1024 * 128 * 2
+    assert seconds[4] < seconds[0]
+
+
 @pytest.mark.parametrize("kept", [0, pytest.param(3, marks=pytest.mark.long)])
 def test_tiles_take_what_is_predicted_and_less_than_whole_layers(kept: int) -> None:
     predicted = {}

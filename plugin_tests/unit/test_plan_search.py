@@ -251,8 +251,23 @@ def test_inputs_leave_where_a_step_does_not_fit_with_them_and_no_more_than_must(
     assert found(smallest - 20, inputs_offloaded=0) is None
 
 
+def test_layers_with_tiles_keep_attention_first_where_room_is_short_and_attention_long() -> None:
+    profile = {"attention": OpCosts(), "attention_bytes": 5, "attention_seconds": 0.8}
+    budget = SLOTS + 9 * 5 + 100 + 10 * 5
+    fixed = Choices(offloaded=0, resident=0, on_device=0, inputs_offloaded=0)
+    for tile in (8192, 0):
+        step = dataclasses.replace(outline(**profile), token_tile=tile)  # type: ignore[arg-type]
+        best = PlacementSearch(step, model(), MACHINE, budget, fixed).best()
+        assert best is not None
+        assert best.peak_bytes <= budget
+        attending = best.placement.attention_kept - best.placement.kept
+        assert len(attending | best.placement.kept) >= 9 if tile else not attending
+        # 2 s of forward and recompute, less the attention that is left out.
+        assert best.time.compute == pytest.approx(40 - 0.8 * len(attending) - len(best.placement.kept), rel=0.01)
+
+
 def test_inputs_stay_where_the_host_has_no_room_for_them() -> None:
-    choices = Choices(kept=0, offloaded=0, resident=0, on_device=0)
+    choices = Choices(kept=0, offloaded=0, resident=0, on_device=0, attention_kept=0)
     assert PlacementSearch(outline(), model(), MACHINE, SLOTS + 9 * 5 + 80, choices, host_budget_bytes=10).best() is None
     assert PlacementSearch(outline(), model(), MACHINE, SLOTS + 9 * 5 + 80, choices, host_budget_bytes=100).best() is not None
 
