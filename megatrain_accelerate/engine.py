@@ -32,6 +32,7 @@ from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import OutputRecorder
 from megatrain_accelerate.streaming.meter import Meter
 from megatrain_accelerate.streaming.model_hook import ModelHook
+from megatrain_accelerate.streaming.outside_norms import run_norms_by_tiles
 from megatrain_accelerate.streaming.proxy import install_proxy, note_checkpointing_ignored, remove_proxy
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
@@ -288,6 +289,8 @@ class Engine:
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         before_forward = ModelHook(self._before_forward, with_arguments=True)
         self._handles.append(model.register_forward_pre_hook(before_forward, with_kwargs=True))
+        users = (user for spec in discovery.residents for user in spec.users)
+        self._handles += run_norms_by_tiles(model, self.runtime, users)
         for group, spec in zip(self.runtime.groups, discovery.residents, strict=True):
             hook = ModelHook(functools.partial(self.runtime.before_group_use, group))
             for module in spec.users:

@@ -105,4 +105,6 @@ def tiles_text(runtime: StreamingRuntime) -> str:
         names = tiled.setdefault(type(layer.module).__name__, [])
         names += [name for name in layer.tiles.tiled_names if name not in names]
     parts = [f"{', '.join(names)} of {kind}" if names else f"nothing of {kind}, whole" for kind, names in tiled.items()]
+    outside = runtime.outside_tiles.tiled_names
+    parts += [f"{', '.join(outside)} outside the layers"] if outside else []
     return f"{runtime.token_tile} tokens: {'; '.join(parts)}"

@@ -61,7 +61,7 @@ class StreamedLayer:
         self.forward = forward
         self.unit = unit
         self.gate = UpdateGate()
-        self.tiles = TokenTiles(module)
+        self.tiles = TokenTiles.of_layer(module)
         self.has_trainable = any(state.entry.spec.trainable for state in unit.states)
         self._known = {id(state.parameter) for state in unit.states}
         position = {id(state.parameter): i for i, state in enumerate(unit.states)}

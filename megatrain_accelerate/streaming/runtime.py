@@ -34,7 +34,7 @@ from megatrain_accelerate.streaming.relocation import Part, relocate
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.shared_mappings import SharedMappings
 from megatrain_accelerate.streaming.streams import Streams
-from megatrain_accelerate.streaming.token_tiles import TileOfLayers
+from megatrain_accelerate.streaming.token_tiles import TileOfLayers, TokenTiles
 
 LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -101,6 +101,8 @@ class StreamingRuntime:
         """Indices of the layers whose activations go to the host instead of being recomputed; set by the plan."""
         self.input_offloaded_layers: frozenset[int] = frozenset()
         """Indices of the layers whose inputs go to the host if they are recomputed; set by the plan."""
+        self.outside_tiles = TokenTiles(())
+        """Of norms outside the layers (:mod:`.outside_norms`)."""
         self.attention_layers: frozenset[int] = frozenset()
         """Indices of the layers whose attention isn't computed again if they are recomputed; set by the plan."""
         self.activations = ActivationOffloader.for_engine(config, kernels, streams, meter, register)
@@ -178,7 +180,8 @@ class StreamingRuntime:
         """Proxies call ``runner(layer, args, kwargs)`` instead of streaming while the body runs."""
         self._dry_run = runner
         try:
-            yield
+            with self.outside_tiles.at_work_anywhere():
+                yield
         finally:
             self._dry_run = None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,16 +31,21 @@ class TokenTiles:
     """Runs the token-wise parts of one layer by tiles while the layer runs on more tokens than one tile has.
 
     Args:
-        module: the layer.
+        parts: what may be token-wise, with names.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
         self.tile_tokens = 0
         """Tokens of a tile, those of all samples together; 0 for none. Set by the plan between steps."""
-        self._parts = {child: name for name, child in module.named_modules() if child is not module}
+        self._parts = {part: name for name, part in parts}
         self._verdicts: dict[Hashable, Verdict] = {}
         self.found: dict[str, Verdict] = {}
         """What was called with one row a token so far, by name; parts of a part that runs by tiles aren't among it."""
+
+    @classmethod
+    def of_layer(cls, layer: nn.Module) -> TokenTiles:
+        """Those of all modules inside a layer."""
+        return cls((name, child) for name, child in layer.named_modules() if child is not layer)
 
     @property
     def tiled_names(self) -> list[str]:
@@ -55,9 +60,17 @@ class TokenTiles:
             args, kwargs: the call's; its first floating tensor of three dimensions or more are the hidden states (B, T, ...).
         """
         shape = _tokens_of(args, kwargs) if self.tile_tokens else None
-        if shape is None or shape[0] * shape[1] <= self.tile_tokens:
+        with self._installed(shape) if shape is not None else contextlib.nullcontext():
             yield
-            return
+
+    @contextlib.contextmanager
+    def at_work_anywhere(self) -> Iterator[None]:
+        """Parts that aren't in a layer run in the body; each is told by its own call how many tokens there are."""
+        with self._installed(None) if self.tile_tokens else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def _installed(self, shape: tuple[int, int] | None) -> Iterator[None]:
         own = [(part, part.__dict__.get("forward")) for part in self._parts]
         try:
             for part, _ in own:
@@ -70,7 +83,12 @@ class TokenTiles:
                 else:
                     part.__dict__["forward"] = forward
 
-    def _run(self, part: nn.Module, forward: Callable[..., Any], shape: tuple[int, int], /, *args: Any, **kwargs: Any) -> Any:
+    def _run(
+        self, part: nn.Module, forward: Callable[..., Any], shape: tuple[int, int] | None, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        shape = shape or _tokens_of(args, kwargs)
+        if shape is None or shape[0] * shape[1] <= self.tile_tokens:
+            return forward(*args, **kwargs)
         call = _TiledCall(part, forward, args, kwargs)
         dim = call.token_dim(shape)
         if dim is None or self._verdict(part, call, dim).reason is not None:
@@ -95,16 +113,18 @@ class TokenTiles:
 
 
 class TileOfLayers:
-    """An attribute of an engine with ``layers``: tokens of a tile in which their parts run from now on; 0 for none."""
+    """An attribute of an engine: tokens of a tile in which parts of its layers, and norms outside them, run from now on; 0 for
+    none."""
 
     def __get__(self, engine: Any, kind: type | None = None) -> int:
-        """That of the first layer: all have the same."""
-        return engine.layers[0].tiles.tile_tokens if engine.layers else 0
+        """What was set last."""
+        tokens: int = engine.outside_tiles.tile_tokens
+        return tokens
 
     def __set__(self, engine: Any, tokens: int) -> None:
-        """Sets it for every layer."""
-        for layer in engine.layers:
-            layer.tiles.tile_tokens = tokens
+        """Sets it for all."""
+        for tiles in (engine.outside_tiles, *(layer.tiles for layer in engine.layers)):
+            tiles.tile_tokens = tokens
 
 
 def _tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:

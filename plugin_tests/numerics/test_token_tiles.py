@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -64,7 +65,10 @@ def gradients(family: Decoder, dtype: torch.dtype, **settings: object) -> tuple[
     found = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
     found["loss"] = output.loss.detach()
     tiled = {name for layer in engine.runtime.layers for name in layer.tiles.tiled_names}
+    # The last norm too, where it isn't one kernel.
+    assert engine.runtime.outside_tiles.tiled_names == (["model.norm"] if tiled - {"mlp.act"} else [])
     engine.close()
+    assert not any("forward" in module.__dict__ for module in model.modules())
     return found, tiled
 
 
@@ -128,7 +132,7 @@ def test_what_adds_nothing_over_tokens_has_the_same_bits(shape: tuple[int, ...],
     gradient = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
     expected = layer(x)
     (of_input,) = torch.autograd.grad(expected, x, gradient)
-    tiles = TokenTiles(layer)
+    tiles = TokenTiles.of_layer(layer)
     tiles.tile_tokens = 6
     with tiles.at_work((x,), {}):
         found = layer(x)
@@ -207,4 +211,23 @@ def test_modules_that_somebody_watches_inside_run_whole() -> None:
     first, second = (engine.runtime.layers[index].tiles for index in (0, 1))
     assert first.found["mlp"].reason == "hooks are registered inside it"
     assert "mlp" in second.tiled_names
+    engine.close()
+
+
+def test_a_model_is_copied_as_it_is_while_tiles_are_on_and_after_a_failed_call() -> None:
+    model = tiny_model()
+    engine = attach(model, token_tile=24)
+    (ids,) = token_batches(1)
+
+    def fail(*_: object) -> None:
+        raise ValueError("in the middle")
+
+    handle = model.model.norm.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="in the middle"):
+        model(input_ids=ids, labels=ids)
+    handle.remove()
+    model(input_ids=ids, labels=ids).loss.backward()
+    twin = copy.deepcopy(model)
+    for module in (*model.modules(), *twin.modules()):
+        assert "forward" not in module.__dict__
     engine.close()
