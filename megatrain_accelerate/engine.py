@@ -26,12 +26,13 @@ from megatrain_accelerate.planning.device_plan import DevicePlan
 from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers, find_module
 from megatrain_accelerate.planning.own_precision import own_precision
 from megatrain_accelerate.planning.placement import require_layers
-from megatrain_accelerate.streaming.caches import caching_modules, decide_against_a_cache, layers_return_caches
+from megatrain_accelerate.streaming.caches import caching_modules, decide_against_a_cache
 from megatrain_accelerate.streaming.fp32_sums import BF16_REMEDY
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import OutputRecorder
 from megatrain_accelerate.streaming.meter import Meter
 from megatrain_accelerate.streaming.model_hook import ModelHook
+from megatrain_accelerate.streaming.outside_norms import run_norms_by_tiles
 from megatrain_accelerate.streaming.proxy import install_proxy, note_checkpointing_ignored, remove_proxy
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
@@ -286,11 +287,12 @@ class Engine:
                 owner, _, key = name.rpartition(".")
                 self._resident_places.append((owner, key, parameter))
         for module in caching_modules(model, [layer.module for layer in self.runtime.layers]):
-            # Without data and without a cache newer ones make a mask of all tokens by all, which with data they leave out.
-            hook = ModelHook(decide_against_a_cache, with_arguments=True, runs_dry=layers_return_caches())
+            hook = ModelHook(decide_against_a_cache, with_arguments=True, runs_dry=True)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         before_forward = ModelHook(self._before_forward, with_arguments=True)
         self._handles.append(model.register_forward_pre_hook(before_forward, with_kwargs=True))
+        users = (user for spec in discovery.residents for user in spec.users)
+        self._handles += run_norms_by_tiles(model, self.runtime, users)
         for group, spec in zip(self.runtime.groups, discovery.residents, strict=True):
             hook = ModelHook(functools.partial(self.runtime.before_group_use, group))
             for module in spec.users:

@@ -180,7 +180,7 @@ def _estimated(options: argparse.Namespace, forecaster: Forecaster, machine: Any
     limits = None
     if not options.no_limits:
         batch = most(lambda count: forecaster.least_gpu_bytes(count, length), _MOST_BATCH)
-        longest = context(forecaster.config.offload_inputs)
+        longest = context(False)
         offloaded = min(context(True), forecaster.longest_offloaded(length) // _CONTEXT_STEP * _CONTEXT_STEP)
         step = forecaster.forecast(1, longest) if longest else None
         limits = report.Limits(batch, longest, max(longest, offloaded), step)

@@ -14,7 +14,14 @@ from torch.utils._pytree import tree_map_only
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.estimate.layer_graph import LayerGraph, TensorShape, trace_layer
 from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
-from megatrain_accelerate.estimate.reckoning import FITTED, Shares, compiled_profile, outside_seconds, uncompiled_profile
+from megatrain_accelerate.estimate.reckoning import (
+    FITTED,
+    Shares,
+    compiled_profile,
+    outside_seconds,
+    tiled_profile,
+    uncompiled_profile,
+)
 from megatrain_accelerate.loss.products import standing_for_a_gpu
 from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES
 from megatrain_accelerate.planning.machine import Machine
@@ -22,10 +29,12 @@ from megatrain_accelerate.planning.placement_search import Candidate
 from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_outline import Event, LayerProfile, StepOutline, outline_layers, outline_step
 from megatrain_accelerate.planning.step_simulation import sent_bytes
+from megatrain_accelerate.planning.tile_choice import outline_with_tiles
 from megatrain_accelerate.streaming.compiled_layer import SMALLEST_LAYER_PARAMETERS
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import OutputRecorder
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
+from megatrain_accelerate.streaming.token_tiles import AUTO_TILE_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -120,23 +129,31 @@ class Forecaster:
         self.plan = ForecastPlan(self.engine, config, machine, gpu_bytes, for_states, micro_batches)
         self.host_bytes = self.host_store_bytes if host_bytes is None else host_bytes
         self._graphs: dict[Hashable, LayerGraph | None] = {}
-        self._outlines: dict[tuple[int, int], StepOutline] = {}
-        self._outside: dict[tuple[int, int], StepOutline] = {}
-        self._traced: dict[tuple[int, int], _Layers] = {}
+        self._outlines: dict[tuple[int, int, int], StepOutline] = {}
+        self._outside: dict[tuple[int, int, int], StepOutline] = {}
+        self._traced: dict[tuple[int, int, int], _Layers] = {}
 
     @property
     def host_store_bytes(self) -> int:
         """Host memory that the training asks for when it starts, bytes."""
         return self.plan.store_bytes + CONSTANT_OVERHEAD_BYTES
 
-    def least_gpu_bytes(self, batch: int, length: int, offloads_inputs: bool | None = None) -> int:
+    def least_gpu_bytes(self, batch: int, length: int, offloads_inputs: bool = False) -> int:
         """GPU memory of the leanest step: every layer streams and is recomputed.
 
         Args:
             batch, length: sequences, and tokens of each.
-            offloads_inputs: whether the layers' inputs go to the host; by default as the settings say.
+            offloads_inputs: whether all layers' inputs go to the host, and not only those that the settings name.
         """
-        return self.plan.least_bytes(self.outline(batch, length), offloads_inputs)
+        return min(
+            self.plan.least_bytes(self._outline_by(batch, length, tile), offloads_inputs) for tile in self._tiles(length)
+        )
+
+    def _tiles(self, length: int) -> Sequence[int]:
+        """Tokens of a tile that the plan would try for sequences of this length; 0 for none."""
+        if self.config.token_tile != "auto":
+            return [int(self.config.token_tile)]
+        return [0, AUTO_TILE_TOKENS] if length > AUTO_TILE_TOKENS else [0]
 
     def longest_offloaded(self, length: int) -> int:
         """Tokens whose layers' inputs fit the host memory beside the store, from those of one sequence of ``length``."""
@@ -157,7 +174,7 @@ class Forecaster:
         kept = sum(
             outline.profiles[event.kind].kept_bytes for event in outline.forward_calls if event.layer in chosen.placement.kept
         )
-        sent = sum(sent_bytes(outline, self.plan.model_sizes(), chosen.placement))
+        sent = sum(sent_bytes(outline, chosen.placement))
         # All units are adopted on the host; then some move, and activations take their place.
         moved = self.plan.moved_bytes(chosen.placement)
         return Forecast(
@@ -180,9 +197,22 @@ class Forecaster:
     # ------------------------------------------------------------------ outlines
 
     def outline(self, batch: int, length: int) -> StepOutline:
-        """The outline of a step, with reckoned times."""
-        key = (batch, length)
+        """The outline of a step with the tiles that suit it, with reckoned times."""
+        runtime = self.engine.runtime
+        shape = {"input_ids": torch.empty((batch, length), device="meta")}
+        return outline_with_tiles(
+            runtime,
+            shape,
+            self.config.token_tile,
+            lambda: self._outline_by(batch, length, runtime.token_tile),
+            self.plan.search,
+        )
+
+    def _outline_by(self, batch: int, length: int, token_tile: int) -> StepOutline:
+        """The outline with layers that run by tiles of so many tokens."""
+        key = (batch, length, token_tile)
         if key not in self._outlines:
+            self.engine.runtime.token_tile = token_tile
             with standing_for_a_gpu():
                 self._outlines[key] = self._reckoned(batch, length)
         return self._outlines[key]
@@ -204,7 +234,7 @@ class Forecaster:
         return many_kinds, {kind: _profile_of(few[other], many[kind], times) for other, kind in set(pairs)}
 
     def _layers_of(self, batch: int, length: int) -> _Layers:
-        key = (batch, length)
+        key = (batch, length, self.engine.runtime.token_tile)
         if key not in self._traced:
             self._traced[key] = self._traced_layers(batch, length)
         return self._traced[key]
@@ -236,9 +266,9 @@ class Forecaster:
         return _extrapolated(small, large, batch * length / few_tokens)
 
     def _outlined(self, batch: int, length: int) -> StepOutline:
-        key = (batch, length)
+        key = (batch, length, self.engine.runtime.token_tile)
         if key not in self._outside:
-            ids = torch.zeros(key, dtype=torch.long)
+            ids = torch.zeros((batch, length), dtype=torch.long)
             self._outside[key] = outline_step(self.model, self.engine.runtime, {"input_ids": ids, "labels": ids}, CPU)
         return self._outside[key]
 
@@ -250,6 +280,8 @@ class Forecaster:
         args, kwargs = tree_map_only(torch.Tensor, TensorShape.of, split.first_piece(*tensors))
         graph = self._graph(kind, layer, args, kwargs)
         share = sum(split.sizes) / split.sizes[0] if split.sizes else 1.0
+        if graph is not None and self.engine.runtime.token_tile:
+            return tiled_profile(dry, graph.times(share), self.machine, self.shares)
         if graph is None or not self._is_compiled(layer):
             whole = graph.times(share) if graph is not None else None
             return uncompiled_profile(dry, whole, self.machine, self.shares)
@@ -262,12 +294,15 @@ class Forecaster:
 
     def _graph(self, kind: Hashable, layer: StreamedLayer, args: Any, kwargs: Any) -> LayerGraph | None:
         if kind not in self._graphs:
+            tile, layer.tiles.tile_tokens = layer.tiles.tile_tokens, 0
             try:
                 self._graphs[kind] = trace_layer(layer, args, kwargs)
             except Exception as error:  # a layer that looks at its data can't be traced without any
                 name = type(layer.module).__name__
                 logger.warning("megatrain: %s can't be traced, its costs are those of single operations (%s)", name, error)
                 self._graphs[kind] = None
+            finally:
+                layer.tiles.tile_tokens = tile
         return self._graphs[kind]
 
 
@@ -326,4 +361,5 @@ def _extrapolated(small: StepOutline, large: StepOutline, times: float) -> StepO
         for one, two in zip(small.events, large.events, strict=True)
     )
     tail = _extended_costs(small.tail_costs, large.tail_costs, times)
-    return StepOutline(events, round(at(small.tail_peak_bytes, large.tail_peak_bytes)), tail, large.profiles)
+    tail_peak_bytes = round(at(small.tail_peak_bytes, large.tail_peak_bytes))
+    return StepOutline(events, tail_peak_bytes, tail, large.profiles, large.token_tile)

@@ -18,7 +18,7 @@ from megatrain_accelerate.planning.layer_discovery import Discovery
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.own_precision import own_precision
 from megatrain_accelerate.planning.placement import Placement
-from megatrain_accelerate.planning.placement_search import Candidate
+from megatrain_accelerate.planning.placement_search import Candidate, PlacementSearch
 from megatrain_accelerate.planning.step_outline import StepOutline
 from megatrain_accelerate.planning.step_simulation import peak_bytes, simulate_step
 from megatrain_accelerate.streaming.layer_function import OutputRecorder
@@ -149,25 +149,30 @@ class ForecastPlan(DevicePlan):
         """Device memory that such a step takes under any placement, bytes."""
         return self._fixed_bytes(outline)
 
-    def least_bytes(self, outline: StepOutline, offloads_inputs: bool | None = None) -> int:
+    def least_bytes(self, outline: StepOutline, offloads_inputs: bool = False) -> int:
         """Device memory of the step where every layer streams and is recomputed, bytes.
 
         Args:
             outline: of the step.
-            offloads_inputs: whether the layers' inputs go to the host; by default as the settings say.
+            offloads_inputs: whether all layers' inputs go to the host, and not only those that the settings name.
         """
-        sizes = self.model_sizes()
-        if offloads_inputs is not None:
-            sizes = dataclasses.replace(sizes, offloads_inputs=offloads_inputs)
-        return self._fixed_bytes(outline) + peak_bytes(outline, sizes, Placement())
+        return self._fixed_bytes(outline) + peak_bytes(outline, self.model_sizes(), self._leanest(offloads_inputs))
+
+    def _leanest(self, offloads_inputs: bool) -> Placement:
+        count = len(self._runtime.layers)
+        return Placement.of_counts(count, inputs_offloaded=count if offloads_inputs else self._choices.inputs_offloaded or 0)
 
     def fastest(self, outline: StepOutline) -> Candidate | None:
         """The fastest placement that fits both memories; None if none does."""
-        return self._search(outline, self._gpu_bytes - self._fixed_bytes(outline)).best()
+        return self._search_for(outline).best()
+
+    def search(self, outline: StepOutline) -> PlacementSearch:
+        """The search for placements of a step."""
+        return self._search_for(outline)
 
     def streamed(self, outline: StepOutline) -> Candidate:
         """The placement in which every layer streams and is recomputed, whether it fits or not."""
-        sizes, placement = self.model_sizes(), Placement()
+        sizes, placement = self.model_sizes(), self._leanest(False)
         return Candidate(
             placement, peak_bytes(outline, sizes, placement), simulate_step(outline, sizes, placement, self._speeds)
         )

@@ -85,6 +85,27 @@ def uncompiled_profile(dry: LayerProfile, graph: LayerGraph | None, machine: Mac
     )
 
 
+def tiled_profile(dry: LayerProfile, graph: LayerGraph, machine: Machine, shares: Shares) -> LayerProfile:
+    """The profile of a call that runs by tiles of tokens: uncompiled, and its parts once more in backward.
+
+    Args:
+        dry: of the call by tiles; its products are those that run.
+        graph: of the whole layer, for its attention.
+        machine, shares: for the times.
+    """
+    attention = graph.forward.attention_flops / (shares.attention * machine.device_flops)
+    forward = GraphCosts(dry.forward.flops, graph.forward.attention_flops, dry.forward.traffic_bytes, 0)
+    backward = GraphCosts(dry.backward.flops, graph.backward.attention_flops, dry.backward.traffic_bytes, 0)
+    seconds = graph_seconds(forward, machine, shares)
+    return dataclasses.replace(
+        dry,
+        forward_seconds=seconds,
+        kept_forward_seconds=seconds,
+        attention_seconds=attention,
+        backward_seconds=graph_seconds(backward, machine, shares),
+    )
+
+
 def outside_seconds(outline: StepOutline, machine: Machine, shares: Shares) -> float:
     """Seconds of what runs outside the layers until the first layer's backward."""
     last_forward = max((i for i, event in enumerate(outline.events) if not event.is_backward), default=-1)
