@@ -105,6 +105,7 @@ class Engine:
     """
 
     unit_class: type[HostUnit] = HostUnit
+    """What makes the units' memory."""
 
     def __init__(
         self,

@@ -133,6 +133,7 @@ def test_a_wrong_argument_is_said_with_the_remedy(
             },
             0,
             0,
+            marks=pytest.mark.long,
             id="encoder_decoder",
         ),
     ],
