@@ -16,7 +16,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import PlatformError
 
 CSRC = "megatrain_accelerate/optim/csrc"
-HEADERS = ("adamw", "gradient_sum", "instruction_sets", "split_master", "thread_pool")
+HEADERS = ("adamw", "adamw_bf16_moments", "gradient_sum", "instruction_sets", "split_master", "thread_pool")
 
 COMPILE_FLAGS = [
     "-std=c++17",

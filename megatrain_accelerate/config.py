@@ -44,6 +44,15 @@ class MegatrainConfig:
     """In what gradients of several backwards before a step are added up. ``fp32``: exactly as fp32 gradients would be; takes 2
     bytes a parameter of host memory more while gradients are accumulated. ``bf16``: without them, rounding after each."""
 
+    host_gradients: str = "kept"
+    """Where streamed layers' gradients are on the host. ``kept``: each in a place of its own until the step. ``passing``: in a
+    few buffers, consumed by the step in backward: 12 bytes a parameter instead of 14. Not with gradient clipping, accumulation
+    or other optimizers than Adam and AdamW (errors), and ``parameter.grad`` of a layer shows not-a-number."""
+
+    moments_dtype: str = "fp32"
+    """In what AdamW's moments are kept: ``fp32``, or ``bf16``, rounded stochastically, for 4 bytes a parameter less, and not
+    with the bits of fp32 moments. ``docs/architecture.md`` has the measured effect on the loss."""
+
     huge_pages: bool = True
     """Ask for transparent huge pages for the host store."""
 
@@ -141,6 +150,15 @@ class MegatrainConfig:
                 raise ConfigError(f"megatrain_config.{name} must be true or false, got {getattr(self, name)!r}")
         if self.accumulation_dtype not in ("fp32", "bf16"):
             raise ConfigError(f"megatrain_config.accumulation_dtype must be fp32 or bf16; got {self.accumulation_dtype!r}")
+        if self.moments_dtype not in ("fp32", "bf16"):
+            raise ConfigError(f"megatrain_config.moments_dtype must be fp32 or bf16; got {self.moments_dtype!r}")
+        if self.host_gradients not in ("kept", "passing"):
+            raise ConfigError(f"megatrain_config.host_gradients must be kept or passing; got {self.host_gradients!r}")
+        if self.host_gradients == "passing" and self.step_schedule not in ("auto", "backward"):
+            raise ConfigError(
+                "megatrain_config.host_gradients: passing consumes gradients in backward, and step_schedule is "
+                f"{self.step_schedule!r}; set step_schedule to auto or backward"
+            )
         if self.evaluation_weights not in ("auto", "stream", "resident"):
             raise ConfigError(
                 f"megatrain_config.evaluation_weights must be auto, stream or resident; got {self.evaluation_weights!r}"
@@ -152,6 +170,11 @@ class MegatrainConfig:
         if isinstance(self.layer_classes, str) or not all(isinstance(name, str) for name in self.layer_classes):
             raise ConfigError(f"megatrain_config.layer_classes must be a list of class names, got {self.layer_classes!r}")
         object.__setattr__(self, "layer_classes", tuple(self.layer_classes))
+
+    @property
+    def passes_gradients(self) -> bool:
+        """Whether streamed layers' gradients are consumed in backward, see :attr:`host_gradients`."""
+        return self.host_gradients == "passing"
 
     def _check_int(self, name: str, minimum: int) -> None:
         value = getattr(self, name)

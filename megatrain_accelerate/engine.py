@@ -14,7 +14,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import StateError, StepWorkerError, UnsupportedError
+from megatrain_accelerate.errors import StateError, StepWorkerError
 from megatrain_accelerate.loss.head import TiledHead, find_head
 from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_limits import anonymous_bytes, require_host_bytes
@@ -22,9 +22,10 @@ from megatrain_accelerate.memory.host_store import HostUnit, held_host_bytes, pl
 from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
+from megatrain_accelerate.planning.adoption import Adoption
 from megatrain_accelerate.planning.device_plan import DevicePlan
 from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers, find_module
-from megatrain_accelerate.planning.own_precision import own_precision
+from megatrain_accelerate.planning.own_precision import compute_dtypes
 from megatrain_accelerate.planning.placement import require_layers
 from megatrain_accelerate.streaming.caches import caching_modules, decide_against_a_cache
 from megatrain_accelerate.streaming.fp32_sums import BF16_REMEDY
@@ -39,6 +40,8 @@ from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.streaming.streams import Streams
 
 logger = logging.getLogger(__name__)
+
+_MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
@@ -56,30 +59,6 @@ def all_engines() -> list[Engine]:
 def engines_with(part: nn.Module) -> list[Engine]:
     """The engines of the prepared models that ``part`` is a module of."""
     return [engine for model, engine in list(_engines.items()) if any(module is part for module in model.modules())]
-
-
-def compute_dtype(name: str, parameter: nn.Parameter, bf16: bool) -> torch.dtype:
-    """The dtype in which a parameter computes.
-
-    Args:
-        name: qualified name in the model.
-        parameter: as loaded.
-        bf16: whether it computes in bf16 whatever it is; fp32 weights are then rounded for compute and keep fp32 masters.
-
-    Raises:
-        UnsupportedError: fp16, fp64, quantised or integer weights, or weights without data.
-    """
-    if parameter.is_meta:
-        raise UnsupportedError(
-            f"parameter {name} is on the meta device and has no values; load the model on the CPU (from_pretrained without "
-            "device_map) before it is prepared"
-        )
-    if parameter.dtype not in (torch.float32, torch.bfloat16):
-        raise UnsupportedError(
-            f"parameter {name} has dtype {parameter.dtype}; only float32 and bfloat16 weights can be trained with fp32 "
-            "masters. Load the model with dtype=torch.bfloat16 or torch.float32 (fp16 and quantised weights are refused)"
-        )
-    return torch.bfloat16 if bf16 else parameter.dtype
 
 
 class Engine:
@@ -106,6 +85,7 @@ class Engine:
 
     unit_class: type[HostUnit] = HostUnit
     """What makes the units' memory."""
+    adoption_class: type[Adoption] = Adoption
 
     def __init__(
         self,
@@ -126,34 +106,36 @@ class Engine:
         self._handles: list[Any] = []
         self._tiled_head: TiledHead | None = None
         self._resident_places: list[tuple[str, str, nn.Parameter]] = []
-        self._dtypes = self._choose_dtypes(model, bf16)
+        self._dtypes = compute_dtypes(model, bf16)
         rounds = any(p.requires_grad and p.dtype != self._dtypes[id(p)] for p in model.parameters())
         self._holds_masters = training or rounds
         counts_sums = training and accumulates and config.accumulation_dtype == "fp32"
-        self._require_memory(discovery, training, counts_sums)
+        store_bytes = self._require_memory(discovery, training, counts_sums)
         register = config.pin_memory and device.type == "cuda"
         streams = Streams(device)
         meter = Meter(streams)
         self.kernels = HostKernels(config.host_threads)
         make_unit = functools.partial(self.unit_class, kernels=self.kernels, huge_pages=config.huge_pages, register=register)
-        make_unit.keywords["holds_masters"] = self._holds_masters
+        make_unit.keywords.update(holds_masters=self._holds_masters, moments_dtype=_MOMENTS[config.moments_dtype])
         layers: list[StreamedLayer] = []
         groups: list[ResidentGroup] = []
         self.training = False
         self.is_closed = False
         require_layers(len(discovery.layers), config.keep_layers, config.offload_layers)
         try:
-            with self._progress(discovery, show_progress) as progress:
+            adoption = self.adoption_class(model, discovery, make_unit, device=device, store_bytes=store_bytes)
+            with adoption, self._progress(discovery, show_progress) as progress:
                 for name, module in discovery.layers:
                     parameters = list(module.named_parameters())
-                    unit = make_unit(name, parameters, [self._dtypes[id(parameter)] for _, parameter in parameters])
+                    unit = adoption.unit(name, parameters, [self._dtypes[id(parameter)] for _, parameter in parameters])
                     index = len(layers)
                     forward = install_proxy(module, functools.partial(self._run_layer, index), self._drain_for_copy)
                     layers.append(StreamedLayer(index, name, module, forward, unit))
                     layers[-1].show_host_weights()
+                    unit.passes_gradients = config.passes_gradients
                     progress.update(unit.layout.parameter_count)
                 for spec in discovery.residents:
-                    unit = make_unit(spec.name, spec.parameters, [self._dtypes[id(p)] for _, p in spec.parameters])
+                    unit = adoption.unit(spec.name, spec.parameters, [self._dtypes[id(p)] for _, p in spec.parameters])
                     before = spec.layers_before
                     groups.append(ResidentGroup(spec.name, unit, layers_before=before, streams=streams, meter=meter))
                     progress.update(unit.layout.parameter_count)
@@ -189,7 +171,7 @@ class Engine:
             HostMemoryError: it doesn't fit; nothing is allocated then.
         """
         if not self.training:
-            parts = planned_host_bytes((unit.layout for unit in self.runtime.units), training=True)
+            parts = self._planned_bytes([unit.layout for unit in self.runtime.units])
             more = {kind: parts[kind] for kind in ("gradients", "moments")}
             more["residuals"] = parts["residuals"] - sum(unit.residuals.nbytes for unit in self.runtime.units)
             require_host_bytes(sum(more.values()), 0, more, self.config.host_memory_gib)
@@ -200,7 +182,8 @@ class Engine:
         for unit in self.runtime.units:
             unit.allocate_masters()
             unit.allocate_gradients()
-        self.runtime.offloader.allocate_slots(any(not layer.unit.is_on_device for layer in self.runtime.layers))
+        streams = any(not layer.unit.is_on_device for layer in self.runtime.layers)
+        self.runtime.offloader.allocate_slots(streams, self.config.passes_gradients)
 
     def _move_buffers(self, model: nn.Module) -> None:
         moved: dict[int, torch.Tensor] = {}
@@ -244,22 +227,24 @@ class Engine:
     def _run_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.runtime.run_layer(self.runtime.layers[index], args, kwargs)
 
-    def _choose_dtypes(self, model: nn.Module, bf16: bool) -> dict[int, torch.dtype]:
-        own = own_precision(model)
-        return {id(p): compute_dtype(name, p, bf16 and id(p) not in own) for name, p in model.named_parameters()}
-
-    def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> None:
+    def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> int:
         groups = [list(module.named_parameters()) for _, module in discovery.layers]
         groups += [list(spec.parameters) for spec in discovery.residents]
         layouts = [
             FlatLayout(ParameterSpec(name, tuple(p.shape), self._dtypes[id(p)], p.requires_grad) for name, p in group)
             for group in groups
         ]
-        parts = planned_host_bytes(layouts, training, fp32_sums)
+        self._layer_count = len(discovery.layers)
+        parts = self._planned_bytes(layouts, training, fp32_sums)
         parts["residuals"] *= self._holds_masters
         own = anonymous_bytes(p for group in groups for _, p in group if p.device.type == "cpu")
         require_host_bytes(sum(parts.values()), own, parts, self.config.host_memory_gib, BF16_REMEDY if fp32_sums else "")
         self.parameter_count = sum(layout.parameter_count for layout in layouts)
+        return sum(parts.values())
+
+    def _planned_bytes(self, layouts: list[FlatLayout], training: bool = True, fp32_sums: bool = False) -> dict[str, int]:
+        passing = self._layer_count if self.config.passes_gradients else 0
+        return planned_host_bytes(layouts, training, fp32_sums, passing, _MOMENTS[self.config.moments_dtype])
 
     def _progress(self, discovery: Discovery, show: bool) -> Any:
         return tqdm(
@@ -344,6 +329,7 @@ class Engine:
     def host_bytes_by_kind(self) -> dict[str, int]:
         """Bytes of the host store now, by what they hold."""
         held = held_host_bytes(self.runtime.units)
+        held["gradients"] = held.get("gradients", 0) + self.runtime.offloader.passing_bytes
         if self.runtime.activations.pool.size_bytes:
             held["activations"] = self.runtime.activations.pool.size_bytes
         return held

@@ -9,11 +9,20 @@ from pathlib import Path
 from megatrain_accelerate.units import KIB
 
 
-def anonymous_bytes() -> int:
-    """Anonymous memory in RAM: what the process allocated and touched, without files that it maps."""
-    match = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+def _resident(kind: str) -> int:
+    match = re.search(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert match is not None
     return int(match[1]) * KIB
+
+
+def anonymous_bytes() -> int:
+    """Anonymous memory in RAM: what the process allocated and touched, without files that it maps."""
+    return _resident("RssAnon")
+
+
+def file_bytes() -> int:
+    """Pages of mapped files that the process has at hand."""
+    return _resident("RssFile")
 
 
 class PeakMemory:

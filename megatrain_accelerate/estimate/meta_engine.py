@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,13 +11,11 @@ from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine
-from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.memory.flat_layout import SUPPORTED_DTYPES
 from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
+from megatrain_accelerate.planning.adoption import Adoption
 from megatrain_accelerate.planning.device_plan import DevicePlan
 from megatrain_accelerate.planning.layer_discovery import Discovery
 from megatrain_accelerate.planning.machine import Machine
-from megatrain_accelerate.planning.own_precision import own_precision
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.placement_search import Candidate, PlacementSearch
 from megatrain_accelerate.planning.step_outline import StepOutline
@@ -46,11 +45,25 @@ class _MetaMemory:
 
 
 class _MetaUnit(HostUnit):
-    def _allocate(self, size_bytes: int, register: bool) -> Any:
+    def _allocate(self, size_bytes: int, register: bool, touch: bool = True) -> Any:
         return _MetaMemory(size_bytes)
 
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
         """There is nothing to write."""
+
+
+class _MetaAdoption(Adoption):
+    """Makes the units; there are no values to take over."""
+
+    def __init__(self, model: nn.Module, discovery: Discovery, make_unit: Callable[..., HostUnit], **_: Any) -> None:
+        self._make_unit = make_unit
+
+    def unit(self, name: str, parameters: Sequence[tuple[str, nn.Parameter]], dtypes: Sequence[torch.dtype]) -> HostUnit:
+        """The next unit."""
+        return self._make_unit(name, parameters, dtypes)
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        """Nothing to finish."""
 
 
 class MetaEngine(Engine):
@@ -66,22 +79,13 @@ class MetaEngine(Engine):
     """
 
     unit_class = _MetaUnit
+    adoption_class = _MetaAdoption
 
     def __init__(self, model: nn.Module, config: MegatrainConfig, recorder: OutputRecorder | None = None) -> None:
         nothing_placed = dataclasses.replace(
             config, keep_layers=0, offload_layers=0, resident_layers=0, device_layers=0, host_threads=1
         )
         super().__init__(model, META, nothing_placed, bf16=True, training=True, show_progress=False, recorder=recorder)
-
-    def _choose_dtypes(self, model: nn.Module, bf16: bool) -> dict[int, torch.dtype]:
-        own = own_precision(model)
-        for name, parameter in model.named_parameters():
-            if parameter.dtype not in SUPPORTED_DTYPES:
-                raise UnsupportedError(
-                    f"parameter {name} has dtype {parameter.dtype}; only float32 and bfloat16 weights can be trained with "
-                    "fp32 masters. Estimate a configuration that isn't quantised"
-                )
-        return {id(p): torch.bfloat16 if bf16 and id(p) not in own else p.dtype for p in model.parameters()}
 
     def close(self) -> None:
         """Ends the threads. There are no weights to give back: the model is of no use afterwards."""
@@ -90,8 +94,9 @@ class MetaEngine(Engine):
             self.runtime.worker.close()
             self.kernels.close()
 
-    def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> None:
+    def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> int:
         self.parameter_count = 0  # of the progress bar, which isn't drawn
+        return 0
 
 
 class ForecastPlan(DevicePlan):

@@ -82,6 +82,7 @@ def prepare_model(
     Raises:
         UnsupportedError: the model can't stream.
         HostMemoryError: it doesn't fit.
+        ConfigError: the settings and the accumulation of gradients exclude each other.
     """
     engine = engine_of(model)
     if engine is not None and not engine.matches(model):
@@ -91,6 +92,8 @@ def prepare_model(
         engine.close()
         engine = None
         accelerator.__dict__[_ENGINES] = [other for other in _engines(accelerator) if not other.is_closed]
+    if not evaluation_mode:
+        require_passing_possible(_config(), accelerator.gradient_accumulation_steps)
     if engine is None:
         if getattr(model, "hf_device_map", None):
             raise UnsupportedError(
@@ -144,7 +147,9 @@ def _adopt_waiting(accelerator: Any) -> None:
             if any(engine.runtime.state_of(parameter) is not None for parameter in parameters):
                 waiting.remove(optimizer)
                 schedule = engine.config.step_schedule
-                driver = adopt_optimizer(optimizer, engine.runtime, "deferred" if schedule == "auto" else schedule)
+                if schedule == "auto":
+                    schedule = "backward" if engine.config.passes_gradients else "deferred"
+                driver = adopt_optimizer(optimizer, engine.runtime, schedule)
                 for earlier in engine.optimizer_drivers:
                     if earlier.parameter_ids & driver.parameter_ids:
                         earlier.retire()
@@ -152,6 +157,25 @@ def _adopt_waiting(accelerator: Any) -> None:
                 engine.optimizer_drivers = [*kept, driver]
                 step_trace.follow(optimizer, engine)
                 break
+
+
+def require_passing_possible(config: MegatrainConfig, accumulation: int, clips: bool = False) -> None:
+    """Checks that gradients that are to be consumed in backward (``host_gradients: passing``) can be.
+
+    Raises:
+        ConfigError: they are accumulated or clipped.
+    """
+    if config.passes_gradients and accumulation > 1:
+        raise ConfigError(
+            "megatrain_config.host_gradients: passing consumes gradients in backward, and gradient_accumulation_steps is "
+            f"{accumulation}; set it to 1 (megatrain_config.micro_batch_size runs a large batch in pieces), or "
+            "host_gradients to 'kept' (2 bytes a parameter more)"
+        )
+    if config.passes_gradients and clips:
+        raise ConfigError(
+            "megatrain_config.host_gradients: passing consumes gradients before their global norm is known, and max_grad_norm "
+            "is above 0; set max_grad_norm to 0, or host_gradients to 'kept' (2 bytes a parameter more)"
+        )
 
 
 def follow_clipping(engine: Engine, clips: bool) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from megatrain_accelerate.engine import engine_of
+from megatrain_accelerate.planning.meta_weights import is_without_weights
 
 
 def after_trainer_init(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -24,6 +25,14 @@ def after_trainer_init(original: Callable[..., None], trainer: Any, *args: Any, 
     if isinstance(model, nn.Module) and engine_of(model) is None:
         hook = _PrepareFirst(trainer)
         hook.handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def load_from_checkpoint(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
+    """Gives the Trainer's model weights in the store, if it was built without any, and loads the checkpoint into them."""
+    model = getattr(trainer, "model", None)
+    if isinstance(model, nn.Module) and engine_of(model) is None and is_without_weights(model):
+        trainer.accelerator.prepare_model(model)
+    original(trainer, *args, **kwargs)
 
 
 class _PrepareFirst:

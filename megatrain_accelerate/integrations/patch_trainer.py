@@ -52,6 +52,12 @@ def patch_default_callbacks(module: ModuleType) -> None:
     wrap(module, name, callbacks)
 
 
+def patch_load_from_checkpoint(module: ModuleType) -> None:
+    """A model has weights before others are loaded into it."""
+    load = delegate("early_forward", "load_from_checkpoint")
+    wrap(find_class(module, "Trainer"), "_load_from_checkpoint", load, needs=("self", "resume_from_checkpoint"))
+
+
 def patch_get_batch_samples(module: ModuleType) -> None:
     """A step's micro-batches are seen when the Trainer fetches them."""
     note = delegate("joined_batches", "get_batch_samples")

@@ -156,6 +156,13 @@ PATCHES = (
         "the Trainer itself writes checkpoints so that a kill leaves none that is broken",
     ),
     Patch(
+        "transformers.trainer:Trainer._load_from_checkpoint",
+        "patch_trainer:patch_load_from_checkpoint",
+        "a model that was built without weights is prepared before a checkpoint is loaded into it: load_state_dict leaves "
+        "weights on the meta device as they are, with no more than a warning",
+        "the Trainer loads checkpoints into models on the meta device",
+    ),
+    Patch(
         "transformers.trainer:Trainer._load_optimizer_and_scheduler",
         "patch_trainer:patch_load_optimizer_and_scheduler",
         "the optimizer's state is read through a file mapping, not whole into memory and not to the GPU",

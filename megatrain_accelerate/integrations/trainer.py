@@ -23,7 +23,7 @@ from megatrain_accelerate.checkpointing import (
     saving_progress,
 )
 from megatrain_accelerate.engine import Engine, engine_of
-from megatrain_accelerate.integrations.accelerate_backend import follow_clipping
+from megatrain_accelerate.integrations.accelerate_backend import follow_clipping, require_passing_possible
 from megatrain_accelerate.integrations.telemetry import Telemetry, describe_bound
 
 logger = logging.getLogger(__name__)
@@ -149,8 +149,10 @@ class MegatrainCallback(TrainerCallback):
         engine = self._engine(kwargs)
         if engine is not None:
             self._close_telemetry()  # an exception may have ended the training before
+            clips = bool(args.max_grad_norm and args.max_grad_norm > 0)
+            require_passing_possible(engine.config, args.gradient_accumulation_steps, clips)
             engine.expect_accumulation(args.gradient_accumulation_steps)
-            follow_clipping(engine, clips=bool(args.max_grad_norm and args.max_grad_norm > 0))
+            follow_clipping(engine, clips)
             self._telemetry = Telemetry(engine, kwargs["model"])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +10,8 @@ import psutil
 import torch
 
 from megatrain_accelerate.errors import HostMemoryError
-from megatrain_accelerate.units import GIB
+from megatrain_accelerate.memory.file_mappings import FileMappings
+from megatrain_accelerate.units import GIB, KIB
 
 CONSTANT_OVERHEAD_BYTES = 2 * GIB
 """Host memory outside the store that a plan allows for: the interpreter, torch, CUDA's context and libraries."""
@@ -37,8 +36,15 @@ def _reclaimable_bytes(stat: Path) -> int:
     return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
 
 
-def cgroup_available_bytes(root: Path = _CGROUP_ROOT, membership: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Free memory of the tightest cgroup above this process (version 2 or 1), or None without a limit."""
+def cgroup_available_bytes(
+    root: Path = _CGROUP_ROOT, membership: Path = Path("/proc/self/cgroup"), *, counts_cache: bool = True
+) -> int | None:
+    """Free memory of the tightest cgroup above this process (version 2 or 1), or None without a limit.
+
+    Args:
+        root, membership: where the cgroups are, and which are this process's.
+        counts_cache: whether page cache, which is given back when memory is needed, counts as free.
+    """
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -57,10 +63,21 @@ def cgroup_available_bytes(root: Path = _CGROUP_ROOT, membership: Path = Path("/
         for folder in (group, *group.parents):
             limit, usage = _read_number(folder / limit_name), _read_number(folder / usage_name)
             if limit is not None and usage is not None and limit < 1 << 60:
-                free.append(limit - usage + _reclaimable_bytes(folder / "memory.stat"))
+                cache = _reclaimable_bytes(folder / "memory.stat") if counts_cache else 0
+                free.append(limit - usage + cache)
             if folder == base:
                 break
     return max(0, min(free)) if free else None
+
+
+def _own_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """Memory that this process holds, without the pages of files that it maps: these are cache."""
+    resident: int = psutil.Process().memory_info().rss
+    try:
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        return resident - KIB * int(fields["RssFile"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return resident
 
 
 def available_host_bytes(host_memory_gib: float | None = None) -> int:
@@ -71,11 +88,18 @@ def available_host_bytes(host_memory_gib: float | None = None) -> int:
             It overrides what the machine reports, since some virtual machines grow their memory as it is used.
     """
     if host_memory_gib is not None:
-        return max(0, int(host_memory_gib * GIB) - psutil.Process().memory_info().rss)
+        return max(0, int(host_memory_gib * GIB) - _own_bytes())
     available = psutil.virtual_memory().available
     cgroup = cgroup_available_bytes()
     available = available if cgroup is None else min(available, cgroup)
     return available // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def unused_host_bytes() -> int:
+    """Bytes that hold nothing at all, not even cache: what can be had without anything being given back."""
+    unused: int = psutil.virtual_memory().free
+    cgroup = cgroup_available_bytes(counts_cache=False)
+    return unused if cgroup is None else min(unused, cgroup)
 
 
 def anonymous_bytes(tensors: Iterable[torch.Tensor], maps: Path = Path("/proc/self/maps")) -> int:
@@ -83,21 +107,8 @@ def anonymous_bytes(tensors: Iterable[torch.Tensor], maps: Path = Path("/proc/se
 
     Weights that ``from_pretrained`` maps from a file aren't counted: their pages are cache, which is free already.
     """
-    ends: list[int] = []
-    starts: list[int] = []
-    with contextlib.suppress(OSError), maps.open() as file:
-        for line in file:
-            addresses, _, _, _, inode, *_ = line.split()
-            if inode != "0":
-                start, _, end = addresses.partition("-")
-                starts.append(int(start, 16))
-                ends.append(int(end, 16))
-    total = 0
-    for tensor in tensors:
-        place = bisect.bisect_right(starts, tensor.data_ptr()) - 1
-        if place < 0 or tensor.data_ptr() >= ends[place]:
-            total += tensor.nbytes
-    return total
+    files = FileMappings(maps)
+    return sum(tensor.nbytes for tensor in tensors if not files.holds(tensor))
 
 
 def require_host_bytes(

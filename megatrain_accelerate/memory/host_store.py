@@ -7,69 +7,21 @@ A bf16 weight's fp32 master is split: the bf16 half that streams to the GPU and 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
-from torch.utils.weak import TensorWeakRef
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.device_memory import DeviceMemory
 from megatrain_accelerate.memory.flat_layout import FlatEntry, FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_memory import HostMemory
+from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.optim.kernel import HostKernels
 
-
-@dataclasses.dataclass
-class ParameterState:
-    """One parameter in the store, as views of its unit's flat buffers. ``None`` where a frozen one has nothing.
-
-    ``weight`` (its shape, bf16 or fp32), ``gradient`` (the same; None too for a unit on the device, whose gradients are
-    autograd's own), ``residual`` (int16), ``exp_avg`` and ``exp_avg_sq`` (fp32), each with a storage of its own.
-    """
-
-    parameter: nn.Parameter
-    entry: FlatEntry
-    weight: torch.Tensor
-    residual: torch.Tensor | None
-    gradient: torch.Tensor | None = None
-    exp_avg: torch.Tensor | None = None
-    exp_avg_sq: torch.Tensor | None = None
-    seen_version: int = -1
-    """``_version`` of the parameter when the master last agreed with its weight."""
-    gradient_residual: torch.Tensor | None = None
-    """int16, at the unit's home: the low half of an fp32 sum of gradients whose bf16 half is the gradient. None before
-    :meth:`HostUnit.allocate_gradient_residuals`. What a step reads."""
-    sum_residual: torch.Tensor | None = None
-    """The same beside ``parameter.grad``, where the sum is made: ``gradient_residual`` itself, but for a resident parameter
-    whose states are on the host."""
-    _summed: tuple[TensorWeakRef, int] | None = None
-
-    @property
-    def name(self) -> str:
-        """Name within the unit."""
-        return self.entry.spec.name
-
-    def note_fp32_sum(self) -> None:
-        """``parameter.grad``, as it is now, is the bf16 half of a sum whose low half is ``sum_residual``."""
-        gradient = self.parameter.grad
-        assert gradient is not None
-        self._summed = (TensorWeakRef(gradient), gradient._version)
-
-    def forget_fp32_sum(self) -> None:
-        """``sum_residual`` doesn't count any more."""
-        self._summed = None
-
-    @property
-    def has_fp32_sum(self) -> bool:
-        """Whether ``sum_residual`` counts: not so if somebody wrote to the gradient, replaced or dropped it."""
-        gradient = self.parameter.grad
-        if gradient is None or self._summed is None:
-            return False
-        # By identity: another tensor may come to lie at the same address.
-        return self._summed[0]() is gradient and self._summed[1] == gradient._version
+PASSING_BUFFERS = 3
+"""Host buffers for gradients that pass (``host_gradients``): one is filled, one stepped from, one between the two."""
 
 
 class HostUnit:
@@ -86,6 +38,7 @@ class HostUnit:
         kernels: the host kernels.
         huge_pages, register: see :class:`HostMemory`.
         holds_masters: False if the weights are all there is of them: loaded in bf16, and not to be trained so far.
+        moments_dtype: of the fused optimizer's moments, fp32 or bf16.
     """
 
     def __init__(
@@ -98,6 +51,7 @@ class HostUnit:
         huge_pages: bool,
         register: bool,
         holds_masters: bool = True,
+        moments_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.name = name
         self._host_kernels = kernels
@@ -113,7 +67,10 @@ class HostUnit:
             for (key, parameter), dtype in zip(parameters, dtypes, strict=True)
         )
         self.version = 0
-        self._weight_memory = self._allocate(self.layout.weight_bytes, register)
+        from_device = any(parameter.device.type != "cpu" for _, parameter in parameters)
+        self._weight_memory = self._allocate(self.layout.weight_bytes, register, touch=from_device)
+        if from_device:
+            self._weight_memory.register()  # values come by copies over the link
         self.weights = self._weight_memory.tensor(0, (self.layout.weight_bytes,), torch.uint8)
         """Flat weights, uint8: what one copy moves to a slot."""
         self._gradient_memory: HostMemory | DeviceMemory | None = None
@@ -123,8 +80,11 @@ class HostUnit:
         self.gradient_residuals: torch.Tensor | None = None
         """Flat low halves of fp32 gradient sums, int16. None before :meth:`allocate_gradient_residuals`."""
         self._registers_gradient_residuals = False
+        self.passes_gradients = False
+        """Whether gradients have no memory here: :attr:`gradients` is then the buffer that they came in last."""
         self._allocate_residuals(self.layout.split_elements if holds_masters else 0)
         self._moment_memory: HostMemory | DeviceMemory | None = None
+        self._moments_dtype = moments_dtype
         self.exp_avgs: torch.Tensor | None = None
         self.exp_avg_sqs: torch.Tensor | None = None
         self.states = [
@@ -132,19 +92,26 @@ class HostUnit:
         ]
         self._weight_memory.register()
 
-    def _allocate(self, size_bytes: int, register: bool) -> HostMemory | DeviceMemory:
+    def _allocate(self, size_bytes: int, register: bool, touch: bool = True) -> HostMemory | DeviceMemory:
         if self._reserved:
             return self._reserved.pop(0)
         if self.device is not None:
             return DeviceMemory(size_bytes, self.device)
         memory = HostMemory(size_bytes, huge_pages=self._huge_pages, register=register and size_bytes > 0)
-        self._host_kernels.zero(memory.tensor(0, (memory.size_bytes,), torch.uint8))
+        if touch:
+            self._host_kernels.zero(memory.tensor(0, (memory.size_bytes,), torch.uint8))
         return memory
 
     def _adopt(self, parameter: nn.Parameter, entry: FlatEntry) -> ParameterState:
         state = ParameterState(parameter, entry, parameter.data, None)
         self._bind(state)
-        self.write_master(state, parameter.detach())
+        value = parameter.detach().contiguous()
+        if state.residual is not None and value.dtype == torch.float32:
+            self._host_kernels.split(value.cpu(), state.weight, state.residual)
+        elif value.dtype == state.weight.dtype and value.device.type == "cpu":
+            self._host_kernels.copy(state.weight, value)  # on all threads, which read a file faster than one does
+        else:
+            state.weight.copy_(value)
         return state
 
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
@@ -192,7 +159,7 @@ class HostUnit:
     def allocate_gradients(self) -> None:
         """Makes the gradients' memory, registered. Does nothing if it exists, or if all parameters are frozen."""
         size = self.layout.gradient_bytes
-        if self._gradient_memory is not None or not size or self.device is not None:
+        if self._gradient_memory is not None or not size or self.device is not None or self.passes_gradients:
             return
         self._gradient_memory = self._allocate(size, self._register)
         self._gradient_memory.register()
@@ -221,19 +188,25 @@ class HostUnit:
                 state.gradient_residual = memory.tensor(2 * offset, state.entry.spec.shape, torch.int16)
                 state.sum_residual = state.gradient_residual
 
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of the fused optimizer's moments, whether they exist or not."""
+        return 2 * self._moments_dtype.itemsize * self.layout.state_elements
+
     def allocate_moments(self) -> None:
-        """Makes the fused optimizer's fp32 moments, zero. Does nothing if they exist."""
-        elements = self.layout.state_elements
+        """Makes the fused optimizer's moments, zero. Does nothing if they exist."""
+        elements, dtype = self.layout.state_elements, self._moments_dtype
+        size = dtype.itemsize
         if self.exp_avgs is not None:
             return
-        memory = self._moment_memory = self._allocate(8 * elements, False)
-        self.exp_avgs = memory.tensor(0, (elements,), torch.float32)
-        self.exp_avg_sqs = memory.tensor(4 * elements, (elements,), torch.float32)
+        memory = self._moment_memory = self._allocate(self.moment_bytes, False)
+        self.exp_avgs = memory.tensor(0, (elements,), dtype)
+        self.exp_avg_sqs = memory.tensor(size * elements, (elements,), dtype)
         for state in self.states:
             offset, shape = state.entry.state_offset, state.entry.spec.shape
             if offset is not None:
-                state.exp_avg = memory.tensor(4 * offset, shape, torch.float32)
-                state.exp_avg_sq = memory.tensor(4 * (elements + offset), shape, torch.float32)
+                state.exp_avg = memory.tensor(size * offset, shape, dtype)
+                state.exp_avg_sq = memory.tensor(size * (elements + offset), shape, dtype)
 
     def move_to_device(self, device: torch.device, kernels: StepKernels) -> None:
         """The unit lives on ``device`` from now on: weights, residuals, moments; gradients are autograd's own there.
@@ -317,8 +290,9 @@ class HostUnit:
         """
         layout = self.layout
         needed = [(layout.weight_bytes, self._register), (self.residuals.nbytes, False)]
-        needed += [(8 * layout.state_elements, False)] if moments else []
-        needed += [(layout.gradient_bytes, self._register)] if gradients and device is None and layout.gradient_bytes else []
+        needed += [(self.moment_bytes, False)] if moments else []
+        has_place = gradients and device is None and layout.gradient_bytes and not self.passes_gradients
+        needed += [(layout.gradient_bytes, self._register)] if has_place else []
         needed += [(2 * layout.split_elements, self._registers_gradient_residuals)] if sums else []
         before, self.device = self.device, device
         made: list[HostMemory | DeviceMemory] = []
@@ -344,9 +318,9 @@ class HostUnit:
         """Bytes that the unit holds now at its home, by what they hold."""
         return {
             "weights": self.layout.weight_bytes,
-            "gradients": self.layout.gradient_bytes if self.gradients is not None else 0,
+            "gradients": self.layout.gradient_bytes if self._gradient_memory is not None else 0,
             "residuals": self.residuals.nbytes,
-            "moments": 8 * self.layout.state_elements if self.exp_avgs is not None else 0,
+            "moments": self.moment_bytes if self.exp_avgs is not None else 0,
             **({"gradient_residuals": 2 * self.layout.split_elements} if self.gradient_residuals is not None else {}),
         }
 
@@ -372,20 +346,30 @@ class HostUnit:
                 memory.close()
 
 
-def planned_host_bytes(layouts: Iterable[FlatLayout], training: bool, fp32_sums: bool = False) -> dict[str, int]:
+def planned_host_bytes(
+    layouts: Iterable[FlatLayout],
+    training: bool,
+    fp32_sums: bool = False,
+    passing: int = 0,
+    moments_dtype: torch.dtype = torch.float32,
+) -> dict[str, int]:
     """Bytes that units of these layouts will take with the fused optimizer, by what they hold.
 
-    ``training``: whether there are gradients and moments. ``fp32_sums``: whether gradients are summed in fp32.
+    ``training``: whether there are gradients and moments. ``fp32_sums``: whether gradients are summed in fp32. ``passing``:
+    how many of the first units are layers whose gradients pass. ``moments_dtype``: fp32 or bf16.
     """
+    layouts = list(layouts)
     parts = {"weights": 0, "gradients": 0, "residuals": 0, "moments": 0}
     for layout in layouts:
         parts["weights"] += layout.weight_bytes
         parts["residuals"] += 2 * layout.split_elements
         if training:
-            parts["gradients"] += layout.gradient_bytes
-            parts["moments"] += 8 * layout.state_elements
+            parts["moments"] += 2 * moments_dtype.itemsize * layout.state_elements
         if fp32_sums:
             parts["gradient_residuals"] = parts.get("gradient_residuals", 0) + 2 * layout.split_elements
+    if training:
+        parts["gradients"] = sum(layout.gradient_bytes for layout in layouts[passing:])
+        parts["gradients"] += PASSING_BUFFERS * max((layout.gradient_bytes for layout in layouts[:passing]), default=0)
     return parts
 
 

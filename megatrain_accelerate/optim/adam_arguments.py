@@ -73,6 +73,11 @@ class AdamArguments:
         if self.step < 1:
             raise ConfigError(f"AdamArguments.step counts from 1, got {self.step}")
 
+    @property
+    def rounding_seed(self) -> int:
+        """32 bits, another number at each step: what the stochastic rounding of bf16 moments begins with."""
+        return (self.step * 0x9E3779B9 + 0x7F4A7C15) & 0xFFFFFFFF
+
     @functools.lru_cache(maxsize=64)  # noqa: B019 - frozen, small, and asked for by every parameter of a step
     def to_constants(self) -> AdamConstants:
         """The scalars of the loop, in double precision in the order of ``torch/optim/adam.py``, then rounded once."""

@@ -56,13 +56,15 @@ class DeviceKernels:
         grad_bf16: torch.Tensor,
         arguments: AdamArguments,
         grad_residual: torch.Tensor | None = None,
+        first_element: int = 0,
     ) -> None:
         """See :meth:`HostKernels.adamw_split`."""
         # Read as bits: the kernel joins and splits the master itself.
         hi_bits, grad_bits = hi_bf16.view(torch.int16), grad_bf16.view(torch.int16)
         is_sum = grad_residual is not None
-        tensors = (hi_bits, residual_int16, exp_avg, exp_avg_sq, grad_bits, grad_residual if is_sum else grad_bits)
-        self._launch(self._triton.adamw_split, tensors, arguments, GRAD_SPLIT=is_sum)
+        moments = _bits(exp_avg), _bits(exp_avg_sq)
+        tensors = (hi_bits, residual_int16, *moments, grad_bits, grad_residual if is_sum else grad_bits)
+        self._launch(self._triton.adamw_split, tensors, arguments, first_element, exp_avg.dtype, GRAD_SPLIT=is_sum)
 
     def adamw_fp32(
         self,
@@ -71,9 +73,11 @@ class DeviceKernels:
         exp_avg_sq: torch.Tensor,
         grad: torch.Tensor,
         arguments: AdamArguments,
+        first_element: int = 0,
     ) -> None:
         """See :meth:`HostKernels.adamw_fp32`."""
-        self._launch(self._triton.adamw_fp32, (weight, exp_avg, exp_avg_sq, grad), arguments)
+        tensors = (weight, _bits(exp_avg), _bits(exp_avg_sq), grad)
+        self._launch(self._triton.adamw_fp32, tensors, arguments, first_element, exp_avg.dtype)
 
     def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
         """See :meth:`HostKernels.accumulate_split`."""
@@ -97,7 +101,15 @@ class DeviceKernels:
                 self._triton.square_sums_split[(blocks,)](hi.view(torch.int16), residual, sums, count, BLOCK=_BLOCK)
         return sums.sum().sqrt().float()
 
-    def _launch(self, kernel: Any, tensors: tuple[Any, ...], arguments: AdamArguments, **switches: bool) -> None:
+    def _launch(
+        self,
+        kernel: Any,
+        tensors: tuple[Any, ...],
+        arguments: AdamArguments,
+        first_element: int,
+        moments_dtype: torch.dtype,
+        **switches: bool,
+    ) -> None:
         constants = arguments.to_constants()
         count = tensors[0].numel()
         if not count:
@@ -116,8 +128,11 @@ class DeviceKernels:
                 constants.correction2_sqrt,
                 constants.eps,
                 constants.negative_step_size,
+                _as_signed(first_element),
+                _as_signed(arguments.rounding_seed),
                 HAS_L2=not arguments.decoupled,
                 SMALL_STEP=constants.one_minus_beta1 < 0.5,
+                BF16_MOMENTS=moments_dtype == torch.bfloat16,
                 **switches,
                 BLOCK=_BLOCK,
                 enable_fp_fusion=False,
@@ -134,6 +149,17 @@ class DeviceKernels:
         """See :meth:`HostKernels.join`."""
         bits = (hi.view(torch.int16).to(torch.int32) << 16) + residual.to(torch.int32)
         master_fp32_out.view(torch.int32).copy_(bits)
+
+
+def _bits(moment: torch.Tensor) -> torch.Tensor:
+    """A bf16 moment as the bits that the kernels work on; an fp32 one as it is."""
+    return moment.view(torch.int16) if moment.dtype == torch.bfloat16 else moment
+
+
+def _as_signed(number: int) -> int:
+    """The 32-bit integer of the same bits: one type for the kernel, whatever the number."""
+    number &= 0xFFFFFFFF
+    return number - (number >> 31 << 32)
 
 
 StepKernels = HostKernels | DeviceKernels

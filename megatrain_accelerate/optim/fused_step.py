@@ -11,7 +11,8 @@ import torch
 from torch.optim import AdamW, Optimizer
 
 from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
+from megatrain_accelerate.memory.host_store import HostUnit
+from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.segments import apply_segments, plan_segments, step_each
@@ -259,10 +260,13 @@ class FusedStep(HostStep):
                     "optimizer's settings had changed; set megatrain_config.step_schedule to 'deferred'"
                 )
 
-    def _layer_done(self, layer: StreamedLayer, wait: Callable[[], None]) -> None:
-        """A layer's gradients are on their way to the host: steps it now if this backward is the last before the step."""
+    def _layer_done(self, layer: StreamedLayer, wait: Callable[[], None]) -> bool:
+        """A layer's gradients are on their way to the host: steps it now if this backward is the last before the step.
+
+        Tells whether it did.
+        """
         if layer.unit.is_on_device or not self.runtime.may_step_in_backward(layer):
-            return
+            return False
         groups = {id(p): group for group in self._optimizer_groups for p in group["params"]}
         if any(id(state.parameter) in self._stepped_in_backward for state in layer.unit.states):
             raise StateError(
@@ -289,3 +293,4 @@ class FusedStep(HostStep):
         if steps:
             layer.gate.close_until(self._submit(layer.unit, None, steps, before=gradients_are_finite))
             self._stepped_in_backward |= {id(state.parameter): arguments for state, arguments in steps}
+        return bool(steps)

@@ -73,7 +73,7 @@ def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: s
         schedule: ``deferred``, ``backward`` or ``serial``; other optimizers than Adam and AdamW are always serial.
 
     Raises:
-        UnsupportedError: it holds parameters that the model doesn't train.
+        UnsupportedError: it holds parameters that the model doesn't train, or can't work with the settings.
     """
     runtime.drain()  # steps of an optimizer before this one still write the moments
     original = getattr(type(optimizer), "_megatrain_original_class", type(optimizer))
@@ -103,7 +103,7 @@ def _adopt_fused(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str)
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         if not set_to_none:
             runtime.drain()  # a deferred step may still read the gradients
-        original.zero_grad(self, set_to_none)
+        original.zero_grad(self, set_to_none or runtime.config.passes_gradients)
 
     def state_dict(self: Optimizer) -> dict[str, Any]:
         runtime.drain()
@@ -128,6 +128,16 @@ def _adopt_fused(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str)
 
 
 def _adopt_other(optimizer: Optimizer, runtime: StreamingRuntime) -> MasterStep:
+    if runtime.config.passes_gradients:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} has no fused host kernel, so that it can't consume gradients in backward; set "
+            "megatrain_config.host_gradients to 'kept' (2 bytes a parameter more), or use AdamW"
+        )
+    if runtime.config.moments_dtype != "fp32":
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} has no fused host kernel and keeps its own states; leave out "
+            "megatrain_config.moments_dtype, which is for AdamW and Adam"
+        )
     driver = MasterStep(optimizer, runtime)
     runtime.keep_states_on_host()
     original = type(optimizer)

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from megatrain_accelerate.errors import NonFiniteGradientError, UnsupportedError
-from megatrain_accelerate.memory.host_store import ParameterState
+from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 logger = logging.getLogger(__name__)

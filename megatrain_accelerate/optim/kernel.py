@@ -38,7 +38,7 @@ from megatrain_accelerate.optim.adam_arguments import AdamArguments, AdamConstan
 LIBRARY_PATH = pathlib.Path(__file__).with_name("_host_kernels.so")
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
-_INTERFACE_VERSION = 3
+_INTERFACE_VERSION = 5
 _REBUILD = "build it with `pip install --force-reinstall --no-deps .` in a checkout of this package (needs a C++ compiler)"
 
 
@@ -105,18 +105,20 @@ class HostKernels:
         grad_bf16: torch.Tensor,
         arguments: AdamArguments,
         grad_residual: torch.Tensor | None = None,
+        first_element: int = 0,
     ) -> None:
         """One AdamW (or Adam) step on split masters, in place, in one pass of 26 bytes of traffic a parameter.
 
         Args:
             hi_bf16: (N) bfloat16 weights, updated.
             residual_int16: (N) int16 residuals, updated; join(hi, residual) is the fp32 master.
-            exp_avg: (N) float32 first moment, updated.
-            exp_avg_sq: (N) float32 second moment, updated.
+            exp_avg: (N) float32 first moment, updated; or bfloat16, see ``csrc/adamw_bf16_moments.h`` (18 bytes of traffic).
+            exp_avg_sq: (N) second moment, of the same dtype, updated.
             grad_bf16: (N) bfloat16 gradient, read.
             arguments: the constants of the step.
             grad_residual: (N) int16, read; join(grad_bf16, grad_residual) is the fp32 gradient then, and the traffic 28
                 bytes. By default the gradient is ``grad_bf16``.
+            first_element: number of the first element in its unit: the rounding of bfloat16 moments depends on it.
 
         Raises:
             KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
@@ -124,13 +126,17 @@ class HostKernels:
         handle, count = self._check(
             hi_bf16=(hi_bf16, torch.bfloat16),
             residual_int16=(residual_int16, torch.int16),
-            exp_avg=(exp_avg, torch.float32),
-            exp_avg_sq=(exp_avg_sq, torch.float32),
+            exp_avg=(exp_avg, _moments_dtype(exp_avg)),
+            exp_avg_sq=(exp_avg_sq, exp_avg.dtype),
             grad_bf16=(grad_bf16, torch.bfloat16),
             **({} if grad_residual is None else {"grad_residual": (grad_residual, torch.int16)}),
         )
         pointers = [tensor.data_ptr() for tensor in (hi_bf16, residual_int16, exp_avg, exp_avg_sq, grad_bf16)]
-        if grad_residual is None:
+        if exp_avg.dtype == torch.bfloat16:
+            rounding = (first_element & 0xFFFFFFFF, arguments.rounding_seed)
+            pointer = None if grad_residual is None else grad_residual.data_ptr()
+            self._library.megatrain_adamw_split_bf16(handle, *pointers, pointer, count, arguments.to_constants(), *rounding)
+        elif grad_residual is None:
             self._library.megatrain_adamw_split(handle, *pointers, count, arguments.to_constants())
         else:
             pointers.append(grad_residual.data_ptr())
@@ -143,20 +149,27 @@ class HostKernels:
         exp_avg_sq: torch.Tensor,
         grad: torch.Tensor,
         arguments: AdamArguments,
+        first_element: int = 0,
     ) -> None:
         """One AdamW (or Adam) step on plain fp32 weights with fp32 gradients, in place; all (N) float32.
+
+        The moments may be (N) bfloat16, see :meth:`adamw_split`.
 
         Raises:
             KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
         """
         handle, count = self._check(
             weight=(weight, torch.float32),
-            exp_avg=(exp_avg, torch.float32),
-            exp_avg_sq=(exp_avg_sq, torch.float32),
+            exp_avg=(exp_avg, _moments_dtype(exp_avg)),
+            exp_avg_sq=(exp_avg_sq, exp_avg.dtype),
             grad=(grad, torch.float32),
         )
         pointers = (tensor.data_ptr() for tensor in (weight, exp_avg, exp_avg_sq, grad))
-        self._library.megatrain_adamw_fp32(handle, *pointers, count, arguments.to_constants())
+        if exp_avg.dtype == torch.bfloat16:
+            rounding = (first_element & 0xFFFFFFFF, arguments.rounding_seed)
+            self._library.megatrain_adamw_fp32_bf16(handle, *pointers, count, arguments.to_constants(), *rounding)
+        else:
+            self._library.megatrain_adamw_fp32(handle, *pointers, count, arguments.to_constants())
 
     def accumulate(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """``dst += src``, both (N) bfloat16 or both (N) float32; in bfloat16 with the rounding of torch's ``add_``.
@@ -233,6 +246,15 @@ class HostKernels:
         )
         self._library.megatrain_join(handle, hi.data_ptr(), residual.data_ptr(), master_fp32_out.data_ptr(), count)
 
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Copies (N) ``src`` to (N) ``dst``, of one dtype, on all threads.
+
+        Raises:
+            KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
+        """
+        handle, count = self._check(dst=(dst, dst.dtype), src=(src, dst.dtype))
+        self._library.megatrain_copy(handle, dst.data_ptr(), src.data_ptr(), count * dst.element_size())
+
     def zero(self, tensor: torch.Tensor) -> None:
         """Fills a tensor of any dtype with zero bytes, on all threads: also the way to touch new memory first.
 
@@ -287,6 +309,10 @@ class HostKernels:
         return self._handle, first.numel()
 
 
+def _moments_dtype(moment: torch.Tensor) -> torch.dtype:
+    return torch.bfloat16 if moment.dtype == torch.bfloat16 else torch.float32
+
+
 def _instruction_set_index(name: str, best: int) -> int:
     if name not in INSTRUCTION_SETS:
         raise KernelError(f"instruction_set must be one of {', '.join(INSTRUCTION_SETS)}; got {name!r}")
@@ -325,6 +351,8 @@ def _load_library() -> Any:
         "adamw_split": [handle, *[pointer] * 5, count, AdamConstants],
         "adamw_split_sum": [handle, *[pointer] * 6, count, AdamConstants],
         "adamw_fp32": [handle, *[pointer] * 4, count, AdamConstants],
+        "adamw_split_bf16": [handle, *[pointer] * 6, count, AdamConstants, ctypes.c_uint32, ctypes.c_uint32],
+        "adamw_fp32_bf16": [handle, *[pointer] * 4, count, AdamConstants, ctypes.c_uint32, ctypes.c_uint32],
         "stream_probe": [handle, *[pointer] * 5, count],
         "accumulate_bf16": [handle, *[pointer] * 2, count],
         "accumulate_fp32": [handle, *[pointer] * 2, count],
@@ -334,6 +362,7 @@ def _load_library() -> Any:
         "square_sum_split": [handle, *[pointer] * 2, count],
         "split": [handle, *[pointer] * 3, count],
         "join": [handle, *[pointer] * 3, count],
+        "copy": [handle, *[pointer] * 2, count],
         "zero": [handle, pointer, count],
     }
     for name, types in signatures.items():

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
+from megatrain_accelerate.memory.host_store import HostUnit
+from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.optim.kernel import HostKernels
@@ -63,6 +64,7 @@ def step_each(steps: Sequence[tuple[ParameterState, AdamArguments]], kernels: St
         assert gradient is not None
         assert state.exp_avg is not None
         assert state.exp_avg_sq is not None
+        first = state.entry.state_offset or 0
         if state.residual is not None:
             kernels.adamw_split(
                 state.weight,
@@ -72,9 +74,10 @@ def step_each(steps: Sequence[tuple[ParameterState, AdamArguments]], kernels: St
                 gradient.contiguous(),
                 arguments,
                 state.gradient_residual if state.has_fp32_sum else None,
+                first,
             )
         else:
-            kernels.adamw_fp32(state.weight, state.exp_avg, state.exp_avg_sq, gradient.contiguous(), arguments)
+            kernels.adamw_fp32(state.weight, state.exp_avg, state.exp_avg_sq, gradient.contiguous(), arguments, first)
 
 
 def apply_segments(unit: HostUnit, segments: Sequence[Segment], kernels: HostKernels) -> None:
@@ -88,12 +91,13 @@ def apply_segments(unit: HostUnit, segments: Sequence[Segment], kernels: HostKer
         gradients = unit.gradients[segment.weight_offset : segment.weight_offset + size].view(segment.dtype)
         elements = slice(segment.state_offset, segment.state_offset + segment.elements)
         exp_avg, exp_avg_sq = unit.exp_avgs[elements], unit.exp_avg_sqs[elements]
+        first = segment.state_offset
         if segment.dtype == torch.bfloat16:
             of_sums = None
             if segment.is_sum:
                 assert unit.gradient_residuals is not None
                 of_sums = unit.gradient_residuals[elements]
             residuals = unit.residuals[elements]
-            kernels.adamw_split(weights, residuals, exp_avg, exp_avg_sq, gradients, segment.arguments, of_sums)
+            kernels.adamw_split(weights, residuals, exp_avg, exp_avg_sq, gradients, segment.arguments, of_sums, first)
         else:
-            kernels.adamw_fp32(weights, exp_avg, exp_avg_sq, gradients, segment.arguments)
+            kernels.adamw_fp32(weights, exp_avg, exp_avg_sq, gradients, segment.arguments, first)

@@ -41,13 +41,42 @@ def _element(
 
 
 @triton.jit
+def _load_moment(at, inside, BF16_MOMENTS: tl.constexpr):
+    """fp32 moments, or the bits (int16) of bf16 ones, as fp32."""
+    if BF16_MOMENTS:
+        return (tl.load(at, inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return tl.load(at, inside, other=0.0)
+
+
+@triton.jit
+def _rounding_bits(at, first_element, seed):
+    """``rounding_bits`` of ``csrc/adamw_bf16_moments.h``."""
+    x = (at + first_element).to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32)
+    x ^= x >> 16
+    x *= 0x85EBCA6B
+    x ^= x >> 13
+    x *= 0xC2B2AE35
+    x ^= x >> 16
+    return x
+
+
+@triton.jit
+def _store_moment(at, value, inside, random, BF16_MOMENTS: tl.constexpr):
+    """Stores an fp32 moment, as it is or rounded stochastically to the bits of a bf16 one; ``random`` is below 2**16."""
+    if BF16_MOMENTS:
+        tl.store(at, ((value.to(tl.uint32, bitcast=True) + random) >> 16).to(tl.int16), inside)
+    else:
+        tl.store(at, value, inside)
+
+
+@triton.jit
 def _join_sum(hi, lo):
     """fp32 sums of their halves (int32); a negative residual beside a zero is stale, see ``csrc/gradient_sum.h``."""
     is_stale = ((hi & 0x7FFF) == 0) & (lo < 0)
     return ((hi << 16) + tl.where(is_stale, 0, lo)).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_element", "seed"])
 def adamw_split(
     hi_ptr,
     lo_ptr,
@@ -66,12 +95,16 @@ def adamw_split(
     correction2_sqrt,
     eps,
     negative_step_size,
+    first_element,
+    seed,
+    BF16_MOMENTS: tl.constexpr,
     HAS_L2: tl.constexpr,
     SMALL_STEP: tl.constexpr,
     GRAD_SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``hi``, ``lo`` and ``grad`` are the bits (int16) of bf16 weight, residual and bf16 gradient; ``m``, ``v`` are fp32.
+    """``hi``, ``lo`` and ``grad`` are the bits (int16) of bf16 weight, residual and bf16 gradient; ``m``, ``v`` are fp32, or
+    with ``BF16_MOMENTS`` the bits (int16) of bf16 numbers, see ``csrc/adamw_bf16_moments.h``.
 
     With ``GRAD_SPLIT`` the gradient is an fp32 sum, and ``grad_lo`` its residual; else ``grad_lo`` isn't read.
     """
@@ -84,8 +117,8 @@ def adamw_split(
         grad = _join_sum(grad_hi, tl.load(grad_lo_ptr + at, inside, other=0).to(tl.int32))
     else:
         grad = (grad_hi << 16).to(tl.float32, bitcast=True)
-    m = tl.load(m_ptr + at, inside, other=0.0)
-    v = tl.load(v_ptr + at, inside, other=0.0)
+    m = _load_moment(m_ptr + at, inside, BF16_MOMENTS)
+    v = _load_moment(v_ptr + at, inside, BF16_MOMENTS)
     weight = ((hi << 16) + lo).to(tl.float32, bitcast=True)
     weight, m, v = _element(
         weight,
@@ -106,13 +139,14 @@ def adamw_split(
         SMALL_STEP,
     )
     bits = weight.to(tl.int32, bitcast=True)
-    tl.store(m_ptr + at, m, inside)
-    tl.store(v_ptr + at, v, inside)
+    random = _rounding_bits(at, first_element, seed)
+    _store_moment(m_ptr + at, m, inside, random & 0xFFFF, BF16_MOMENTS)
+    _store_moment(v_ptr + at, v, inside, random >> 16, BF16_MOMENTS)
     tl.store(hi_ptr + at, ((bits + 0x8000) >> 16).to(tl.int16), inside)
     tl.store(lo_ptr + at, bits.to(tl.int16), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_element", "seed"])
 def adamw_fp32(
     weight_ptr,
     m_ptr,
@@ -129,17 +163,20 @@ def adamw_fp32(
     correction2_sqrt,
     eps,
     negative_step_size,
+    first_element,
+    seed,
+    BF16_MOMENTS: tl.constexpr,
     HAS_L2: tl.constexpr,
     SMALL_STEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """All tensors are fp32."""
+    """All tensors are fp32; with ``BF16_MOMENTS`` ``m`` and ``v`` are the bits (int16) of bf16 numbers."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     weight = tl.load(weight_ptr + at, inside, other=0.0)
     grad = tl.load(grad_ptr + at, inside, other=0.0)
-    m = tl.load(m_ptr + at, inside, other=0.0)
-    v = tl.load(v_ptr + at, inside, other=0.0)
+    m = _load_moment(m_ptr + at, inside, BF16_MOMENTS)
+    v = _load_moment(v_ptr + at, inside, BF16_MOMENTS)
     weight, m, v = _element(
         weight,
         grad,
@@ -159,8 +196,9 @@ def adamw_fp32(
         SMALL_STEP,
     )
     tl.store(weight_ptr + at, weight, inside)
-    tl.store(m_ptr + at, m, inside)
-    tl.store(v_ptr + at, v, inside)
+    random = _rounding_bits(at, first_element, seed)
+    _store_moment(m_ptr + at, m, inside, random & 0xFFFF, BF16_MOMENTS)
+    _store_moment(v_ptr + at, v, inside, random >> 16, BF16_MOMENTS)
 
 
 @triton.jit

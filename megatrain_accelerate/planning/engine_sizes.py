@@ -11,7 +11,7 @@ from megatrain_accelerate.streaming.runtime import StreamingRuntime
 def state_bytes(unit: HostUnit) -> int:
     """Weights, residuals and moments."""
     layout = unit.layout
-    return layout.weight_bytes + 2 * layout.split_elements + 8 * layout.state_elements
+    return layout.weight_bytes + 2 * layout.split_elements + unit.moment_bytes
 
 
 def unit_sizes(unit: HostUnit, runtime: StreamingRuntime, micro_batches: int) -> UnitSizes:

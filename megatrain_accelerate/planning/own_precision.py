@@ -1,4 +1,4 @@
-"""Which weights keep the dtype in which they were loaded where the run's mixed precision is bf16."""
+"""In which dtype each weight computes, and which keep theirs where the run's mixed precision is bf16."""
 
 from __future__ import annotations
 
@@ -7,6 +7,48 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.planning.meta_weights import is_without_weights
+
+
+def compute_dtypes(model: nn.Module, bf16: bool) -> dict[int, torch.dtype]:
+    """The dtype in which each parameter computes, by ``id``.
+
+    Args:
+        model: as loaded.
+        bf16: whether the run's mixed precision is bf16.
+
+    Raises:
+        UnsupportedError: fp16, fp64, quantised or integer weights, or some without data.
+    """
+    own, empty = own_precision(model), is_without_weights(model)
+    return {id(p): _compute_dtype(name, p, bf16 and id(p) not in own, empty) for name, p in model.named_parameters()}
+
+
+def _compute_dtype(name: str, parameter: nn.Parameter, bf16: bool, without_weights: bool = False) -> torch.dtype:
+    """The dtype in which a parameter computes.
+
+    Args:
+        name: qualified name in the model.
+        parameter: as loaded.
+        bf16: whether it computes in bf16 whatever it is; fp32 weights are then rounded for compute and keep fp32 masters.
+        without_weights: whether it is to be initialised here.
+
+    Raises:
+        UnsupportedError: fp16, fp64, quantised or integer weights, or weights without data.
+    """
+    if parameter.is_meta and not without_weights:
+        raise UnsupportedError(
+            f"parameter {name} is on the meta device and has no values; load the model on the CPU (from_pretrained without "
+            "device_map) before it is prepared"
+        )
+    if parameter.dtype not in (torch.float32, torch.bfloat16):
+        raise UnsupportedError(
+            f"parameter {name} has dtype {parameter.dtype}; only float32 and bfloat16 weights can be trained with fp32 "
+            "masters. Load the model with dtype=torch.bfloat16 or torch.float32 (fp16 and quantised weights are refused)"
+        )
+    return torch.bfloat16 if bf16 else parameter.dtype
 
 
 def own_precision(model: nn.Module) -> set[int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.memory.host_store import ParameterState
+from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.norm_table import NormTable
 

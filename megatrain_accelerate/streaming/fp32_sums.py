@@ -20,7 +20,8 @@ from torch.autograd import Variable
 
 from megatrain_accelerate.errors import KernelError
 from megatrain_accelerate.memory.host_limits import require_host_bytes
-from megatrain_accelerate.memory.host_store import HostUnit, ParameterState, held_host_bytes, planned_host_bytes
+from megatrain_accelerate.memory.host_store import HostUnit, held_host_bytes, planned_host_bytes
+from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import DeviceKernels, StepKernels, can_step_on
 from megatrain_accelerate.optim.kernel import HostKernels
 

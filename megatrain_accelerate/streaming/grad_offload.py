@@ -16,7 +16,7 @@ from torch.profiler import record_function
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.memory.host_memory import HostMemory
-from megatrain_accelerate.memory.host_store import ParameterState
+from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker, Ticket
 from megatrain_accelerate.streaming.device_slots import GradientSlot
@@ -24,6 +24,7 @@ from megatrain_accelerate.streaming.fp32_sums import Fp32Sums, gradient_norms, j
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.norm_table import NormTable
+from megatrain_accelerate.streaming.passing_gradients import PassingBuffers, gradient_that_passed, require_stepped
 from megatrain_accelerate.streaming.streams import Streams
 
 
@@ -112,17 +113,21 @@ class GradientOffloader:
         self._in_flight: list[torch.Tensor] = []
         self.gradients_complete: Callable[[], bool] = lambda: True
         """Whether the backward in progress is the last before a step; norms are needed only then."""
-        self.layer_done_listeners: dict[int, Callable[[StreamedLayer, Callable[[], None]], None]] = {}
+        self._passing: PassingBuffers | None = None
+        self.layer_done_listeners: dict[int, Callable[[StreamedLayer, Callable[[], None]], bool]] = {}
         """Called with a layer and a function that blocks until its gradients are on the host; entered by optimizers whose
-        steps may run in backward, by their id."""
+        steps may run in backward, by their id. Tells whether the layer was stepped."""
 
-    def allocate_slots(self, needed: bool = True) -> None:
+    def allocate_slots(self, needed: bool = True, passes: bool = False) -> None:
         """Gets ready for gradients; a run that only evaluates needn't.
 
         Args:
             needed: whether any layer's gradients leave the device; else slots that there are are given back.
+            passes: make the buffers through which gradients pass, see ``passing_gradients.py``.
         """
         self._takes_gradients = True
+        if passes and self._passing is None and self._largest:
+            self._passing = PassingBuffers(self._largest, self._register, self._meter)
         if not needed:
             self.slots, self._next_slot = [], 0
         elif not self.slots:
@@ -142,6 +147,11 @@ class GradientOffloader:
     def device_bytes(self) -> int:
         """Bytes of the gradient slots that there are."""
         return sum(slot.buffer.numel() for slot in self.slots)
+
+    @property
+    def passing_bytes(self) -> int:
+        """Bytes of the host buffers through which gradients pass."""
+        return 0 if self._passing is None else self._passing.size_bytes
 
     def offload(
         self,
@@ -181,9 +191,11 @@ class GradientOffloader:
             torch._foreach_copy_([views[i] for i in present], arrived)
             # All of them, and nothing to add to: they go straight to their place, with their norms.
             is_fresh = len(present) == len(trainable) and all(state.parameter.grad is None for state in trainable)
-            if is_fresh:
-                slot.norms[: len(present)].copy_(torch.stack(gradient_norms(views)))
+            if is_fresh or self._passing is not None:
+                slot.norms[: len(trainable)].copy_(torch.stack(gradient_norms(views)))
             slot.grads_ready_event.record(self._streams.compute_stream)
+        if self._passing is not None:
+            is_fresh, unit.gradients = True, self._passing.take(layer)
         if is_fresh:
             assert unit.gradients is not None
             wait = self._copy_out(slot, layer, unit.gradients, self._norms.of_unit(unit)).synchronize
@@ -194,7 +206,8 @@ class GradientOffloader:
         for i in present:
             _refuse_hooked(layer, trainable[i])
             if trainable[i].parameter.grad is None:
-                trainable[i].parameter.grad = trainable[i].gradient
+                place = trainable[i].gradient
+                trainable[i].parameter.grad = gradient_that_passed(trainable[i]) if place is None else place
                 trainable[i].forget_fp32_sum()
             gradient = trainable[i].parameter.grad
             assert gradient is not None
@@ -202,8 +215,9 @@ class GradientOffloader:
                 self._norms.note(trainable[i].parameter, gradient)
             else:
                 self._norms.forget(trainable[i].parameter)
-        for listener in self.layer_done_listeners.values():
-            listener(layer, wait)
+        stepped = [listener(layer, wait) for listener in self.layer_done_listeners.values()]
+        if self._passing is not None:
+            require_stepped(layer, stepped)
 
     def _leave_on_device(
         self,
@@ -355,3 +369,5 @@ class GradientOffloader:
         """Unregisters the staging buffers."""
         for staging in self._staging:
             staging.memory.close()
+        if self._passing is not None:
+            self._passing.close()

@@ -13,7 +13,8 @@ from torch.autograd import Variable
 from torch.profiler import record_function
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
+from megatrain_accelerate.memory.host_store import HostUnit
+from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.streaming.activation_offload import ActivationOffloader, inputs_offloaded

@@ -127,6 +127,7 @@ def training_command(
         str(case.batch),
         "--length",
         str(case.length),
+        "--without-weights",
     ]
     command += ["--steps", str(steps), "--warmup", str(warmup), *script_arguments]
     return command + (["--json", str(result)] if result is not None else [])

@@ -6,6 +6,7 @@ For each number of threads it prints:
 
 - ``adamw_split``: the step on split masters (26 bytes of memory traffic a parameter);
 - ``stream_probe``: the same arrays read and written with trivial arithmetic: the bound that the memory sets;
+- ``adamw_split_bf16``: the step on split masters with bf16 moments (18 bytes);
 - ``adamw_fp32``: the step on plain fp32 weights and gradients (28 bytes);
 - ``torch fused``: ``torch.optim.AdamW(fused=True)`` on the same fp32 tensors (28 bytes, no bf16 weights written).
 
@@ -29,8 +30,8 @@ from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.units import GB
 
-BYTES_SPLIT = 26
-BYTES_FP32 = 28
+BYTES = {"adamw_split": 26, "stream_probe": 26, "adamw_split_bf16": 18, "adamw_fp32": 28, "torch fused": 28}
+"""Memory traffic of a loop for each parameter."""
 ARGUMENTS = AdamArguments(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=100)
 
 
@@ -88,6 +89,15 @@ def split_seconds(kernels: HostKernels, parameters: int, rounds: int) -> dict[st
     )
 
 
+def bf16_seconds(kernels: HostKernels, parameters: int, rounds: int) -> dict[str, float]:
+    """The step on split masters with bf16 moments."""
+    half = torch.bfloat16
+    hi, residual, exp_avg, exp_avg_sq, grad = states(kernels, parameters, half, torch.int16, half, half, half)
+    grad.fill_(1e-3)
+    step = {"adamw_split_bf16": lambda: kernels.adamw_split(hi, residual, exp_avg, exp_avg_sq, grad, ARGUMENTS)}
+    return best_seconds(step, rounds)
+
+
 def fp32_seconds(kernels: HostKernels, parameters: int, rounds: int) -> dict[str, float]:
     """The step on fp32 weights and torch's fused one, on the same arrays."""
     weight, exp_avg, exp_avg_sq, grad = states(kernels, parameters, *[torch.float32] * 4)
@@ -107,16 +117,17 @@ def fp32_seconds(kernels: HostKernels, parameters: int, rounds: int) -> dict[str
 
 
 def measure(parameters: int, threads: int, rounds: int) -> list[Row]:
-    """The four rows for one number of threads."""
+    """The rows for one number of threads."""
     torch.set_num_threads(threads)
     kernels = HostKernels(threads)
-    seconds = split_seconds(kernels, parameters, rounds) | fp32_seconds(kernels, parameters, rounds)
+    seconds = split_seconds(kernels, parameters, rounds) | bf16_seconds(kernels, parameters, rounds)
+    seconds |= fp32_seconds(kernels, parameters, rounds)
     kernels.close()
 
-    probe_rate = parameters * BYTES_SPLIT / seconds["stream_probe"]
+    probe_rate = parameters * BYTES["stream_probe"] / seconds["stream_probe"]
     rows = []
     for name, elapsed in seconds.items():
-        rate = parameters * (BYTES_SPLIT if name in ("adamw_split", "stream_probe") else BYTES_FP32) / elapsed
+        rate = parameters * BYTES[name] / elapsed
         rows.append(Row(name, threads, elapsed, parameters / elapsed / 1e9, rate / GB, rate / probe_rate))
     return rows
 
@@ -134,12 +145,12 @@ def main() -> None:
 
     instruction_set = HostKernels(1).instruction_set
     print(f"{options.parameters:,} parameters, {instruction_set} kernels, torch {torch.__version__}")
-    print(f"{'loop':<14}{'threads':>8}{'ms':>10}{'G params/s':>12}{'GB/s':>8}{'of probe':>10}")
+    print(f"{'loop':<18}{'threads':>8}{'ms':>10}{'G params/s':>12}{'GB/s':>8}{'of probe':>10}")
     rows: list[Row] = []
     for threads in options.threads:
         for row in measure(options.parameters, threads, options.rounds):
             print(
-                f"{row.name:<14}{row.threads:>8}{row.seconds * 1e3:>10.1f}{row.giga_parameters_per_s:>12.3f}"
+                f"{row.name:<18}{row.threads:>8}{row.seconds * 1e3:>10.1f}{row.giga_parameters_per_s:>12.3f}"
                 f"{row.gigabytes_per_s:>8.1f}{row.of_probe:>10.0%}",
                 flush=True,
             )

@@ -1,4 +1,4 @@
-"""Speed and memory of one stock Trainer job on a Qwen2.5-shaped model with random weights and random tokens.
+"""Speed and memory of one stock Trainer job on a Qwen-shaped model with random weights and random tokens.
 
 The script knows nothing of the plugin: launch it with `accelerate launch --config recipes/megatrain.yaml` to measure the
 plugin, or plainly to measure the stock Trainer. One JSON line goes to stdout and to --json.
@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 # vocabulary, hidden, intermediate, layers, heads, key-value heads, tied head: the published Qwen2.5 configurations.
 PRESETS = {
@@ -25,42 +34,69 @@ PRESETS = {
     "3b": (151936, 2048, 11008, 36, 16, 2, True),
     "7b": (152064, 3584, 18944, 28, 28, 4, False),
     "14b": (152064, 5120, 13824, 48, 40, 8, False),
+    "32b": (152064, 5120, 27648, 64, 40, 8, False),
 }
+MOE_PRESETS = {"tiny_moe": (512, 64, 4, 4, 2, 16, 4, 2, 48), "30b_a3b": (151936, 2048, 48, 32, 4, 128, 128, 8, 768)}
+"""Vocabulary, hidden, layers, heads, key-value heads, their size, experts, experts of a token, intermediate size of one: the
+published configuration of Qwen3-30B-A3B."""
 GIB = 2**30
 RUNNING_PEAKS = ("megatrain/gpu_peak_gib", "megatrain/host_peak_gib")
 """Logged as the largest so far: the last counts, and no median."""
 
 
-def step_flops(config: Qwen2Config, parameters: int, batch: int, length: int) -> tuple[float, float]:
-    """Useful FLOPs of a step: of the weights alone, and with causal attention. Nothing recomputed counts.
+def build_model(preset: str, length: int, layers: int | None = None, without_weights: bool = False) -> PreTrainedModel:
+    """The preset's model in bf16, filled with random values on the GPU where there is one.
 
-    6 N a token for N parameters. Attention's two products take 2 x 2 x T^2 / 2 x H for one sequence of T tokens and a layer of
-    hidden size H, half of all pairs of tokens; backward twice as much: 6 T^2 H.
+    Args:
+        preset: a name in :data:`PRESETS` or :data:`MOE_PRESETS`.
+        length: of the sequences.
+        layers: the preset's by default.
+        without_weights: leave the filling to whoever prepares the model.
     """
-    weights = 6.0 * parameters * batch * length
-    return weights, weights + 6.0 * batch * length**2 * config.hidden_size * config.num_hidden_layers
-
-
-def build_model(preset: str, length: int, layer_count: int | None = None) -> Qwen2ForCausalLM:
-    """The preset's model, or its first layers, in bf16 on the CPU, filled with random values on the GPU where there is one."""
-    vocabulary, hidden, intermediate, layers, heads, kv_heads, tied = PRESETS[preset]
-    layers = layer_count or layers
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        tie_word_embeddings=tied,
-        max_position_embeddings=max(32768, length),
-        use_cache=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-    )
+    rope = {"rope_type": "default", "rope_theta": 1000000.0}
+    common: dict[str, Any] = {
+        "max_position_embeddings": max(32768, length),
+        "use_cache": False,
+        "rope_parameters": rope,
+    }
+    if preset in MOE_PRESETS:
+        vocabulary, hidden, preset_layers, heads, kv_heads, head_dim, experts, used, expert_size = MOE_PRESETS[preset]
+        config: Any = Qwen3MoeConfig(
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            num_hidden_layers=layers or preset_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            num_experts=experts,
+            num_experts_per_tok=used,
+            moe_intermediate_size=expert_size,
+            norm_topk_prob=True,
+            output_router_logits=True,  # the auxiliary loss, weighted by 0.001
+            **common,
+        )
+        model_class: Any = Qwen3MoeForCausalLM
+    else:
+        vocabulary, hidden, intermediate, preset_layers, heads, kv_heads, tied = PRESETS[preset]
+        config = Qwen2Config(
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers or preset_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            tie_word_embeddings=tied,
+            **common,
+        )
+        model_class = Qwen2ForCausalLM
     with torch.device("meta"):
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+        model = model_class(config).to(torch.bfloat16)
     rotary = type(model.model.rotary_emb)(config)
     model.model.rotary_emb = rotary
+    return model if without_weights else _filled(model)
+
+
+def _filled(model: Any) -> PreTrainedModel:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in list(model.named_parameters()):
@@ -76,6 +112,15 @@ def build_model(preset: str, length: int, layer_count: int | None = None) -> Qwe
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     return model
+
+
+def active_parameters(model: PreTrainedModel) -> int:
+    """Parameters that one token is multiplied with: of the experts, only those that it is sent to."""
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    if not experts:
+        return total
+    return total - experts + experts * model.config.num_experts_per_tok // model.config.num_experts
 
 
 class RandomTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -134,8 +179,13 @@ class Recorder(TrainerCallback):
     """Notes time and memory at the end of every step."""
 
     def __init__(self) -> None:
+        self.began = 0.0
         self.ends: list[float] = []
         self.rows: list[dict[str, float]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The model is prepared."""
+        self.began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Takes the row of this step."""
@@ -151,10 +201,15 @@ class Recorder(TrainerCallback):
 def main() -> None:
     """Runs the job and prints the result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--preset", choices=PRESETS, default="7b")
+    parser.add_argument("--preset", choices=[*PRESETS, *MOE_PRESETS], default="7b")
+    parser.add_argument("--layers", type=int, default=None, help="fewer or more layers than the preset has")
+    parser.add_argument(
+        "--without-weights",
+        action="store_true",
+        help="build the model empty; the plugin initialises it in its store",
+    )
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=None, help="so many of the preset's layers instead of all")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3, help="first steps that don't count: compilation, the plan's own")
     parser.add_argument("--accumulation", type=int, default=1)
@@ -164,7 +219,7 @@ def main() -> None:
     if not 1 <= args.warmup < args.steps:
         parser.error(f"--warmup must be 1 or more and below --steps; got {args.warmup} of {args.steps}")
     start = time.perf_counter()
-    model = build_model(args.preset, args.length, args.layers)
+    model = build_model(args.preset, args.length, args.layers, args.without_weights)
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
     built = time.perf_counter()
     recorder = Recorder()
@@ -193,14 +248,13 @@ def main() -> None:
     ]
     step_seconds = statistics.median(times)
     tokens = args.batch * args.accumulation * args.length
-    of_weights, with_attention = step_flops(model.config, parameter_count, args.batch * args.accumulation, args.length)
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     result = {
         "preset": args.preset,
         "parameters": parameter_count,
+        "active_parameters": active_parameters(model),
         "batch": args.batch,
         "length": args.length,
-        "layers": model.config.num_hidden_layers,
         "accumulation": args.accumulation,
         "max_grad_norm": args.max_grad_norm,
         "steps": args.steps,
@@ -209,13 +263,13 @@ def main() -> None:
         "step_seconds": round(step_seconds, 4),
         "step_seconds_all": [round(seconds, 3) for seconds in times],
         "tokens_per_second": round(tokens / step_seconds, 1),
-        "tflops_6n": round(1e-12 * of_weights / step_seconds, 1),
-        "tflops_with_attention": round(1e-12 * with_attention / step_seconds, 1),
+        "tflops_6n": round(6e-12 * active_parameters(model) * tokens / step_seconds, 1),
         "losses": [round(entry["loss"], 4) for entry in logs],
         "host_peak_gib": round(resident_bytes("VmHWM") / GIB, 2),
         "host_bytes_per_parameter_limit_gib": round(14.5 * parameter_count / GIB + 4, 2),
         "rows": recorder.rows[4::5] + recorder.rows[-1:],
         "build_seconds": round(built - start, 1),
+        "prepare_seconds": round(recorder.began - built, 1),
         "total_seconds": round(time.perf_counter() - start, 1),
         "log_medians": medians(logs[args.warmup :]) | {key: logs[-1][key] for key in RUNNING_PEAKS if key in logs[-1]},
         "last_log": logs[-1],

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "adamw.h"
+#include "adamw_bf16_moments.h"
 #include "gradient_sum.h"
 #include "instruction_sets.h"
 #include "split_master.h"
@@ -15,14 +16,14 @@ namespace megatrain {
 namespace {
 
 // Raised whenever a signature or AdamConstants changes, so that a stale library is noticed and not called.
-constexpr int kInterfaceVersion = 3;
+constexpr int kInterfaceVersion = 5;
 
 // Elements a chunk: small enough to balance the threads, large enough to forget the counter. A multiple of 64, so that
 // no two chunks share a cache line of an aligned array.
 constexpr int64_t kGrain = 128 * 1024;
 
-// Bytes a chunk of zero(): two huge pages.
-constexpr int64_t kZeroGrainBytes = 4 * 1024 * 1024;
+// Bytes a chunk of zero() and copy(): two huge pages.
+constexpr int64_t kBytesGrain = 4 * 1024 * 1024;
 
 struct Kernels {
   Kernels(int threads, InstructionSet set) : pool(threads), instruction_set(set) {}
@@ -122,6 +123,15 @@ double square_sum(Kernels* kernels, Values values, int64_t count) {
   return sum;
 }
 
+struct CopyJob {
+  char* destination;
+  const char* source;
+
+  MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
+    std::memcpy(destination + begin, source + begin, static_cast<size_t>(end - begin));
+  }
+};
+
 struct ZeroJob {
   char* bytes;
 
@@ -188,6 +198,33 @@ MEGATRAIN_EXPORT void megatrain_adamw_fp32(Kernels* kernels, float* weight, floa
   }
 }
 
+// `grad_lo` is null where the gradient isn't a sum.
+MEGATRAIN_EXPORT void megatrain_adamw_split_bf16(Kernels* kernels, uint16_t* hi, int16_t* lo, uint16_t* m, uint16_t* v,
+                                                 const uint16_t* grad, const int16_t* grad_lo, int64_t count,
+                                                 AdamConstants constants, uint32_t first_element, uint32_t seed) {
+  const megatrain::Bf16Moments moments{m, v, first_element, seed};
+  if (grad_lo != nullptr && constants.l2 != 0.0f) {
+    kernels->run(megatrain::AdamSplitBf16Job<true, true>{hi, lo, moments, grad, grad_lo, constants}, count);
+  } else if (grad_lo != nullptr) {
+    kernels->run(megatrain::AdamSplitBf16Job<false, true>{hi, lo, moments, grad, grad_lo, constants}, count);
+  } else if (constants.l2 != 0.0f) {
+    kernels->run(megatrain::AdamSplitBf16Job<true, false>{hi, lo, moments, grad, nullptr, constants}, count);
+  } else {
+    kernels->run(megatrain::AdamSplitBf16Job<false, false>{hi, lo, moments, grad, nullptr, constants}, count);
+  }
+}
+
+MEGATRAIN_EXPORT void megatrain_adamw_fp32_bf16(Kernels* kernels, float* weight, uint16_t* m, uint16_t* v,
+                                                const float* grad, int64_t count, AdamConstants constants,
+                                                uint32_t first_element, uint32_t seed) {
+  const megatrain::Bf16Moments moments{m, v, first_element, seed};
+  if (constants.l2 != 0.0f) {
+    kernels->run(megatrain::AdamFloatBf16Job<true>{weight, moments, grad, constants}, count);
+  } else {
+    kernels->run(megatrain::AdamFloatBf16Job<false>{weight, moments, grad, constants}, count);
+  }
+}
+
 MEGATRAIN_EXPORT void megatrain_stream_probe(Kernels* kernels, uint16_t* hi, int16_t* lo, float* m, float* v,
                                              const uint16_t* grad, int64_t count) {
   kernels->run(megatrain::StreamProbeJob{hi, lo, m, v, grad}, count);
@@ -236,6 +273,10 @@ MEGATRAIN_EXPORT void megatrain_join(Kernels* kernels, const uint16_t* hi, const
   kernels->run(megatrain::JoinJob{hi, lo, master}, count);
 }
 
+MEGATRAIN_EXPORT void megatrain_copy(Kernels* kernels, char* destination, const char* source, int64_t byte_count) {
+  kernels->run(megatrain::CopyJob{destination, source}, byte_count, megatrain::kBytesGrain);
+}
+
 MEGATRAIN_EXPORT void megatrain_zero(Kernels* kernels, char* bytes, int64_t byte_count) {
-  kernels->run(megatrain::ZeroJob{bytes}, byte_count, megatrain::kZeroGrainBytes);
+  kernels->run(megatrain::ZeroJob{bytes}, byte_count, megatrain::kBytesGrain);
 }

@@ -1,0 +1,84 @@
+"""Weights that lie in mapped files: which pages they are, reading them ahead, and letting go of them.
+
+``from_pretrained`` maps safetensors files, so that a loaded model holds no memory of its own until somebody reads it; what
+has been read is cache, which the system gives back when memory runs short. Advice to the kernel is only advice: where it
+isn't followed, nothing but speed changes, and no value ever does.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+_MADV_WILLNEED = 3
+_MADV_PAGEOUT = 21  # Linux 5.4: gives clean pages back; what was written to is kept
+
+PageRange = tuple[int, int]
+"""First address and end of some whole pages."""
+
+
+class FileMappings:
+    """The files that this process has mapped at the moment when this is made.
+
+    Args:
+        maps: in the form of ``/proc/self/maps``. Where there is none, nothing counts as mapped.
+    """
+
+    def __init__(self, maps: Path = Path("/proc/self/maps")) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        with contextlib.suppress(OSError), maps.open() as file:
+            for line in file:
+                addresses, _, _, _, inode, *_ = line.split()
+                if inode != "0":
+                    start, _, end = addresses.partition("-")
+                    self._starts.append(int(start, 16))
+                    self._ends.append(int(end, 16))
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's memory is a file's."""
+        place = bisect.bisect_right(self._starts, tensor.data_ptr()) - 1
+        return place >= 0 and tensor.data_ptr() < self._ends[place]
+
+    def pages(self, tensors: Iterable[torch.Tensor]) -> list[PageRange]:
+        """The pages of those tensors that lie in files, adjacent ones as one range. A page that two tensors share counts."""
+        found: list[PageRange] = []
+        inside = (tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.nbytes and self.holds(tensor))
+        for start, size in sorted((tensor.data_ptr(), tensor.nbytes) for tensor in inside):
+            first = start // mmap.PAGESIZE * mmap.PAGESIZE
+            end = -(-(start + size) // mmap.PAGESIZE) * mmap.PAGESIZE
+            if found and first <= found[-1][1]:
+                found[-1] = (found[-1][0], max(end, found[-1][1]))
+            else:
+                found.append((first, end))
+        return found
+
+
+def read_ahead(ranges: Sequence[PageRange]) -> None:
+    """Starts reading the pages from disk. Returns before they are there."""
+    _advise(ranges, _MADV_WILLNEED)
+
+
+def page_out(ranges: Sequence[PageRange]) -> None:
+    """Gives the memory of the pages back now. Whoever reads them again finds the same values, from disk."""
+    _advise(ranges, _MADV_PAGEOUT)
+
+
+def trim_heap() -> None:
+    """Gives freed memory that the C library holds back to the system: that of tensors too small for mappings of their own."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _advise(ranges: Sequence[PageRange], advice: int) -> None:
+    with contextlib.suppress(AttributeError, OSError):
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        for start, end in ranges:
+            madvise(start, end - start, advice)
