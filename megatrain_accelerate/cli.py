@@ -12,7 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatrain_accelerate.doctor import command as doctor
 from megatrain_accelerate.errors import ConfigError, MegatrainError
+from megatrain_accelerate.estimate import command as estimate
 from megatrain_accelerate.tracing import picture, timeline
 from megatrain_accelerate.tracing.request import (
     DEFAULT_STEP,
@@ -49,7 +51,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--step", type=int, default=DEFAULT_STEP, metavar="N", help="optimizer step, from 2; default %(default)s"
     )
     trace.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the training")
+    forecast = commands.add_parser(
+        "estimate",
+        help="memory and speed of a training, from a model's configuration, on this machine or another",
+        description="Predicts what training a model takes and how fast it goes. Only the configuration is read, nothing is "
+        "allocated: layers run on tensors without data, and the plan's own search finds what lies where.",
+    )
+    estimate.add_arguments(forecast)
+    forecast.set_defaults(run=estimate.run)
+    checkup = commands.add_parser(
+        "doctor",
+        help="check this machine: what keeps it from training, what will limit it, and how to mend that",
+        description="Looks at versions, hooks, limits and memory, and measures the link, the host's memory and its kernels. "
+        "The exit status is 1 if something keeps training from running.",
+    )
+    doctor.add_arguments(checkup)
+    checkup.set_defaults(run=doctor.run)
     options = parser.parse_args(arguments)
+    if hasattr(options, "run"):
+        return int(options.run(options))
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         trace.error("the training's command is missing: megatrain trace --out DIR -- accelerate launch ... train.py")

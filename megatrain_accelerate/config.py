@@ -70,8 +70,14 @@ class MegatrainConfig:
     """Layers whose activations go to host memory in forward and come back in backward instead of being recomputed: spread over
     those before the kept ones, so that the link has time. Costs host memory. ``auto``: what the plan finds fastest."""
 
-    offload_inputs: bool = False
-    """Send the inputs of recomputed layers to host memory until backward, for sequences whose inputs alone fill the GPU."""
+    keep_attention: int | str = "auto"
+    """Recomputed layers whose attention's results stay on the GPU until backward, so that attention, of a long sequence most
+    of a layer's time, isn't computed again; counted from the last layer that isn't kept. These aren't compiled. ``auto``: of
+    layers with tiles (``token_tile``) as many as the plan finds fastest."""
+
+    offload_inputs: bool | str = "auto"
+    """Send the inputs of recomputed layers to host memory until backward, for sequences whose inputs alone fill the GPU.
+    ``auto``: those of as many layers, from the model's start, as the plan finds fastest; true: of all; false: of none."""
 
     resident_layers: int | str = "auto"
     """Layers whose weights stay on the GPU (2 bytes a parameter) and are copied there once a step instead of twice, counted
@@ -86,6 +92,11 @@ class MegatrainConfig:
     """Samples that a layer computes at once in training: a larger batch runs in pieces inside each layer, which is fetched
     once for all of them and whose gradients are summed in fp32 (4 bytes for each parameter of one layer on the GPU). By
     default the whole batch."""
+
+    token_tile: int | str = "auto"
+    """Tokens that a layer's token-wise parts (MLPs, norms) compute at once, for sequences whose working set fills a GPU. Such
+    a part keeps its input alone and computes each tile again in backward, with weights' gradients summed in fp32. 0: all
+    tokens; ``auto``: all where a step fits the GPU, else, or if that is faster, 8192. Layers with tiles aren't compiled."""
 
     join_micro_batches: bool | str = "auto"
     """With the Trainer's ``gradient_accumulation_steps`` above 1, run a step's micro-batches as one batch, layer by layer,
@@ -120,9 +131,9 @@ class MegatrainConfig:
         for name in ("host_threads", "micro_batch_size"):
             if getattr(self, name) is not None:
                 self._check_int(name, minimum=1)
-        for name, minimum in (("keep_layers", 0), ("offload_layers", 0), ("resident_layers", 0), ("device_layers", -1)):
+        for name in ("keep_layers", "keep_attention", "offload_layers", "resident_layers", "device_layers", "token_tile"):
             if getattr(self, name) != "auto":
-                self._check_int(name, minimum=minimum)
+                self._check_int(name, minimum=-1 if name == "device_layers" else 0)
         for name in ("host_memory_gib", "gpu_memory_gib"):
             value = getattr(self, name)
             if value is None:
@@ -131,10 +142,10 @@ class MegatrainConfig:
                 raise ConfigError(f"megatrain_config.{name} must be a number of GiB, got {value!r}")
             if value <= 0:
                 raise ConfigError(f"megatrain_config.{name} must be above 0, got {value}")
-        for name in ("compile_layers", "join_micro_batches"):
+        for name in ("compile_layers", "join_micro_batches", "offload_inputs"):
             if getattr(self, name) != "auto" and not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"megatrain_config.{name} must be auto, true or false; got {getattr(self, name)!r}")
-        for name in ("huge_pages", "pin_memory", "offload_inputs", "tiled_loss"):
+        for name in ("huge_pages", "pin_memory", "tiled_loss"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"megatrain_config.{name} must be true or false, got {getattr(self, name)!r}")
         if self.accumulation_dtype not in ("fp32", "bf16"):

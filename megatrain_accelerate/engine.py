@@ -27,12 +27,13 @@ from megatrain_accelerate.planning.device_plan import DevicePlan
 from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers, find_module
 from megatrain_accelerate.planning.own_precision import compute_dtypes
 from megatrain_accelerate.planning.placement import require_layers
-from megatrain_accelerate.streaming.caches import caching_modules, decide_against_a_cache, layers_return_caches
+from megatrain_accelerate.streaming.caches import caching_modules, decide_against_a_cache
 from megatrain_accelerate.streaming.fp32_sums import BF16_REMEDY
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import OutputRecorder
 from megatrain_accelerate.streaming.meter import Meter
 from megatrain_accelerate.streaming.model_hook import ModelHook
+from megatrain_accelerate.streaming.outside_norms import run_norms_by_tiles
 from megatrain_accelerate.streaming.proxy import install_proxy, note_checkpointing_ignored, remove_proxy
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
@@ -82,6 +83,10 @@ class Engine:
         HostMemoryError: it doesn't fit; raised before anything is allocated.
     """
 
+    unit_class: type[HostUnit] = HostUnit
+    """What makes the units' memory."""
+    adoption_class: type[Adoption] = Adoption
+
     def __init__(
         self,
         model: nn.Module,
@@ -110,7 +115,7 @@ class Engine:
         streams = Streams(device)
         meter = Meter(streams)
         self.kernels = HostKernels(config.host_threads)
-        make_unit = functools.partial(HostUnit, kernels=self.kernels, huge_pages=config.huge_pages, register=register)
+        make_unit = functools.partial(self.unit_class, kernels=self.kernels, huge_pages=config.huge_pages, register=register)
         make_unit.keywords.update(holds_masters=self._holds_masters, moments_dtype=_MOMENTS[config.moments_dtype])
         layers: list[StreamedLayer] = []
         groups: list[ResidentGroup] = []
@@ -118,7 +123,7 @@ class Engine:
         self.is_closed = False
         require_layers(len(discovery.layers), config.keep_layers, config.offload_layers)
         try:
-            adoption = Adoption(model, discovery, make_unit, device=device, store_bytes=store_bytes)
+            adoption = self.adoption_class(model, discovery, make_unit, device=device, store_bytes=store_bytes)
             with adoption, self._progress(discovery, show_progress) as progress:
                 for name, module in discovery.layers:
                     parameters = list(module.named_parameters())
@@ -268,11 +273,12 @@ class Engine:
                 owner, _, key = name.rpartition(".")
                 self._resident_places.append((owner, key, parameter))
         for module in caching_modules(model, [layer.module for layer in self.runtime.layers]):
-            # Without data and without a cache newer ones make a mask of all tokens by all, which with data they leave out.
-            hook = ModelHook(decide_against_a_cache, with_arguments=True, runs_dry=layers_return_caches())
+            hook = ModelHook(decide_against_a_cache, with_arguments=True, runs_dry=True)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         before_forward = ModelHook(self._before_forward, with_arguments=True)
         self._handles.append(model.register_forward_pre_hook(before_forward, with_kwargs=True))
+        users = (user for spec in discovery.residents for user in spec.users)
+        self._handles += run_norms_by_tiles(model, self.runtime, users)
         for group, spec in zip(self.runtime.groups, discovery.residents, strict=True):
             hook = ModelHook(functools.partial(self.runtime.before_group_use, group))
             for module in spec.users:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 
@@ -47,9 +48,25 @@ def prepare_products(device: torch.device, dtype: torch.dtype) -> None:
         _product_form(device.type, dtype)
 
 
+_stands_for_gpu = False
+
+
+@contextlib.contextmanager
+def standing_for_a_gpu() -> Iterator[None]:
+    """Products of tensors without data are taken as on a GPU while the body runs, though the tensors are the CPU's."""
+    global _stands_for_gpu
+    before, _stands_for_gpu = _stands_for_gpu, True
+    try:
+        yield
+    finally:
+        _stands_for_gpu = before
+
+
 def _form(total: torch.Tensor, dtype: torch.dtype) -> str:
     if total.dtype == dtype:
         return "same"
+    if _stands_for_gpu and isinstance(total, FakeTensor):
+        return "rounded"
     form = _product_form(total.device.type, dtype)
     # Not every torch knows the shapes of `out_dtype` without data; a part's temporary is small in the prediction.
     return "rounded" if isinstance(total, FakeTensor) and form in ("addmm", "mm") else form

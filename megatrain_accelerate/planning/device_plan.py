@@ -14,8 +14,8 @@ from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes
-from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.optim.device_kernel import can_step_on
+from megatrain_accelerate.planning.engine_sizes import engine_model, state_bytes, unit_sizes
 from megatrain_accelerate.planning.evaluation_weights import EvaluationWeights, has_cache, is_next_token
 from megatrain_accelerate.planning.layer_measurement import measure_layers
 from megatrain_accelerate.planning.machine import Machine, measured_machine
@@ -23,7 +23,8 @@ from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.placement_search import Candidate, Choices, PlacementSearch
 from megatrain_accelerate.planning.plan_table import plan_table
 from megatrain_accelerate.planning.step_outline import StepOutline, evaluation_bytes, outline_step
-from megatrain_accelerate.planning.step_simulation import Model, StepTime, UnitSizes, peak_bytes, simulate_step
+from megatrain_accelerate.planning.step_simulation import Model, StepTime, peak_bytes, simulate_step
+from megatrain_accelerate.planning.tile_choice import measured_to_fit, outline_with_tiles
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.units import GIB, MIB
 
@@ -68,14 +69,9 @@ class DevicePlan:
         self.predicted_time: StepTime | None = None
         """Predicted step on the largest batch so far; None before the first, without a GPU or budget, or if unknown."""
         self.placement = Placement()
-        self._choices = Choices(
-            kept=_fixed(config.keep_layers),
-            offloaded=_fixed(config.offload_layers),
-            resident=_fixed(config.resident_layers),
-            on_device=_fixed(config.device_layers),
-        )
         count = len(runtime.layers)
-        runtime.offloads_inputs = config.offload_inputs
+        self._choices = Choices.of_settings(config, count)
+        runtime.token_tile = 0 if config.token_tile == "auto" else int(config.token_tile)
         self._asked = Placement.of_counts(
             count,
             kept=self._choices.kept or 0,
@@ -83,7 +79,8 @@ class DevicePlan:
             resident=self._choices.resident or 0,
             on_device=count if self._choices.on_device == -1 else self._choices.on_device or 0,
             groups_on_device=self._choices.on_device == -1,
-            spaces_offloaded=not config.offload_inputs,
+            inputs_offloaded=self._choices.inputs_offloaded or 0,
+            attention_kept=self._choices.attention_kept or 0,
         )
         runtime.keep_states_on_host = self._keep_states_on_host
         self._place(self._asked)
@@ -96,7 +93,7 @@ class DevicePlan:
             "gradient_slots": self._runtime.offloader.device_bytes,
             **self._fixed_bytes_by_kind(with_sums=self._runtime.gradient_sums.is_made),
             "resident_layers": self._runtime.prefetcher.resident_bytes,
-            "states": sum(_state_bytes(unit) - unit.layout.weight_bytes for unit in units if unit.is_on_device),
+            "states": sum(state_bytes(unit) - unit.layout.weight_bytes for unit in units if unit.is_on_device),
             "layers": sum(layer.unit.layout.weight_bytes for layer in self._runtime.layers if layer.unit.is_on_device),
             **self._sums_bytes_by_kind(),
         }
@@ -168,7 +165,7 @@ class DevicePlan:
         if open_forwards:
             if open_forwards >= self._forwards_at_once:
                 self._forwards_at_once, self._planned_elements = open_forwards + 1, 0
-            self._runtime.kept_layers = self._runtime.offloaded_layers = frozenset()
+            self._runtime.kept_layers = self._runtime.offloaded_layers = self._runtime.attention_layers = frozenset()
             return
         self._treat_activations()
         if self._displaced is not None:
@@ -186,18 +183,19 @@ class DevicePlan:
         foreseen = self._foreseen.get(self._key(inputs))
         self._foreseen.clear()
         try:
-            outline = foreseen or outline_step(model, self._runtime, inputs, self._device)
+            outline = foreseen or self._outlined(model, inputs)
         except Exception as error:  # a model that looks at its data can't be run without any
             logger.info("megatrain: the step can't be predicted for this model (%s)", error)
             self._place(self._settled())
             self._planned_elements = elements
             return
+        self._runtime.token_tile = outline.token_tile
         fixed_bytes = self._fixed_bytes(outline)
         if not budget_bytes:
             self.predicted_bytes = fixed_bytes + peak_bytes(outline, self.model_sizes(), self.placement)
         else:
             if self._device.type == "cuda" and foreseen is None:
-                outline = self._measured(model, inputs, outline)
+                outline = self._measured_to_fit(model, inputs, outline)
             self._plan(outline, fixed_bytes, budget_bytes)
         # Not before: a batch that was too large to be planned for is tried again smaller.
         self._planned_elements = elements
@@ -230,8 +228,14 @@ class DevicePlan:
         key = self._key(inputs)
         if key not in self._foreseen:
             self._runtime.refresh_if_written()
-            outline = outline_step(model, self._runtime, inputs, self._device)
-            self._foreseen[key] = self._measured(model, inputs, outline) if self._device.type == "cuda" else outline
+            token_tile = self._runtime.token_tile
+            try:
+                outline = self._outlined(model, inputs)
+                if self._device.type == "cuda":
+                    outline = self._measured_to_fit(model, inputs, outline)
+                self._foreseen[key] = outline
+            finally:
+                self._runtime.token_tile = token_tile
         return self._foreseen[key]
 
     def weigh(self, model: nn.Module, inputs: Mapping[str, Any]) -> Candidate | None:
@@ -240,12 +244,34 @@ class DevicePlan:
         Raises:
             Exception: see :meth:`foresee`.
         """
-        outline = self.foresee(model, inputs)
-        return self._search(outline, self._budget_bytes() - self._fixed_bytes(outline)).best()
+        return self._search_for(self.foresee(model, inputs)).best()
+
+    def _outlined(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
+        """The outline of a step with the tiles that suit it, which the runtime has from then on."""
+        return outline_with_tiles(
+            self._runtime,
+            inputs,
+            self._config.token_tile,
+            lambda: outline_step(model, self._runtime, inputs, self._device),
+            self._search_for if self.has_budget else None,
+        )
+
+    def _search_for(self, outline: StepOutline) -> PlacementSearch:
+        return self._search(outline, self._budget_bytes() - self._fixed_bytes(outline))
 
     def _key(self, inputs: Mapping[str, Any]) -> Hashable:
         shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
         return (self._runtime.micro_batch_size, shapes)
+
+    def _measured_to_fit(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
+        return measured_to_fit(
+            self._runtime,
+            outline,
+            self._config.token_tile,
+            lambda: outline_step(model, self._runtime, inputs, self._device),
+            lambda made: self._measured(model, inputs, made),
+            self._search_for,
+        )
 
     def _measured(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
         try:
@@ -288,9 +314,14 @@ class DevicePlan:
         choices = self._choices
         if not self._runtime.states_may_move or not can_step_on(self._device):
             choices = dataclasses.replace(choices, on_device=0)
+        return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, choices, self._host_budget_bytes())
+
+    def _host_budget_bytes(self) -> int:
+        """Host memory that offloaded activations could take if all units lived on the host."""
         host_bytes = available_host_bytes(self._config.host_memory_gib) - CONSTANT_OVERHEAD_BYTES
-        host_bytes -= sum(self._sizes(unit).host_bytes for unit in self._runtime.units if unit.is_on_device)
-        return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, choices, host_bytes)
+        return host_bytes - sum(
+            unit_sizes(unit, self._runtime, self.micro_batches).host_bytes for unit in self._runtime.units if unit.is_on_device
+        )
 
     def _place(self, placement: Placement) -> None:
         before, self.placement = self.placement, placement
@@ -304,6 +335,8 @@ class DevicePlan:
     def _treat_activations(self) -> None:
         runtime, placement = self._runtime, self.placement
         runtime.kept_layers, runtime.offloaded_layers = placement.kept, placement.offloaded
+        runtime.input_offloaded_layers = placement.inputs_offloaded
+        runtime.attention_layers = placement.attention_kept
         runtime.activations.spacing = placement.offload_spacing
 
     def _settled(self) -> Placement:
@@ -317,24 +350,7 @@ class DevicePlan:
 
     def model_sizes(self) -> Model:
         """What the simulation has to know of the engine."""
-        runtime = self._runtime
-        return Model(
-            layers=[self._sizes(layer.unit) for layer in runtime.layers],
-            groups_before=[self._sizes(group.unit) for group in runtime.groups if not group.layers_before],
-            groups_after=[self._sizes(group.unit) for group in runtime.groups if group.layers_before],
-            slots=self._config.slots,
-            gradient_slots=self._config.gradient_slots,
-            slot_bytes=runtime.prefetcher.shared_bytes,
-            gradient_slot_bytes=runtime.offloader.slot_bytes,
-            steps_in_backward=bool(runtime.offloader.layer_done_listeners),
-            micro_batches=self.micro_batches,
-            offloads_inputs=runtime.offloads_inputs,
-        )
-
-    def _sizes(self, unit: HostUnit) -> UnitSizes:
-        layout = unit.layout
-        sum_bytes = 2 * layout.split_elements if self._runtime.sums.is_wanted and self.micro_batches > 1 else 0
-        return UnitSizes(layout.weight_bytes, layout.gradient_bytes, layout.state_elements, _state_bytes(unit), sum_bytes)
+        return engine_model(self._runtime, self._config, self.micro_batches)
 
     def _budget_bytes(self) -> int:
         """Bytes of the device that a step may take, what the engine holds included; 0 without a GPU."""
@@ -371,13 +387,3 @@ def _on_host(placement: Placement) -> Placement:
 
 def _elements(inputs: Mapping[str, Any]) -> int:
     return sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
-
-
-def _fixed(setting: int | str) -> int | None:
-    return setting if isinstance(setting, int) else None
-
-
-def _state_bytes(unit: HostUnit) -> int:
-    """Weights, residuals and moments."""
-    layout = unit.layout
-    return layout.weight_bytes + 2 * layout.split_elements + unit.moment_bytes

@@ -7,6 +7,8 @@ integers and truth values and from what the model makes itself, and answers with
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-_MOST_ELEMENTS = 1 << 20
-"""Of a tensor whose values are known; attention masks of all pairs of tokens aren't."""
+_MOST_ELEMENTS = 1 << 22
+"""Of a tensor whose values are known: positions of a few million tokens are, attention masks of all pairs of tokens aren't."""
 
 _NOTHING_IS_LEFT_OUT = 1.0
 """In the place of a single random number between 0 and 1: models leave a layer out where it is below a rate, and a plan is for
@@ -42,6 +44,10 @@ class KnownValues(TorchDispatchMode):
         if _is_countable(real):
             with _disable_current_modes():
                 self._known[fake] = real.detach().to("cpu", copy=True)
+
+    def knows(self, tensor: Any) -> bool:
+        """Whether a tensor without data has known values."""
+        return isinstance(tensor, FakeTensor) and tensor in self._known
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -137,11 +143,36 @@ class NumbersOfTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextlib.contextmanager
+def taken_for_data(values: KnownValues) -> Iterator[None]:
+    """transformers doesn't take a tensor of known values for one of a trace while the body runs.
+
+    Under a trace it mustn't look at values, and makes an attention mask of all tokens by all that it leaves out otherwise
+    (transformers/masking_utils.py). That mask alone would be larger than the device where a sequence is long.
+    """
+    module = sys.modules.get("transformers.utils.import_utils")
+    is_fake_tensor = getattr(module, "is_fake_tensor", None)
+    if module is None or is_fake_tensor is None:  # older ones don't ask
+        yield
+        return
+    module.is_fake_tensor = lambda tensor: is_fake_tensor(tensor) and not values.knows(tensor)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = is_fake_tensor  # type: ignore[attr-defined]
+
+
 def _fake_result(func: Any, args: Any, kwargs: Any) -> Any:
     # torch knows the shapes of grouped products (experts) for bf16 only, though its kernels run others.
     if func is _ATEN._grouped_mm.default and isinstance(args[0], FakeTensor) and args[0].dtype != torch.bfloat16:
         halves = [arg.to(torch.bfloat16) if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg for arg in args]
         return torch.empty_like(func(*halves, **{**kwargs, "out_dtype": None}), dtype=kwargs.get("out_dtype") or args[0].dtype)
+    if func is _ATEN.bincount.default:
+        weights, minlength = (*args[1:], *[None] * (3 - len(args)))[:2]
+        weights, minlength = kwargs.get("weights", weights), kwargs.get("minlength", minlength)
+        # Counts of experts: as many as are named, since none has a larger number.
+        if minlength:
+            return torch.empty(minlength, dtype=torch.int64 if weights is None else weights.dtype, device=args[0].device)
     return func(*args, **kwargs)
 
 

@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from megatrain_accelerate.planning.step_memory import buffers_put_back, without_hooks
 from megatrain_accelerate.planning.step_outline import LayerProfile, StepOutline, as_leaves
 from megatrain_accelerate.planning.trial_runs import Trial, enter_recorded, run_on_trial
+from megatrain_accelerate.streaming.attention_results import is_attention
 from megatrain_accelerate.streaming.compiled_layer import without_saving
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.kept_graph import KeptGraph
@@ -36,6 +38,8 @@ logger = logging.getLogger(__name__)
 _SUSTAINED_SECONDS = 0.8
 """A GPU that has just begun to work is faster than one that is at its power limit, where its clock goes up and down."""
 _ROUNDS = (4, 32)
+_LONG_SECONDS = 2.0
+"""A round that takes so long (sequences of several 100,000 tokens) is at the power limit itself, and isn't run again."""
 _OUTSIDE_ROUNDS = 3
 
 
@@ -197,6 +201,8 @@ def _measure(
         dry,
         forward=dry.forward.times(1 / share),
         backward=dry.backward.times(1 / share),
+        attention=dry.attention.times(1 / share),
+        attention_bytes=round(dry.attention_bytes / share),
         # A compiled layer saves less than one that runs without data; its large tensors are the same share.
         offloaded_bytes=round(kept_bytes * min(1.0, dry.offloaded_bytes / max(1, dry.kept_bytes))),
         kept_bytes=kept_bytes,
@@ -206,6 +212,7 @@ def _measure(
         recomputed_bytes=max(kept_forward.peak_bytes, kept_bytes + output_bytes + backward.peak_bytes),
         forward_seconds=forward.seconds(),
         kept_forward_seconds=kept_forward.seconds(),
+        attention_seconds=measurement.attention_seconds,
         backward_seconds=backward.seconds(),
     ).of_pieces(split, _tensor_bytes(trial))
     return profile, trial
@@ -214,6 +221,35 @@ def _measure(
 def _tensor_bytes(trial: Trial) -> int:
     made = (trial.output, trial.recorded)
     return sum(tensor.nbytes for tensor in tree_flatten(made)[0] if isinstance(tensor, torch.Tensor))
+
+
+class _AttentionTimer(TorchDispatchMode):
+    """Seconds of attention's kernels in the body that it was entered for last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kernels: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def __enter__(self) -> _AttentionTimer:
+        self._kernels = []
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not is_attention(func):
+            return func(*args, **(kwargs or {}))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        result = func(*args, **(kwargs or {}))
+        end.record()
+        self._kernels.append((start, end))
+        return result
+
+    def seconds(self) -> float:
+        """Their sum; waits for the device."""
+        if self._kernels:
+            self._kernels[-1][1].synchronize()
+        return sum(1e-3 * start.elapsed_time(end) for start, end in self._kernels)
 
 
 class _Measurement:
@@ -236,19 +272,30 @@ class _Measurement:
         self.forward, self.kept_forward, self.backward = (_Stopwatch(runtime.streams.device) for _ in range(3))
         self._layer, self._slot, self._inputs = layer, slot, inputs
         self._recorder = runtime.recorder
+        self._attention = _AttentionTimer() if layer.tiles.tile_tokens else None
         self._compiled = runtime.compiled if runtime.compiled.wants(layer) else None
 
     def run(self) -> Trial:
         """Runs rounds until the device is warm; returns what the layer returns and records."""
-        self._round()  # compiles, and chooses kernels
-        trial = self._round()
+        trial = self._round()  # compiles, and chooses kernels
+        if self._compiled is not None or self._seconds() < _LONG_SECONDS:
+            trial = self._round()
         for stopwatch in (self.forward, self.kept_forward, self.backward):
             stopwatch.counts_bytes = False
-        seconds = self.forward.seconds() + self.kept_forward.seconds() + self.backward.seconds()
+        seconds = self._seconds()
         fewest, most = _ROUNDS
-        for _ in range(min(most, max(fewest, math.ceil(_SUSTAINED_SECONDS / seconds)))):
+        rounds = min(most, max(fewest, math.ceil(_SUSTAINED_SECONDS / seconds)))
+        for _ in range(rounds if seconds < _LONG_SECONDS else 0):
             self._round()
         return trial
+
+    @property
+    def attention_seconds(self) -> float | None:
+        """Of a forward; None where it isn't measured, since the layer is compiled."""
+        return None if self._attention is None else self._attention.seconds()
+
+    def _seconds(self) -> float:
+        return self.forward.seconds() + self.kept_forward.seconds() + self.backward.seconds()
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial:
         compiled, layer = self._compiled, self._layer
@@ -261,18 +308,18 @@ class _Measurement:
         args, kwargs = self._inputs()
         weights, leaves = bound_weights(layer, slot)
         # As in LayerFunction: the graph that recompute makes, dropped at once.
-        with layer.bound(weights), torch.enable_grad(), without_saving(), self.forward.running():
-            trial = self._call(args, kwargs)
-            output, recorded = tree_map_only(torch.Tensor, torch.Tensor.detach, (trial.output, trial.recorded))
-            returned = Trial(output, recorded, trial.channels)
-            del trial, output, recorded
+        timer = self._attention or contextlib.nullcontext()
+        with layer.bound(weights), torch.enable_grad(), without_saving(), self.forward.running(), timer:
+            self._call(args, kwargs)
         kept = KeptGraph(slot)
         with layer.bound(weights), torch.enable_grad():
             with kept.recording(), self.kept_forward.running():
                 trial = self._call(args, kwargs)
             made = tree_flatten((trial.output, trial.recorded))[0]
             results = [t for t in made if isinstance(t, torch.Tensor) and t.requires_grad]
-            del trial, made
+            output, recorded = tree_map_only(torch.Tensor, torch.Tensor.detach, (trial.output, trial.recorded))
+            returned = Trial(output, recorded, trial.channels)
+            del trial, made, output, recorded
             # Numbers as they come: a GPU takes less power for products of equal ones, and is faster.
             gradients = [torch.randn_like(tensor) for tensor in results]
             wanted = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]

@@ -49,6 +49,23 @@ class Machine:
     """Seconds of a step in which the device has nothing to do since the launcher steps, logs and fetches the next batch."""
 
 
+def speeds_path(device: torch.device, kernels: HostKernels, register: bool) -> Path:
+    """Where the speeds are kept that are measured under these circumstances; see :func:`measured_machine`."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    circumstances: list[object] = [platform.node(), name, os.cpu_count(), kernels.threads, register, torch.__version__]
+    circumstances += [_ROUNDS, _SHARE_IN_A_STEP, _STEP_OVERHEAD]
+    key = hashlib.sha256(json.dumps(circumstances).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatrain_accelerate"
+    return folder / f"machine-{key}.json"
+
+
+def kept_speeds(path: Path) -> Machine | None:
+    """The speeds in a file of :func:`speeds_path`; None if there are none, or the file is broken."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Machine(**json.loads(path.read_text()))
+    return None
+
+
 def measured_machine(device: torch.device, kernels: HostKernels, register: bool) -> Machine:
     """The speeds of this machine, from the cache if they were measured under the same circumstances before.
 
@@ -57,19 +74,15 @@ def measured_machine(device: torch.device, kernels: HostKernels, register: bool)
         kernels: the host kernels at work.
         register: whether host memory is page-locked.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-    circumstances: list[object] = [platform.node(), name, os.cpu_count(), kernels.threads, register, torch.__version__]
-    circumstances += [_ROUNDS, _SHARE_IN_A_STEP, _STEP_OVERHEAD]
-    key = hashlib.sha256(json.dumps(circumstances).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatrain_accelerate"
-    path = folder / f"machine-{key}.json"
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return Machine(**json.loads(path.read_text()))
+    path = speeds_path(device, kernels, register)
+    kept = kept_speeds(path)
+    if kept is not None:
+        return kept
     machine = _measure(device, kernels, register)
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         # Other processes may read it meanwhile.
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             file.write(json.dumps(dataclasses.asdict(machine)))
         os.replace(file.name, path)
     return machine

@@ -40,6 +40,10 @@ class Placement:
     """Activations wait in host memory until backward."""
     offload_spacing: int = 1
     """Layers from one offloaded layer to the next: while those between compute, the link has time for its copies."""
+    attention_kept: frozenset[int] = frozenset()
+    """Of those among them that are recomputed, attention's results stay on the device until backward."""
+    inputs_offloaded: frozenset[int] = frozenset()
+    """Of those among them that are recomputed, the inputs wait in host memory until backward."""
     resident: frozenset[int] = frozenset()
     """Weights stay on the device, states on the host."""
     on_device: frozenset[int] = frozenset()
@@ -54,27 +58,32 @@ class Placement:
         *,
         kept: int = 0,
         offloaded: int = 0,
+        inputs_offloaded: int = 0,
+        attention_kept: int = 0,
         resident: int = 0,
         on_device: int = 0,
         groups_on_device: bool = False,
-        spaces_offloaded: bool = True,
     ) -> Placement:
         """The placement with these many layers of each sort, out of ``layers``; more than there are mean all.
 
         Args:
             layers: how many the model has.
             kept, offloaded, resident, on_device, groups_on_device: see the fields.
-            spaces_offloaded: whether recomputed layers come between offloaded ones, if there are any.
+            attention_kept: counted from the last layer that isn't kept.
+            inputs_offloaded: counted from the model's start, since there they are away longest.
         """
         on_device = min(on_device, layers)
         kept = min(kept, layers)
         offloaded = min(offloaded, layers - kept)
-        spacing = min(MOST_SPACING, (layers - kept) // offloaded) if offloaded and spaces_offloaded else 1
+        # Where recomputed layers' inputs leave there is no pause between copies.
+        spacing = min(MOST_SPACING, (layers - kept) // offloaded) if offloaded and not inputs_offloaded else 1
         last = layers - kept - 1
         return cls(
             kept=frozenset(range(layers - kept, layers)),
             offloaded=frozenset(last - i * spacing for i in range(offloaded)),
             offload_spacing=spacing,
+            attention_kept=frozenset(range(max(0, layers - kept - attention_kept), layers - kept)),
+            inputs_offloaded=frozenset(range(min(inputs_offloaded, layers))),
             resident=frozenset(range(on_device, min(layers, on_device + resident))),
             on_device=frozenset(range(on_device)),
             groups_on_device=groups_on_device,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
+from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_outline import StepOutline
@@ -13,6 +14,9 @@ from megatrain_accelerate.planning.step_simulation import Model, StepTime, peak_
 WORTH_IT = 0.005
 """Share of a step that a move of weights or states must gain; less isn't worth the memory."""
 
+INPUTS_WORTH_IT = 0.03
+"""Share that must be gained where inputs leave though a step fits with them: host memory is registered for them in the first
+step, and their copies leave those of offloaded layers no pause."""
 
 NO_SLOWER = 0.001
 """Share of a step by which the simulation may be wrong about two placements that differ little."""
@@ -27,6 +31,24 @@ class Choices:
     resident: int | None = None
     on_device: int | None = None
     """-1: all layers and the groups."""
+    inputs_offloaded: int | None = None
+    attention_kept: int | None = None
+
+    @classmethod
+    def of_settings(cls, config: MegatrainConfig, layers: int) -> Choices:
+        """What the settings of a run leave open for a model of ``layers`` layers."""
+
+        def fixed(setting: int | str) -> int | None:
+            return setting if isinstance(setting, int) else None
+
+        return cls(
+            kept=fixed(config.keep_layers),
+            offloaded=fixed(config.offload_layers),
+            resident=fixed(config.resident_layers),
+            on_device=fixed(config.device_layers),
+            attention_kept=fixed(config.keep_attention),
+            inputs_offloaded=None if config.offload_inputs == "auto" else layers * bool(config.offload_inputs),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +62,8 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class _Counts:
+    attention_kept: int
+    inputs_offloaded: int
     offloaded: int
     resident: int
     on_device: int
@@ -81,22 +105,48 @@ class PlacementSearch:
         self._count = len(model.layers)
         self._seen: dict[_Counts, Candidate | None] = {}
 
-    def best(self) -> Candidate | None:
-        """The fastest placement that fits; None if none does."""
+    @property
+    def something_fits(self) -> bool:
+        """Whether there is any placement within the budget; less work than finding the best."""
+        start = self._start
+        return self._try(start) is not None or any(self._try(counts) is not None for counts in self._inputs(start))
+
+    @property
+    def _start(self) -> _Counts:
+        """The placement that takes the least, but for inputs, which may leave."""
         choices = self._choices
-        start = _Counts(choices.offloaded or 0, choices.resident or 0, 0, False)
+        start = _Counts(
+            attention_kept=choices.attention_kept or 0,
+            inputs_offloaded=choices.inputs_offloaded or 0,
+            offloaded=choices.offloaded or 0,
+            resident=choices.resident or 0,
+            on_device=0,
+            groups_on_device=False,
+        )
         if choices.on_device is not None:
             every = choices.on_device < 0
             start = dataclasses.replace(start, on_device=self._count if every else choices.on_device, groups_on_device=every)
-        best, found = start, self._try(start)
+        return start
+
+    def best(self) -> Candidate | None:
+        """The fastest placement that fits; None if none does."""
+        best = self._start
+        found = self._try(best)
         for _ in range(3):
             before = best
-            for variations in (self._groups, self._on_device, self._near, self._resident, self._offloaded):
+            for variations in (
+                self._inputs,
+                self._attention,
+                self._groups,
+                self._on_device,
+                self._near,
+                self._resident,
+                self._offloaded,
+            ):
                 for counts in variations(best):
                     candidate = self._try(counts)
-                    if candidate is not None and (
-                        found is None or candidate.time.seconds < (1 - WORTH_IT) * found.time.seconds
-                    ):
+                    gain = WORTH_IT if counts.inputs_offloaded <= best.inputs_offloaded else INPUTS_WORTH_IT
+                    if candidate is not None and (found is None or candidate.time.seconds < (1 - gain) * found.time.seconds):
                         best, found = counts, candidate
             if best == before:
                 break
@@ -115,6 +165,18 @@ class PlacementSearch:
             ):
                 return candidate
         return found
+
+    def _inputs(self, at: _Counts) -> Iterable[_Counts]:
+        if self._choices.inputs_offloaded is not None:
+            return ()
+        return [dataclasses.replace(at, inputs_offloaded=count) for count in _spread(self._count)]
+
+    def _attention(self, at: _Counts) -> Iterable[_Counts]:
+        # Layers without tiles are compiled, and attention is part of their graph.
+        if self._choices.attention_kept is not None or not self._outline.token_tile:
+            return ()
+        near = range(max(0, at.attention_kept - 2), min(self._count, at.attention_kept + 2) + 1)
+        return [dataclasses.replace(at, attention_kept=count) for count in sorted({*_spread(self._count), *near})]
 
     def _groups(self, at: _Counts) -> Iterable[_Counts]:
         if self._choices.on_device is not None:
@@ -166,11 +228,11 @@ class PlacementSearch:
                 self._count,
                 kept=kept,
                 offloaded=counts.offloaded,
+                inputs_offloaded=counts.inputs_offloaded,
+                attention_kept=counts.attention_kept,
                 resident=counts.resident,
                 on_device=counts.on_device,
                 groups_on_device=counts.groups_on_device,
-                # Every recomputed layer's inputs leave: there is no pause between copies.
-                spaces_offloaded=not self._model.offloads_inputs,
             )
 
         def peak(kept: int) -> int:
@@ -193,7 +255,7 @@ class PlacementSearch:
         return max(0, self._host_budget + moved)
 
     def _offloaded_bytes(self, placement: Placement) -> int:
-        return sum(sent_bytes(self._outline, self._model, placement))
+        return sum(sent_bytes(self._outline, placement))
 
 
 def _most(count: int, fits: Callable[[int], bool]) -> int:

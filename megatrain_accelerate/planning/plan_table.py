@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from megatrain_accelerate.planning.placement_search import Candidate
 from megatrain_accelerate.planning.step_outline import StepOutline
+from megatrain_accelerate.planning.step_simulation import sent_bytes
+from megatrain_accelerate.planning.tile_choice import tiles_text
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.units import GIB
 
@@ -25,8 +27,10 @@ def plan_table(
     streamed = count - len(placement.resident) - len(placement.on_device)
     recomputed = count - len(placement.kept) - len(placement.offloaded)
     host = sum(sum(unit.bytes_by_kind().values()) for unit in runtime.units if not unit.is_on_device)
-    host += sum(outline.profiles[e.kind].offloaded_bytes for e in outline.forward_calls if e.layer in placement.offloaded)
+    host += sum(sent_bytes(outline, placement))
     kept_bytes = sum(outline.profiles[e.kind].kept_bytes for e in outline.forward_calls if e.layer in placement.kept)
+    away = len(placement.inputs_offloaded - placement.kept - placement.offloaded)
+    attending = len(placement.attention_kept - placement.kept - placement.offloaded)
     groups = "GPU" if placement.groups_on_device else "host"
     rows = [
         (
@@ -38,8 +42,11 @@ def plan_table(
         (
             "activations",
             f"{len(placement.kept)} layers kept ({kept_bytes / GIB:.1f} GiB), "
-            f"{len(placement.offloaded)} offloaded, {recomputed} recomputed",
+            f"{len(placement.offloaded)} offloaded, {recomputed} recomputed"
+            + (f", {away} of them from inputs on the host" if away else "")
+            + (f", {attending} of them but for attention" if attending else ""),
         ),
+        *([("tiles", tiles_text(runtime))] if runtime.token_tile else []),
         ("GPU memory", f"{predicted_bytes / GIB:.1f} of {budget_bytes / GIB:.1f} GiB"),
         ("host memory", f"{host / GIB:.1f} GiB"),
         (

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from megatrain_accelerate.planning.compiled_functions import compiled_functions_as_python
-from megatrain_accelerate.planning.known_values import KnownValues, NumbersOfTensors
+from megatrain_accelerate.planning.known_values import KnownValues, NumbersOfTensors, taken_for_data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +217,7 @@ def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device)
         KnownValues() as values,
         NumbersOfTensors(),
         compiled_functions_as_python(),
+        taken_for_data(values),
         _fake_weights(model, device, values) as weights,
         torch.enable_grad(),
     ):

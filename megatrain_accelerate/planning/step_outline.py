@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from megatrain_accelerate.planning.step_memory import LiveBytes, OpCosts, dry_model, loss_of
 from megatrain_accelerate.planning.trial_runs import Trial, enter_recorded, run_on_trial
 from megatrain_accelerate.streaming import activation_offload
+from megatrain_accelerate.streaming.attention_results import AttentionResults
+from megatrain_accelerate.streaming.compiled_layer import without_saving
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import OutputRecorder
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
@@ -46,12 +48,17 @@ class LayerProfile:
     """The most in a backward that recomputes first."""
     inputs_need_grad: tuple[bool, ...]
     """For each tensor among the arguments."""
+    attention: OpCosts = dataclasses.field(default_factory=OpCosts)
+    """Of the forward, what attention's kernels cost."""
+    attention_bytes: int = 0
+    """Of their results."""
     pieces: int = 1
     """In which the batch runs."""
     forward_seconds: float | None = None
     """Measured (:mod:`.layer_measurement`); None: to be reckoned from the costs."""
     kept_forward_seconds: float | None = None
     backward_seconds: float | None = None
+    attention_seconds: float | None = None
 
     def of_pieces(self, split: BatchSplit, output_bytes: int) -> LayerProfile:
         """This profile of the first piece of a batch as that of the whole batch, which runs piece by piece.
@@ -65,8 +72,8 @@ class LayerProfile:
         share = sum(split.sizes) / split.sizes[0]
         # The inner graphs hold the pieces' outputs besides the joined ones.
         kept_bytes = round(share * self.kept_bytes) + output_bytes
-        times = (self.forward_seconds, self.kept_forward_seconds, self.backward_seconds)
-        forward_seconds, kept_forward_seconds, backward_seconds = (None if t is None else share * t for t in times)
+        names = ("forward_seconds", "kept_forward_seconds", "backward_seconds", "attention_seconds")
+        times: dict[str, Any] = {name: None if getattr(self, name) is None else share * getattr(self, name) for name in names}
         return dataclasses.replace(
             self,
             forward=self.forward.times(share),
@@ -78,10 +85,10 @@ class LayerProfile:
             kept_forward_bytes=kept_bytes + max(output_bytes, self.kept_forward_bytes - self.kept_bytes),
             kept_backward_bytes=output_bytes + max(output_bytes, self.kept_backward_bytes),
             recomputed_bytes=output_bytes + max(output_bytes, self.recomputed_bytes),
+            attention=self.attention.times(share),
+            attention_bytes=round(share * self.attention_bytes),
             pieces=split.count,
-            forward_seconds=forward_seconds,
-            kept_forward_seconds=kept_forward_seconds,
-            backward_seconds=backward_seconds,
+            **times,
         )
 
 
@@ -109,8 +116,15 @@ class StepOutline:
     tail_peak_bytes: int
     tail_costs: OpCosts
     profiles: dict[Hashable, LayerProfile]
+    token_tile: int = 0
+    """Tokens of a tile in the layers; 0 for none."""
     outside_seconds: float | None = None
     """Measured: all that runs outside the layers from the step's begin to the first layer's backward, the loss above all."""
+
+    @property
+    def largest_layer_bytes(self) -> int:
+        """The most that a recomputed layer takes in backward."""
+        return max((profile.recomputed_bytes for profile in self.profiles.values()), default=0)
 
     @property
     def forward_calls(self) -> list[Event]:
@@ -276,6 +290,7 @@ class _Outliner:
             backward, backward_peak = live.costs - costs, live.take_peak()
             del gradients
         del trial, outputs, wanted, cut_args, cut_kwargs
+        attention, attention_bytes = self._attention(layer, args, kwargs, needs)
         self.profiles[kind] = LayerProfile(
             forward=forward,
             backward=backward,
@@ -287,9 +302,24 @@ class _Outliner:
             kept_backward_bytes=max(0, backward_peak - base - kept_bytes),
             recomputed_bytes=max(kept_forward_bytes, backward_peak - base),
             inputs_need_grad=needs,
+            attention=attention,
+            attention_bytes=attention_bytes,
         ).of_pieces(split, whole_bytes)
         live.take_peak()
         self._costs_before = live.costs
+
+    def _attention(
+        self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], needs: Sequence[bool]
+    ) -> tuple[OpCosts, int]:
+        """What attention's kernels cost in a forward, and the bytes of their results."""
+        costs = [self._live.costs]
+        results = AttentionResults()
+        for mode in (results.recording(), results.replaying()):
+            cut_args, cut_kwargs = as_leaves(args, kwargs, needs)
+            with torch.enable_grad(), without_saving(), mode:
+                self._run(layer, cut_args, cut_kwargs)
+            costs.append(self._live.costs)
+        return (costs[1] - costs[0]) - (costs[2] - costs[1]), results.size_bytes
 
 
 def _tensors(trial: Trial) -> list[torch.Tensor]:
@@ -327,7 +357,7 @@ def outline_step(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[st
             loss = loss_of(model.forward(**dry_inputs), device)
             loss.backward()
             peak, costs = outliner.rest()
-    return StepOutline(tuple(outliner.events), peak, costs, outliner.profiles)
+    return StepOutline(tuple(outliner.events), peak, costs, outliner.profiles, runtime.token_tile)
 
 
 def evaluation_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> int:
@@ -349,3 +379,36 @@ def evaluation_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Mappin
     with dry_model(model, inputs, device) as (dry_inputs, live), runtime.layers_run_by(run), torch.no_grad(), live:
         model.forward(**dry_inputs)
     return live.peak_bytes
+
+
+FirstCall = Callable[[Hashable, StreamedLayer, tuple[Any, ...], dict[str, Any]], None]
+"""Told of the first call of a kind: the kind, the layer and its arguments, which have no data."""
+
+
+def outline_layers(
+    model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device, first_call: FirstCall
+) -> tuple[list[Hashable], dict[Hashable, LayerProfile]]:
+    """Runs the model's forward alone, without data: the kinds of the layers' calls in order, and their profiles.
+
+    Args:
+        model: the prepared model.
+        runtime: its engine at work.
+        inputs: the keyword arguments of the real call, without labels.
+        device: where the step will run.
+        first_call: called before a call of a new kind is profiled.
+
+    Raises:
+        Exception: see :func:`outline_step`.
+    """
+    with dry_model(model, inputs, device) as (dry_inputs, live):
+        outliner = _Outliner(live, torch.empty((), requires_grad=True), runtime.micro_batch_size, runtime.recorder)
+
+        def run(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            kind = call_kind(layer, args, kwargs)
+            if kind not in outliner.profiles:
+                first_call(kind, layer, args, kwargs)
+            return outliner(layer, args, kwargs)
+
+        with runtime.layers_run_by(run), live:
+            model.forward(**dry_inputs)
+    return [event.kind for event in outliner.events], outliner.profiles

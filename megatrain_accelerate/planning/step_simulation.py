@@ -56,8 +56,6 @@ class Model:
     steps_in_backward: bool
     micro_batches: int
     """Backwards before a step."""
-    offloads_inputs: bool = False
-    """Whether the inputs of recomputed layers go to the host."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +75,7 @@ class StepTime:
         return max(busy, key=busy.__getitem__)
 
 
-def sent_bytes(outline: StepOutline, model: Model, placement: Placement) -> list[int]:
+def sent_bytes(outline: StepOutline, placement: Placement) -> list[int]:
     """For each call of the forward pass, the bytes that go to the host after it and come back in backward."""
     sent = []
     for event in outline.forward_calls:
@@ -85,7 +83,7 @@ def sent_bytes(outline: StepOutline, model: Model, placement: Placement) -> list
         recomputes = event.layer not in placement.kept | placement.offloaded
         sent.append(
             profile.offloaded_bytes * (event.layer in placement.offloaded)
-            + profile.input_bytes * (recomputes and model.offloads_inputs)
+            + profile.input_bytes * (recomputes and event.layer in placement.inputs_offloaded)
         )
     return sent
 
@@ -97,10 +95,10 @@ class _Away:
     for as many calls as there are from one offloaded layer to the next, the one before it; in backward the one that follows.
     """
 
-    def __init__(self, outline: StepOutline, model: Model, placement: Placement) -> None:
+    def __init__(self, outline: StepOutline, placement: Placement) -> None:
         self._calls = [event.layer for event in outline.forward_calls]
         self._spacing = placement.offload_spacing
-        self._sent = sent_bytes(outline, model, placement)
+        self._sent = sent_bytes(outline, placement)
         # Of a batch that runs in pieces, two pieces are on the device.
         pieces = [outline.profiles[event.kind].pieces for event in outline.forward_calls]
         self._at_once = [sent // count for sent, count in zip(self._sent, pieces, strict=True)]
@@ -148,17 +146,21 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
         # From the second on, the gradients of the first are there.
         held += sum(model.layers[i].gradient_bytes + model.layers[i].sum_bytes for i in placement.on_device)
         held += sum(unit.gradient_bytes + unit.sum_bytes for unit in groups)
-    away = _Away(outline, model, placement)
+    away = _Away(outline, placement)
     for event in outline.events:
         profile = outline.profiles[event.kind]
         peak = max(peak, event.peak_bytes + kept + grown + away.extra_bytes)
         keeps = event.layer in placement.kept
         offloads = event.layer in placement.offloaded
+        attention_bytes = profile.attention_bytes if event.layer in placement.attention_kept else 0
         # What is too small to go to the host stays.
-        staying = profile.kept_bytes if keeps else profile.kept_bytes - profile.offloaded_bytes if offloads else 0
+        staying = (
+            profile.kept_bytes if keeps else profile.kept_bytes - profile.offloaded_bytes if offloads else attention_bytes
+        )
         if event.is_backward:
             away.backward_begins(event.layer)
-            above = profile.kept_backward_bytes if keeps or offloads else profile.recomputed_bytes
+            # The recomputed graph holds attention's results themselves.
+            above = profile.kept_backward_bytes if keeps or offloads else profile.recomputed_bytes - attention_bytes
             peak = max(peak, event.live_bytes + kept + grown + above + away.extra_bytes)
             kept -= staying
             if event.layer in placement.on_device and model.micro_batches == 1:
@@ -180,6 +182,12 @@ def _profile_seconds(profile: LayerProfile, machine: Machine) -> tuple[float, fl
     measured = (profile.forward_seconds, profile.kept_forward_seconds, profile.backward_seconds)
     reckoned = (forward, forward, backward)
     return tuple(m if m is not None else r for m, r in zip(measured, reckoned, strict=True))  # type: ignore[return-value]
+
+
+def _attention_seconds(profile: LayerProfile, machine: Machine) -> float:
+    """Of a forward, what isn't computed again where attention's results are kept."""
+    measured = profile.attention_seconds
+    return op_seconds(profile.attention, machine) if measured is None else measured
 
 
 def op_seconds(costs: OpCosts, machine: Machine) -> float:
@@ -205,7 +213,8 @@ class _Pipeline:
     def __init__(self, outline: StepOutline, model: Model, placement: Placement, machine: Machine) -> None:
         self.outline, self.model, self.placement, self.machine = outline, model, placement, machine
         self.seconds = {kind: _profile_seconds(profile, machine) for kind, profile in outline.profiles.items()}
-        self.sent = sent_bytes(outline, model, placement)
+        self.attention = {kind: _attention_seconds(profile, machine) for kind, profile in outline.profiles.items()}
+        self.sent = sent_bytes(outline, placement)
         self.compute, self.h2d, self.d2h, self.host = _Resource(), _Resource(), _Resource(), _Resource()
         self.applied = [0.0] * len(model.layers)
         self.resident_at = [0.0] * len(model.layers)
@@ -258,7 +267,8 @@ class _Pipeline:
                 if event.layer not in placement.on_device and unit.gradient_bytes:
                     full = len(self.gradients_out) == self.model.gradient_slots
                     ready = max(ready, self.gradients_out[0] if full else 0.0)
-                seconds = backward if keeps or offloads else kept_forward + backward
+                again = kept_forward - (self.attention[event.kind] if event.layer in placement.attention_kept else 0.0)
+                seconds = backward if keeps or offloads else again + backward
                 end = self.compute.work(seconds, ready)
                 if event.layer not in placement.on_device and unit.gradient_bytes:
                     self._gradient_leaves(event.layer, end, is_last)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -44,12 +43,6 @@ def caching_modules(model: nn.Module, layers: Collection[nn.Module]) -> Iterator
     for module in model.modules():
         if id(module) not in inside and "use_cache" in inspect.signature(module.forward).parameters:
             yield module
-
-
-def layers_return_caches() -> bool:
-    """Whether layers of this transformers return their cache as an output, if the model believes in one (before 4.48)."""
-    numbers = importlib.metadata.version("transformers").split(".")
-    return tuple(int(number) for number in numbers[:2]) < (4, 48)
 
 
 def decide_against_a_cache(

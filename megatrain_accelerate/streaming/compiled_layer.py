@@ -148,6 +148,8 @@ class CompiledLayers:
         if torch._C._len_torch_dispatch_stack() > 0:
             # Dynamo declines under a mode that watches operations (a FLOP counter), and it should see them all.
             return False
+        if layer.tiles.tile_tokens:
+            return False  # a compiled graph would hold all tokens at once
         kind = self._kind_of(layer)
         if kind is None or kind.gave_up:
             return False

@@ -14,6 +14,7 @@ from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.optim.step_worker import Ticket
 from megatrain_accelerate.streaming.shared_mappings import run_with_mappings
+from megatrain_accelerate.streaming.token_tiles import TokenTiles
 
 
 class UpdateGate:
@@ -62,6 +63,7 @@ class StreamedLayer:
         self.gate = UpdateGate()
         self.parametrized: set[int] = set()
         """Weights, by place, that the layer was seen to parametrize while it ran; see :func:`bound_weights`."""
+        self.tiles = TokenTiles.of_layer(module)
         self.has_trainable = any(state.entry.spec.trainable for state in unit.states)
         self._known = {id(state.parameter) for state in unit.states}
         position = {id(state.parameter): i for i, state in enumerate(unit.states)}
@@ -74,7 +76,8 @@ class StreamedLayer:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the layer's own forward with the weights that are bound to it; see :class:`SharedMappings`."""
-        return run_with_mappings(self.forward, args, kwargs)
+        with self.tiles.at_work(args, kwargs):
+            return run_with_mappings(self.forward, args, kwargs)
 
     def show_host_weights(self) -> None:
         """The parameters' data are the store's weights from now on."""

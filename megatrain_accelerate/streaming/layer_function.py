@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.streaming.activation_offload import ActivationOffloader
+from megatrain_accelerate.streaming.attention_results import AttentionResults
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers, without_autocast_cache, without_saving
 from megatrain_accelerate.streaming.device_slots import WeightSlot
@@ -67,6 +68,7 @@ class RunContext:
         backward_begins: Callable[[], None],
         keeps: Callable[[StreamedLayer], bool],
         offloads: Callable[[StreamedLayer], bool],
+        keeps_attention: Callable[[StreamedLayer], bool],
         activations: ActivationOffloader,
         recorder: OutputRecorder | None,
         compiled: CompiledLayers,
@@ -87,6 +89,8 @@ class RunContext:
         """Whether a layer's activations stay on the device until its backward."""
         self.offloads = offloads
         """Whether a layer's activations go to the host until its backward."""
+        self.keeps_attention = keeps_attention
+        """Whether the results of a recomputed layer's attention stay on the device until its backward."""
         self.activations = activations
         self.recorder = recorder
         self.anchor = torch.zeros((), device=device, requires_grad=True)
@@ -235,6 +239,8 @@ class _Run:
     ambient: AmbientState
     kept: KeptGraph | None
     """Taken by the first backward; a second one recomputes."""
+    attention: AttentionResults | None = None
+    """Taken likewise."""
 
 
 class LayerFunction(torch.autograd.Function):
@@ -253,7 +259,8 @@ class LayerFunction(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         slot = context.acquire_forward(layer, tape, position, True)
         ctx.weights_version = layer.unit.version
-        call.is_compiled = context.compiled.wants(layer)
+        # Attention inside a compiled graph isn't seen.
+        call.is_compiled = context.compiled.wants(layer) and not context.keeps_attention(layer)
         ctx.runs, made = [], []
         try:
             with record_function(f"megatrain::forward ({layer.name})"), no_writes_to(tensors, layer.name):
@@ -278,7 +285,9 @@ class LayerFunction(torch.autograd.Function):
         if context.offloads(layer):
             offloaded = context.activations.record(layer.name, [*tensors, *layer.module.buffers()])
         if offloaded is None and not context.keeps(layer):
-            return LayerFunction._run_unkept(call, slot, _cut_off(tensors, ctx.needs_input_grad[4:]), piece)
+            attention = ctx.runs[piece].attention = AttentionResults() if context.keeps_attention(layer) else None
+            with attention.recording() if attention is not None else contextlib.nullcontext():
+                return LayerFunction._run_unkept(call, slot, _cut_off(tensors, ctx.needs_input_grad[4:]), piece)
         kept = ctx.runs[piece].kept = KeptGraph(slot, offloaded)
         weights, kept.weight_leaves = bound_weights(layer, slot)
         kept.inputs = _cut_off(tensors, ctx.needs_input_grad[4:])
@@ -343,6 +352,7 @@ class LayerFunction(torch.autograd.Function):
         """The gradients of a piece's inputs, and one for each trainable weight."""
         call, run = ctx.call, ctx.runs[piece]
         kept, run.kept = run.kept, None
+        attention, run.attention = run.attention, None
         if kept is not None:
             tensors = kept.inputs
         else:
@@ -358,6 +368,7 @@ class LayerFunction(torch.autograd.Function):
                     run.ambient.entered(),
                     torch.enable_grad(),
                     record_function(f"megatrain::recompute ({call.layer.name})"),
+                    attention.replaying() if attention is not None else contextlib.nullcontext(),
                 ):
                     outputs = call.run(tensors, replay=True, piece=piece)
             pairs = [

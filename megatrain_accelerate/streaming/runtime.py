@@ -35,6 +35,7 @@ from megatrain_accelerate.streaming.relocation import Part, relocate
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.shared_mappings import SharedMappings
 from megatrain_accelerate.streaming.streams import Streams
+from megatrain_accelerate.streaming.token_tiles import TileOfLayers, TokenTiles
 
 LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -99,8 +100,12 @@ class StreamingRuntime:
         """Indices of the layers whose activations stay on the device instead of being recomputed; set by the plan."""
         self.offloaded_layers: frozenset[int] = frozenset()
         """Indices of the layers whose activations go to the host instead of being recomputed; set by the plan."""
-        self.offloads_inputs = False
-        """Whether the inputs of recomputed layers go to the host; set by the plan."""
+        self.input_offloaded_layers: frozenset[int] = frozenset()
+        """Indices of the layers whose inputs go to the host if they are recomputed; set by the plan."""
+        self.outside_tiles = TokenTiles(())
+        """Of norms outside the layers (:mod:`.outside_norms`)."""
+        self.attention_layers: frozenset[int] = frozenset()
+        """Indices of the layers whose attention isn't computed again if they are recomputed; set by the plan."""
         self.activations = ActivationOffloader.for_engine(config, kernels, streams, meter, register)
         self.moved_listeners: dict[int, Callable[[HostUnit], None]] = {}
         """Called with a unit that moved to or from the device; entered by optimizers, by their id."""
@@ -121,6 +126,7 @@ class StreamingRuntime:
             backward_begins=self._backward_begins,
             keeps=lambda layer: layer.index in self.kept_layers,
             offloads=lambda layer: layer.index in self.offloaded_layers,
+            keeps_attention=lambda layer: layer.index in self.attention_layers,
             activations=self.activations,
             recorder=recorder,
             compiled=self.compiled,
@@ -141,6 +147,8 @@ class StreamingRuntime:
         self._in_this_backward: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         self._backward_tape: Tape | None = None
         self._clipping = Clipping(self.norms, self.sums, self._states)
+
+    token_tile = TileOfLayers()
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -173,7 +181,8 @@ class StreamingRuntime:
         """Proxies call ``runner(layer, args, kwargs)`` instead of streaming while the body runs."""
         self._dry_run = runner
         try:
-            yield
+            with self.outside_tiles.at_work_anywhere():
+                yield
         finally:
             self._dry_run = None
 
@@ -194,7 +203,7 @@ class StreamingRuntime:
                 tape, position = self._order.record(layer.index)
                 self._open_forwards.add(_open_forward := tape.open_forward())  # alive until a node holds it
                 anchor = self._context.anchor if layer.has_trainable else self._context.anchor.detach()
-                offloads = self.offloads_inputs and layer.index not in self.kept_layers | self.offloaded_layers
+                offloads = layer.index in self.input_offloaded_layers - self.kept_layers - self.offloaded_layers
                 offloading = inputs_offloaded(self.activations, layer.name, tensors, tape, position)
                 with offloading if offloads else contextlib.nullcontext():
                     outputs = list(LayerFunction.apply(call, tape, position, anchor, *tensors))
@@ -202,7 +211,7 @@ class StreamingRuntime:
         tape, position = self._order.record(layer.index)
         slot = self._acquire_forward(layer, tape, position, False)
         try:
-            with torch.no_grad(), layer.bound(slot.views(layer.unit.layout)):
+            with torch.no_grad(), layer.bound(slot.views(layer.unit.layout)), layer.tiles.at_work(args, kwargs):
                 return layer.forward(*args, **kwargs)
         finally:
             self.prefetcher.release(slot)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import weakref
 from collections.abc import Iterator
@@ -344,8 +343,8 @@ def test_the_predicted_step_counts_offloaded_activations_only_on_their_way(small
     sizes = engine.device_plan.model_sizes()
 
     def predicted(kept: int, offloaded: int, inputs: bool = False) -> int:
-        placement = Placement.of_counts(12, kept=kept, offloaded=offloaded)
-        return peak_bytes(outline, dataclasses.replace(sizes, offloads_inputs=inputs), placement)
+        placement = Placement.of_counts(12, kept=kept, offloaded=offloaded, inputs_offloaded=12 * inputs)
+        return peak_bytes(outline, sizes, placement)
 
     (profile,) = outline.profiles.values()
     hidden = 2 * 128 * 64 * 2

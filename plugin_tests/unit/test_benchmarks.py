@@ -51,6 +51,16 @@ def test_a_sweep_measures_each_batch_once(scripts: Any) -> None:
         cases.chosen([], "9b", [])
 
 
+def test_attention_counts_half_of_all_pairs_of_tokens_forward_and_twice_backward(scripts: Any) -> None:
+    run = scripts("trainer_run")
+    model = run.build_model("tiny", 64, layer_count=3)
+    assert len(model.model.layers) == 3
+    weights, both = run.step_flops(model.config, 1000, batch=2, length=64)
+    assert weights == 6 * 1000 * 2 * 64
+    pairs = 64 * 64 / 2
+    assert both - weights == 3 * 2 * (2 * 2 * pairs * 64) * 3
+
+
 @pytest.mark.parametrize(
     ("text", "setting"),
     [("slots=3", ("slots", 3)), ("keep_layers=auto", ("keep_layers", "auto")), ("huge_pages=false", ("huge_pages", False))],

@@ -11,7 +11,7 @@ from engine_runs import Training, attach
 from plain_torch import tiny_model, token_batches
 
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.planning import device_plan
+from megatrain_accelerate.planning import device_plan, tile_choice
 from megatrain_accelerate.planning.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Placement
@@ -92,6 +92,105 @@ def test_the_predicted_step_counts_offloaded_layers_wherever_they_lie(
         run.engine.drain()
     predicted = run.engine.predicted_device_bytes - LIBRARY_WORKSPACE_BYTES - held
     assert 0.9 * predicted <= live.peak_bytes <= 1.03 * predicted + 0.1 * MIB
+
+
+def long_batch(length: int = 2048) -> torch.Tensor:
+    return token_batches(1, batch=1, length=length, vocabulary=512)[0]
+
+
+@pytest.mark.parametrize("kept", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_attention_that_is_kept_takes_what_is_predicted(kept: int) -> None:
+    fixed = {"offload_layers": 0, "device_layers": 0, "resident_layers": 0, "keep_layers": kept}
+    predicted, seconds = {}, {}
+    for attention in (0, 4):
+        run = planned(200, token_tile=128, keep_attention=attention, **fixed)
+        ids = long_batch(1024)
+        run.step(ids, max_norm=1.0)
+        held = sum(run.engine.device_bytes_by_kind().values())
+        with LiveBytes([*held_tensors(run), ids]) as live:
+            run.step(ids, max_norm=1.0)
+            run.engine.drain()
+        predicted[attention] = run.engine.predicted_device_bytes - LIBRARY_WORKSPACE_BYTES - held
+        assert 0.95 * predicted[attention] <= live.peak_bytes <= 1.03 * predicted[attention] + 0.1 * MIB
+        assert run.engine.predicted_step_seconds is not None
+        seconds[attention] = run.engine.predicted_step_seconds
+    assert predicted[4] - predicted[0] >= 4 * 1024 * 128 * 2
+    assert seconds[4] < seconds[0]
+
+
+@pytest.mark.parametrize("kept", [0, pytest.param(3, marks=pytest.mark.long)])
+def test_tiles_take_what_is_predicted_and_less_than_whole_layers(kept: int) -> None:
+    predicted = {}
+    for tile in (0, 256):
+        run = planned(200, token_tile=tile, keep_layers=kept, offload_layers=0, device_layers=0, resident_layers=0)
+        ids = long_batch()
+        run.step(ids, max_norm=1.0)
+        held = sum(run.engine.device_bytes_by_kind().values())
+        with LiveBytes([*held_tensors(run), ids]) as live:
+            run.step(ids, max_norm=1.0)
+            run.engine.drain()
+        predicted[tile] = run.engine.predicted_device_bytes - LIBRARY_WORKSPACE_BYTES - held
+        assert 0.95 * predicted[tile] <= live.peak_bytes <= 1.03 * predicted[tile] + 0.1 * MIB
+    # Outside the layers, logits are what is large here.
+    assert predicted[256] < 0.8 * predicted[0]
+
+
+def test_tiles_are_for_steps_that_do_not_fit_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tile_choice, "AUTO_TILE_TOKENS", 128)
+    run = planned(22, offload_layers=0, offload_inputs=False)
+    run.engine.device_plan.show = True
+    run.step(long_batch(512))
+    assert run.engine.runtime.token_tile == 0
+    assert "tiles" not in capsys.readouterr().err
+    run.step(long_batch())
+    assert run.engine.runtime.token_tile == 128
+    names = "input_layernorm, post_attention_layernorm, mlp of Qwen2DecoderLayer"
+    assert f"128 tokens: {names}" in capsys.readouterr().err
+    assert run.engine.predicted_device_bytes <= 22 * MIB + LIBRARY_WORKSPACE_BYTES
+    for whole in (planned(40), planned(22, token_tile=0)):
+        whole.step(long_batch())
+        assert whole.engine.runtime.token_tile == 0
+
+
+@pytest.mark.long
+def test_long_sequences_that_fit_whole_run_by_tiles_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_choice, "AUTO_TILE_TOKENS", 128)
+    monkeypatch.setattr(tile_choice, "LONG_TOKENS", 2048)
+    fixed = {"device_layers": 0, "resident_layers": 0, "offload_layers": 0}
+    seconds = {}
+    for tile in (0, 128, "auto"):
+        run = planned(36, token_tile=tile, **fixed)
+        run.step(long_batch())
+        seconds[tile] = run.engine.predicted_step_seconds
+        chosen: int = run.engine.runtime.token_tile
+    assert seconds["auto"] == min(seconds[0], seconds[128])  # type: ignore[type-var]
+    assert seconds[chosen] == seconds["auto"]
+    roomy = planned(200, **fixed)
+    roomy.step(long_batch())
+    assert roomy.engine.runtime.token_tile == 0
+
+
+def test_what_does_not_fit_in_any_way_takes_the_least(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tile_choice, "AUTO_TILE_TOKENS", 128)
+    run = planned(4)
+    run.step(long_batch())
+    assert run.engine.runtime.token_tile == 128
+    assert "predicted to take" in caplog.text
+
+
+@pytest.mark.long
+def test_a_plan_that_is_only_weighed_leaves_the_layers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_choice, "AUTO_TILE_TOKENS", 128)
+    run = planned(22, offload_layers=0, offload_inputs=False)
+    ids = long_batch()
+    assert run.engine.device_plan.weigh(run.model, {"input_ids": ids, "labels": ids}) is not None
+    assert run.engine.runtime.token_tile == 0
+    run.step(ids)
+    assert run.engine.runtime.token_tile == 128
 
 
 def test_more_memory_never_makes_a_slower_plan() -> None:

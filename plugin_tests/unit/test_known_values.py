@@ -45,6 +45,19 @@ def test_what_a_model_decides_is_what_it_decides_with_data(decision: Decision) -
     assert decided(decision, batch) == decision(batch)
 
 
+@pytest.mark.parametrize("as_keyword", [True, False])
+def test_counts_of_unknown_numbers_are_as_many_as_are_named(as_keyword: bool) -> None:
+    """Experts, by transformers' loss that balances their load."""
+
+    def counted(batch: torch.Tensor) -> tuple[object, ...]:
+        chosen = torch.rand(batch.shape[0], 8).topk(2).indices.reshape(-1)
+        counts = torch.bincount(chosen, minlength=8) if as_keyword else torch.bincount(chosen, None, 8)
+        weighted = torch.bincount(chosen, weights=chosen.float(), minlength=8)
+        return tuple(counts.shape), counts.dtype, tuple(weighted.shape), weighted.dtype
+
+    assert decided(counted, torch.zeros(3)) == ((8,), torch.int64, (8,), torch.float32)
+
+
 def test_a_value_that_was_overwritten_by_something_unknown_is_not_answered() -> None:
     def decision(batch: torch.Tensor) -> int:
         view = batch[:2]

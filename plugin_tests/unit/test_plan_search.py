@@ -128,7 +128,7 @@ def test_copies_of_offloaded_layers_hide_behind_those_between_them() -> None:
     machine = dataclasses.replace(MACHINE, d2h_bytes=25.0, h2d_bytes=12.5, host_step_parameters=1e9)
     sizes = model(layers=[dataclasses.replace(LAYER, weight_bytes=0, gradient_bytes=0)] * LAYERS)
     spaced = Placement.of_counts(LAYERS, offloaded=3)
-    side_by_side = Placement.of_counts(LAYERS, offloaded=3, spaces_offloaded=False)
+    side_by_side = Placement.of_counts(LAYERS, offloaded=3, inputs_offloaded=LAYERS)
     assert (spaced.offloaded, side_by_side.offloaded) == ({9, 6, 3}, {9, 8, 7})
     recomputed = simulate_step(outline(), sizes, Placement(), machine).seconds
     seconds_of = [simulate_step(outline(), sizes, placement, machine).seconds for placement in (spaced, side_by_side)]
@@ -165,7 +165,7 @@ def test_peak_grows_by_what_is_placed_on_the_device() -> None:
 
 
 def found(budget: int, machine: Machine = MACHINE, sizes: Model | None = None, **choices: int | None) -> Candidate | None:
-    settings = {"offloaded": 0, **choices}
+    settings = {"offloaded": 0, "inputs_offloaded": 0, **choices}
     return PlacementSearch(outline(), sizes or model(), machine, budget, Choices(**settings), 10**9).best()  # type: ignore[arg-type]
 
 
@@ -236,6 +236,40 @@ def test_offloading_is_chosen_where_the_link_is_idle_and_host_memory_is_there() 
     moved = without_host_memory(on_device=1)
     assert moved is not None
     assert len(moved.placement.offloaded) <= 2
+
+
+def test_inputs_leave_where_a_step_does_not_fit_with_them_and_no_more_than_must() -> None:
+    smallest = SLOTS + 9 * 5 + 100
+    with_room = found(smallest, kept=0, on_device=0, resident=0, inputs_offloaded=None)
+    assert with_room is not None
+    assert with_room.placement.inputs_offloaded == frozenset()
+    tight = found(smallest - 20, kept=0, on_device=0, resident=0, inputs_offloaded=None)
+    assert tight is not None
+    # At the peak two of those that leave are there.
+    assert 4 <= len(tight.placement.inputs_offloaded) <= 6
+    assert tight.peak_bytes <= smallest - 20
+    assert found(smallest - 20, inputs_offloaded=0) is None
+
+
+def test_layers_with_tiles_keep_attention_first_where_room_is_short_and_attention_long() -> None:
+    profile = {"attention": OpCosts(), "attention_bytes": 5, "attention_seconds": 0.8}
+    budget = SLOTS + 9 * 5 + 100 + 10 * 5
+    fixed = Choices(offloaded=0, resident=0, on_device=0, inputs_offloaded=0)
+    for tile in (8192, 0):
+        step = dataclasses.replace(outline(**profile), token_tile=tile)  # type: ignore[arg-type]
+        best = PlacementSearch(step, model(), MACHINE, budget, fixed).best()
+        assert best is not None
+        assert best.peak_bytes <= budget
+        attending = best.placement.attention_kept - best.placement.kept
+        assert len(attending | best.placement.kept) >= 9 if tile else not attending
+        # 2 s of forward and recompute, less the attention that is left out.
+        assert best.time.compute == pytest.approx(40 - 0.8 * len(attending) - len(best.placement.kept), rel=0.01)
+
+
+def test_inputs_stay_where_the_host_has_no_room_for_them() -> None:
+    choices = Choices(kept=0, offloaded=0, resident=0, on_device=0, attention_kept=0)
+    assert PlacementSearch(outline(), model(), MACHINE, SLOTS + 9 * 5 + 80, choices, host_budget_bytes=10).best() is None
+    assert PlacementSearch(outline(), model(), MACHINE, SLOTS + 9 * 5 + 80, choices, host_budget_bytes=100).best() is not None
 
 
 def test_accumulation_counts_the_gradients_that_wait_for_the_others() -> None:

@@ -63,6 +63,7 @@ def our_row(case: str, shape: tuple[str, int, int], result: dict[str, Any]) -> R
         "tokens": result["tokens"],
         "tokens_per_second": result["tokens_per_second"],
         "tflops": result["tflops_6n"],
+        "tflops_with_attention": result.get("tflops_with_attention"),
         "step_ms": step_ms,
         "predicted_step_ms": logged.get("predicted_step_ms"),
         "gpu_peak_gib": logged.get("gpu_peak_gib"),

@@ -1,0 +1,1 @@
+"""``megatrain doctor``: whether this machine is fit for training, what will limit it, and how to mend that."""

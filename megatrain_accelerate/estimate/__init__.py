@@ -1,0 +1,1 @@
+"""``megatrain estimate``: what a training takes on a machine, from the model's configuration, by the plan's own cost model."""

@@ -1,0 +1,365 @@
+"""The forecast of a training step: the plan's own search on outlines that are run, or extrapolated, without data."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.estimate.layer_graph import LayerGraph, TensorShape, trace_layer
+from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
+from megatrain_accelerate.estimate.reckoning import (
+    FITTED,
+    Shares,
+    compiled_profile,
+    outside_seconds,
+    tiled_profile,
+    uncompiled_profile,
+)
+from megatrain_accelerate.loss.products import standing_for_a_gpu
+from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES
+from megatrain_accelerate.planning.machine import Machine
+from megatrain_accelerate.planning.placement_search import Candidate
+from megatrain_accelerate.planning.step_memory import OpCosts
+from megatrain_accelerate.planning.step_outline import Event, LayerProfile, StepOutline, outline_layers, outline_step
+from megatrain_accelerate.planning.step_simulation import sent_bytes
+from megatrain_accelerate.planning.tile_choice import outline_with_tiles
+from megatrain_accelerate.streaming.compiled_layer import SMALLEST_LAYER_PARAMETERS
+from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.layer_function import OutputRecorder
+from megatrain_accelerate.streaming.micro_batches import BatchSplit
+from megatrain_accelerate.streaming.token_tiles import AUTO_TILE_TOKENS
+
+logger = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+OUTLINED_TOKENS = 4096
+"""What runs outside the layers is outlined on about so many tokens and on twice as many; beyond it grows in proportion, since
+the loss goes by tiles. A run without data takes a second for every few thousand tokens."""
+
+_TRACED_BATCHES = (2, 4)
+"""Layers are traced on so many sequences; on more they take more in proportion. Of one, tensors may be laid out otherwise."""
+
+_Layers = tuple[Sequence[Hashable], dict[Hashable, LayerProfile]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """A predicted step. Bytes are peaks, rates are of one GPU."""
+
+    batch: int
+    length: int
+    micro_batches: int
+    seconds: float
+    candidate: Candidate
+    gpu_bytes: int
+    gpu_budget_bytes: int
+    host_bytes: int
+    host_budget_bytes: int
+    kept_bytes: int
+    """Activations that stay on the GPU, and those that go to the host."""
+    offloaded_bytes: int
+    layers: int
+    active_parameters: int
+    fits: bool
+    """In both memories."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.batch * self.length * self.micro_batches
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole step, the optimizer's included."""
+        return self.tokens / self.seconds
+
+    @property
+    def tflops(self) -> float:
+        """6 x active parameters x tokens: what is recomputed doesn't count, nor does attention."""
+        return 6e-12 * self.active_parameters * self.tokens_per_second
+
+
+class Forecaster:
+    """Predicts steps of one model under one machine's speeds and memories.
+
+    Args:
+        model: on the meta device.
+        config: the settings.
+        machine: speeds.
+        gpu_bytes: GPU memory that a step may take.
+        host_bytes: host memory that the process may take; None for as much as the model's states need.
+        micro_batches: backwards before a step.
+        active_parameters: those that a token meets; by default all.
+        recorder: what collects side outputs of layers.
+        shares: of the speeds that are reached.
+
+    Raises:
+        UnsupportedError: the model can't stream; the message says why.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: MegatrainConfig,
+        machine: Machine,
+        gpu_bytes: int,
+        host_bytes: int | None,
+        *,
+        micro_batches: int = 1,
+        active_parameters: int | None = None,
+        recorder: OutputRecorder | None = None,
+        shares: Shares = FITTED,
+    ) -> None:
+        self.model = model.train()
+        self.config = config
+        self.machine = machine
+        self.shares = shares
+        self.gpu_bytes = gpu_bytes
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.active_parameters = self.parameters if active_parameters is None else active_parameters
+        self.engine = MetaEngine(model, config, recorder)
+        for_states = None if host_bytes is None else host_bytes - CONSTANT_OVERHEAD_BYTES
+        self.plan = ForecastPlan(self.engine, config, machine, gpu_bytes, for_states, micro_batches)
+        self.host_bytes = self.host_store_bytes if host_bytes is None else host_bytes
+        self._graphs: dict[Hashable, LayerGraph | None] = {}
+        self._outlines: dict[tuple[int, int, int], StepOutline] = {}
+        self._outside: dict[tuple[int, int, int], StepOutline] = {}
+        self._traced: dict[tuple[int, int, int], _Layers] = {}
+
+    @property
+    def host_store_bytes(self) -> int:
+        """Host memory that the training asks for when it starts, bytes."""
+        return self.plan.store_bytes + CONSTANT_OVERHEAD_BYTES
+
+    def least_gpu_bytes(self, batch: int, length: int, offloads_inputs: bool = False) -> int:
+        """GPU memory of the leanest step: every layer streams and is recomputed.
+
+        Args:
+            batch, length: sequences, and tokens of each.
+            offloads_inputs: whether all layers' inputs go to the host, and not only those that the settings name.
+        """
+        return min(
+            self.plan.least_bytes(self._outline_by(batch, length, tile), offloads_inputs) for tile in self._tiles(length)
+        )
+
+    def _tiles(self, length: int) -> Sequence[int]:
+        """Tokens of a tile that the plan would try for sequences of this length; 0 for none."""
+        if self.config.token_tile != "auto":
+            return [int(self.config.token_tile)]
+        return [0, AUTO_TILE_TOKENS] if length > AUTO_TILE_TOKENS else [0]
+
+    def longest_offloaded(self, length: int) -> int:
+        """Tokens whose layers' inputs fit the host memory beside the store, from those of one sequence of ``length``."""
+        outline = self.outline(1, length)
+        sent = sum(outline.profiles[event.kind].input_bytes for event in outline.forward_calls)
+        return max(0, self.host_bytes - self.host_store_bytes) * length // max(1, sent)
+
+    def forecast(self, batch: int, length: int) -> Forecast:
+        """The fastest step on ``batch`` sequences of ``length`` tokens; the leanest where nothing fits.
+
+        Raises:
+            Exception: whatever the model raises when it looks at data, or at a length that it doesn't take.
+        """
+        outline = self.outline(batch, length)
+        found = self.plan.fastest(outline)
+        fits_host = self.host_store_bytes <= self.host_bytes
+        chosen = found or self.plan.streamed(outline)
+        kept = sum(
+            outline.profiles[event.kind].kept_bytes for event in outline.forward_calls if event.layer in chosen.placement.kept
+        )
+        sent = sum(sent_bytes(outline, chosen.placement))
+        # All units are adopted on the host; then some move, and activations take their place.
+        moved = self.plan.moved_bytes(chosen.placement)
+        return Forecast(
+            batch=batch,
+            length=length,
+            micro_batches=self.plan.micro_batches,
+            seconds=chosen.time.seconds,
+            candidate=chosen,
+            gpu_bytes=self.plan.fixed_bytes(outline) + chosen.peak_bytes,
+            gpu_budget_bytes=self.gpu_bytes,
+            host_bytes=self.host_store_bytes + max(0, sent - moved),
+            host_budget_bytes=self.host_bytes,
+            kept_bytes=kept,
+            offloaded_bytes=sent,
+            layers=len(self.engine.runtime.layers),
+            active_parameters=self.active_parameters,
+            fits=found is not None and fits_host,
+        )
+
+    # ------------------------------------------------------------------ outlines
+
+    def outline(self, batch: int, length: int) -> StepOutline:
+        """The outline of a step with the tiles that suit it, with reckoned times."""
+        runtime = self.engine.runtime
+        shape = {"input_ids": torch.empty((batch, length), device="meta")}
+        return outline_with_tiles(
+            runtime,
+            shape,
+            self.config.token_tile,
+            lambda: self._outline_by(batch, length, runtime.token_tile),
+            self.plan.search,
+        )
+
+    def _outline_by(self, batch: int, length: int, token_tile: int) -> StepOutline:
+        """The outline with layers that run by tiles of so many tokens."""
+        key = (batch, length, token_tile)
+        if key not in self._outlines:
+            self.engine.runtime.token_tile = token_tile
+            with standing_for_a_gpu():
+                self._outlines[key] = self._reckoned(batch, length)
+        return self._outlines[key]
+
+    def _reckoned(self, batch: int, length: int) -> StepOutline:
+        kinds, profiles = self._layers(batch, length)
+        outline = self._outside_of(batch, length)
+        outline = dataclasses.replace(outline, profiles=profiles, events=_with_kinds(outline.events, kinds))
+        return dataclasses.replace(outline, outside_seconds=outside_seconds(outline, self.machine, self.shares))
+
+    def _layers(self, batch: int, length: int) -> _Layers:
+        """The kinds of the layers' calls in order, and their profiles."""
+        pieces = self.engine.runtime.micro_batch_size
+        if batch <= max(_TRACED_BATCHES) or (pieces is not None and batch > pieces):
+            return self._traced_layers(batch, length)
+        (few_kinds, few), (many_kinds, many) = (self._layers_of(count, length) for count in _TRACED_BATCHES)
+        times = batch / _TRACED_BATCHES[0]
+        pairs = zip(few_kinds, many_kinds, strict=True)
+        return many_kinds, {kind: _profile_of(few[other], many[kind], times) for other, kind in set(pairs)}
+
+    def _layers_of(self, batch: int, length: int) -> _Layers:
+        key = (batch, length, self.engine.runtime.token_tile)
+        if key not in self._traced:
+            self._traced[key] = self._traced_layers(batch, length)
+        return self._traced[key]
+
+    def _traced_layers(self, batch: int, length: int) -> _Layers:
+        calls: dict[Hashable, tuple[StreamedLayer, Any, Any]] = {}
+
+        def note(kind: Hashable, layer: StreamedLayer, args: Any, kwargs: Any) -> None:
+            calls[kind] = (layer, *tree_map_only(torch.Tensor, TensorShape.of, (args, kwargs)))
+
+        ids = {"input_ids": torch.zeros((batch, length), dtype=torch.long)}
+        # The decoder's inputs are made of the labels. Elsewhere the loss is left out, since its tiles take long.
+        has_decoder = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
+        inputs = {**ids, "labels": ids["input_ids"]} if has_decoder else ids
+        kinds, dry = outline_layers(self.model, self.engine.runtime, inputs, CPU, note)
+        return kinds, {kind: self._profile(kind, dry[kind], *calls[kind]) for kind in dry}
+
+    def _outside_of(self, batch: int, length: int) -> StepOutline:
+        """The outline without the layers' profiles: run if it is small, else extrapolated from two smaller ones."""
+        if batch * length <= 2 * OUTLINED_TOKENS:
+            return self._outlined(batch, length)
+        if length <= OUTLINED_TOKENS:
+            few = -(-OUTLINED_TOKENS // length)
+            shapes = (few, length), (2 * few, length)
+        else:
+            shapes = (1, OUTLINED_TOKENS), (1, 2 * OUTLINED_TOKENS)
+        small, large = (self._outlined(*shape) for shape in shapes)
+        few_tokens = shapes[0][0] * shapes[0][1]
+        return _extrapolated(small, large, batch * length / few_tokens)
+
+    def _outlined(self, batch: int, length: int) -> StepOutline:
+        key = (batch, length, self.engine.runtime.token_tile)
+        if key not in self._outside:
+            ids = torch.zeros((batch, length), dtype=torch.long)
+            self._outside[key] = outline_step(self.model, self.engine.runtime, {"input_ids": ids, "labels": ids}, CPU)
+        return self._outside[key]
+
+    # ------------------------------------------------------------------ layers
+
+    def _profile(self, kind: Hashable, dry: LayerProfile, layer: StreamedLayer, args: Any, kwargs: Any) -> LayerProfile:
+        tensors = tree_map_only(TensorShape, lambda shape: shape.empty("meta"), (args, kwargs))
+        split = BatchSplit.of_call(layer.name, tensors[0], tensors[1], self.engine.runtime.micro_batch_size)
+        args, kwargs = tree_map_only(torch.Tensor, TensorShape.of, split.first_piece(*tensors))
+        graph = self._graph(kind, layer, args, kwargs)
+        share = sum(split.sizes) / split.sizes[0] if split.sizes else 1.0
+        if graph is not None and self.engine.runtime.token_tile:
+            return tiled_profile(dry, graph.times(share), self.machine, self.shares)
+        if graph is None or not self._is_compiled(layer):
+            whole = graph.times(share) if graph is not None else None
+            return uncompiled_profile(dry, whole, self.machine, self.shares)
+        output_bytes = round(share * graph.output_bytes)
+        return compiled_profile(dry, graph, self.machine, self.shares).of_pieces(split, output_bytes)
+
+    def _is_compiled(self, layer: StreamedLayer) -> bool:
+        wanted = self.config.compile_layers
+        return layer.unit.layout.parameter_count >= SMALLEST_LAYER_PARAMETERS if wanted == "auto" else bool(wanted)
+
+    def _graph(self, kind: Hashable, layer: StreamedLayer, args: Any, kwargs: Any) -> LayerGraph | None:
+        if kind not in self._graphs:
+            tile, layer.tiles.tile_tokens = layer.tiles.tile_tokens, 0
+            try:
+                self._graphs[kind] = trace_layer(layer, args, kwargs)
+            except Exception as error:  # a layer that looks at its data can't be traced without any
+                name = type(layer.module).__name__
+                logger.warning("megatrain: %s can't be traced, its costs are those of single operations (%s)", name, error)
+                self._graphs[kind] = None
+            finally:
+                layer.tiles.tile_tokens = tile
+        return self._graphs[kind]
+
+
+def _with_kinds(events: Sequence[Event], kinds: Sequence[Hashable]) -> tuple[Event, ...]:
+    """The events with the kinds of the calls in order; a backward has the kind of its layer's last call."""
+    calls = iter(kinds)
+    of_layer: dict[int, list[Hashable]] = {}
+    made = []
+    for event in events:
+        if event.is_backward:
+            kind = of_layer[event.layer].pop()
+        else:
+            kind = next(calls)
+            of_layer.setdefault(event.layer, []).append(kind)
+        made.append(dataclasses.replace(event, kind=kind))
+    return tuple(made)
+
+
+def _extended(once: float, twice: float, times: float) -> float:
+    """The line through what is taken by some tokens and by twice as many, at ``times`` of them."""
+    return once + (twice - once) * (times - 1)
+
+
+def _extended_costs(once: OpCosts, twice: OpCosts, times: float) -> OpCosts:
+    flops = _extended(once.flops, twice.flops, times)
+    return OpCosts(flops, _extended(once.traffic_bytes, twice.traffic_bytes, times))
+
+
+def _profile_of(once: LayerProfile, twice: LayerProfile, times: float) -> LayerProfile:
+    """The profile of ``times`` the sequences that ``once`` is of; ``twice`` is of two times as many."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(LayerProfile):
+        first, second = getattr(once, field.name), getattr(twice, field.name)
+        if isinstance(first, OpCosts):
+            changes[field.name] = _extended_costs(first, second, times)
+        elif isinstance(first, float):
+            changes[field.name] = _extended(first, second, times)
+        elif field.name.endswith("_bytes"):
+            changes[field.name] = round(_extended(first, second, times))
+    return dataclasses.replace(twice, **changes)
+
+
+def _extrapolated(small: StepOutline, large: StepOutline, times: float) -> StepOutline:
+    """The outline of ``times`` the tokens of ``small``; ``large`` has twice as many. All outside the layers is linear."""
+
+    def at(first: float, second: float) -> float:
+        return _extended(first, second, times)
+
+    events = tuple(
+        dataclasses.replace(
+            one,
+            live_bytes=round(at(one.live_bytes, two.live_bytes)),
+            peak_bytes=round(at(one.peak_bytes, two.peak_bytes)),
+            costs=_extended_costs(one.costs, two.costs, times),
+        )
+        for one, two in zip(small.events, large.events, strict=True)
+    )
+    tail = _extended_costs(small.tail_costs, large.tail_costs, times)
+    tail_peak_bytes = round(at(small.tail_peak_bytes, large.tail_peak_bytes))
+    return StepOutline(events, tail_peak_bytes, tail, large.profiles, large.token_tile)

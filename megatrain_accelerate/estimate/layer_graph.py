@@ -1,0 +1,361 @@
+"""What a compiled layer costs, read off its graph: operations, memory traffic of fused kernels, what is saved and alive.
+
+The layer is traced by AOTAutograd on tensors without data and cut in forward and backward by the partitioner that
+``torch.compile`` uses (torch/_functorch/partitioners.py), so what a compiled layer keeps for backward is known without
+compiling it. Products and attention are kernels of their own; what lies between two of them is taken as one fused kernel,
+which reads and writes only what it shares with others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import flop_registry
+
+from megatrain_accelerate.streaming.layer import StreamedLayer
+
+_CAUSAL_SHARE = 0.5
+"""Of all pairs of tokens: what a causal attention kernel computes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphCosts:
+    """What one run of a graph takes on the device."""
+
+    product_flops: float
+    """Of matrix products and convolutions."""
+    attention_flops: float
+    """Of attention kernels, the causal half where they skip the rest."""
+    traffic_bytes: float
+    """Read and written by fused kernels."""
+    peak_bytes: int
+    """The most that is alive above what is there when it begins."""
+
+    def times(self, factor: float) -> GraphCosts:
+        """The costs of ``factor`` times as many runs, one after the other."""
+        return GraphCosts(
+            factor * self.product_flops, factor * self.attention_flops, factor * self.traffic_bytes, self.peak_bytes
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerGraph:
+    """A layer's compiled forward and backward."""
+
+    forward: GraphCosts
+    backward: GraphCosts
+    kept_bytes: int
+    """What forward saves for backward, inputs, outputs and weights left out."""
+    output_bytes: int
+
+    def times(self, factor: float) -> LayerGraph:
+        """The layer on ``factor`` times as many pieces of a batch, one after the other."""
+        kept, output = round(factor * self.kept_bytes), round(factor * self.output_bytes)
+        return LayerGraph(self.forward.times(factor), self.backward.times(factor), kept, output)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorShape:
+    """A tensor among a call's arguments, without the tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorShape:
+        """Of a tensor with or without data."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def empty(self, device: str = "cpu") -> torch.Tensor:
+        """A tensor of this shape."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
+
+
+@dataclasses.dataclass
+class _Traced:
+    """What the partitioner was given and made."""
+
+    forward: fx.Graph | None = None
+    backward: fx.Graph | None = None
+    outputs: int = 0
+
+
+def trace_layer(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerGraph:
+    """Traces one call of a layer.
+
+    Args:
+        layer: of an engine on the meta device.
+        args, kwargs: the call's, with a :class:`TensorShape` in the place of each tensor.
+
+    Raises:
+        Exception: whatever the layer or the tracer raises if its code can't be traced without data.
+    """
+    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    traced = _Traced()
+
+    def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        for node in joint.graph.nodes:
+            # The partitioner knows attention kernels of GPUs, not the one that stands for them here.
+            if _is_attention(node):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        options["compiler"] = "inductor"
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
+        traced.forward, traced.backward, traced.outputs = forward.graph, backward.graph, options["num_fwd_outputs"]
+        return forward, backward
+
+    def call(weights: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        with layer.bound(weights):
+            return layer.run(args, kwargs)
+
+    function = aot_function(
+        call,
+        fw_compiler=_interpreted,
+        bw_compiler=_interpreted,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+        dynamic=False,
+    )
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), _fake_buffers(layer.module):
+        weights = [
+            torch.empty(entry.spec.shape, dtype=entry.spec.dtype, requires_grad=entry.spec.trainable)
+            for entry in layer.unit.layout.entries
+        ]
+        args, kwargs = tree_map_only(TensorShape, lambda shape: shape.empty(), (args, kwargs))
+        function(weights, args, kwargs)
+    assert traced.forward is not None
+    assert traced.backward is not None
+    return _measured_graphs(traced.forward, traced.backward, traced.outputs)
+
+
+def _interpreted(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    return make_boxed_func(gm.forward)
+
+
+@contextlib.contextmanager
+def _fake_buffers(module: nn.Module) -> Iterator[None]:
+    """Buffers on the meta device are tensors of the CPU while the body runs."""
+    before = [(part, dict(part._buffers)) for part in module.modules()]
+    try:
+        for part, buffers in before:
+            part._buffers.update(
+                {name: torch.empty_like(b, device="cpu") for name, b in buffers.items() if b is not None and b.is_meta}
+            )
+        yield
+    finally:
+        for part, buffers in before:
+            part._buffers.update(buffers)
+
+
+def _measured_graphs(forward: fx.Graph, backward: fx.Graph, outputs: int) -> LayerGraph:
+    results = _results(forward)
+    returned = {_source(node) for node in results[:outputs] if isinstance(node, fx.Node)}
+    saved = {_source(node) for node in results[outputs:] if isinstance(node, fx.Node)}
+    saved = {node for node in saved - returned if node.op != "placeholder"}
+    # Placeholders of the backward graph bear the names of what forward saved.
+    freed = {_source(node).name for node in results[outputs:] if isinstance(node, fx.Node)} & {node.name for node in saved}
+    return LayerGraph(
+        forward=_costs(forward, freed=set()),
+        backward=_costs(backward, freed=freed | {node.name for node in results[outputs:] if _source(node) in saved}),
+        kept_bytes=sum(_bytes(node) for node in saved),
+        output_bytes=sum(_bytes(node) for node in returned),
+    )
+
+
+def _costs(graph: fx.Graph, freed: set[str]) -> GraphCosts:
+    """Adds up one graph.
+
+    Args:
+        graph: flat, functional operations.
+        freed: names of placeholders whose memory is given back after their last use.
+    """
+    kernels = _Kernels(graph)
+    flops = [_flops(node) for node in graph.nodes if node.op == "call_function"]
+    attention = [_attention_flops(node) for node in graph.nodes if _is_attention(node)]
+    return GraphCosts(sum(flops), sum(attention), kernels.traffic_bytes(), kernels.peak_bytes(freed))
+
+
+class _Kernels:
+    """The graph's nodes as kernels: which values are in memory, and in which stretch between two products they are used."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._nodes = list(graph.nodes)
+        self._stretch: dict[fx.Node, int] = {}
+        stretch = 0
+        for node in self._nodes:
+            stretch += _is_kernel(node)
+            self._stretch[node] = stretch
+            stretch += _is_kernel(node)
+        self._readers: dict[fx.Node, list[fx.Node]] = {}
+        for node in self._nodes:
+            if node.op == "call_function" and _is_view(node):
+                continue
+            for used in node.all_input_nodes:
+                self._readers.setdefault(_source(used), []).append(node)
+
+    def _in_memory(self, node: fx.Node) -> bool:
+        """Whether the value exists outside of a fused kernel."""
+        if node.op == "placeholder" or _is_kernel(node):
+            return True
+        readers = self._readers.get(node, [])
+        return any(
+            reader.op == "output" or _is_kernel(reader) or self._stretch[reader] != self._stretch[node] for reader in readers
+        )
+
+    def traffic_bytes(self) -> float:
+        """Bytes that fused kernels read and write: a value once in each stretch that reads it, once where it is made."""
+        total = 0
+        for node in self._nodes:
+            if node.op == "output" or _is_view(node) or not self._in_memory(node):
+                continue
+            fused = [reader for reader in self._readers.get(node, []) if reader.op != "output" and not _is_kernel(reader)]
+            total += len({self._stretch[reader] for reader in fused}) * _bytes(node)
+            total += _bytes(node) * (node.op == "call_function" and not _is_kernel(node))
+        return float(total)
+
+    def peak_bytes(self, freed: set[str]) -> int:
+        """The most that is alive while the nodes run in order."""
+        last: dict[fx.Node, fx.Node] = {}
+        for node in self._nodes:
+            for used in node.all_input_nodes:
+                last[_source(used)] = node
+        dying: dict[fx.Node, list[fx.Node]] = {}
+        for node, user in last.items():
+            if node.op != "placeholder" or node.name in freed:
+                dying.setdefault(user, []).append(node)
+        live = peak = 0
+        for node in self._nodes:
+            if node.op == "call_function" and not _is_view(node) and self._in_memory(node):
+                live += _bytes(node)
+                peak = max(peak, live)
+            for dead in dying.get(node, []):
+                if dead.op == "placeholder" or self._in_memory(dead):
+                    live -= _bytes(dead)
+        return peak
+
+
+def _results(graph: fx.Graph) -> Sequence[Any]:
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    results: Sequence[Any] = output.args[0]
+    return results
+
+
+_VIEWS = frozenset(
+    {
+        "alias",
+        "as_strided",
+        "detach",
+        "diagonal",
+        "expand",
+        "permute",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "t",
+        "transpose",
+        "unbind",
+        "unfold",
+        "unsqueeze",
+        "view",
+        "_unsafe_view",
+        "reshape",
+    }
+)
+
+
+def _name(node: fx.Node) -> str:
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else getattr(node.target, "__name__", str(node.target))
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    return _name(node) in _VIEWS or (_name(node) == "getitem" and not _has_several(node.args[0]))
+
+
+def _has_several(node: Any) -> bool:
+    """Whether the node is a kernel that makes several tensors of their own."""
+    return not (isinstance(node, fx.Node) and _name(node) in _VIEWS)
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """The node whose memory this one shows."""
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return node.op == "call_function" and "attention" in _name(node)
+
+
+@functools.cache
+def _has_formula(name: str) -> bool:
+    return any(packet.__name__ == name for packet in flop_registry if hasattr(packet, "__name__"))
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    """Whether the node runs as a kernel of its own, or is one of the tensors that such a kernel made."""
+    if node.op != "call_function":
+        return False
+    if _name(node) == "getitem" and isinstance(node.args[0], fx.Node):
+        return _is_kernel(node.args[0])
+    return _is_attention(node) or _has_formula(_name(node)) or "_grouped_mm" in _name(node)
+
+
+def _values(node: fx.Node) -> list[torch.Tensor]:
+    return [value for value in tree_flatten(node.meta.get("val"))[0] if isinstance(value, torch.Tensor)]
+
+
+def _bytes(node: fx.Node) -> int:
+    """Of the tensor that a node makes; nothing for a kernel that makes several, whose tensors are nodes of their own."""
+    value = node.meta.get("val")
+    return value.nbytes if isinstance(value, torch.Tensor) else 0
+
+
+def _numbers(node: fx.Node) -> tuple[Any, Any]:
+    """The node's arguments with tensors without data in the place of nodes."""
+    made: tuple[Any, Any] = fx.map_arg((node.args, node.kwargs), lambda used: used.meta.get("val"))
+    return made
+
+
+def _flops(node: fx.Node) -> float:
+    if _is_attention(node) or not _is_kernel(node) or _name(node) == "getitem":
+        return 0.0
+    args, kwargs = _numbers(node)
+    if "_grouped_mm" in _name(node):
+        return _grouped_flops(args[0], args[1])
+    return float(flop_registry[node.target.overloadpacket](*args, **kwargs, out_val=node.meta["val"]))  # type: ignore[union-attr]
+
+
+def _grouped_flops(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Products of tokens with the matrix of their expert: (T, D) with (E, D, F), or of (D, T) with (T, F) by expert."""
+    return 2.0 * left.shape[-2] * left.shape[-1] * right.shape[-1]
+
+
+def _attention_flops(node: fx.Node) -> float:
+    """Two products of all pairs of tokens in forward, five in backward (FlashAttention-2, arXiv 2307.08691)."""
+    args, kwargs = _numbers(node)
+    tensors = [value for value in args if isinstance(value, torch.Tensor) and value.dim() == 4]
+    is_backward = "backward" in _name(node)
+    query, key = tensors[1:3] if is_backward else tensors[:2]
+    is_causal = any(value is True for value in [*args, *kwargs.values()])
+    pairs = query.shape[-2] * key.shape[-2] * (_CAUSAL_SHARE if is_causal else 1.0)
+    return (5 if is_backward else 2) * 2.0 * query.shape[0] * query.shape[1] * pairs * query.shape[-1]

@@ -1,0 +1,174 @@
+"""The machine that is estimated for: this one, as measured, or one described by public figures and options."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import psutil
+import torch
+
+from megatrain_accelerate.config import MegatrainConfig, usable_cpu_count
+from megatrain_accelerate.errors import ConfigError
+from megatrain_accelerate.estimate.known_gpus import KnownGpu, known_gpu
+from megatrain_accelerate.memory.host_limits import available_host_bytes
+from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.planning.device_plan import USABLE_SHARE_OF_DEVICE
+from megatrain_accelerate.planning.machine import Machine, measured_machine
+from megatrain_accelerate.units import GB, GIB
+
+DENSE_SHARE = 0.724
+"""Of the stated speed of dense bf16 products: 716 of 989 TFLOPS, measured on H200 (8192 x 8192 numbers as they come)."""
+MEMORY_SHARE = 0.777
+"""Of the stated speed of device memory: 3.73 of 4.8 TB/s, a copy on H200."""
+H2D_SHARE, D2H_SHARE = 0.841, 0.862
+"""Of the link's stated speed: 53.0 and 54.3 of 63.0 GB/s, PCIe Gen5 on H200."""
+STEP_PARAMETERS_PER_THREAD = 0.41e9
+"""A second, of the host's AdamW: 5.7 G/s with 14 threads in training, on a server's cores with AVX-512."""
+STEP_BYTES = 26
+"""DRAM traffic of that step, a parameter."""
+STEP_OVERHEAD = 0.010
+CONTEXT_BYTES = GIB // 2
+"""Device memory that CUDA's context takes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MachineOptions:
+    """What the command line says of the machine; None where it says nothing. Memories in bytes, speeds a second."""
+
+    gpu: str | None = None
+    gpu_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    cores: int | None = None
+    link_bytes: float | None = None
+    host_dram_bytes: float | None = None
+    host_step_parameters: float | None = None
+    dense_flops: float | None = None
+    device_bytes: float | None = None
+
+    @property
+    def describes_a_gpu(self) -> bool:
+        """Whether the machine is another than this one."""
+        return self.gpu is not None or self.dense_flops is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class MachineDescription:
+    """Speeds and memories, and where they are from."""
+
+    gpu: str
+    machine: Machine
+    gpu_bytes: int
+    """That a step may take."""
+    gpu_total_bytes: int
+    host_bytes: int | None
+    """That the process may take; None where nothing was said: as much as the model's states need."""
+    notes: tuple[str, ...]
+
+
+def describe_machine(options: MachineOptions, config: MegatrainConfig) -> MachineDescription:
+    """The machine of the options.
+
+    Raises:
+        ConfigError: there is no GPU here and none is described, or a description isn't complete.
+    """
+    found = _described(options) if options.describes_a_gpu else _this_machine(options, config)
+    if config.gpu_memory_gib is not None:
+        found = dataclasses.replace(found, gpu_bytes=int(config.gpu_memory_gib * GIB))
+    if config.host_memory_gib is not None and options.host_memory_bytes is None:
+        found = dataclasses.replace(found, host_bytes=int(config.host_memory_gib * GIB))
+    return found
+
+
+def _this_machine(options: MachineOptions, config: MegatrainConfig) -> MachineDescription:
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "this machine has no GPU that torch can use; describe one, for example --gpu H200 --host-memory 1.5TiB --cores 64"
+        )
+    device = torch.device("cuda", torch.cuda.current_device())
+    kernels = HostKernels(config.host_threads)
+    try:
+        machine = measured_machine(device, kernels, config.pin_memory)
+    finally:
+        kernels.close()
+    free, total = torch.cuda.mem_get_info(device)
+    changed = _changed(machine, options)
+    notes = ["speeds as measured on this machine"] + ["some of them as the options say"] * (changed != machine)
+    host = options.host_memory_bytes or available_host_bytes() + psutil.Process().memory_info().rss
+    return MachineDescription(
+        gpu=torch.cuda.get_device_name(device),
+        machine=changed,
+        gpu_bytes=int(USABLE_SHARE_OF_DEVICE * (options.gpu_memory_bytes or free)),
+        gpu_total_bytes=options.gpu_memory_bytes or total,
+        host_bytes=host,
+        notes=tuple(notes),
+    )
+
+
+def _described(options: MachineOptions) -> MachineDescription:
+    gpu = known_gpu(options.gpu) if options.gpu is not None else _unknown_gpu(options)
+    cores = options.cores or gpu.host_cores
+    dram = options.host_dram_bytes or gpu.host_dram_bytes
+    machine = Machine(
+        h2d_bytes=H2D_SHARE * gpu.link_bytes,
+        d2h_bytes=D2H_SHARE * gpu.link_bytes,
+        host_step_parameters=host_step_parameters(cores, dram),
+        device_bytes=MEMORY_SHARE * gpu.memory_bytes,
+        device_flops=DENSE_SHARE * gpu.dense_flops,
+        step_overhead=STEP_OVERHEAD,
+    )
+    total = options.gpu_memory_bytes or int(gpu.memory_gib * GIB)
+    notes = (
+        f"sustained speeds reckoned from public figures by what one H200 reaches of its own: {DENSE_SHARE:.0%} of "
+        f"{gpu.dense_flops / 1e12:.0f} dense bf16 TFLOPS, {MEMORY_SHARE:.0%} of {gpu.memory_bytes / 1e12:.2f} TB/s, "
+        f"{H2D_SHARE:.0%} of {gpu.link_bytes / GB:.0f} GB/s each way",
+        f"host step reckoned from {cores} cores and {dram / GB:.0f} GB/s of DRAM"
+        if options.host_step_parameters is None
+        else "host step as the option says",
+    )
+    return MachineDescription(
+        gpu=gpu.name,
+        machine=_changed(machine, options),
+        gpu_bytes=int(USABLE_SHARE_OF_DEVICE * (total - CONTEXT_BYTES)),
+        gpu_total_bytes=total,
+        host_bytes=options.host_memory_bytes,
+        notes=notes,
+    )
+
+
+def _unknown_gpu(options: MachineOptions) -> KnownGpu:
+    needed = {
+        "--gpu-memory": options.gpu_memory_bytes,
+        "--dense-tflops": options.dense_flops,
+        "--memory-gb-per-second": options.device_bytes,
+        "--link-gb-per-second": options.link_bytes,
+    }
+    missing = [name for name, value in needed.items() if value is None]
+    if missing:
+        raise ConfigError(f"a GPU that isn't in the table needs {', '.join(missing)} too; or name a known one by --gpu")
+    assert options.gpu_memory_bytes is not None
+    return KnownGpu(
+        "described GPU",
+        options.gpu_memory_bytes / GIB,
+        (options.dense_flops or 0.0) / DENSE_SHARE,
+        (options.device_bytes or 0.0) / MEMORY_SHARE,
+        (options.link_bytes or 0.0) / H2D_SHARE,
+        host_cores=usable_cpu_count(),
+    )
+
+
+def _changed(machine: Machine, options: MachineOptions) -> Machine:
+    """The speeds, with those that the options name: sustained ones, as they stand."""
+    link = options.link_bytes
+    return dataclasses.replace(
+        machine,
+        h2d_bytes=link or machine.h2d_bytes,
+        d2h_bytes=link or machine.d2h_bytes,
+        host_step_parameters=options.host_step_parameters or machine.host_step_parameters,
+        device_bytes=options.device_bytes or machine.device_bytes,
+        device_flops=options.dense_flops or machine.device_flops,
+    )
+
+
+def host_step_parameters(cores: int, dram_bytes: float) -> float:
+    """Parameters a second that the host's AdamW steps: by its threads (two cores are left to the launcher) or by the DRAM."""
+    return min(STEP_PARAMETERS_PER_THREAD * max(1, cores - 2), dram_bytes / STEP_BYTES)

@@ -1,0 +1,183 @@
+"""An engine without memory: the real one, on a model of the meta device, whose store is as large and holds nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.engine import Engine
+from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
+from megatrain_accelerate.planning.adoption import Adoption
+from megatrain_accelerate.planning.device_plan import DevicePlan
+from megatrain_accelerate.planning.layer_discovery import Discovery
+from megatrain_accelerate.planning.machine import Machine
+from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.placement_search import Candidate, PlacementSearch
+from megatrain_accelerate.planning.step_outline import StepOutline
+from megatrain_accelerate.planning.step_simulation import peak_bytes, simulate_step
+from megatrain_accelerate.streaming.layer_function import OutputRecorder
+
+META = torch.device("meta")
+_STAGING_BUFFERS = 2
+"""Of one layer's gradients each, where gradients are accumulated (streaming/grad_offload.py)."""
+
+
+class _MetaMemory:
+    """A block with the interface of :class:`~megatrain_accelerate.memory.host_memory.HostMemory`, without memory."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+
+    def register(self) -> None:
+        """Nothing to register."""
+
+    def close(self) -> None:
+        """Nothing to unregister."""
+
+    def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor without data."""
+        return torch.empty(shape, dtype=dtype, device=META)
+
+
+class _MetaUnit(HostUnit):
+    def _allocate(self, size_bytes: int, register: bool, touch: bool = True) -> Any:
+        return _MetaMemory(size_bytes)
+
+    def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
+        """There is nothing to write."""
+
+
+class _MetaAdoption(Adoption):
+    """Makes the units; there are no values to take over."""
+
+    def __init__(self, model: nn.Module, discovery: Discovery, make_unit: Callable[..., HostUnit], **_: Any) -> None:
+        self._make_unit = make_unit
+
+    def unit(self, name: str, parameters: Sequence[tuple[str, nn.Parameter]], dtypes: Sequence[torch.dtype]) -> HostUnit:
+        """The next unit."""
+        return self._make_unit(name, parameters, dtypes)
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        """Nothing to finish."""
+
+
+class MetaEngine(Engine):
+    """The engine of a model on the meta device, for one process with bf16 mixed precision.
+
+    Args:
+        model: on the meta device, in training mode.
+        config: the settings; what they place is left to :class:`ForecastPlan`.
+        recorder: see :class:`OutputRecorder`.
+
+    Raises:
+        UnsupportedError: the model can't stream; the message says why.
+    """
+
+    unit_class = _MetaUnit
+    adoption_class = _MetaAdoption
+
+    def __init__(self, model: nn.Module, config: MegatrainConfig, recorder: OutputRecorder | None = None) -> None:
+        nothing_placed = dataclasses.replace(
+            config, keep_layers=0, offload_layers=0, resident_layers=0, device_layers=0, host_threads=1
+        )
+        super().__init__(model, META, nothing_placed, bf16=True, training=True, show_progress=False, recorder=recorder)
+
+    def close(self) -> None:
+        """Ends the threads. There are no weights to give back: the model is of no use afterwards."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.runtime.worker.close()
+            self.kernels.close()
+
+    def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> int:
+        self.parameter_count = 0  # of the progress bar, which isn't drawn
+        return 0
+
+
+class ForecastPlan(DevicePlan):
+    """The plan for a machine that needn't be here: it finds placements and moves nothing.
+
+    Args:
+        engine: whose model is planned for.
+        config: the settings.
+        machine: the speeds.
+        gpu_bytes: device memory that a step may take.
+        host_bytes: host memory for the store and offloaded activations; None for the store alone.
+        micro_batches: backwards before a step.
+    """
+
+    def __init__(
+        self,
+        engine: MetaEngine,
+        config: MegatrainConfig,
+        machine: Machine,
+        gpu_bytes: int,
+        host_bytes: int | None,
+        micro_batches: int = 1,
+    ) -> None:
+        self._speeds, self._gpu_bytes = machine, gpu_bytes
+        # Tensors without data say that they are the CPU's: no GPU has to be here.
+        super().__init__(engine.runtime, config, torch.device("cpu"))
+        self.micro_batches = micro_batches
+        sizes = self.model_sizes()
+        self.store_bytes = sum(unit.host_bytes for unit in [*sizes.layers, *sizes.groups_before, *sizes.groups_after])
+        """Host memory of the store if all units live on the host, bytes; with it the buffers in which gradients wait that are
+        to be added to others."""
+        self.store_bytes += _STAGING_BUFFERS * max(unit.gradient_bytes for unit in sizes.layers) * (micro_batches > 1)
+        self._host_bytes = self.store_bytes if host_bytes is None else host_bytes
+
+    @property
+    def _machine(self) -> Machine:
+        return self._speeds
+
+    def _budget_bytes(self) -> int:
+        return self._gpu_bytes
+
+    def _host_budget_bytes(self) -> int:
+        return self._host_bytes - self.store_bytes
+
+    def _place(self, placement: Placement) -> None:
+        self.placement = placement
+
+    def moved_bytes(self, placement: Placement) -> int:
+        """Host memory that units give up which the placement moves to the device, bytes."""
+        sizes = self.model_sizes()
+        groups = [*sizes.groups_before, *sizes.groups_after] if placement.groups_on_device else []
+        return sum(unit.host_bytes for unit in [*(sizes.layers[i] for i in placement.on_device), *groups])
+
+    def fixed_bytes(self, outline: StepOutline) -> int:
+        """Device memory that such a step takes under any placement, bytes."""
+        return self._fixed_bytes(outline)
+
+    def least_bytes(self, outline: StepOutline, offloads_inputs: bool = False) -> int:
+        """Device memory of the step where every layer streams and is recomputed, bytes.
+
+        Args:
+            outline: of the step.
+            offloads_inputs: whether all layers' inputs go to the host, and not only those that the settings name.
+        """
+        return self._fixed_bytes(outline) + peak_bytes(outline, self.model_sizes(), self._leanest(offloads_inputs))
+
+    def _leanest(self, offloads_inputs: bool) -> Placement:
+        count = len(self._runtime.layers)
+        return Placement.of_counts(count, inputs_offloaded=count if offloads_inputs else self._choices.inputs_offloaded or 0)
+
+    def fastest(self, outline: StepOutline) -> Candidate | None:
+        """The fastest placement that fits both memories; None if none does."""
+        return self._search_for(outline).best()
+
+    def search(self, outline: StepOutline) -> PlacementSearch:
+        """The search for placements of a step."""
+        return self._search_for(outline)
+
+    def streamed(self, outline: StepOutline) -> Candidate:
+        """The placement in which every layer streams and is recomputed, whether it fits or not."""
+        sizes, placement = self.model_sizes(), self._leanest(False)
+        return Candidate(
+            placement, peak_bytes(outline, sizes, placement), simulate_step(outline, sizes, placement, self._speeds)
+        )

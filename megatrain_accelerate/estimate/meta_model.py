@@ -1,0 +1,79 @@
+"""A model without weights, from its configuration alone."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain_accelerate.errors import ConfigError, UnsupportedError
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def load_config(name: str, trust_remote_code: bool = False) -> Any:
+    """The configuration of a model; nothing else is read or fetched, but for the code that comes with it if that is trusted.
+
+    Args:
+        name: an id of the Hub, a local folder, or a ``config.json``.
+        trust_remote_code: see ``transformers.AutoConfig``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        where = "can't be read" if os.path.exists(name) else "is neither a local folder nor a file, nor found on the Hub"
+        raise ConfigError(f"the configuration of {name!r} {where}: {error}") from error
+
+
+def model_on_meta(config: Any, trust_remote_code: bool = False) -> nn.Module:
+    """The model of a configuration in bf16 on the meta device: the class that it names, else a causal language model.
+
+    Raises:
+        UnsupportedError: transformers knows no such model.
+    """
+    import transformers
+
+    # Without data and with a cache in sight, newer ones leave out the mask of all tokens by all, as they do with data.
+    for part in (config, getattr(config, "text_config", None)):
+        if part is not None and hasattr(part, "use_cache"):
+            part.use_cache = True
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # of the published weights; what trains is bf16
+    named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
+    kinds = [kind for kind in named if kind is not None]
+    with torch.device("meta"):
+        try:
+            model = kinds[0](config) if kinds else _causal(config, trust_remote_code)
+        except (ValueError, ImportError, AttributeError) as error:
+            raise UnsupportedError(f"no model can be made of a {type(config).__name__}: {error}") from error
+    return model.to(torch.bfloat16)
+
+
+def _causal(config: Any, trust_remote_code: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def active_parameters(model: nn.Module, config: Any) -> int:
+    """Parameters that a token meets: all, but for the experts that it isn't sent to.
+
+    Args:
+        model: of the configuration.
+        config: names the experts of a layer and those that a token is sent to, where there are any.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    chosen = getattr(text, "num_experts_per_tok", None)
+    present = next((count for name in _EXPERT_COUNTS if (count := getattr(text, name, None))), None)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    if not isinstance(chosen, int) or not isinstance(present, int):
+        return total
+    experts = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
+    return total - experts + experts * chosen // present

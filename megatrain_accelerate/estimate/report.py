@@ -1,0 +1,242 @@
+"""An estimate as a table for people, as JSON for programs, and as a plot of tokens a second against batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.estimate.forecast import Forecast
+from megatrain_accelerate.estimate.machine_description import MachineDescription
+from megatrain_accelerate.units import GB, GIB
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What fits at most, where every layer streams and is recomputed."""
+
+    batch: int
+    """Sequences of the estimate's length."""
+    context: int
+    """Tokens of a single sequence."""
+    context_offloaded: int
+    """The same with ``offload_inputs``."""
+    longest: Forecast | None
+    """The step on one sequence of the longest context."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """All that is found out about one model on one machine. Bytes; speeds a second."""
+
+    model: str
+    model_class: str
+    parameters: int
+    active_parameters: int
+    """Those that a token meets: fewer where there are experts."""
+    layers: int
+    layer_parameters: int
+    """Of the largest layer."""
+    stated_positions: int | None
+    """The longest sequence that the configuration names."""
+    machine: MachineDescription
+    length: int
+    """Tokens of each sequence in the rows."""
+    host_store_bytes: int
+    host_budget_bytes: int
+    least_gpu_bytes: int
+    """GPU memory of one sequence where every layer streams and is recomputed."""
+    limits: Limits | None
+    """None if nobody asked for them."""
+    rows: Sequence[Forecast]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the model trains at all: its states fit the host memory, and one sequence the GPU."""
+        return self.host_store_bytes <= self.host_budget_bytes and self.least_gpu_bytes <= self.machine.gpu_bytes
+
+    @property
+    def best(self) -> Forecast | None:
+        """The row with the most tokens a second among those that fit."""
+        return max((row for row in self.rows if row.fits), key=lambda row: row.tokens_per_second, default=None)
+
+
+def table(estimate: Estimate) -> str:
+    """The whole estimate in lines of text."""
+    machine, speeds = estimate.machine, estimate.machine.machine
+    per_parameter = estimate.host_store_bytes / estimate.parameters
+    stated = f"; the configuration names {estimate.stated_positions:,}" if estimate.stated_positions else ""
+    host = (
+        f"of {estimate.host_budget_bytes / GIB:,.1f} GiB" if machine.host_bytes is not None else "(--host-memory isn't given)"
+    )
+    is_sparse = estimate.active_parameters < estimate.parameters
+    active = f", {estimate.active_parameters / 1e9:.2f} G of them active" if is_sparse else ""
+    facts = [
+        ("model", f"{estimate.model}: {estimate.model_class}, {estimate.parameters / 1e9:.2f} G parameters{active}"),
+        ("layers", f"{estimate.layers}, the largest of {estimate.layer_parameters / 1e6:,.0f} M parameters"),
+        ("GPU", f"{machine.gpu}, {machine.gpu_total_bytes / GIB:.1f} GiB, planned with {machine.gpu_bytes / GIB:.1f}"),
+        (
+            "speeds",
+            f"products {speeds.device_flops / 1e12:.0f} TFLOPS, GPU memory {speeds.device_bytes / 1e12:.2f} TB/s, link "
+            f"{speeds.h2d_bytes / GB:.0f} and {speeds.d2h_bytes / GB:.0f} GB/s, host step "
+            f"{speeds.host_step_parameters / 1e9:.1f} G parameters/s",
+        ),
+        *(("", note) for note in machine.notes),
+        ("host memory", f"needs {estimate.host_store_bytes / GIB:,.1f} GiB ({per_parameter:.1f} bytes a parameter) {host}"),
+        ("GPU memory", f"from {estimate.least_gpu_bytes / GIB:.1f} GiB, for one sequence of {estimate.length:,} tokens"),
+    ]
+    if (limits := estimate.limits) is not None:
+        context = f"{limits.context:,} tokens, one sequence; {limits.context_offloaded:,} with offload_inputs{stated}"
+        facts += [("largest batch", f"{limits.batch:,} sequences of {estimate.length:,} tokens"), ("longest context", context)]
+    width = max(len(name) for name, _ in facts)
+    lines = [f"{name:<{width}}  {text}" for name, text in facts]
+    longest = limits.longest if limits is not None else None
+    rows = [*estimate.rows, *([longest] if longest is not None else [])]
+    lines += ["", *_columns([_HEADER, *(_row(row) for row in rows)])]
+    lines += [
+        "",
+        "layers: on the GPU with their states / weights resident / activations kept / offloaded, of all",
+        *_verdict(estimate),
+    ]
+    return "\n".join(lines)
+
+
+_HEADER = ("sequences", "tokens each", "step, s", "tokens/s", "TFLOPS", "GPU, GiB", "host, GiB", "layers", "bound by")
+
+
+def _row(row: Forecast) -> tuple[str, ...]:
+    placement = row.candidate.placement
+    sets = (placement.on_device, placement.resident, placement.kept, placement.offloaded)
+    layers = " / ".join(str(len(found)) for found in sets) + f" of {row.layers}"
+    batch = f"{row.batch:,}" + (f" x {row.micro_batches}" if row.micro_batches > 1 else "")
+    return (
+        batch + ("" if row.fits else " (doesn't fit)"),
+        f"{row.length:,}",
+        f"{row.seconds:.3f}",
+        f"{row.tokens_per_second:,.0f}",
+        f"{row.tflops:.0f}",
+        f"{row.gpu_bytes / GIB:.1f}",
+        f"{row.host_bytes / GIB:.1f}",
+        layers,
+        row.candidate.time.bound_by,
+    )
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _verdict(estimate: Estimate) -> list[str]:
+    if estimate.host_store_bytes > estimate.host_budget_bytes:
+        missing = (estimate.host_store_bytes - estimate.host_budget_bytes) / GIB
+        return [f"It doesn't fit: {missing:,.1f} GiB of host memory are missing."]
+    if not estimate.fits:
+        missing = (estimate.least_gpu_bytes - estimate.machine.gpu_bytes) / GIB
+        return [
+            f"It doesn't fit: one sequence of {estimate.length:,} tokens takes {missing:,.1f} GiB more than the GPU has; "
+            "shorten it"
+        ]
+    return []
+
+
+def as_json(estimate: Estimate) -> dict[str, Any]:
+    """The estimate as plain data; units are in the names."""
+    return {
+        "model": estimate.model,
+        "model_class": estimate.model_class,
+        "parameters": estimate.parameters,
+        "active_parameters": estimate.active_parameters,
+        "layers": estimate.layers,
+        "layer_parameters": estimate.layer_parameters,
+        "stated_positions": estimate.stated_positions,
+        "gpu": estimate.machine.gpu,
+        "gpu_memory_gib": estimate.machine.gpu_total_bytes / GIB,
+        "gpu_planned_gib": estimate.machine.gpu_bytes / GIB,
+        "speeds": dataclasses.asdict(estimate.machine.machine),
+        "notes": list(estimate.machine.notes),
+        "host_needed_gib": estimate.host_store_bytes / GIB,
+        "host_memory_gib": None if estimate.machine.host_bytes is None else estimate.host_budget_bytes / GIB,
+        "gpu_least_gib": estimate.least_gpu_bytes / GIB,
+        "fits": estimate.fits,
+        "length": estimate.length,
+        "limits": None if (limits := estimate.limits) is None else _limits_as_json(limits),
+        "rows": [_row_as_json(row) for row in estimate.rows],
+    }
+
+
+def _limits_as_json(limits: Limits) -> dict[str, Any]:
+    return {
+        "largest_batch": limits.batch,
+        "longest_context": limits.context,
+        "longest_context_offloaded": limits.context_offloaded,
+        "longest": None if limits.longest is None else _row_as_json(limits.longest),
+    }
+
+
+def _row_as_json(row: Forecast) -> dict[str, Any]:
+    placement, time = row.candidate.placement, row.candidate.time
+    return {
+        "batch": row.batch,
+        "length": row.length,
+        "micro_batches": row.micro_batches,
+        "fits": row.fits,
+        "step_seconds": row.seconds,
+        "tokens_per_second": row.tokens_per_second,
+        "tflops_6n": row.tflops,
+        "gpu_gib": row.gpu_bytes / GIB,
+        "host_gib": row.host_bytes / GIB,
+        "layers_on_gpu": len(placement.on_device),
+        "layers_resident": len(placement.resident),
+        "layers_kept": len(placement.kept),
+        "layers_offloaded": len(placement.offloaded),
+        "outside_on_gpu": placement.groups_on_device,
+        "kept_gib": row.kept_bytes / GIB,
+        "offloaded_gib": row.offloaded_bytes / GIB,
+        "bound_by": time.bound_by,
+        "busy_seconds": {"compute": time.compute, "h2d": time.h2d, "d2h": time.d2h, "host_step": time.host_step},
+    }
+
+
+def plot(estimate: Estimate, path: Path) -> None:
+    """Draws tokens a second against the batch.
+
+    Args:
+        estimate: with at least one row.
+        path: of the picture; its suffix names the format.
+
+    Raises:
+        UnsupportedError: matplotlib isn't installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UnsupportedError(
+            f"--plot needs matplotlib, which can't be imported ({error}): pip install matplotlib, or take --json"
+        ) from error
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    rows = sorted(estimate.rows, key=lambda row: row.batch)
+    batches = [row.batch for row in rows]
+    axes.plot(batches, [row.tokens_per_second for row in rows], color="#4c9be8", zorder=1)
+    for fits, marker, label in ((True, "o", "fits"), (False, "x", "doesn't fit")):
+        chosen = [row for row in rows if row.fits is fits]
+        if chosen:
+            speeds = [row.tokens_per_second for row in chosen]
+            axes.scatter([row.batch for row in chosen], speeds, marker=marker, color="#1f5fa8", label=label, zorder=2)
+    for row in rows:
+        text = f"{row.gpu_bytes / GIB:.0f} GiB, {row.candidate.time.bound_by}"
+        axes.annotate(text, (row.batch, row.tokens_per_second), textcoords="offset points", xytext=(4, -12), fontsize=7)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(f"sequences of {estimate.length:,} tokens in a batch")
+    axes.set_ylabel("tokens a second")
+    axes.set_title(f"{estimate.model} on {estimate.machine.gpu}, predicted", fontsize=10)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,40 @@
+"""What the units of a running engine move and hold, as the simulation wants to know it."""
+
+from __future__ import annotations
+
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.memory.host_store import HostUnit
+from megatrain_accelerate.planning.step_simulation import Model, UnitSizes
+from megatrain_accelerate.streaming.runtime import StreamingRuntime
+
+
+def state_bytes(unit: HostUnit) -> int:
+    """Weights, residuals and moments."""
+    layout = unit.layout
+    return layout.weight_bytes + 2 * layout.split_elements + unit.moment_bytes
+
+
+def unit_sizes(unit: HostUnit, runtime: StreamingRuntime, micro_batches: int) -> UnitSizes:
+    """The sizes of one unit in a run with ``micro_batches`` backwards before each optimizer step."""
+    layout = unit.layout
+    sum_bytes = 2 * layout.split_elements if runtime.sums.is_wanted and micro_batches > 1 else 0
+    return UnitSizes(layout.weight_bytes, layout.gradient_bytes, layout.state_elements, state_bytes(unit), sum_bytes)
+
+
+def engine_model(runtime: StreamingRuntime, config: MegatrainConfig, micro_batches: int) -> Model:
+    """What the simulation has to know of the engine in such a run."""
+
+    def sizes(unit: HostUnit) -> UnitSizes:
+        return unit_sizes(unit, runtime, micro_batches)
+
+    return Model(
+        layers=[sizes(layer.unit) for layer in runtime.layers],
+        groups_before=[sizes(group.unit) for group in runtime.groups if not group.layers_before],
+        groups_after=[sizes(group.unit) for group in runtime.groups if group.layers_before],
+        slots=config.slots,
+        gradient_slots=config.gradient_slots,
+        slot_bytes=runtime.prefetcher.shared_bytes,
+        gradient_slot_bytes=runtime.offloader.slot_bytes,
+        steps_in_backward=bool(runtime.offloader.layer_done_listeners),
+        micro_batches=micro_batches,
+    )

@@ -1,0 +1,110 @@
+"""Whether layers run by tiles of tokens, and what the plan's table says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from megatrain_accelerate.planning.placement_search import PlacementSearch
+from megatrain_accelerate.planning.step_outline import StepOutline
+from megatrain_accelerate.streaming.runtime import StreamingRuntime
+from megatrain_accelerate.streaming.token_tiles import AUTO_TILE_TOKENS
+
+LONG_TOKENS = 65536
+"""From a sequence of this length on tiles are weighed against whole sequences where both fit: what a layer keeps by tiles is
+little, so that more layers need no recompute. Of shorter ones a layer is compiled and faster whole."""
+
+
+def outline_with_tiles(
+    runtime: StreamingRuntime,
+    inputs: Mapping[str, Any],
+    setting: int | str,
+    outline: Callable[[], StepOutline],
+    search: Callable[[StepOutline], PlacementSearch] | None,
+) -> StepOutline:
+    """The outline of a step, with the tiles that it should have; the runtime is left with them.
+
+    Args:
+        runtime: the engine.
+        inputs: the batch.
+        setting: ``megatrain_config.token_tile``.
+        outline: makes the outline of a step as the runtime would run it now.
+        search: for placements of an outlined step; None where there is no budget to fit.
+
+    Raises:
+        Exception: whatever ``outline`` raises; the runtime has the tiles that were set, if any, then.
+    """
+    runtime.token_tile = 0 if setting == "auto" else int(setting)
+    whole = outline()
+    if setting != "auto" or search is None:
+        return whole
+    lengths = [value.shape[1] for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim() > 1]
+    whole_search = search(whole)
+    if max(lengths, default=0) < LONG_TOKENS and whole_search.something_fits:
+        return whole
+    runtime.token_tile = AUTO_TILE_TOKENS
+    try:
+        tiled = outline()
+    except BaseException:
+        runtime.token_tile = 0
+        raise
+    by_tiles, by_whole = search(tiled).best(), whole_search.best()
+    if by_whole is not None:
+        is_better = by_tiles is not None and by_tiles.time.seconds < by_whole.time.seconds
+    else:
+        is_better = by_tiles is not None or tiled.largest_layer_bytes < whole.largest_layer_bytes
+    if is_better:
+        return tiled
+    runtime.token_tile = 0
+    return whole
+
+
+def measured_to_fit(
+    runtime: StreamingRuntime,
+    outline: StepOutline,
+    setting: int | str,
+    again: Callable[[], StepOutline],
+    measure: Callable[[StepOutline], StepOutline],
+    search: Callable[[StepOutline], PlacementSearch],
+) -> StepOutline:
+    """The measured outline; by tiles if whole layers turn out to take more than they were predicted to, and don't fit.
+
+    Kernels have workspaces that a run without data doesn't see; those of attention's backward are several times the hidden
+    states.
+
+    Args:
+        runtime: the engine, with the tiles of ``outline``.
+        outline: of the step.
+        setting: ``megatrain_config.token_tile``.
+        again: makes the outline of a step as the runtime would run it now.
+        measure: measures an outline.
+        search: for placements of an outlined step.
+
+    Raises:
+        torch.OutOfMemoryError: a layer's working set doesn't fit, nor by tiles if there is a choice.
+    """
+    may_change = setting == "auto" and not runtime.token_tile
+    try:
+        measured = measure(outline)
+        if not may_change or search(measured).something_fits:
+            return measured
+    except torch.OutOfMemoryError:
+        if not may_change:
+            raise
+    # Outside of the handler, where the error's frames hold nothing any more.
+    runtime.token_tile = AUTO_TILE_TOKENS
+    return measure(again())
+
+
+def tiles_text(runtime: StreamingRuntime) -> str:
+    """What runs by tiles, and which layers have nothing that does, for each class of layers."""
+    tiled: dict[str, list[str]] = {}
+    for layer in runtime.layers:
+        names = tiled.setdefault(type(layer.module).__name__, [])
+        names += [name for name in layer.tiles.tiled_names if name not in names]
+    parts = [f"{', '.join(names)} of {kind}" if names else f"nothing of {kind}, whole" for kind, names in tiled.items()]
+    outside = runtime.outside_tiles.tiled_names
+    parts += [f"{', '.join(outside)} outside the layers"] if outside else []
+    return f"{runtime.token_tile} tokens: {'; '.join(parts)}"

@@ -1,0 +1,92 @@
+"""What attention computed in forward, kept for the recompute in backward: of a long sequence it is most of a layer's time.
+
+The operations alone are noted and left out when they come again; all around them is computed anew. The idea is that of
+selective recomputation (Korthikanti et al., arXiv 2205.05198) and of torch's ``create_selective_checkpoint_contexts``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+_ATTENTION = frozenset(
+    {
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "flash_attn::_flash_attn_forward",
+        "flash_attn::_flash_attn_varlen_forward",
+    }
+)
+
+
+def is_attention(func: Any) -> bool:
+    """Whether an operation is attention as one kernel, whose memory is linear in the length."""
+    return func.name().partition(".")[0] in _ATTENTION
+
+
+def _drops(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the operation draws random numbers: left out in a recompute, it would change those of what follows."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            value = kwargs.get("dropout_p", args[place] if place < len(args) else argument.default_value)
+            return bool(value)
+    return False
+
+
+class AttentionResults:
+    """The results of one run's attention operations, in order.
+
+    Owner: the layer's autograd node, from forward to the first backward. Reader: the recompute.
+    """
+
+    def __init__(self) -> None:
+        self._results: list[Any] = []
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all results."""
+        return sum(leaf.nbytes for leaf in tree_flatten(self._results)[0] if isinstance(leaf, torch.Tensor))
+
+    def recording(self) -> TorchDispatchMode:
+        """Notes what attention gives in the body. The operations run as they do without."""
+        return _Recording(self._results)
+
+    def replaying(self) -> TorchDispatchMode:
+        """Attention in the body, which must be the recorded one again, gives what was noted, to the bit, and doesn't run."""
+        return _Replaying(self._results)
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self, results: list[Any]) -> None:
+        super().__init__()
+        self._results = results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if is_attention(func):
+            self._results.append(None if _drops(func, args, kwargs) else _cut(result))
+        return result
+
+
+class _Replaying(TorchDispatchMode):
+    def __init__(self, results: list[Any]) -> None:
+        super().__init__()
+        self._following = iter(results)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_attention(func):
+            result = next(self._following, None)
+            if result is not None:
+                return _cut(result)
+        return func(*args, **(kwargs or {}))
+
+
+def _cut(result: Any) -> Any:
+    # Autograd enters tensors that it gets into its graph: what is held here must be others.
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, result)

@@ -1,0 +1,293 @@
+"""A layer's token-wise parts by tiles of tokens: what they make on their way exists for one tile at a time.
+
+B samples, T tokens, D hidden. A part (an MLP, a norm) keeps its input alone; in backward each tile is computed again, with a
+graph, and its weights' gradients are summed in fp32. The idea is that of chunked feed-forward layers (Liu and Abbeel, arXiv
+2305.19370) and of DeepSpeed's tiled MLP (arXiv 2506.13996). Parts are found by :mod:`.token_wise`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from megatrain_accelerate.streaming.token_wise import Verdict, examine, has_hooks_inside, kind_of
+
+AUTO_TILE_TOKENS = 8192
+"""Tokens of a tile that the plan chooses: products of as many rows run at full speed, and the widest tensors of a layer of
+several billion parameters take a few hundred MiB."""
+
+_verdicts: dict[Hashable, Verdict] = {}
+"""Of all engines of the process, by kind of module."""
+
+
+class TokenTiles:
+    """Runs the token-wise parts of one layer by tiles while the layer runs on more tokens than one tile has.
+
+    Args:
+        parts: what may be token-wise, with names.
+    """
+
+    def __init__(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
+        self.tile_tokens = 0
+        """Tokens of a tile, those of all samples together; 0 for none. Set by the plan between steps."""
+        self._parts = {part: name for name, part in parts}
+        self._verdicts: dict[Hashable, Verdict] = {}
+        self.found: dict[str, Verdict] = {}
+        """What was called with one row a token so far, by name; parts of a part that runs by tiles aren't among it."""
+
+    @classmethod
+    def of_layer(cls, layer: nn.Module) -> TokenTiles:
+        """Those of all modules inside a layer."""
+        return cls((name, child) for name, child in layer.named_modules() if child is not layer)
+
+    @property
+    def tiled_names(self) -> list[str]:
+        """The parts that ran by tiles."""
+        return [name for name, verdict in self.found.items() if verdict.reason is None]
+
+    @contextlib.contextmanager
+    def at_work(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """A call of the layer runs in the body.
+
+        Args:
+            args, kwargs: the call's; its first floating tensor of three dimensions or more are the hidden states (B, T, ...).
+        """
+        shape = _tokens_of(args, kwargs) if self.tile_tokens else None
+        with self._installed(shape) if shape is not None else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def at_work_anywhere(self) -> Iterator[None]:
+        """Parts that aren't in a layer run in the body; each is told by its own call how many tokens there are."""
+        with self._installed(None) if self.tile_tokens else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def _installed(self, shape: tuple[int, int] | None) -> Iterator[None]:
+        own = [(part, part.__dict__.get("forward")) for part in self._parts]
+        try:
+            for part, _ in own:
+                part.__dict__["forward"] = functools.partial(self._run, part, part.forward, shape)
+            yield
+        finally:
+            for part, forward in own:
+                if forward is None:
+                    part.__dict__.pop("forward", None)
+                else:
+                    part.__dict__["forward"] = forward
+
+    def _run(
+        self, part: nn.Module, forward: Callable[..., Any], shape: tuple[int, int] | None, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        shape = shape or _tokens_of(args, kwargs)
+        if shape is None or shape[0] * shape[1] <= self.tile_tokens:
+            return forward(*args, **kwargs)
+        call = _TiledCall(part, forward, args, kwargs)
+        dim = call.token_dim(shape)
+        if dim is None or self._verdict(part, call, dim).reason is not None:
+            return forward(*args, **kwargs)
+        samples = shape[0] if dim else 1
+        call.cut(dim, max(1, self.tile_tokens // samples))
+        return _TiledFunction.apply(call, *call.tensors, *call.weights())
+
+    def _verdict(self, part: nn.Module, call: _TiledCall, dim: int) -> Verdict:
+        name = self._parts[part]
+        if has_hooks_inside(part):
+            self.found[name] = Verdict("hooks are registered inside it", False)
+            return self.found[name]
+        key = (name, part.training, call.signature(dim))
+        if key not in self._verdicts:
+            kind = kind_of(part, call.signature(dim))
+            if kind not in _verdicts:
+                _verdicts[kind] = examine(part, call.run, call.tensors, dim)
+            self._verdicts[key] = _verdicts[kind]
+        self.found[name] = self._verdicts[key]
+        return self.found[name]
+
+
+class TileOfLayers:
+    """An attribute of an engine: tokens of a tile in which parts of its layers, and norms outside them, run from now on; 0 for
+    none."""
+
+    def __get__(self, engine: Any, kind: type | None = None) -> int:
+        """What was set last."""
+        tokens: int = engine.outside_tiles.tile_tokens
+        return tokens
+
+    def __set__(self, engine: Any, tokens: int) -> None:
+        """Sets it for all."""
+        for tiles in (engine.outside_tiles, *(layer.tiles for layer in engine.layers)):
+            tiles.tile_tokens = tokens
+
+
+def _tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    """(B, T) of a layer's call, or None if it has no such hidden states."""
+    for leaf in tree_flatten((args, kwargs))[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() >= 3:
+            return leaf.shape[0], leaf.shape[1]
+    return None
+
+
+class _TiledCall:
+    """One call of a part: its arguments taken apart, to be put together again for each tile."""
+
+    def __init__(self, part: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._part = part
+        self._forward = forward
+        leaves, self._spec = tree_flatten((args, kwargs))
+        self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        self._rest = [None if flag else leaf for leaf, flag in zip(leaves, self._is_tensor, strict=True)]
+        self.tensors = [leaf for leaf, flag in zip(leaves, self._is_tensor, strict=True) if flag]
+        self.tensor_count = len(self.tensors)
+        self._places = [(owner, name) for owner in part.modules() for name, p in owner._parameters.items() if p is not None]
+        self._dim = self._length = 0
+        self._autocast: list[tuple[str, torch.dtype, bool]] = []
+
+    def token_dim(self, shape: tuple[int, int]) -> int | None:
+        """The dimension of tokens: 1 of (B, T, ...), 2 of (B, H, T, ...), 0 of (B * T, ...); None if it isn't the same for
+        all tensors."""
+        found = {self._dim_of(tensor, shape) for tensor in self.tensors}
+        plain = all(rest is None or isinstance(rest, (bool, int, float, str)) for rest in self._rest)
+        return found.pop() if len(found) == 1 and plain else None
+
+    @staticmethod
+    def _dim_of(tensor: torch.Tensor, shape: tuple[int, int]) -> int | None:
+        if not tensor.is_floating_point() or tensor.dim() < 2:
+            return None
+        if tensor.dim() >= 3 and tuple(tensor.shape[:2]) == shape:
+            return 1
+        if tensor.dim() >= 4 and (tensor.shape[0], tensor.shape[2]) == shape:
+            return 2
+        return 0 if tensor.shape[0] == shape[0] * shape[1] else None
+
+    def signature(self, dim: int) -> Hashable:
+        """How the part is called, but for the number of tokens."""
+        tensors = tuple(
+            ((*tensor.shape[1:dim], *tensor.shape[dim + 1 :]), tensor.dtype, tensor.device.type) for tensor in self.tensors
+        )
+        return (dim, tensors, tuple(self._rest), tuple(self._is_tensor), str(self._spec), torch.is_autocast_enabled())
+
+    def cut(self, dim: int, length: int) -> None:
+        """Tiles have ``length`` tokens of each sample along ``dim``, the last one may have fewer."""
+        self._dim, self._length = dim, length
+        kinds = {self.tensors[0].device.type, "cpu"}
+        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+
+    def tiles(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """The tensors of each tile, as views."""
+        for start in range(0, tensors[0].shape[self._dim], self._length):
+            length = min(self._length, tensors[0].shape[self._dim] - start)
+            yield [tensor.narrow(self._dim, start, length) for tensor in tensors]
+
+    def weights(self) -> list[torch.Tensor]:
+        """What is bound to the part now."""
+        return [owner._parameters[name] for owner, name in self._places]  # type: ignore[misc]
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Runs the part's own forward on these tensors."""
+        source = iter(tensors)
+        leaves = [next(source) if flag else rest for flag, rest in zip(self._is_tensor, self._rest, strict=True)]
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        return self._forward(*args, **kwargs)
+
+    def empty_output(self, tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Memory for the outputs of all tiles, from that of the first.
+
+        Args:
+            tile: the first tile's output.
+            like: one of the whole tensors.
+        """
+        return tile.new_empty((*like.shape[: self._dim + 1], *tile.shape[self._dim + 1 :]))
+
+    @contextlib.contextmanager
+    def again(self, weights: Sequence[torch.Tensor]) -> Iterator[None]:
+        """The part computes as in forward, with these weights, while the body runs."""
+        before = self.weights()
+        with contextlib.ExitStack() as stack:
+            for kind, dtype, enabled in self._autocast:
+                # No cache: a cast weight must not outlive its slot.
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            try:
+                for (owner, name), weight in zip(self._places, weights, strict=True):
+                    owner._parameters[name] = weight  # type: ignore[assignment]
+                yield
+            finally:
+                for (owner, name), weight in zip(self._places, before, strict=True):
+                    owner._parameters[name] = weight  # type: ignore[assignment]
+
+
+class _TiledFunction(torch.autograd.Function):
+    """A part's call, tile by tile: forward without a graph, backward with one for each tile."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _TiledCall, *tensors: torch.Tensor) -> torch.Tensor:
+        inputs = tensors[: call.tensor_count]
+        call.tensors = []  # held here they would live as long as the graph
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        output: torch.Tensor | None = None
+        tiles: Iterator[torch.Tensor] = iter(())
+        for tile in call.tiles(inputs):
+            made = call.run(tile)
+            if output is None:
+                output = call.empty_output(made, inputs[0])
+                tiles = (views[0] for views in call.tiles([output]))
+            next(tiles).copy_(made)
+        assert output is not None
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor | None) -> Any:
+        call: _TiledCall = ctx.call
+        if grad_output is None:
+            return (None,) * (1 + len(ctx.saved_tensors))
+        count = call.tensor_count
+        needs = ctx.needs_input_grad[1:]
+        inputs, weights = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        leaves = [weight.detach().requires_grad_(need) for weight, need in zip(weights, needs[count:], strict=True)]
+        gradients = [torch.empty_like(t) if need else None for t, need in zip(inputs, needs[:count], strict=True)]
+        wanted = [gradient for gradient in gradients if gradient is not None]
+        trained = [leaf for leaf in leaves if leaf.requires_grad]
+        sums: list[torch.Tensor | None] = [None] * len(trained)
+        parts = call.tiles(wanted) if wanted else iter(list, None)
+        with call.again(leaves):
+            for tile, of_output, of_inputs in zip(call.tiles(inputs), call.tiles([grad_output]), parts, strict=False):
+                _backward_of_tile(call, tile, needs[:count], of_output[0], of_inputs, trained, sums)
+        totals = iter(total if total is None else total.to(leaf.dtype) for total, leaf in zip(sums, trained, strict=True))
+        return (None, *gradients, *(next(totals) if need else None for need in needs[count:]))
+
+
+def _backward_of_tile(
+    call: _TiledCall,
+    tile: list[torch.Tensor],
+    needs: Sequence[bool],
+    grad_output: torch.Tensor,
+    into: list[torch.Tensor],
+    trained: list[torch.Tensor],
+    sums: list[torch.Tensor | None],
+) -> None:
+    """Writes the gradients of a tile's inputs ``into`` their places, and adds those of the weights to ``sums``."""
+    tile = [tensor.detach().requires_grad_(need) for tensor, need in zip(tile, needs, strict=True)]
+    leaves = [tensor for tensor in tile if tensor.requires_grad]
+    with torch.enable_grad():
+        output = call.run(tile)
+    found = torch.autograd.grad(output, [*leaves, *trained], grad_output, allow_unused=True)
+    for place, gradient in zip(into, found[: len(leaves)], strict=True):
+        if gradient is None:
+            place.zero_()
+        else:
+            place.copy_(gradient)
+    for index, gradient in enumerate(found[len(leaves) :]):
+        if gradient is None:
+            continue
+        total = sums[index]
+        sums[index] = gradient.to(torch.float32, copy=True) if total is None else total.add_(gradient)

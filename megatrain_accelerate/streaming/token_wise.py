@@ -1,0 +1,169 @@
+"""Which modules treat every token alone: tried out on a few tokens, so that no model has to be known by name.
+
+A token that isn't a number spoils whatever is computed from it: sums, products and softmaxes pass NaN on whatever the
+weights are. If one spoilt token spoils no other, and some tokens alone give what they give among others, then a module may
+run on one part of a sequence after the other. Decisions (which expert, which tokens are dropped) pass no NaN on, and random
+numbers would be others: modules with either aren't taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten
+
+_TOKENS = 8
+_SPOILT = (0, 3, 7)
+"""The first, an inner and the last one: what looks back, ahead or to all sides would pass one of them on."""
+_PART = slice(2, 5)
+_WEIGHT = 0.01
+"""In the place of every weight; which number it is doesn't matter for what depends on what."""
+_TOLERANCE = 0.02
+"""Between tokens alone and among others, relative to the largest: kernels for other sizes round otherwise, in bf16 by 0.4%."""
+WORTH_TILING = 2.5
+"""What a module makes on its way, in sizes of its output, below which its tiles would save nothing: a product is 1, with a
+bias 2 at most."""
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What was found out about a module: ``reason`` says why it can't, or needn't, run by tiles; None if it should."""
+
+    reason: str | None
+    is_token_wise: bool
+
+
+def kind_of(module: nn.Module, signature: Hashable) -> Hashable:
+    """What two modules must share to get one verdict: code, weights' shapes, plain attributes, and how they are called."""
+    parts = []
+    for child in module.modules():
+        plain = [
+            (name, value if isinstance(value, (bool, int, float, str)) else getattr(value, "__qualname__", ""))
+            for name, value in sorted(child.__dict__.items())
+            if isinstance(value, (bool, int, float, str)) or callable(value)
+        ]
+        shapes = [(name, tuple(p.shape), p.dtype) for name, p in child._parameters.items() if p is not None]
+        parts.append((type(child), tuple(plain), tuple(shapes), tuple(child._modules)))
+    return (tuple(parts), signature)
+
+
+def has_hooks_inside(module: nn.Module) -> bool:
+    """Whether somebody watches modules within it, who should see whole tensors, and each once."""
+    return any(getattr(child, name) for child in module.modules() if child is not module for name in _HOOKS)
+
+
+def examine(
+    module: nn.Module, call: Callable[[list[torch.Tensor]], Any], examples: Sequence[torch.Tensor], dim: int
+) -> Verdict:
+    """Runs a module on a few made-up tokens. Neither its weights nor random generators are touched, and no mode sees it.
+
+    Args:
+        module: its weights are replaced by a constant meanwhile, which takes no memory.
+        call: calls it with these tensors in the places of the tensors of a real call, and returns what it returns.
+        examples: those of the real call; only shapes, dtypes and the device count.
+        dim: the dimension of tokens.
+    """
+    if any(True for _ in module.buffers()):
+        return Verdict("it has buffers", False)
+    with _disable_current_modes(), torch.no_grad():
+        try:
+            with _constant_weights(module, _real_device(examples[0].device)):
+                return _examine(call, [_made_up(example, dim) for example in examples], dim)
+        except Exception as error:  # it can't be run so, whatever its reason
+            return Verdict(f"it can't be tried out ({type(error).__name__}: {str(error)[:80]})", False)
+
+
+def _examine(call: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor], dim: int) -> Verdict:
+    versions = [tensor._version for tensor in inputs]
+    with _Watch() as watch:
+        whole = call(inputs)
+    if watch.decision is not None:
+        return Verdict(watch.decision, False)
+    if not isinstance(whole, torch.Tensor) or whole.dim() <= dim or whole.shape[: dim + 1] != inputs[0].shape[: dim + 1]:
+        return Verdict("it doesn't return one tensor of a row for each token", False)
+    if versions != [tensor._version for tensor in inputs]:
+        return Verdict("it writes to its inputs", False)
+    if not whole.is_floating_point() or not bool(whole.isfinite().all()):
+        return Verdict("it returns other than finite numbers for made-up tokens", False)
+    for token in _SPOILT:
+        spoilt = [tensor.clone() for tensor in inputs]
+        for tensor in spoilt:
+            tensor.select(dim, token).fill_(float("nan"))
+        others = [place for place in range(_TOKENS) if place != token]
+        found = call(spoilt).index_select(dim, torch.tensor(others, device=whole.device))
+        if bool(found.isnan().any()):
+            return Verdict("a token's output depends on other tokens", False)
+    alone = call([_part(tensor, dim) for tensor in inputs])
+    expected = _part(whole, dim)
+    if alone.shape != expected.shape:
+        return Verdict("it doesn't return one tensor of a row for each token", False)
+    if float((alone - expected).abs().max()) > _TOLERANCE * float(expected.abs().max()):
+        return Verdict("a token's output depends on its place", False)
+    if watch.made_bytes < WORTH_TILING * whole.nbytes:
+        return Verdict("it makes little besides its output", True)
+    return Verdict(None, True)
+
+
+class _Watch(TorchDispatchMode):
+    """Adds up what is made, and notes operations that decide by values or draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made_bytes = 0
+        self.decision: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+        known = {tensor.untyped_storage()._cdata for tensor in given}
+        self.made_bytes += sum(tensor.nbytes for tensor in made if tensor.untyped_storage()._cdata not in known)
+        # Whole numbers from others: which is largest, how many, where.
+        counts = any(_is_whole(t) for t in made) and not all(_is_whole(t) for t in given)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.decision = "it draws random numbers"
+        elif func is torch.ops.aten._local_scalar_dense.default or counts:
+            self.decision = "it decides by values"
+        return result
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() and tensor.dtype != torch.bool
+
+
+@contextmanager
+def _constant_weights(module: nn.Module, device: torch.device) -> Iterator[None]:
+    saved = [(owner._parameters, dict(owner._parameters)) for owner in module.modules()]
+    try:
+        for store, before in saved:
+            for name, parameter in before.items():
+                if parameter is not None:
+                    value = torch.full((), _WEIGHT, dtype=parameter.dtype, device=device)
+                    store[name] = value.expand(parameter.shape)  # type: ignore[assignment]
+        yield
+    finally:
+        for store, before in saved:
+            store.update(before)
+
+
+def _real_device(device: torch.device) -> torch.device:
+    return device if device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
+
+
+def _made_up(example: torch.Tensor, dim: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    shape = (*(() if dim == 0 else (1, *example.shape[1:dim])), _TOKENS, *example.shape[dim + 1 :])
+    numbers = torch.randn(shape, generator=generator)
+    return numbers.to(_real_device(example.device), example.dtype)
+
+
+def _part(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    return tensor.narrow(dim, _PART.start, _PART.stop - _PART.start).contiguous()

@@ -1,0 +1,51 @@
+"""``megatrain doctor`` and ``megatrain estimate`` on a machine with a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatrain_accelerate.cli import main
+from megatrain_accelerate.doctor.speed_checks import measure_link
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+
+
+def test_the_link_is_measured_each_way_and_both_at_once() -> None:
+    speeds = measure_link(torch.device("cuda", torch.cuda.current_device()))
+    assert 1e9 < speeds.h2d < 1e12
+    assert 1e9 < speeds.d2h < 1e12
+    # Both at once move at least what the slower one does alone, and no more than the two together.
+    assert 0.9 * min(speeds.h2d, speeds.d2h) < speeds.both < 1.1 * (speeds.h2d + speeds.d2h)
+
+
+def test_the_report_names_the_gpu_and_what_limits_training(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["doctor", "--json", "--folder", str(tmp_path)]) == 0
+    found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["GPU"]["values"]["gpu"] == torch.cuda.get_device_name()
+    assert found["link"]["values"]["both_gb_per_second"] > 0
+    assert found["what limits training"]["values"]["step_bound_below_tokens"] > 0
+
+
+def test_an_estimate_for_this_machine_goes_by_its_measured_speeds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    main(["estimate", str(tmp_path), "--length", "1024", "--batch", "1", "--no-limits", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["gpu"] == torch.cuda.get_device_name()
+    assert any("measured" in note for note in found["notes"])
+    assert found["rows"][0]["gpu_gib"] <= found["gpu_planned_gib"]

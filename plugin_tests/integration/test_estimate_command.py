@@ -1,0 +1,176 @@
+"""``megatrain estimate`` as a user calls it, on configurations in a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fresh_process import run_python
+
+from megatrain_accelerate.cli import main
+
+SHAPE = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 4096,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+MACHINE = ["--gpu", "H200", "--gpu-memory", "900MiB", "--host-memory", "4GiB", "--cores", "16"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    return tmp_path
+
+
+@pytest.mark.long
+def test_the_table_says_what_fits_and_how_fast_and_a_plot_shows_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = folder / "speed.png"
+    assert main(["estimate", str(folder), *MACHINE, "--length", "64", "--plot", str(plot)]) == 0
+    shown = capsys.readouterr().out
+    for text in ("LlamaForCausalLM", "largest batch", "longest context", "names 512", "tokens/s", "host step", "of 4"):
+        assert text in shown
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_holds_the_numbers_of_a_config_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    batches = ["--batch", "1", "2", "--accumulation", "2"]
+    assert main(["estimate", str(folder / "config.json"), *MACHINE, "--length", "64", "--json", *batches, "--no-limits"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == 2 * 4096 * 128 + 128 + 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 512 + 2 * 128)
+    assert found["fits"]
+    assert found["host_memory_gib"] == 4.0
+    assert [row["batch"] for row in found["rows"]] == [1, 2]
+    for row in found["rows"]:
+        assert row["micro_batches"] == 2
+        assert row["tokens_per_second"] == pytest.approx(2 * 64 * row["batch"] / row["step_seconds"])
+        assert row["gpu_gib"] <= found["gpu_planned_gib"]
+    assert found["limits"] is None
+
+
+def test_limits_are_the_last_that_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = [*MACHINE, "--length", "64", "--json"]
+    assert main(["estimate", str(folder), *machine, "--batch", "1"]) == 0
+    limits = json.loads(capsys.readouterr().out)["limits"]
+    assert limits["longest"]["fits"]
+    assert limits["longest"]["length"] == limits["longest_context"] <= limits["longest_context_offloaded"]
+    for batch, fits in ((limits["largest_batch"], True), (int(1.1 * limits["largest_batch"]), False)):
+        main(["estimate", str(folder), *machine, "--batch", str(batch), "--no-limits"])
+        assert json.loads(capsys.readouterr().out)["rows"][0]["fits"] is fits
+
+
+def test_what_does_not_fit_is_said_with_what_is_missing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu = ["--gpu", "H200", "--host-memory", "2GiB"]
+    assert main(["estimate", str(folder), *gpu, "--length", "64", "--batch", "1"]) == 1
+    shown = capsys.readouterr().out
+    assert "GiB of host memory are missing" in shown
+    assert "(doesn't fit)" in shown
+
+
+def test_settings_of_the_plugin_count(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = []
+    for settings in ([], ["--set", "keep_layers=0", "device_layers=0", "offload_layers=0"]):
+        assert (
+            main(["estimate", str(folder), *MACHINE, "--length", "64", "--batch", "2", "--no-limits", "--json", *settings])
+            == 0
+        )
+        rows.append(json.loads(capsys.readouterr().out)["rows"][0])
+    assert (rows[0]["layers_on_gpu"], rows[0]["layers_kept"]) == (4, 4)
+    assert (rows[1]["layers_on_gpu"], rows[1]["layers_kept"], rows[1]["layers_offloaded"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "H300"], "isn't known"),
+        (["--gpu", "H200", "--no-limits"], "needs --batch"),
+        (["--gpu", "H200", "--set", "keep_layer=0"], "did you mean 'keep_layers'"),
+        pytest.param([], "no GPU", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")),
+    ],
+)
+def test_a_wrong_argument_is_said_with_the_remedy(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["estimate", str(folder), *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("shape", "total", "active"),
+    [
+        pytest.param(
+            {
+                "model_type": "qwen3_moe",
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 64,
+                "head_dim": 32,
+                "output_router_logits": True,
+            },
+            8 * 4 * 3 * 128 * 64,
+            2 * 4 * 3 * 128 * 64,
+            id="experts",
+        ),
+        pytest.param(
+            {
+                "model_type": "t5",
+                "architectures": ["T5ForConditionalGeneration"],
+                "d_model": 64,
+                "d_ff": 64,
+                "num_layers": 2,
+                "num_heads": 2,
+                "decoder_start_token_id": 0,
+                "pad_token_id": 0,
+            },
+            0,
+            0,
+            marks=pytest.mark.long,
+            id="encoder_decoder",
+        ),
+    ],
+)
+def test_other_sorts_of_models_are_estimated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: dict[str, object], total: int, active: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, **shape}))
+    arguments = [*MACHINE, "--length", "64", "--batch", "2", "--no-limits", "--json"]
+    assert main(["estimate", str(tmp_path), *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] - found["active_parameters"] == total - active
+    assert found["rows"][0]["fits"]
+
+
+def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", str(tmp_path), *MACHINE]) == 1
+    assert "configuration" in capsys.readouterr().err
+
+
+def test_a_model_that_takes_no_tokens_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "num_hidden_layers": 2, "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "intermediate_size": 64, "num_attention_heads": 2}))
+    assert main(["estimate", str(tmp_path), *MACHINE, "--length", "32"]) == 1
+    assert "name a language model" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_model_of_70_billion_parameters_takes_no_memory(tmp_path: Path) -> None:
+    shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, **shape, **heads}))
+    script = f"""
+        import resource
+        from megatrain_accelerate.cli import main
+        arguments = ["--gpu", "H200", "--host-memory", "1.5TiB", "--batch", "1", "--length", "2048"]
+        assert main(["estimate", {str(tmp_path)!r}, *arguments]) == 0
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 3 << 20, "KiB"
+    """
+    run_python(script)

@@ -1,0 +1,317 @@
+"""What each check of ``megatrain doctor`` says of machines of all sorts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from megatrain_accelerate.cli import main
+from megatrain_accelerate.doctor import command, software_checks, speed_checks, system_checks
+from megatrain_accelerate.doctor.finding import Finding, found_by
+from megatrain_accelerate.doctor.speed_checks import HostSpeeds, LinkSpeeds
+from megatrain_accelerate.errors import HostMemoryError, KernelError, PatchError
+from megatrain_accelerate.integrations import import_hook
+from megatrain_accelerate.integrations.patches import TESTED_VERSIONS
+from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.planning.machine import Machine
+from megatrain_accelerate.units import GIB
+
+MACHINE = Machine(h2d_bytes=53e9, d2h_bytes=54e9, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
+
+
+def only(findings: list[Finding]) -> Finding:
+    (finding,) = findings
+    # Whoever is told of something bad is told what to do.
+    assert finding.remedy or finding.state in ("ok", "note")
+    return finding
+
+
+# ---------------------------------------------------------------- the system
+
+
+@pytest.mark.parametrize(
+    ("usable", "present", "state", "remedy"), [(16, 16, "ok", ""), (4, 64, "slow", "limit"), (4, 4, "slow", "more cores")]
+)
+def test_few_cores_are_said_to_slow_the_host_step(
+    monkeypatch: pytest.MonkeyPatch, usable: int, present: int, state: str, remedy: str
+) -> None:
+    monkeypatch.setattr(system_checks, "usable_cpu_count", lambda: usable)
+    monkeypatch.setattr(os, "cpu_count", lambda: present)
+    found = only(system_checks.cores())
+    assert found.state == state
+    assert remedy in found.remedy
+    assert found.values == {"usable_cores": usable, "cores": present}
+
+
+def test_a_cgroups_limit_is_what_a_model_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system_checks, "cgroup_available_bytes", lambda: 9 * GIB)
+    found = only(system_checks.host_memory())
+    assert found.state == "note"
+    assert "--memory" in found.remedy
+    assert found.values["trainable_parameters"] == pytest.approx(7 * GIB / 14)
+    monkeypatch.setattr(system_checks, "cgroup_available_bytes", lambda: None)
+    assert only(system_checks.host_memory()).state == "ok"
+
+
+@pytest.mark.parametrize(("total", "used", "state"), [(0, 0, "ok"), (8, 0, "note"), (8, 4, "slow")])
+def test_swap_in_use_slows(monkeypatch: pytest.MonkeyPatch, total: int, used: int, state: str) -> None:
+    real = psutil.swap_memory()
+    fake = real._replace(total=total * GIB, used=used * GIB)
+    monkeypatch.setattr(psutil, "swap_memory", lambda: fake)
+    assert only(system_checks.swap()).state == state
+
+
+@pytest.mark.parametrize(
+    ("policy", "state"), [("always [madvise] never", "ok"), ("[always] never", "ok"), ("always [never]", "slow")]
+)
+def test_huge_pages_that_are_off_are_said_with_the_switch(tmp_path: Path, policy: str, state: str) -> None:
+    (tmp_path / "enabled").write_text(policy + "\n")
+    found = only(system_checks.huge_pages(tmp_path))
+    assert found.state == state
+    assert (str(tmp_path / "enabled") in found.remedy) is (state == "slow")
+    assert only(system_checks.huge_pages(tmp_path / "none")).state == "note"
+
+
+def test_a_limit_on_locked_memory_is_worth_knowing(monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = system_checks.resource
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
+    assert "ulimit -l" in only(system_checks.locked_memory()).remedy
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert only(system_checks.locked_memory()).state == "ok"
+
+
+def test_strict_accounting_of_memory_is_worth_knowing(tmp_path: Path) -> None:
+    path = tmp_path / "overcommit_memory"
+    path.write_text("2\n")
+    assert only(system_checks.overcommit(path)).state == "note"
+    path.write_text("1\n")
+    assert only(system_checks.overcommit(path)).state == "ok"
+    assert system_checks.overcommit(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("usable", "gpu_node", "state"),
+    [({0, 1}, 0, "ok"), ({4, 5}, 0, "slow"), ({0, 5}, 0, "note"), ({0, 5}, None, "note"), ({0, 5}, 7, "note")],
+)
+def test_cores_far_from_the_gpu_are_said_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, usable: set[int], gpu_node: int | None, state: str
+) -> None:
+    for node, cpus in ((0, "0-3"), (1, "4-6,7"), (2, "")):  # the last one has memory only
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(cpus + "\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: usable)
+    found = only(system_checks.numa(gpu_node, tmp_path))
+    assert found.state == state
+    assert found.values["numa_nodes"] == 2
+    assert ("numactl --cpunodebind=0" in found.remedy) is (gpu_node == 0 and state != "ok")
+
+
+def test_one_node_is_no_matter(tmp_path: Path) -> None:
+    assert only(system_checks.numa(0, tmp_path)).state == "ok"
+
+
+def test_a_disk_smaller_than_the_memory_holds_no_checkpoint_of_what_trains(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    usage = system_checks.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(system_checks.shutil, "disk_usage", lambda _: usage._replace(free=GIB))
+    assert "--save_only_model" in only(system_checks.disk(tmp_path)).remedy
+    monkeypatch.setattr(system_checks.shutil, "disk_usage", lambda _: usage._replace(free=1 << 60))
+    assert only(system_checks.disk(tmp_path)).state == "ok"
+
+
+# ---------------------------------------------------------------- the software
+
+
+def test_versions_outside_the_tested_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"accelerate": "0.33.1", "transformers": "99.0", "peft": TESTED_VERSIONS["peft"], "trl": None}
+    monkeypatch.setattr(software_checks, "_version", versions.get)
+    first, *others = software_checks.versions()
+    assert first.values["transformers"] == "99.0"
+    assert [found.name for found in others] == ["accelerate 0.33.1", "transformers 99.0"]
+    assert all("pip install" in found.remedy for found in others)
+
+
+@pytest.mark.parametrize(
+    ("version", "tested", "expected"),
+    [
+        ("1.15.0", "0.34.0 to 1.15.0", True),
+        ("1.15.1", "0.34.0 to 1.15.0", False),
+        ("1.2.0.dev0", "0.34.0 to 1.15.0", True),
+        ("0.21.2", "0.21.2", True),
+        ("0.22", "0.21.2", False),
+    ],
+)
+def test_versions_are_compared_by_number(version: str, tested: str, expected: bool) -> None:
+    assert software_checks._is_tested(version, tested) is expected
+
+
+def test_hooks_are_found_in_place() -> None:
+    found = only(software_checks.hooks())
+    assert (found.state, found.values["hooks"]) == ("ok", True)
+
+
+def test_what_switches_the_plugin_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("MEGATRAIN_DISABLE", "1")
+        assert "unset MEGATRAIN_DISABLE" in only(software_checks.hooks()).remedy
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+        assert "enable()" in only(software_checks.hooks()).remedy
+    with monkeypatch.context() as patch:
+        patch.setattr(software_checks.importlib.metadata, "entry_points", lambda **_: ())
+        assert "isn't installed" in only(software_checks.hooks()).text
+    with monkeypatch.context() as patch:
+        patch.setattr(import_hook, "is_installed", lambda: False)
+        assert only(software_checks.hooks()).state == "broken"
+
+
+def test_a_patch_that_does_not_fit_keeps_training_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise PatchError("can't patch accelerate.accelerator:Accelerator.prepare_model")
+
+    monkeypatch.setattr(import_hook, "ensure_ready", fails)
+    found = only(software_checks.hooks())
+    assert found.state == "broken"
+    assert "prepare_model" in found.text
+
+
+def test_missing_kernels_keep_training_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise KernelError("the library is missing")
+
+    assert only(software_checks.kernels()).values["host_threads"]
+    monkeypatch.setattr(software_checks, "HostKernels", fails)
+    assert only(software_checks.kernels()).state == "broken"
+
+
+@pytest.mark.parametrize(
+    ("triton", "compiler", "state"), [(True, "/usr/bin/cc", "ok"), (False, "/usr/bin/cc", "slow"), (True, None, "slow")]
+)
+def test_what_compiles_layers_is_looked_for_beside_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, triton: bool, compiler: str | None, state: str
+) -> None:
+    monkeypatch.setattr(software_checks.importlib.util, "find_spec", lambda name: object() if triton else None)
+    monkeypatch.setattr(software_checks.shutil, "which", lambda name: compiler)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert only(software_checks.compilers()).state == state
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert only(software_checks.compilers()).state == "ok"
+
+
+# ---------------------------------------------------------------- speeds
+
+
+@pytest.mark.parametrize(
+    ("speeds", "state"),
+    [((53e9, 54e9, 100e9), "ok"), ((12e9, 13e9, 25e9), "slow"), ((53e9, 10e9, 60e9), "slow"), ((53e9, 54e9, 55e9), "note")],
+)
+def test_a_slow_link_is_told_from_one_whose_directions_share(speeds: tuple[float, float, float], state: str) -> None:
+    assert only([speed_checks.link_finding(LinkSpeeds(*speeds))]).state == state
+
+
+def test_a_step_slower_than_its_memory_wants_cores() -> None:
+    fast, slow = HostSpeeds(7e9, 200e9, 14), HostSpeeds(2e9, 200e9, 3)
+    assert only([speed_checks.host_finding(fast, True)]).state == "ok"
+    assert "cores" in only([speed_checks.host_finding(slow, True)]).remedy
+    assert only([speed_checks.host_finding(slow, False)]).state == "ok"
+
+
+def test_speeds_that_do_not_hold_any_more_are_to_be_measured_anew() -> None:
+    same = speed_checks.plan_finding(MACHINE, LinkSpeeds(50e9, 50e9, 90e9), "speeds.json", True)
+    other = speed_checks.plan_finding(MACHINE, LinkSpeeds(25e9, 25e9, 50e9), "speeds.json", True)
+    assert (only([same]).state, only([other]).state) == ("ok", "slow")
+    assert "delete speeds.json" in other.remedy
+
+
+def test_the_batch_is_named_from_which_on_the_gpu_bounds_a_step() -> None:
+    found = only([speed_checks.bounds_finding(MACHINE)])
+    # Forward of a token: 2 operations a parameter; the step: 1 / 6e9 seconds of it.
+    assert found.values["step_bound_below_tokens"] == pytest.approx(7e14 / 2 / 6e9)
+    assert found.values["link_bound_below_tokens"] == pytest.approx(2 / 53e9 * 7e14 / 2)
+    assert "AdamW on the host bounds" in found.text
+
+
+def test_the_hosts_kernels_are_measured_by_what_they_move() -> None:
+    kernels = HostKernels(1)
+    speeds = speed_checks.measure_host(kernels, 1 << 20)
+    kernels.close()
+    assert speeds.threads == 1
+    # Of an array, not of nothing: a core moves less than a hundred times what a server's whole memory does.
+    assert 1e7 < speeds.step_parameters < 1e11
+    assert speeds.probe_bytes > 0.5 * speed_checks.STEP_BYTES * speeds.step_parameters
+
+
+def test_memory_that_the_driver_refuses_keeps_training_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(_: torch.device) -> LinkSpeeds:
+        raise HostMemoryError("refused to page-lock")
+
+    monkeypatch.setattr(speed_checks, "measure_link", refuses)
+    found = only(speed_checks.link(torch.device("cuda"), object()))  # type: ignore[arg-type]
+    assert found.state == "broken"
+    assert "memlock=-1" in found.remedy
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_a_check_that_fails_is_a_finding_and_the_others_go_on() -> None:
+    def fails() -> list[Finding]:
+        raise RuntimeError("no such file")
+
+    found = only(found_by("anything", fails))
+    assert found.state == "broken"
+    assert "no such file" in found.text
+
+
+@pytest.mark.parametrize(("states", "status"), [(("ok", "slow", "note"), 0), (("ok", "broken"), 1)])
+def test_the_exit_status_says_whether_training_can_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], states: tuple[str, ...], status: int
+) -> None:
+    findings = [Finding(f"thing {state}", state, f"is {state}", f"mend {state}", {"number": 1.5}) for state in states]
+    monkeypatch.setattr(command, "examine", lambda *_, **__: iter(findings))
+    assert main(["doctor"]) == status
+    shown = capsys.readouterr().out
+    assert all(f"is {state}" in shown and f"mend {state}" in shown for state in states if state != "ok")
+    assert "mend ok" not in shown
+    assert main(["doctor", "--json"]) == status
+    found = json.loads(capsys.readouterr().out)
+    assert found["fit"] is (status == 0)
+    assert [finding["state"] for finding in found["findings"]] == list(states)
+    assert found["findings"][0]["values"] == {"number": 1.5}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_machine_without_a_gpu_is_examined_and_told_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    measure: Callable[[HostKernels, int], HostSpeeds] = speed_checks.measure_host
+    monkeypatch.setattr(speed_checks, "measure_host", lambda kernels, elements: measure(kernels, 1 << 20))
+    assert main(["doctor", "--folder", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    for text in ("none that torch can use", "host kernels", "huge pages", "AdamW", "patches", str(tmp_path)):
+        assert text in shown
+    assert main(["doctor", "--no-speed", "--json", "--folder", str(tmp_path)]) == 0
+    names = [finding["name"] for finding in json.loads(capsys.readouterr().out)["findings"]]
+    assert "cores" in names
+    assert "host speed" not in names
+
+
+def test_the_gpus_memory_node_is_read_from_its_place_on_the_bus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Properties:
+        pci_domain_id, pci_bus_id, pci_device_id = 0, 0x1B, 0
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+    cuda = torch.device("cuda")
+    assert command.gpu_numa_node(cuda, tmp_path) is None
+    (tmp_path / "0000:1b:00.0").mkdir()
+    for text, node in (("1\n", 1), ("-1\n", None)):
+        (tmp_path / "0000:1b:00.0" / "numa_node").write_text(text)
+        assert command.gpu_numa_node(cuda, tmp_path) == node
+    assert command.gpu_numa_node(None, tmp_path) is None

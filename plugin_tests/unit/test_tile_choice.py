@@ -1,0 +1,45 @@
+"""What the plan does when a step by whole layers turns out to be larger than it was predicted to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain_accelerate.planning.step_memory import OpCosts
+from megatrain_accelerate.planning.step_outline import StepOutline
+from megatrain_accelerate.planning.tile_choice import measured_to_fit
+from megatrain_accelerate.streaming.token_tiles import AUTO_TILE_TOKENS
+
+WHOLE = StepOutline((), 0, OpCosts(), {})
+TILED = StepOutline((), 0, OpCosts(), {}, AUTO_TILE_TOKENS)
+
+
+def run_out_of_memory(outline: StepOutline) -> StepOutline:
+    if not outline.token_tile:
+        raise torch.OutOfMemoryError("one layer is too large")
+    return outline
+
+
+def fitted(measure: Callable[[StepOutline], StepOutline], fits: bool, setting: int | str = "auto") -> tuple[StepOutline, int]:
+    runtime: Any = SimpleNamespace(token_tile=0)
+    search: Any = lambda outline: SimpleNamespace(something_fits=fits)  # noqa: E731
+    return measured_to_fit(runtime, WHOLE, setting, lambda: TILED, measure, search), runtime.token_tile
+
+
+def test_layers_that_fit_stay_whole() -> None:
+    assert fitted(lambda outline: outline, fits=True) == (WHOLE, 0)
+
+
+def test_layers_that_were_measured_to_be_too_large_run_by_tiles() -> None:
+    assert fitted(lambda outline: outline, fits=False) == (TILED, AUTO_TILE_TOKENS)
+    assert fitted(run_out_of_memory, fits=True) == (TILED, AUTO_TILE_TOKENS)
+
+
+def test_what_the_user_fixed_is_kept_and_its_error_surfaces() -> None:
+    assert fitted(lambda outline: outline, fits=False, setting=0) == (WHOLE, 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        fitted(run_out_of_memory, fits=True, setting=0)
