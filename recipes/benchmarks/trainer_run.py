@@ -157,12 +157,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=None, help="so many of the preset's layers instead of all")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3, help="first steps that don't count: compilation, the plan's own")
+    parser.add_argument("--sdpa", choices=("default", "flash", "cudnn"), default="default", help="attention's kernel")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
     parser.add_argument("--json", default="", help="append the result to this file")
     args = parser.parse_args()
     if not 1 <= args.warmup < args.steps:
         parser.error(f"--warmup must be 1 or more and below --steps; got {args.warmup} of {args.steps}")
+    if args.sdpa != "default":
+        # The one that is left, but for torch's own products, whose memory grows with the square of the length.
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_flash_sdp(args.sdpa == "flash")
+        torch.backends.cuda.enable_cudnn_sdp(args.sdpa == "cudnn")
     start = time.perf_counter()
     model = build_model(args.preset, args.length, args.layers)
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
@@ -201,6 +207,7 @@ def main() -> None:
         "batch": args.batch,
         "length": args.length,
         "layers": model.config.num_hidden_layers,
+        "sdpa": args.sdpa,
         "accumulation": args.accumulation,
         "max_grad_norm": args.max_grad_norm,
         "steps": args.steps,
