@@ -187,7 +187,13 @@ class PlacementSearch:
         if self._choices.attention_kept is not None or not self._outline.token_tile:
             return ()
         near = range(max(0, at.attention_kept - 2), min(self._count, at.attention_kept + 2) + 1)
-        return [dataclasses.replace(at, attention_kept=count) for count in sorted({*_spread(self._count), *near})]
+        # Inputs that leave make room for it: each of the two may be worth nothing without the other.
+        away = {at.inputs_offloaded, *(_spread(self._count) if self._choices.inputs_offloaded is None else ())}
+        return [
+            dataclasses.replace(at, attention_kept=count, inputs_offloaded=inputs)
+            for count in sorted({*_spread(self._count), *near})
+            for inputs in sorted(away)
+        ]
 
     def _groups(self, at: _Counts) -> Iterable[_Counts]:
         if self._choices.on_device is not None:

@@ -266,6 +266,21 @@ def test_layers_with_tiles_keep_attention_first_where_room_is_short_and_attentio
         assert best.time.compute == pytest.approx(40 - 0.8 * len(attending) - len(best.placement.kept), rel=0.01)
 
 
+def test_inputs_leave_to_make_room_for_attention() -> None:
+    profile = {"attention": OpCosts(), "attention_bytes": 5, "attention_seconds": 0.8}
+    step = dataclasses.replace(outline(**profile), token_tile=8192)  # type: ignore[arg-type]
+    fixed = {"kept": 0, "offloaded": 0, "resident": 0, "on_device": 0}
+    seconds = {}
+    for inputs in (0, None):
+        choices = Choices(**fixed, inputs_offloaded=inputs)  # type: ignore[arg-type]
+        best = PlacementSearch(step, model(), MACHINE, SLOTS + 9 * 5 + 100, choices, 10**9).best()
+        assert best is not None
+        seconds[inputs] = best.time.seconds
+    assert best.placement.inputs_offloaded
+    assert len(best.placement.attention_kept) >= 6
+    assert seconds[None] < 0.9 * seconds[0]
+
+
 def test_what_fits_in_no_way_takes_the_least_that_it_can() -> None:
     choices = Choices(kept=0, offloaded=0, resident=0, on_device=0)
     placements = []
