@@ -18,10 +18,15 @@ BENCH_ARGS ?=
 BIN := $(VENV)/bin
 OLDEST := $(VENV)-oldest
 NIGHTLY := $(VENV)-nightly
-# What an old Accelerate or Transformers could break: patches, activation, Trainer, loops, checkpoints, the bits.
+# For example: make test-nightly NIGHTLY_TESTS=plugin_tests/unit
+NIGHTLY_TESTS ?=
+# What an old Accelerate, Transformers or PEFT could break: patches, activation, Trainer, loops, checkpoints, merges, the bits.
 OLDEST_TESTS := $(addprefix plugin_tests/integration/test_,activation.py import_orders.py launcher.py trainer_parity.py \
 	trainer_evaluation_and_use.py loops_gradients_and_orders.py loops_prepare_and_clipping.py \
-	loops_several_and_states.py checkpoints.py resume.py) plugin_tests/numerics/test_exactness.py
+	loops_several_and_states.py checkpoints.py resume.py) plugin_tests/numerics/test_exactness.py \
+	$(addprefix plugin_tests/integration/test_peft.py::test_,merge_and_unload_gives_the_plain_merged_model \
+	unload_gives_the_base_model_back merged_weights_are_streamed_until_they_are_unmerged \
+	merged_weights_are_unmerged_when_their_adapter_is_left)
 DEPENDENCIES := $(VENV)/.dependencies
 INSTALLED := $(VENV)/.installed
 KERNELS := $(wildcard megatrain_accelerate/optim/csrc/*)
@@ -101,12 +106,17 @@ test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest -m "not gpu and not long" -W ignore::FutureWarning -W ignore::DeprecationWarning \
 		$(TEST_ARGS) $(OLDEST_TESTS)
 
+# The environment is brought up to date by every run. torch is held at what was installed first: a newer one, asked for
+# by any package, would be PyPI's build for CUDA.
 test-nightly:
 	$(PYTHON) -m venv $(NIGHTLY)
 	$(call install_torch,$(NIGHTLY),$(NIGHTLY_TORCH))
-	sed 's/==.*//' requirements-dev.txt | $(NIGHTLY)/bin/pip install --pre --upgrade -r /dev/stdin
+	$(NIGHTLY)/bin/pip list --format freeze | grep '^torch==' > $(NIGHTLY)/held.txt
+	sed 's/==.*//' requirements-dev.txt \
+		| $(NIGHTLY)/bin/pip install --pre --upgrade --constraint $(NIGHTLY)/held.txt -r /dev/stdin
 	$(NIGHTLY)/bin/pip install --no-build-isolation --no-deps -e .
-	$(NIGHTLY)/bin/python -m pytest -m "not gpu" -W ignore::FutureWarning -W ignore::DeprecationWarning $(TEST_ARGS)
+	$(NIGHTLY)/bin/python -m pytest -m "not gpu" -W ignore::FutureWarning -W ignore::DeprecationWarning \
+		$(TEST_ARGS) $(NIGHTLY_TESTS)
 
 test-fast: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not gpu and not slow and not long" $(TEST_ARGS)

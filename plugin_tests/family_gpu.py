@@ -26,10 +26,15 @@ def assert_near_plain(family: Family, **settings: Any) -> None:
     far = [
         (kind, name, difference)
         for kind, name, difference in differences(ours, plain)
-        # Later gradients are of weights that differ already.
-        if difference > TOLERANCE[kind] and (kind != "gradients" or name.endswith(" 0"))
+        if difference > TOLERANCE[kind] and not _is_of_moved_weights(kind, name)
     ]
     assert not far, far[:8]
+
+
+def _is_of_moved_weights(kind: str, name: str) -> bool:
+    """Whether it is a gradient, or a norm of gradients, of weights that differ already. Gemma 3n cuts activations off at a
+    threshold, so that a last bit becomes a part of a gradient; losses don't jump."""
+    return not name.endswith(" 0") and (kind == "gradients" or name.startswith("norm"))
 
 
 @contextlib.contextmanager

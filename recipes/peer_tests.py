@@ -32,6 +32,7 @@ class Recorder:
         self._file = path.open("a")
         self._active = active
         self._adopted = 0
+        self._environment = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
         if active:
             self._count_adoptions()
 
@@ -45,6 +46,10 @@ class Recorder:
             self._adopted += 1
 
         Engine.__init__ = count
+
+    def pytest_runtest_setup(self) -> None:
+        """Transformers' tests end by deleting what the environment asked of Accelerate, the CPU for one."""
+        os.environ.update(self._environment)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """A phase of a test is over: a test's outcome is that of its body, or of what broke around it."""

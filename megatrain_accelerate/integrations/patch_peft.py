@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from megatrain_accelerate.integrations.wrapping import delegate, find_class, wrap
+from megatrain_accelerate.integrations.wrapping import delegate, find_class, wrap, wrap_in_subclasses
+
+_OWN_BEFORE_0_18 = ("merge_and_unload", "set_adapter", "unload")
+"""Methods that each kind of adapter had of its own before PEFT 0.18, and most inherit since."""
 
 
 def _wrap_tuner(module: ModuleType, name: str, meaning: str) -> None:
     tuner = find_class(module, "BaseTuner")
-    # Older versions have one in each kind of adapter, left alone: after Trainer.train() there is nothing to wait for.
-    if hasattr(tuner, name):
-        wrap(tuner, name, delegate("adapters", meaning), needs=("self",))
+    replacement = delegate("adapters", meaning)
+    old = not any(method in vars(tuner) for method in _OWN_BEFORE_0_18)
+    if not (old and name in _OWN_BEFORE_0_18):
+        wrap(tuner, name, replacement, needs=("self",))
+    wrap_in_subclasses(tuner, name, replacement)
 
 
 def patch_merge_and_unload(module: ModuleType) -> None:

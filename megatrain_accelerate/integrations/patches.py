@@ -9,11 +9,11 @@ from __future__ import annotations
 TESTED_VERSIONS = {
     "accelerate": "0.34.0 to 1.15.0",
     "transformers": "4.46.1 to 5.17.0",
-    "peft": "0.21.2",
+    "peft": "0.13.2 to 0.21.2",
     "trl": "1.16.0",
 }
 """By package, under which the tests of the patches passed: accelerate 0.34.0, 0.34.2, 1.2.1, 1.10.1, 1.12.0 and 1.15.0 with
-transformers 4.46.1, 4.46.3, 4.51.3, 4.57.6, 5.0.0 and 5.17.0."""
+transformers 4.46.1, 4.46.3, 4.51.3, 4.57.6, 5.0.0 and 5.17.0; of peft the first and the last."""
 
 _HERE = "megatrain_accelerate.integrations"
 

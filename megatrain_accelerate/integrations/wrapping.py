@@ -114,6 +114,27 @@ def wrap(owner: Any, name: str, replacement: Callable[..., Any], needs: Iterable
     wrap_always(owner, name, when_active, needs)
 
 
+def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """As :func:`wrap`, for the method of this name that a subclass has of its own: of those that exist, and of those to come.
+
+    Where such a method calls its parent's, ``replacement`` may run within itself.
+    """
+    for cls in _subclasses(owner):
+        if name in vars(cls):
+            wrap(cls, name, replacement)
+    inherited = vars(owner).get("__init_subclass__")
+
+    def init_subclass(cls: type, **kwargs: Any) -> None:
+        if inherited is None:
+            super(owner, cls).__init_subclass__(**kwargs)
+        else:
+            inherited.__func__(cls, **kwargs)
+        if name in vars(cls):
+            wrap(cls, name, replacement)
+
+    owner.__init_subclass__ = classmethod(init_subclass)
+
+
 def wrap_property(owner: type, name: str, replacement: Callable[..., Any]) -> None:
     """Replaces a property's getter by ``replacement(original, self)`` where the plugin is on.
 

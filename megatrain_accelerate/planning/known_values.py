@@ -33,6 +33,8 @@ _ATEN = torch.ops.aten
 class KnownValues(TorchDispatchMode):
     """Enter it inside ``FakeTensorMode``."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self._known: Any = WeakIdKeyDictionary()
@@ -49,6 +51,8 @@ class KnownValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):  # flex attention, say
+            return func(*args, **kwargs)
         real = self._real_result(func, args, kwargs)
         if func is _ATEN._local_scalar_dense.default and real is not None:
             return real

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from megatrain_accelerate.planning.compiled_functions import compiled_functions_as_python
 from megatrain_accelerate.planning.known_values import KnownValues, NumbersOfTensors, taken_for_data
 
 
@@ -46,6 +47,8 @@ class LiveBytes(TorchDispatchMode):
     Args:
         present: tensors that are there already and don't count.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, present: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -95,18 +98,21 @@ class LiveBytes(TorchDispatchMode):
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
     """Floating-point operations of a matrix product or the like; None for what has no formula."""
-    count = flop_registry.get(func._overloadpacket)
-    if count is None:
+    count = flop_registry.get(func._overloadpacket if isinstance(func, torch._ops.OpOverload) else func)
+    is_flex = str(func.__name__).startswith("flex_attention")
+    if count is None and not is_flex:
         return None
-    try:
-        return float(count(*args, **kwargs, out_val=result))
-    except Exception:  # grouped-query attention, which torch's formula refuses: that of plain attention
-        tensors = [t for t in args if isinstance(t, torch.Tensor) and t.dim() == 4]
-        if len(tensors) < 3:
-            return None
-        query, key = (tensors[0], tensors[1]) if tensors[0].shape[-2] and "backward" not in str(func) else tensors[1:3]
-        products = 2 if "backward" not in str(func) else 5
-        return 2.0 * products * query.numel() * key.shape[-2]
+    # Torch's formula refuses grouped-query attention, and knows none of flex attention: as plain attention then.
+    with contextlib.suppress(Exception):
+        if count is not None:
+            return float(count(*args, **kwargs, out_val=result))
+    tensors = [t for t in args if isinstance(t, torch.Tensor) and t.dim() == 4]
+    if len(tensors) < 3:
+        return None
+    is_backward = "backward" in str(func)
+    # Backward of the others begins with the gradient.
+    query, key = tensors[1:3] if is_backward and not is_flex else tensors[:2]
+    return 2.0 * (5 if is_backward else 2) * query.numel() * key.shape[-2]
 
 
 _INSTALLED_FLAG = "_output_capturing_hooks_installed"
@@ -214,6 +220,7 @@ def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device)
         KnownValues() as values,
         NumbersOfTensors(),
         taken_for_data(values),
+        compiled_functions_as_python(),
         _fake_weights(model, device, values) as weights,
         torch.enable_grad(),
     ):

@@ -62,6 +62,8 @@ class StreamedLayer:
         self.unit = unit
         self.gate = UpdateGate()
         self.tiles = TokenTiles.of_layer(module)
+        self.parametrized: set[int] = set()
+        """Weights, by place, that the layer was seen to parametrize while it ran; see :func:`bound_weights`."""
         self.has_trainable = any(state.entry.spec.trainable for state in unit.states)
         self._known = {id(state.parameter) for state in unit.states}
         position = {id(state.parameter): i for i, state in enumerate(unit.states)}
@@ -113,7 +115,11 @@ class StreamedLayer:
                 owner._parameters[attribute] = weights[position]  # type: ignore[assignment]
             yield
         finally:
-            for owner, attribute, _, parameter in self._bindings:
+            for owner, attribute, position, parameter in self._bindings:
+                # A parametrization for the time of a call (PEFT's target_parameters) puts a weight that is no Parameter
+                # back as a buffer: it would hold the slot's memory, and stand in the way of the next one.
+                if owner._buffers.pop(attribute, None) is not None:
+                    self.parametrized.add(position)
                 owner._parameters[attribute] = parameter
 
     def refuse_unfrozen(self) -> None:

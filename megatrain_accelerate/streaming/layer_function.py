@@ -221,7 +221,9 @@ def _cut_off(tensors: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[to
 
 def bound_weights(layer: StreamedLayer, slot: WeightSlot) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """All weights in the slot, in entry order, and those of them that are trained, as leaves."""
-    weights = [view.detach() for view in slot.views(layer.unit.layout)]
+    views = slot.views(layer.unit.layout)
+    # What torch parametrizes counts as written, and with it all of the slot, unless it has a version of its own (`data`).
+    weights = [view.data if place in layer.parametrized else view.detach() for place, view in enumerate(views)]
     leaves = [
         weight.requires_grad_()
         for weight, state in zip(weights, layer.unit.states, strict=True)

@@ -7,6 +7,7 @@ are of the original class: plain modules with plain weights.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,8 @@ Runner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 _RUNNER = "_megatrain_runner"
 _BEFORE_COPY = "_megatrain_before_copy"
-_proxy_classes: dict[type[nn.Module], type[nn.Module]] = {}
+_CHECKPOINTING = "gradient_checkpointing"
+_proxy_classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
 
 
 class _NoCheckpointing:
@@ -76,8 +78,8 @@ def _new_module(original: type[nn.Module]) -> nn.Module:
     return original.__new__(original)
 
 
-def _proxy_class(original: type[nn.Module]) -> type[nn.Module]:
-    proxy = _proxy_classes.get(original)
+def _proxy_class(original: type[nn.Module], can_checkpoint: bool) -> type[nn.Module]:
+    proxy = _proxy_classes.get((original, can_checkpoint))
     if proxy is not None:
         return proxy
 
@@ -85,6 +87,9 @@ def _proxy_class(original: type[nn.Module]) -> type[nn.Module]:
         if torch.compiler.is_compiling():
             return run_uncompiled(self.__dict__[_RUNNER], args, kwargs)
         return self.__dict__[_RUNNER](args, kwargs)
+
+    # The Trainer asks a model what it takes and drops the other columns; the model itself may be the layer.
+    forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
 
     def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         # to(), cuda() and the like would bring the whole model to the GPU, and put rounded weights in the masters' place.
@@ -107,9 +112,9 @@ def _proxy_class(original: type[nn.Module]) -> type[nn.Module]:
         "__reduce_ex__": __reduce_ex__,
         "_megatrain_original_class": original,
     }
-    if hasattr(original, "gradient_checkpointing"):
-        namespace["gradient_checkpointing"] = _NoCheckpointing()
-    proxy = _proxy_classes[original] = type(original.__name__, (original,), namespace)
+    if can_checkpoint:
+        namespace[_CHECKPOINTING] = _NoCheckpointing()
+    proxy = _proxy_classes[original, can_checkpoint] = type(original.__name__, (original,), namespace)
     return proxy
 
 
@@ -123,9 +128,13 @@ def install_proxy(layer: nn.Module, runner: Runner, before_copy: Callable[[], No
     original = type(layer)
     # An instance's own forward was patched in by somebody before us.
     forward = layer.__dict__.pop("forward", None) or original.forward.__get__(layer, original)
-    if layer.__dict__.pop("gradient_checkpointing", False):
+    if layer.__dict__.get(_CHECKPOINTING, False):
         note_checkpointing_ignored()
-    layer.__class__ = _proxy_class(original)
+    # The proxy's descriptor hides an instance's own value; where the class has none, that must be there again afterwards.
+    can_checkpoint = hasattr(layer, _CHECKPOINTING)
+    if hasattr(original, _CHECKPOINTING):
+        layer.__dict__.pop(_CHECKPOINTING, None)
+    layer.__class__ = _proxy_class(original, can_checkpoint)
     layer.__dict__[_RUNNER] = runner
     layer.__dict__[_BEFORE_COPY] = before_copy
     return forward

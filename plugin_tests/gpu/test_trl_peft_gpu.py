@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,21 @@ STREAMED: dict[str, Any] = {"resident_layers": 0, "device_layers": 0, "offload_l
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"]}
 
 
-def lora() -> Any:
-    return peft.LoraConfig(**LORA, task_type="CAUSAL_LM")
+PARAMETERS: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_parameters": ["up_proj.weight", "gate_proj.weight"]}
+"""PEFT parametrizes these weights for the time of a call."""
 
 
-def sft(folder: Path) -> Any:
+def lora(targets: dict[str, Any] = LORA) -> Any:
+    return peft.LoraConfig(**targets, task_type="CAUSAL_LM")
+
+
+def sft(folder: Path, targets: dict[str, Any] = LORA) -> Any:
     return trl.SFTTrainer(
         model=tiny_model(torch.bfloat16),
         args=arguments(trl.SFTConfig, folder, use_cpu=False, bf16=True, max_length=24),
         train_dataset=texts(),
         processing_class=tokenizer(),
-        peft_config=lora(),
+        peft_config=lora(targets),
     )
 
 
@@ -61,10 +66,14 @@ def test_a_step_with_trls_head_is_planned(tmp_path: Path) -> None:
     assert engine.predicted_device_bytes > 0
 
 
-def test_adapters_have_the_same_bits_wherever_layers_live_and_are_close_to_trl_alone(tmp_path: Path) -> None:
-    stock = run_trl(sft, tmp_path / "stock", streamed=False)
-    streamed = run_trl(sft, tmp_path / "streamed", streamed=True, settings=STREAMED)
-    resident = run_trl(sft, tmp_path / "resident", streamed=True, settings={**STREAMED, "device_layers": 3})
+@pytest.mark.parametrize("targets", [LORA, PARAMETERS], ids=["modules", "parameters"])
+def test_adapters_have_the_same_bits_wherever_layers_live_and_are_close_to_trl_alone(
+    tmp_path: Path, targets: dict[str, Any]
+) -> None:
+    make = partial(sft, targets=targets)
+    stock = run_trl(make, tmp_path / "stock", streamed=False)
+    streamed = run_trl(make, tmp_path / "streamed", streamed=True, settings=STREAMED)
+    resident = run_trl(make, tmp_path / "resident", streamed=True, settings={**STREAMED, "device_layers": 3})
     for name, weight in streamed.weights.items():
         assert torch.equal(resident.weights[name], weight), name
     # The same kernels in bf16; AdamW rounds in another order in fp32.

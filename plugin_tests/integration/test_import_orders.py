@@ -20,11 +20,17 @@ PROBE = """
 import sys
 from megatrain_accelerate.integrations.patches import PATCHES
 
+def below(owner):
+    for cls in owner.__subclasses__() if isinstance(owner, type) else ():
+        yield cls
+        yield from below(cls)
+
+# In PEFT before 0.18 each kind of adapter has some of the methods of its own.
 def stored(owner, name):
-    for cls in getattr(owner, "__mro__", (owner,)):
-        if name in vars(cls):
-            found = vars(cls)[name]
-            return getattr(found, "fget", None) or getattr(found, "__func__", None) or found
+    owners = [cls for cls in getattr(owner, "__mro__", (owner,)) if name in vars(cls)][:1]
+    owners = owners or [cls for cls in below(owner) if name in vars(cls)]
+    found = [vars(cls)[name] for cls in owners]
+    return [getattr(one, "fget", None) or getattr(one, "__func__", None) or one for one in found]
 
 def check(statement):
     unpatched = []
@@ -35,7 +41,8 @@ def check(statement):
         *path, name = patch.target.partition(":")[2].split(".")
         for part in path:
             owner = getattr(owner, part)
-        if not hasattr(stored(owner, name), "_megatrain_patch"):
+        targets = stored(owner, name)
+        if not targets or not all(hasattr(one, "_megatrain_patch") for one in targets):
             unpatched.append(patch.target)
     assert not unpatched, f"after {statement!r}: {unpatched}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 from typing import Any
@@ -57,6 +58,12 @@ def test_a_proxy_keeps_class_name_attributes_children_and_methods() -> None:
     assert list(layer.state_dict()) == list(Layer().state_dict())
     layer.sliding_window = 5
     assert layer.helper() == 5
+
+
+def test_a_proxy_says_what_the_layers_forward_takes() -> None:
+    layer, _, _ = make()
+    assert inspect.signature(layer.forward) == inspect.signature(Layer().forward)
+    assert list(inspect.signature(type(layer).forward).parameters) == ["self", "x", "factor"]
 
 
 def test_a_call_goes_through_the_runner_and_fires_the_layers_hooks_once() -> None:
@@ -173,3 +180,14 @@ def test_a_copy_of_a_streaming_model_is_plain_independent_and_equal(how: str, bf
     copied(input_ids=ids, labels=ids).loss.backward()
     assert engine.runtime.meter.counters.weight_fetches == fetches, "the copy must not run through the engine"
     engine.close()
+
+
+@pytest.mark.usefixtures("clean_note")
+def test_a_layer_that_keeps_gradient_checkpointing_in_itself_has_it_off_in_a_proxy_and_back_after() -> None:
+    layer = Layer()
+    layer.gradient_checkpointing = True
+    forward = install_proxy(layer, lambda args, kwargs: None, lambda: None)
+    assert layer.gradient_checkpointing is False
+    assert copy.deepcopy(layer).gradient_checkpointing is True
+    remove_proxy(layer, forward)
+    assert layer.gradient_checkpointing is True
