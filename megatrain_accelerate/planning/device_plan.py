@@ -23,7 +23,7 @@ from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.placement_search import Candidate, Choices, PlacementSearch
 from megatrain_accelerate.planning.plan_table import plan_table
 from megatrain_accelerate.planning.step_outline import StepOutline, evaluation_bytes, outline_step
-from megatrain_accelerate.planning.step_simulation import Model, StepTime, peak_bytes, simulate_step
+from megatrain_accelerate.planning.step_simulation import Model, StepTime, peak_bytes
 from megatrain_accelerate.planning.tile_choice import measured_to_fit, outline_with_tiles
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.units import GIB, MIB
@@ -288,11 +288,8 @@ class DevicePlan:
         return measure_layers(model, self._runtime, inputs, outline)
 
     def _plan(self, outline: StepOutline, fixed_bytes: int, budget_bytes: int) -> None:
-        found = self._search(outline, budget_bytes - fixed_bytes).best()
-        if found is None:
-            placement, sizes = self._settled(), self.model_sizes()
-            time = simulate_step(outline, sizes, placement, self._machine)
-            found = Candidate(placement, peak_bytes(outline, sizes, placement), time)
+        search = self._search(outline, budget_bytes - fixed_bytes)
+        found = search.best() or search.leanest(self._settled())
         self.predicted_bytes = fixed_bytes + found.peak_bytes
         self.predicted_time = found.time
         self._place(found.placement)

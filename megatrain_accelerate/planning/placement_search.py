@@ -152,6 +152,17 @@ class PlacementSearch:
                 break
         return found if found is None else self._filled(best, found)
 
+    def leanest(self, settled: Placement) -> Candidate:
+        """For a step that fits in no way: ``settled``, without the inputs that the host has room for if they may leave."""
+        placements = [settled]
+        if self._choices.inputs_offloaded is None:
+            away = [frozenset(range(count)) for count in range(1, self._count + 1)]
+            leaving = [dataclasses.replace(settled, inputs_offloaded=layers, offload_spacing=1) for layers in away]
+            placements += [placement for placement in leaving if self._has_host_room(placement)]
+        peaks = {placement: peak_bytes(self._outline, self._model, placement) for placement in placements}
+        chosen = min(placements, key=peaks.__getitem__)
+        return Candidate(chosen, peaks[chosen], simulate_step(self._outline, self._model, chosen, self._machine))
+
     def _filled(self, at: _Counts, found: Candidate) -> Candidate:
         """The same with as much on the device as there is room for: it takes load off the host and the link."""
         if self._choices.on_device is not None:
@@ -176,7 +187,13 @@ class PlacementSearch:
         if self._choices.attention_kept is not None or not self._outline.token_tile:
             return ()
         near = range(max(0, at.attention_kept - 2), min(self._count, at.attention_kept + 2) + 1)
-        return [dataclasses.replace(at, attention_kept=count) for count in sorted({*_spread(self._count), *near})]
+        # Inputs that leave make room for it: each of the two may be worth nothing without the other.
+        away = {at.inputs_offloaded, *(_spread(self._count) if self._choices.inputs_offloaded is None else ())}
+        return [
+            dataclasses.replace(at, attention_kept=count, inputs_offloaded=inputs)
+            for count in sorted({*_spread(self._count), *near})
+            for inputs in sorted(away)
+        ]
 
     def _groups(self, at: _Counts) -> Iterable[_Counts]:
         if self._choices.on_device is not None:
@@ -243,19 +260,16 @@ class PlacementSearch:
             kept = _most(self._count, lambda k: peak(k) <= self._budget)
         chosen = placement(max(0, kept))
         taken = peak_bytes(self._outline, self._model, chosen)
-        if taken > self._budget or self._offloaded_bytes(chosen) > self._host_room(chosen):
+        if taken > self._budget or not self._has_host_room(chosen):
             return None
         return Candidate(chosen, taken, simulate_step(self._outline, self._model, chosen, self._machine))
 
-    def _host_room(self, placement: Placement) -> int:
+    def _has_host_room(self, placement: Placement) -> bool:
         model = self._model
         moved = sum(model.layers[i].host_bytes for i in placement.on_device)
         if placement.groups_on_device:
             moved += sum(unit.host_bytes for unit in [*model.groups_before, *model.groups_after])
-        return max(0, self._host_budget + moved)
-
-    def _offloaded_bytes(self, placement: Placement) -> int:
-        return sum(sent_bytes(self._outline, placement))
+        return sum(sent_bytes(self._outline, placement)) <= max(0, self._host_budget + moved)
 
 
 def _most(count: int, fits: Callable[[int], bool]) -> int:

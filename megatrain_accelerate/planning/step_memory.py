@@ -179,9 +179,12 @@ def _fake_weights(model: nn.Module, device: torch.device, values: KnownValues) -
 
 
 def _without_full_masks(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Models skip an attention mask of ones; without data they couldn't know, and would take another kernel."""
+    """Models skip an attention mask of ones; without data some couldn't know, and would take another kernel.
+
+    Beside positions it stays: without a mask transformers looks whether the positions are those of packed sequences.
+    """
     mask = inputs.get("attention_mask")
-    is_full = isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all())
+    is_full = isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all()) and inputs.get("position_ids") is None
     return {name: value for name, value in inputs.items() if not (is_full and name == "attention_mask")}
 
 

@@ -11,6 +11,7 @@ from plain_torch import tiny_model, token_batches
 
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.planning import tile_choice
+from megatrain_accelerate.planning.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.units import GIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -106,7 +107,7 @@ def test_memory_is_linear_in_the_length_and_as_predicted() -> None:
         for tile in (0, 8192):
             peak, predicted, _ = peak_of_step(length, keep_layers=0, token_tile=tile)
             assert peak <= 1.02 * predicted, (length, tile)
-            assert peak >= 0.8 * predicted, (length, tile)
+            assert peak >= 0.8 * (predicted - LIBRARY_WORKSPACE_BYTES), (length, tile)
             peaks[length, tile] = peak
     for tile in (0, 8192):
         # A mask of all tokens by all would have 4 GiB at 65,536 tokens.
@@ -148,8 +149,7 @@ def test_attention_that_is_kept_takes_what_is_predicted_and_makes_steps_shorter(
     peaks, seconds = {}, {}
     for count in (0, 6):
         peaks[count], predicted, run = peak_of_step(1 << 16, keep_layers=0, token_tile=8192, keep_attention=count)
-        assert 0.8 * predicted <= peaks[count] <= 1.02 * predicted
-        # Of the profile that was measured, where there is a budget.
+        assert 0.8 * (predicted - LIBRARY_WORKSPACE_BYTES) <= peaks[count] <= 1.02 * predicted
         run = built(keep_layers=0, token_tile=8192, keep_attention=count)
         ids = long_text(1 << 16)
         run.step(ids)

@@ -53,6 +53,10 @@ INPUTS: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
     "a full mask": lambda: {"attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.int64)},
     "padding": lambda: {"attention_mask": padded()},
     "positions": lambda: {"position_ids": torch.arange(LENGTH).expand(BATCH, -1).contiguous()},
+    "a full mask and packed positions": lambda: {
+        "attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.int64),
+        "position_ids": packed_positions(),
+    },
     "packed positions": lambda: {"position_ids": packed_positions()},
 }
 

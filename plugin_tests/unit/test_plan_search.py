@@ -266,6 +266,37 @@ def test_layers_with_tiles_keep_attention_first_where_room_is_short_and_attentio
         assert best.time.compute == pytest.approx(40 - 0.8 * len(attending) - len(best.placement.kept), rel=0.01)
 
 
+def test_inputs_leave_to_make_room_for_attention() -> None:
+    profile = {"attention": OpCosts(), "attention_bytes": 5, "attention_seconds": 0.8}
+    step = dataclasses.replace(outline(**profile), token_tile=8192)  # type: ignore[arg-type]
+    fixed = {"kept": 0, "offloaded": 0, "resident": 0, "on_device": 0}
+    seconds = {}
+    for inputs in (0, None):
+        choices = Choices(**fixed, inputs_offloaded=inputs)  # type: ignore[arg-type]
+        best = PlacementSearch(step, model(), MACHINE, SLOTS + 9 * 5 + 100, choices, 10**9).best()
+        assert best is not None
+        seconds[inputs] = best.time.seconds
+    assert best.placement.inputs_offloaded
+    assert len(best.placement.attention_kept) >= 6
+    assert seconds[None] < 0.9 * seconds[0]
+
+
+def test_what_fits_in_no_way_takes_the_least_that_it_can() -> None:
+    choices = Choices(kept=0, offloaded=0, resident=0, on_device=0)
+    placements = []
+    for inputs, host in ((None, 10**6), (None, 20), (None, 0), (0, 10**6)):
+        free = dataclasses.replace(choices, inputs_offloaded=inputs)
+        search = PlacementSearch(outline(), model(), MACHINE, 10, free, host_budget_bytes=host)
+        assert search.best() is None
+        placements.append(search.leanest(Placement()))
+        assert placements[-1].peak_bytes == peak_bytes(outline(), model(), placements[-1].placement)
+    all_away, some_away, none, fixed = placements
+    assert len(all_away.placement.inputs_offloaded) >= 8
+    assert len(some_away.placement.inputs_offloaded) == 4
+    assert all_away.peak_bytes < some_away.peak_bytes < none.peak_bytes
+    assert none.placement == fixed.placement == Placement()
+
+
 def test_inputs_stay_where_the_host_has_no_room_for_them() -> None:
     choices = Choices(kept=0, offloaded=0, resident=0, on_device=0, attention_kept=0)
     assert PlacementSearch(outline(), model(), MACHINE, SLOTS + 9 * 5 + 80, choices, host_budget_bytes=10).best() is None

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -42,6 +43,18 @@ published configuration of Qwen3-30B-A3B."""
 GIB = 2**30
 RUNNING_PEAKS = ("megatrain/gpu_peak_gib", "megatrain/host_peak_gib")
 """Logged as the largest so far: the last counts, and no median."""
+
+
+def step_flops(config: PreTrainedConfig, parameters: int, batch: int, length: int) -> tuple[float, float]:
+    """Useful FLOPs of a step: of the weights alone, and with causal attention. Nothing recomputed counts.
+
+    6 N a token for N parameters that a token meets. Attention's two products take 2 x 2 x T^2 / 2 x H for one sequence of T
+    tokens and a layer whose heads have H elements, half of all pairs of tokens; backward twice as much: 6 T^2 H.
+    """
+    weights = 6.0 * parameters * batch * length
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = config.num_attention_heads * head_size
+    return weights, weights + 6.0 * batch * length**2 * heads * config.num_hidden_layers
 
 
 def build_model(preset: str, length: int, layers: int | None = None, without_weights: bool = False) -> PreTrainedModel:
@@ -212,12 +225,18 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3, help="first steps that don't count: compilation, the plan's own")
+    parser.add_argument("--sdpa", choices=("default", "flash", "cudnn"), default="default", help="attention's kernel")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
     parser.add_argument("--json", default="", help="append the result to this file")
     args = parser.parse_args()
     if not 1 <= args.warmup < args.steps:
         parser.error(f"--warmup must be 1 or more and below --steps; got {args.warmup} of {args.steps}")
+    if args.sdpa != "default":
+        # The one that is left, but for torch's own products, whose memory grows with the square of the length.
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_flash_sdp(args.sdpa == "flash")
+        torch.backends.cuda.enable_cudnn_sdp(args.sdpa == "cudnn")
     start = time.perf_counter()
     model = build_model(args.preset, args.length, args.layers, args.without_weights)
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
@@ -248,13 +267,17 @@ def main() -> None:
     ]
     step_seconds = statistics.median(times)
     tokens = args.batch * args.accumulation * args.length
+    active = active_parameters(model)
+    of_weights, with_attention = step_flops(model.config, active, args.batch * args.accumulation, args.length)
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     result = {
         "preset": args.preset,
         "parameters": parameter_count,
-        "active_parameters": active_parameters(model),
+        "active_parameters": active,
         "batch": args.batch,
         "length": args.length,
+        "layers": model.config.num_hidden_layers,
+        "sdpa": args.sdpa,
         "accumulation": args.accumulation,
         "max_grad_norm": args.max_grad_norm,
         "steps": args.steps,
@@ -263,7 +286,8 @@ def main() -> None:
         "step_seconds": round(step_seconds, 4),
         "step_seconds_all": [round(seconds, 3) for seconds in times],
         "tokens_per_second": round(tokens / step_seconds, 1),
-        "tflops_6n": round(6e-12 * active_parameters(model) * tokens / step_seconds, 1),
+        "tflops_6n": round(1e-12 * of_weights / step_seconds, 1),
+        "tflops_with_attention": round(1e-12 * with_attention / step_seconds, 1),
         "losses": [round(entry["loss"], 4) for entry in logs],
         "host_peak_gib": round(resident_bytes("VmHWM") / GIB, 2),
         "host_bytes_per_parameter_limit_gib": round(14.5 * parameter_count / GIB + 4, 2),
