@@ -43,9 +43,12 @@ def _element(
 @triton.jit
 def _load_moment(at, inside, BF16_MOMENTS: tl.constexpr):
     """fp32 moments, or the bits (int16) of bf16 ones, as fp32."""
+    # One return: Triton compiles what follows an ``if`` that returns, too.
     if BF16_MOMENTS:
-        return (tl.load(at, inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return tl.load(at, inside, other=0.0)
+        moment = (tl.load(at, inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        moment = tl.load(at, inside, other=0.0)
+    return moment
 
 
 @triton.jit

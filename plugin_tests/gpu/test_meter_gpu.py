@@ -70,7 +70,8 @@ def test_slow_weight_copies_bound_the_step(monkeypatch: pytest.MonkeyPatch) -> N
     sleep_before(monkeypatch, prefetch.Prefetcher, "_fill", "h2d_stream")
     word, entries = last_entries()
     assert word == "h2d", entries
-    assert entries["copy_wait_ms"] >= entries["gpu_wait_h2d_ms"] > 20.0
+    # Both are sums of the same events' times, in other groups: half a microsecond each.
+    assert entries["copy_wait_ms"] >= 0.999 * entries["gpu_wait_h2d_ms"] > 20.0
 
 
 def test_slow_gradient_copies_bound_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def default_precision() -> Iterator[None]:
 @pytest.mark.usefixtures("default_precision")
 def test_tf32_holds_for_layers_that_stream(tmp_path: Path) -> None:
     found = {
-        (streamed, tf32): losses(tmp_path, streamed, llama, tf32=tf32) for streamed in (False, True) for tf32 in (False, True)
+        (streamed, tf32): losses(tmp_path, streamed, llama, tf32=tf32) for tf32 in (False, True) for streamed in (False, True)
     }
     for tf32 in (False, True):
         # The same kernels in both; AdamW's roundings differ, and may move a weight to the next number of tf32 (10 bits).

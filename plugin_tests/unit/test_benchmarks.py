@@ -53,7 +53,7 @@ def test_a_sweep_measures_each_batch_once(scripts: Any) -> None:
 
 def test_attention_counts_half_of_all_pairs_of_tokens_forward_and_twice_backward(scripts: Any) -> None:
     run = scripts("trainer_run")
-    model = run.build_model("tiny", 64, layer_count=3)
+    model = run.build_model("tiny", 64, layers=3)
     assert len(model.model.layers) == 3
     weights, both = run.step_flops(model.config, 1000, batch=2, length=64)
     assert weights == 6 * 1000 * 2 * 64
