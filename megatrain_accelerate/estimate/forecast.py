@@ -27,7 +27,8 @@ from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement_search import Candidate
 from megatrain_accelerate.planning.step_memory import OpCosts
-from megatrain_accelerate.planning.step_outline import Event, LayerProfile, StepOutline, outline_layers, outline_step
+from megatrain_accelerate.planning.step_outline import outline_layers, outline_step
+from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
 from megatrain_accelerate.planning.step_simulation import sent_bytes
 from megatrain_accelerate.planning.tile_choice import outline_with_tiles
 from megatrain_accelerate.streaming.compiled_layer import SMALLEST_LAYER_PARAMETERS

@@ -18,7 +18,7 @@ from megatrain_accelerate.planning.layer_discovery import Discovery
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.placement_search import Candidate, PlacementSearch
-from megatrain_accelerate.planning.step_outline import StepOutline
+from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.planning.step_simulation import peak_bytes, simulate_step
 from megatrain_accelerate.streaming.layer_function import OutputRecorder
 

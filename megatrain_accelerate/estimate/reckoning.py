@@ -11,7 +11,7 @@ import dataclasses
 from megatrain_accelerate.estimate.layer_graph import GraphCosts, LayerGraph
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.step_memory import OpCosts
-from megatrain_accelerate.planning.step_outline import LayerProfile, StepOutline
+from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
 
 
 @dataclasses.dataclass(frozen=True)

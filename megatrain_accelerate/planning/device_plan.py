@@ -22,7 +22,8 @@ from megatrain_accelerate.planning.machine import Machine, measured_machine
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.placement_search import Candidate, Choices, PlacementSearch
 from megatrain_accelerate.planning.plan_table import plan_table
-from megatrain_accelerate.planning.step_outline import StepOutline, evaluation_bytes, outline_step
+from megatrain_accelerate.planning.step_outline import evaluation_bytes, outline_step
+from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.planning.step_simulation import Model, StepTime, peak_bytes
 from megatrain_accelerate.planning.tile_choice import measured_to_fit, outline_with_tiles
 from megatrain_accelerate.streaming.runtime import StreamingRuntime

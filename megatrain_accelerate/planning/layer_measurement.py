@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from megatrain_accelerate.planning.step_memory import buffers_put_back, without_hooks
-from megatrain_accelerate.planning.step_outline import LayerProfile, StepOutline, as_leaves
+from megatrain_accelerate.planning.step_outline import as_leaves
+from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
 from megatrain_accelerate.planning.trial_runs import Trial, enter_recorded, run_on_trial
 from megatrain_accelerate.streaming.attention_results import is_attention
 from megatrain_accelerate.streaming.compiled_layer import without_saving

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Placement
-from megatrain_accelerate.planning.step_outline import StepOutline
+from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.planning.step_simulation import Model, StepTime, peak_bytes, sent_bytes, simulate_step
 
 WORTH_IT = 0.005

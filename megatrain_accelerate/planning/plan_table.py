@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatrain_accelerate.planning.placement_search import Candidate
-from megatrain_accelerate.planning.step_outline import StepOutline
+from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.planning.step_simulation import sent_bytes
 from megatrain_accelerate.planning.tile_choice import tiles_text
 from megatrain_accelerate.streaming.runtime import StreamingRuntime

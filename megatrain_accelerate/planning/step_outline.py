@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from megatrain_accelerate.planning.step_memory import LiveBytes, OpCosts, dry_model, loss_of
+from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
 from megatrain_accelerate.planning.trial_runs import Trial, enter_recorded, run_on_trial
 from megatrain_accelerate.streaming import activation_offload
 from megatrain_accelerate.streaming.attention_results import AttentionResults
@@ -24,112 +25,6 @@ from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import OutputRecorder
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerProfile:
-    """What one call of a layer costs on the device. Bytes are above what is there when the call begins."""
-
-    forward: OpCosts
-    backward: OpCosts
-    kept_bytes: int
-    """What the graph of a kept layer holds from forward to backward, its inputs and outputs left out."""
-    offloaded_bytes: int
-    """What of it goes to the host if the layer is offloaded."""
-    input_bytes: int
-    """What goes to the host of the inputs if those are offloaded."""
-    forward_bytes: int
-    """The most that is alive in a forward without a graph."""
-    kept_forward_bytes: int
-    """The most in a forward that keeps its graph."""
-    kept_backward_bytes: int
-    """The most in a backward, above what was kept; the weights' gradients among it."""
-    recomputed_bytes: int
-    """The most in a backward that recomputes first."""
-    inputs_need_grad: tuple[bool, ...]
-    """For each tensor among the arguments."""
-    attention: OpCosts = dataclasses.field(default_factory=OpCosts)
-    """Of the forward, what attention's kernels cost."""
-    attention_bytes: int = 0
-    """Of their results."""
-    pieces: int = 1
-    """In which the batch runs."""
-    forward_seconds: float | None = None
-    """Measured (:mod:`.layer_measurement`); None: to be reckoned from the costs."""
-    kept_forward_seconds: float | None = None
-    backward_seconds: float | None = None
-    attention_seconds: float | None = None
-
-    def of_pieces(self, split: BatchSplit, output_bytes: int) -> LayerProfile:
-        """This profile of the first piece of a batch as that of the whole batch, which runs piece by piece.
-
-        Args:
-            split: of the batch.
-            output_bytes: of the whole call; gradients of its inputs are as large.
-        """
-        if not split.sizes:
-            return self
-        share = sum(split.sizes) / split.sizes[0]
-        # The inner graphs hold the pieces' outputs besides the joined ones.
-        kept_bytes = round(share * self.kept_bytes) + output_bytes
-        names = ("forward_seconds", "kept_forward_seconds", "backward_seconds", "attention_seconds")
-        times: dict[str, Any] = {name: None if getattr(self, name) is None else share * getattr(self, name) for name in names}
-        return dataclasses.replace(
-            self,
-            forward=self.forward.times(share),
-            backward=self.backward.times(share),
-            kept_bytes=kept_bytes,
-            offloaded_bytes=round(share * self.offloaded_bytes),
-            # The pieces' outputs wait until they are joined.
-            forward_bytes=output_bytes + max(output_bytes, self.forward_bytes),
-            kept_forward_bytes=kept_bytes + max(output_bytes, self.kept_forward_bytes - self.kept_bytes),
-            kept_backward_bytes=output_bytes + max(output_bytes, self.kept_backward_bytes),
-            recomputed_bytes=output_bytes + max(output_bytes, self.recomputed_bytes),
-            attention=self.attention.times(share),
-            attention_bytes=round(share * self.attention_bytes),
-            pieces=split.count,
-            **times,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """A layer's call or its backward, with what happened outside the layers since the event before."""
-
-    is_backward: bool
-    layer: int
-    kind: Hashable
-    """Calls of one kind have one profile."""
-    live_bytes: int
-    """Alive outside when the call begins."""
-    peak_bytes: int
-    """The most alive outside since the event before."""
-    costs: OpCosts
-    """Of what ran outside since the event before."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StepOutline:
-    """A step on one batch: events in order, what follows the last one, and the profile of each kind of call."""
-
-    events: tuple[Event, ...]
-    tail_peak_bytes: int
-    tail_costs: OpCosts
-    profiles: dict[Hashable, LayerProfile]
-    token_tile: int = 0
-    """Tokens of a tile in the layers; 0 for none."""
-    outside_seconds: float | None = None
-    """Measured: all that runs outside the layers from the step's begin to the first layer's backward, the loss above all."""
-
-    @property
-    def largest_layer_bytes(self) -> int:
-        """The most that a recomputed layer takes in backward."""
-        return max((profile.recomputed_bytes for profile in self.profiles.values()), default=0)
-
-    @property
-    def forward_calls(self) -> list[Event]:
-        """The calls of the forward pass."""
-        return [event for event in self.events if not event.is_backward]
 
 
 def call_kind(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:

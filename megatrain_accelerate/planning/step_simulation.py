@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_memory import OpCosts
-from megatrain_accelerate.planning.step_outline import LayerProfile, StepOutline
+from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
 
 DEVICE_STEP_BYTES = 28
 """Device memory traffic of a step on split masters, a parameter; 2 of them for its norm."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatrain_accelerate.planning.placement_search import PlacementSearch
-from megatrain_accelerate.planning.step_outline import StepOutline
+from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.streaming.token_tiles import AUTO_TILE_TOKENS
 

@@ -24,7 +24,8 @@ from megatrain_accelerate.estimate.machine_description import MachineOptions, de
 from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement_search import PlacementSearch
-from megatrain_accelerate.planning.step_outline import StepOutline, outline_step
+from megatrain_accelerate.planning.step_outline import outline_step
+from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.units import GIB, MIB
 
 MACHINE = Machine(h2d_bytes=5e10, d2h_bytes=5e10, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)

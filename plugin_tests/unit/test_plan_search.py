@@ -10,7 +10,7 @@ from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.placement_search import Candidate, Choices, PlacementSearch
 from megatrain_accelerate.planning.step_memory import OpCosts
-from megatrain_accelerate.planning.step_outline import Event, LayerProfile, StepOutline
+from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
 from megatrain_accelerate.planning.step_simulation import Model, StepTime, UnitSizes, peak_bytes, simulate_step
 
 LAYERS = 10

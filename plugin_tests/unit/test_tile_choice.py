@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatrain_accelerate.planning.step_memory import OpCosts
-from megatrain_accelerate.planning.step_outline import StepOutline
+from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.planning.tile_choice import measured_to_fit
 from megatrain_accelerate.streaming.token_tiles import AUTO_TILE_TOKENS
 
