@@ -27,6 +27,7 @@ from megatrain_accelerate.planning.device_plan import DevicePlan
 from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers, find_module
 from megatrain_accelerate.planning.own_precision import compute_dtypes
 from megatrain_accelerate.planning.placement import require_layers
+from megatrain_accelerate.streaming.attention_results import require_attention_to_keep
 from megatrain_accelerate.streaming.caches import caching_modules, decide_against_a_cache
 from megatrain_accelerate.streaming.fp32_sums import BF16_REMEDY
 from megatrain_accelerate.streaming.layer import StreamedLayer
@@ -101,6 +102,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.device = device
+        self.bf16 = bf16
         self.optimizer_drivers: list[HostStep] = []
         discovery = discover_layers(model, config.layer_classes)
         self._handles: list[Any] = []
@@ -122,6 +124,7 @@ class Engine:
         self.training = False
         self.is_closed = False
         require_layers(len(discovery.layers), config.keep_layers, config.offload_layers)
+        require_attention_to_keep(model, config.keep_attention)
         try:
             adoption = self.adoption_class(model, discovery, make_unit, device=device, store_bytes=store_bytes)
             with adoption, self._progress(discovery, show_progress) as progress:

@@ -45,11 +45,17 @@ def examine(folder: Path, measures: bool) -> Iterator[Finding]:
         folder: where checkpoints will go.
         measures: whether speeds are measured, which takes a few seconds.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    device, of_gpu = None, speed_checks.no_gpu
+    if torch.cuda.is_available():
+        try:
+            device = torch.device("cuda", torch.cuda.current_device())
+            of_gpu = functools.partial(speed_checks.gpu, device)
+        except RuntimeError as error:  # busy, or its fabric isn't up
+            of_gpu = functools.partial(speed_checks.unusable_gpu, error)
     yield from found_by("versions", software_checks.versions)
     yield from found_by("hooks", software_checks.hooks)
     yield from found_by("host kernels", software_checks.kernels)
-    yield from found_by("GPU", speed_checks.no_gpu if device is None else functools.partial(speed_checks.gpu, device))
+    yield from found_by("GPU", of_gpu)
     yield from found_by("layer compiler", software_checks.compilers)
     yield from found_by("cores", system_checks.cores)
     yield from found_by("NUMA", functools.partial(system_checks.numa, gpu_numa_node(device)))

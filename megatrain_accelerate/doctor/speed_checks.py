@@ -239,6 +239,12 @@ def no_gpu() -> list[Finding]:
     return [Finding("GPU", "note", text, remedy, {"gpu": None})]
 
 
+def unusable_gpu(error: Exception) -> list[Finding]:
+    """What to say of a GPU that is there and can't be used: busy in exclusive mode, its fabric down."""
+    text = f"it can't be used: {str(error).splitlines()[0]}"
+    return [Finding("GPU", "broken", text, "check nvidia-smi: compute mode, fabric manager, driver", {"gpu": None})]
+
+
 def gpu(device: torch.device) -> list[Finding]:
     """The GPU, and how much of its memory is free."""
     free, total = torch.cuda.mem_get_info(device)

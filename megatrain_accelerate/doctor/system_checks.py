@@ -157,11 +157,12 @@ def disk(folder: Path) -> list[Finding]:
     """Room for checkpoints.
 
     Args:
-        folder: where they will be written.
+        folder: where they will be written; it needn't be there yet.
     """
+    folder = next(place for place in (folder.resolve(), *folder.resolve().parents) if place.exists())
     free = shutil.disk_usage(folder).free
     parameters = free / CHECKPOINT_BYTES_A_PARAMETER
-    text = f"{free / GIB:.1f} GiB free in {folder.resolve()}: a checkpoint of up to {parameters / 1e9:.1f} G parameters"
+    text = f"{free / GIB:.1f} GiB free in {folder}: a checkpoint of up to {parameters / 1e9:.1f} G parameters"
     values: dict[str, Value] = {"free_disk_gib": free / GIB}
     memory = psutil.virtual_memory().total
     if free < memory:

@@ -102,12 +102,12 @@ def run(options: argparse.Namespace) -> int:
     """
     try:
         found = estimate(options)
+        print(json.dumps(report.as_json(found), indent=2) if options.json else report.table(found))
         if options.plot is not None:
             report.plot(found, options.plot)
     except MegatrainError as error:
         print(f"megatrain estimate: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(report.as_json(found), indent=2) if options.json else report.table(found))
     return 0 if found.fits else 1
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine
-from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
+from megatrain_accelerate.memory.host_store import PASSING_BUFFERS, HostUnit, ParameterState
 from megatrain_accelerate.planning.adoption import Adoption
 from megatrain_accelerate.planning.device_plan import DevicePlan
 from megatrain_accelerate.planning.layer_discovery import Discovery
@@ -127,7 +127,8 @@ class ForecastPlan(DevicePlan):
         sizes = self.model_sizes()
         self.store_bytes = sum(unit.host_bytes for unit in [*sizes.layers, *sizes.groups_before, *sizes.groups_after])
         """Host memory of the store if all units live on the host, bytes; with it the buffers in which gradients wait that are
-        to be added to others."""
+        to be added to others, or pass through."""
+        self.store_bytes += PASSING_BUFFERS * max(unit.gradient_bytes * unit.gradients_pass for unit in sizes.layers)
         self.store_bytes += _STAGING_BUFFERS * max(unit.gradient_bytes for unit in sizes.layers) * (micro_batches > 1)
         self._host_bytes = self.store_bytes if host_bytes is None else host_bytes
 

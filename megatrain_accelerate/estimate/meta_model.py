@@ -27,7 +27,7 @@ def load_config(name: str, trust_remote_code: bool = False) -> Any:
 
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # each configuration checks its entries in its own way
         where = "can't be read" if os.path.exists(name) else "is neither a local folder nor a file, nor found on the Hub"
         raise ConfigError(f"the configuration of {name!r} {where}: {error}") from error
 

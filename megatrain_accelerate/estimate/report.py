@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.estimate.forecast import Forecast
 from megatrain_accelerate.estimate.machine_description import MachineDescription
 from megatrain_accelerate.units import GB, GIB
@@ -239,4 +239,7 @@ def plot(estimate: Estimate, path: Path) -> None:
     axes.set_ylabel("tokens a second")
     axes.set_title(f"{estimate.model} on {estimate.machine.gpu}, predicted", fontsize=10)
     axes.legend(loc="lower right")
-    figure.savefig(path, dpi=130)
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path}: {error}") from error

@@ -84,11 +84,14 @@ def prepare_model(
         HostMemoryError: it doesn't fit.
         ConfigError: the settings and the accumulation of gradients exclude each other.
     """
-    engine = engine_of(model)
+    engine, bf16 = engine_of(model), accelerator.mixed_precision == "bf16"
+    changed = None
     if engine is not None and not engine.matches(model):
-        logger.warning(
-            "megatrain: parameters were added, replaced, frozen or unfrozen since the model was prepared; adopting it anew"
-        )
+        changed = "parameters were added, replaced, frozen or unfrozen since the model was prepared"
+    elif engine is not None and not evaluation_mode and (engine.config, engine.bf16) != (_config(), bf16):
+        changed = "the model was prepared with other settings, or another mixed precision"
+    if engine is not None and changed is not None:
+        logger.warning("megatrain: %s; adopting it anew", changed)
         engine.close()
         engine = None
         accelerator.__dict__[_ENGINES] = [other for other in _engines(accelerator) if not other.is_closed]
@@ -104,7 +107,7 @@ def prepare_model(
             model,
             accelerator.device,
             _config(),
-            bf16=accelerator.mixed_precision == "bf16",
+            bf16=bf16,
             training=not evaluation_mode,
             accumulates=accelerator.gradient_accumulation_steps > 1,
             show_progress=accelerator.is_local_main_process,

@@ -237,7 +237,7 @@ class FusedStep(HostStep):
             raise StateError(
                 f"{rewritten} gradients were changed, replaced or dropped between backward and step() (by a callback, a hook "
                 "or clipping in the script), but their layers were stepped in backward already, since max_grad_norm is 0; "
-                "set megatrain_config.step_schedule to 'deferred'"
+                "set megatrain_config.step_schedule to 'deferred' (and host_gradients to 'kept')"
             )
 
     def _check_stepped_in_backward(
@@ -257,7 +257,8 @@ class FusedStep(HostStep):
             if used != _adam_arguments(group, used.step, factor, self._decoupled):
                 raise StateError(
                     f"layers were stepped in backward with {used}, but at step() gradient clipping (factor {factor}) or the "
-                    "optimizer's settings had changed; set megatrain_config.step_schedule to 'deferred'"
+                    "optimizer's settings had changed; set megatrain_config.step_schedule to 'deferred' (and "
+                    "host_gradients to 'kept')"
                 )
 
     def _layer_done(self, layer: StreamedLayer, wait: Callable[[], None]) -> bool:
@@ -272,7 +273,7 @@ class FusedStep(HostStep):
             raise StateError(
                 f"layer {layer.name} was stepped in an earlier backward, and another one came before optimizer.step() (an "
                 "accumulation that Accelerate doesn't know of, or a failed backward that was tried again); set "
-                "megatrain_config.step_schedule to 'deferred', or use accelerator.accumulate()"
+                "megatrain_config.step_schedule to 'deferred' (and host_gradients to 'kept'), or use accelerator.accumulate()"
             )
         steps = []
         for state in layer.unit.states:

@@ -18,7 +18,8 @@ def unit_sizes(unit: HostUnit, runtime: StreamingRuntime, micro_batches: int) ->
     """The sizes of one unit in a run with ``micro_batches`` backwards before each optimizer step."""
     layout = unit.layout
     sum_bytes = 2 * layout.split_elements if runtime.sums.is_wanted and micro_batches > 1 else 0
-    return UnitSizes(layout.weight_bytes, layout.gradient_bytes, layout.state_elements, state_bytes(unit), sum_bytes)
+    sizes = (layout.weight_bytes, layout.gradient_bytes, layout.state_elements, state_bytes(unit), sum_bytes)
+    return UnitSizes(*sizes, gradients_pass=unit.passes_gradients)
 
 
 def engine_model(runtime: StreamingRuntime, config: MegatrainConfig, micro_batches: int) -> Model:

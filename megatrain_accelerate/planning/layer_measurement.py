@@ -189,7 +189,8 @@ def _measure(
     args, kwargs = split.first_piece(args, kwargs)
     slot = runtime.prefetcher.acquire(layer, ())
     try:
-        measurement = _Measurement(runtime, layer, slot, lambda: as_leaves(args, kwargs, dry.inputs_need_grad))
+        timer = _AttentionTimer() if layer.tiles.tile_tokens and dry.attention_bytes else None
+        measurement = _Measurement(runtime, layer, slot, lambda: as_leaves(args, kwargs, dry.inputs_need_grad), timer)
         trial = measurement.run()
     finally:
         runtime.prefetcher.release(slot)
@@ -261,6 +262,7 @@ class _Measurement:
         layer: the layer.
         slot: with its weights.
         inputs: makes its arguments, as leaves.
+        timer: for attention's kernels.
     """
 
     def __init__(
@@ -269,11 +271,12 @@ class _Measurement:
         layer: StreamedLayer,
         slot: WeightSlot,
         inputs: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
+        timer: _AttentionTimer | None = None,
     ) -> None:
         self.forward, self.kept_forward, self.backward = (_Stopwatch(runtime.streams.device) for _ in range(3))
         self._layer, self._slot, self._inputs = layer, slot, inputs
         self._recorder = runtime.recorder
-        self._attention = _AttentionTimer() if layer.tiles.tile_tokens else None
+        self._attention = timer
         self._compiled = runtime.compiled if runtime.compiled.wants(layer) else None
 
     def run(self) -> Trial:

@@ -55,7 +55,9 @@ def speeds_path(device: torch.device, kernels: HostKernels, register: bool) -> P
     circumstances: list[object] = [platform.node(), name, os.cpu_count(), kernels.threads, register, torch.__version__]
     circumstances += [_ROUNDS, _SHARE_IN_A_STEP, _STEP_OVERHEAD]
     key = hashlib.sha256(json.dumps(circumstances).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatrain_accelerate"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    # A user without a home: the tilde stays.
+    folder = (cache if cache.is_absolute() else Path(tempfile.gettempdir())) / "megatrain_accelerate"
     return folder / f"machine-{key}.json"
 
 

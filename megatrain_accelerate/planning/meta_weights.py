@@ -108,7 +108,8 @@ class MetaWeights:
                 elif callable(reset := getattr(module, "reset_parameters", None)):
                     reset()
         for name, tensor in made:
-            if tensor._version == 0 and _is_unset(tensor):
+            # A rule may write the lowest integer; no rule writes NaN, and one that writes a part leaves it in the rest.
+            if (tensor._version == 0 or tensor.dtype.is_floating_point) and _is_unset(tensor):
                 remedy = "build the model with weights, on the CPU"
                 if name.startswith("buffer"):
                     remedy += ", or under accelerate.init_empty_weights(), which leaves buffers as they are"

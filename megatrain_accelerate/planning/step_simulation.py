@@ -33,11 +33,13 @@ class UnitSizes:
     """Weights, residuals and moments."""
     sum_bytes: int = 0
     """Residuals of gradients that are summed in fp32, in a run with several backwards before a step."""
+    gradients_pass: bool = False
+    """Whether gradients have no place of their own on the host."""
 
     @property
     def host_bytes(self) -> int:
         """Host memory of a unit that lives there."""
-        return self.state_bytes + self.gradient_bytes + self.sum_bytes
+        return self.state_bytes + (0 if self.gradients_pass else self.gradient_bytes) + self.sum_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,6 +86,7 @@ def measured_to_fit(
         torch.OutOfMemoryError: a layer's working set doesn't fit, nor by tiles if there is a choice.
     """
     may_change = setting == "auto" and not runtime.token_tile
+    measured = None
     try:
         measured = measure(outline)
         if not may_change or search(measured).something_fits:
@@ -95,7 +96,16 @@ def measured_to_fit(
             raise
     # Outside of the handler, where the error's frames hold nothing any more.
     runtime.token_tile = AUTO_TILE_TOKENS
-    return measure(again())
+    try:
+        tiled = again()
+        if measured is None or tiled.largest_layer_bytes < outline.largest_layer_bytes:
+            return measure(tiled)
+    except BaseException:
+        runtime.token_tile = 0
+        raise
+    # Nothing to gain: no part is longer than a tile, or none is token-wise. Layers with tiles aren't compiled.
+    runtime.token_tile = 0
+    return measured
 
 
 def tiles_text(runtime: StreamingRuntime) -> str:

@@ -9,8 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
+
+from megatrain_accelerate.errors import UnsupportedError
 
 _ATTENTION = frozenset(
     {
@@ -38,6 +41,20 @@ def _drops(func: Any, args: Any, kwargs: Any) -> bool:
     return False
 
 
+def require_attention_to_keep(model: nn.Module, keep_attention: int | str) -> None:
+    """Refuses to keep what can't be: flex attention is a compiled function, and can't be compiled while it is watched.
+
+    Raises:
+        UnsupportedError: with the remedy.
+    """
+    kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if kind == "flex_attention" and keep_attention not in ("auto", 0):
+        raise UnsupportedError(
+            f"megatrain_config.keep_attention is {keep_attention}, and the results of flex attention can't be kept; set it to "
+            "auto or 0, or load the model with attn_implementation='sdpa'"
+        )
+
+
 class AttentionResults:
     """The results of one run's attention operations, in order.
 
@@ -62,6 +79,8 @@ class AttentionResults:
 
 
 class _Recording(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, results: list[Any]) -> None:
         super().__init__()
         self._results = results
@@ -70,11 +89,13 @@ class _Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if is_attention(func):
-            self._results.append(None if _drops(func, args, kwargs) else _cut(result))
+            self._results.append(None if _drops(func, args, kwargs) else (func, _cut(result)))
         return result
 
 
 class _Replaying(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, results: list[Any]) -> None:
         super().__init__()
         self._following = iter(results)
@@ -82,8 +103,9 @@ class _Replaying(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_attention(func):
             result = next(self._following, None)
-            if result is not None:
-                return _cut(result)
+            # With ``sdpa_kernel`` around the forward alone another kernel is chosen now, with results of its own.
+            if result is not None and result[0] is func:
+                return _cut(result[1])
         return func(*args, **(kwargs or {}))
 
 

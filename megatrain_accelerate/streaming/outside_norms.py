@@ -44,5 +44,5 @@ def run_norms_by_tiles(model: nn.Module, runtime: StreamingRuntime, modules: Ite
     # With arguments, since a hook without any is called when the model is copied.
     return [
         model.register_forward_pre_hook(ModelHook(begin, with_arguments=True)),
-        model.register_forward_hook(ModelHook(end, with_arguments=True)),
+        model.register_forward_hook(ModelHook(end, with_arguments=True), always_call=True),
     ]

@@ -38,7 +38,6 @@ class TokenTiles:
         self.tile_tokens = 0
         """Tokens of a tile, those of all samples together; 0 for none. Set by the plan between steps."""
         self._parts = {part: name for name, part in parts}
-        self._verdicts: dict[Hashable, Verdict] = {}
         self.found: dict[str, Verdict] = {}
         """What was called with one row a token so far, by name; parts of a part that runs by tiles aren't among it."""
 
@@ -102,13 +101,11 @@ class TokenTiles:
         if has_hooks_inside(part):
             self.found[name] = Verdict("hooks are registered inside it", False)
             return self.found[name]
-        key = (name, part.training, call.signature(dim))
-        if key not in self._verdicts:
-            kind = kind_of(part, call.signature(dim))
-            if kind not in _verdicts:
-                _verdicts[kind] = examine(part, call.run, call.tensors, dim)
-            self._verdicts[key] = _verdicts[kind]
-        self.found[name] = self._verdicts[key]
+        # Anew each time: a rate of dropout may have been set since.
+        kind = kind_of(part, call.signature(dim))
+        if kind not in _verdicts:
+            _verdicts[kind] = examine(part, call.run, call.tensors, dim)
+        self.found[name] = _verdicts[kind]
         return self.found[name]
 
 
@@ -280,6 +277,10 @@ def _backward_of_tile(
     leaves = [tensor for tensor in tile if tensor.requires_grad]
     with torch.enable_grad():
         output = call.run(tile)
+    if not output.requires_grad:  # the part runs under no_grad, or cuts its inputs off
+        for place in into:
+            place.zero_()
+        return
     found = torch.autograd.grad(output, [*leaves, *trained], grad_output, allow_unused=True)
     for place, gradient in zip(into, found[: len(leaves)], strict=True):
         if gradient is None:

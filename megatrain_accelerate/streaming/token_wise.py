@@ -22,6 +22,8 @@ _TOKENS = 8
 _SPOILT = (0, 3, 7)
 """The first, an inner and the last one: what looks back, ahead or to all sides would pass one of them on."""
 _PART = slice(2, 5)
+_MIXING = ("convolution", "_pad", "roll", "shift", "_pool", "fft", "flip", "unfold", "im2col", "upsample", "cumsum", "cumprod")
+"""In operations' names: those that combine tokens at places that they are told."""
 _WEIGHT = 0.01
 """In the place of every weight; which number it is doesn't matter for what depends on what."""
 _TOLERANCE = 0.02
@@ -73,9 +75,12 @@ def examine(
     """
     if any(True for _ in module.buffers()):
         return Verdict("it has buffers", False)
-    with _disable_current_modes(), torch.no_grad():
+    device = _real_device(examples[0].device)
+    devices = [device] if device.type == "cuda" else []
+    # A part that draws random numbers draws them here too: the forward that asks must find them again in its recompute.
+    with torch.random.fork_rng(devices=devices), _disable_current_modes(), torch.no_grad():
         try:
-            with _constant_weights(module, _real_device(examples[0].device)):
+            with _constant_weights(module, device):
                 return _examine(call, [_made_up(example, dim) for example in examples], dim)
         except Exception as error:  # it can't be run so, whatever its reason
             return Verdict(f"it can't be tried out ({type(error).__name__}: {str(error)[:80]})", False)
@@ -115,6 +120,8 @@ def _examine(call: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tenso
 class _Watch(TorchDispatchMode):
     """Adds up what is made, and notes operations that decide by values or draw random numbers."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.made_bytes = 0
@@ -128,10 +135,12 @@ class _Watch(TorchDispatchMode):
         self.made_bytes += sum(tensor.nbytes for tensor in made if tensor.untyped_storage()._cdata not in known)
         # Whole numbers from others: which is largest, how many, where.
         counts = any(_is_whole(t) for t in made) and not all(_is_whole(t) for t in given)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self.decision = "it draws random numbers"
         elif func is torch.ops.aten._local_scalar_dense.default or counts:
             self.decision = "it decides by values"
+        elif any(word in str(func) for word in _MIXING):
+            self.decision = "it takes from neighbours"  # further away, maybe, than the tokens tried out reach
         return result
 
 

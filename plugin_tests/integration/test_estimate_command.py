@@ -174,3 +174,29 @@ def test_a_model_of_70_billion_parameters_takes_no_memory(tmp_path: Path) -> Non
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 3 << 20, "KiB"
     """
     run_python(script)
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", json.dumps({**SHAPE, "hidden_size": "64"}), "no JSON"])
+def test_a_configuration_that_is_none_is_said_in_a_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert main(["estimate", str(tmp_path), *MACHINE]) == 1
+    assert "can't be read" in capsys.readouterr().err
+
+
+def test_a_plot_that_cannot_be_drawn_leaves_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quick = ["--length", "64", "--batch", "1", "--no-limits"]
+    assert main(["estimate", str(folder), *MACHINE, *quick, "--plot", str(folder / "speed.foo")]) == 1
+    shown = capsys.readouterr()
+    assert "tokens/s" in shown.out
+    assert "speed.foo" in shown.err
+
+
+def test_gradients_that_pass_take_no_memory_of_their_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    needed = {}
+    for gradients in ("kept", "passing"):
+        quick = ["--length", "64", "--batch", "1", "--no-limits", "--json", "--set", f"host_gradients={gradients}"]
+        main(["estimate", str(folder), *MACHINE, *quick])
+        needed[gradients] = json.loads(capsys.readouterr().out)["host_needed_gib"] * 2**30
+    layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 512 + 2 * 128
+    # Gradients of 4 layers, for which there are three buffers.
+    assert needed["kept"] - needed["passing"] == pytest.approx((4 - 3) * 2 * layer, rel=0.01)

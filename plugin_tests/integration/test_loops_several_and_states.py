@@ -277,3 +277,28 @@ def test_writes_under_a_step_that_is_still_to_be_applied_are_an_error(what: str)
             (weight if what == "weight" else weight.grad).zero_()
         with pytest.raises(StepWorkerError, match=rf"{what} of .*up_proj.*drain\(\)"):
             model.state_dict()
+
+
+def test_a_model_that_is_prepared_again_has_the_settings_and_the_precision_of_that_time() -> None:
+    model = tiny_llama()
+    ids = token_batches(1)
+    with plugin():
+        accelerator = Accelerator(cpu=True)
+        _, optimizer = accelerator.prepare(model, adamw(model))
+        train(accelerator, model, optimizer, ids)
+        first = engine_of(model)
+        assert first is not None
+        trained = {name: weight.to(torch.bfloat16) for name, weight in model.state_dict().items()}
+    with plugin(slots=3, moments_dtype="bf16"):
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        _, optimizer = accelerator.prepare(model, adamw(model))
+        engine = engine_of(model)
+        assert engine is not None
+        assert first.is_closed
+        assert engine.config.slots == 3
+        assert engine.config.moments_dtype == "bf16"
+        assert_same_weights(dict(model.state_dict()), trained, tolerance=0.0)
+        train(accelerator, model, optimizer, ids)
+        accelerator.prepare(model)
+        assert engine_of(model) is engine  # nothing has changed
+        engine.close()

@@ -226,8 +226,9 @@ def test_a_model_is_copied_as_it_is_while_tiles_are_on_and_after_a_failed_call()
     with pytest.raises(ValueError, match="in the middle"):
         model(input_ids=ids, labels=ids)
     handle.remove()
+    early = copy.deepcopy(model)
     model(input_ids=ids, labels=ids).loss.backward()
     twin = copy.deepcopy(model)
-    for module in (*model.modules(), *twin.modules()):
+    for module in (*early.modules(), *model.modules(), *twin.modules()):
         assert "forward" not in module.__dict__
     engine.close()

@@ -11,6 +11,7 @@ from engine_runs import attach, train_streamed
 from plain_torch import tiny_model, token_batches
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.streaming.attention_results import AttentionResults, is_attention
@@ -57,7 +58,7 @@ def test_what_is_recorded_holds_no_graph() -> None:
     results = AttentionResults()
     with results.recording():
         attend(*inputs)
-    tensors = [leaf for result in results._results for leaf in result if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_flatten(results._results)[0] if isinstance(leaf, torch.Tensor)]
     assert tensors
     assert not any(tensor.requires_grad or tensor.grad_fn is not None for tensor in tensors)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as flex_module
 from engine_runs import attach
 from plain_torch import tiny_model, token_batches
 from torch import nn
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.planning.compiled_functions import compiled_functions_as_python
 from megatrain_accelerate.planning.step_memory import LiveBytes
 from megatrain_accelerate.planning.step_outline import outline_step
@@ -70,3 +72,19 @@ def test_a_function_under_torch_compile_can_be_traced_after_a_run_without_data()
     assert live.costs.flops == 2 * 2 * query.numel() * query.shape[-2]
     torch.testing.assert_close(compiled(query, query, query), scaled_dot_product_attention(query, query, query))
     assert counter.frame_count == 1
+
+
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
+def test_a_step_with_flex_attention_is_outlined(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Which refuses to train on a CPU; without data it can't tell.
+    monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)
+    model = tiny_model(hidden_size=128, attn_implementation="flex_attention").train()
+    engine = attach(model)
+    ids = token_batches(1)[0]
+    outline = outline_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
+    (profile,) = outline.profiles.values()
+    assert profile.forward.flops > 0
+    assert profile.attention_bytes == 0  # it isn't kept for a recompute
+    engine.close()
+    with pytest.raises(UnsupportedError, match="keep_attention is 2"):
+        attach(tiny_model(attn_implementation="flex_attention"), keep_attention=2)

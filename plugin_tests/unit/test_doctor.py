@@ -126,6 +126,24 @@ def test_a_disk_smaller_than_the_memory_holds_no_checkpoint_of_what_trains(
     assert only(system_checks.disk(tmp_path)).state == "ok"
 
 
+def test_a_folder_that_is_still_to_be_made_is_no_fault(tmp_path: Path) -> None:
+    found = only(system_checks.disk(tmp_path / "runs" / "first"))
+    assert found.state != "broken"
+    assert str(tmp_path) in found.text
+
+
+def test_a_gpu_that_cannot_be_used_keeps_training_from_running(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def busy() -> int:
+        raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", busy)
+    found = {finding.name: finding for finding in command.examine(tmp_path, measures=False)}
+    assert found["GPU"].state == "broken"
+    assert "busy or unavailable" in found["GPU"].text
+    assert "disk" in found
+
+
 # ---------------------------------------------------------------- the software
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,10 @@ def test_measuring_draws_no_random_numbers_of_the_training(measured: list[int]) 
     measured_machine(CPU, HostKernels(1), False)
     assert len(measured) == 1
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_user_without_a_home_keeps_speeds_where_files_are_temporary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(machine.os.path, "expanduser", lambda path: path)
+    path = machine.speeds_path(CPU, HostKernels(1), False)
+    assert path.parent == Path(tempfile.gettempdir()) / "megatrain_accelerate"

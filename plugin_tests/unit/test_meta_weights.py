@@ -166,5 +166,21 @@ def test_a_parameter_without_a_rule_is_refused_by_name() -> None:
         attach(model, bf16=False)
 
 
+class HalfWritten(nn.Linear):
+    """Its rule forgets all rows but the first."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        with torch.no_grad():
+            self.weight[1:] = float("nan")
+
+
+def test_a_rule_that_writes_a_part_is_refused_by_name() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Block(False), Block(False), HalfWritten(8, 8))
+    with pytest.raises(UnsupportedError, match=re.escape("parameter 2.weight is on the meta device")):
+        attach(model, bf16=False)
+
+
 if __name__ == "__main__":
     print(json.dumps(measure()))

@@ -106,10 +106,12 @@ def test_an_mlp_and_a_norm_treat_each_token_alone(dtype: torch.dtype, dim: int) 
     [
         (Attention(causal=True), "depends on other tokens"),
         (Attention(causal=False), "depends on other tokens"),
-        (Convolution(), "depends on other tokens"),
+        (Convolution(), "takes from neighbours"),
         (Function(lambda x: x - x.mean(1, keepdim=True)), "depends on other tokens"),
-        (Function(lambda x: x.roll(1, 1)), "depends on other tokens"),
-        (Function(lambda x: x.cumsum(1)), "depends on other tokens"),
+        (Function(lambda x: x.roll(1, 1)), "takes from neighbours"),
+        (Function(lambda x: x.cumsum(1)), "takes from neighbours"),
+        # Further away than the tokens that are tried out reach.
+        (Function(lambda x: nn.functional.pad(x, (0, 0, 8, 0))[:, :-8]), "takes from neighbours"),
         (Function(lambda x: x + 0.0 * x.sum(1, keepdim=True)), "depends on other tokens"),
         (WithPositions(), "depends on its place"),
         (Experts(), "decides by values"),
