@@ -56,6 +56,7 @@ def test_json_holds_the_numbers_of_a_config_file(folder: Path, capsys: pytest.Ca
     assert found["limits"] is None
 
 
+@pytest.mark.long
 def test_limits_are_the_last_that_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = [*MACHINE, "--length", "64", "--json"]
     assert main(["estimate", str(folder), *machine, "--batch", "1"]) == 0

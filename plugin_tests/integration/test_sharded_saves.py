@@ -37,7 +37,7 @@ def medium_llama() -> nn.Module:
 
 
 @pytest.mark.parametrize("way", SAVES)
-@pytest.mark.parametrize("precision", ["bf16", "no"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("no", marks=pytest.mark.long)])
 def test_shards_hold_the_trained_weights_and_are_written_one_by_one(way: str, precision: str, tmp_path: Path) -> None:
     with plugin():
         accelerator = Accelerator(mixed_precision=precision, cpu=True)

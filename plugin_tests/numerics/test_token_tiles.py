@@ -80,12 +80,16 @@ def worst(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> Ite
 
 
 QUICK = ("qwen2", "phi4")
+"""Those that ``make test`` runs in both dtypes."""
+QUICK_FP32 = (*QUICK, "gpt2", "qwen3_moe")
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        pytest.param(name, dtype, marks=[pytest.mark.long] if dtype == torch.bfloat16 and name not in QUICK else [])
+        pytest.param(
+            name, dtype, marks=[] if name in (QUICK if dtype == torch.bfloat16 else QUICK_FP32) else [pytest.mark.long]
+        )
         for name in PARTS
         for dtype in TOLERANCE
     ],
