@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -122,6 +123,8 @@ class Engine:
         layers: list[StreamedLayer] = []
         groups: list[ResidentGroup] = []
         self.training = False
+        self.plan_seconds = 0.0
+        """Spent on plans in training forwards so far: their runs without data and their measurements."""
         self.is_closed = False
         require_layers(len(discovery.layers), config.keep_layers, config.offload_layers)
         require_attention_to_keep(model, config.keep_attention)
@@ -298,7 +301,9 @@ class Engine:
         if not has_graph:
             self.device_plan.make_room(model, {} if args else kwargs)
         elif self.training and model.training and not args:
+            began = time.perf_counter()
             self.device_plan.follow(model, kwargs)
+            self.plan_seconds += time.perf_counter() - began
 
     def _refuse_replaced(self, model: nn.Module) -> None:
         """The model must compute with what was adopted. Parameters inside layers are checked when the layer runs.

@@ -14,6 +14,9 @@ from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.streaming.meter import Cause, Counters
 from megatrain_accelerate.units import GB, GIB, KIB
 
+_A_PLAN_SECONDS = 0.01
+"""Less isn't a plan, but the sum of looks at batches that need none."""
+
 
 def host_peak_bytes() -> int:
     """Largest resident set of this process so far, registered memory included."""
@@ -100,6 +103,7 @@ class Telemetry:
         self._before = dataclasses.replace(engine.runtime.meter.counters)
         self._seconds = 0.0
         self._steps = 0
+        self._plan_seconds = engine.plan_seconds
         self._mark: float | None = None
         self._logged_placement: Placement | None = None
         self.shares: dict[str, float] = {}
@@ -155,6 +159,9 @@ class Telemetry:
             values |= {f"bound_share_{name}": share for name, share in self.shares.items()}
             values["tokens_per_second"] = tokens / seconds
             values["tflops"] = 6e-12 * self._engine.parameter_count * tokens / seconds
+        planned, self._plan_seconds = self._engine.plan_seconds - self._plan_seconds, self._engine.plan_seconds
+        if planned > _A_PLAN_SECONDS:
+            values["plan_seconds"] = planned
         predicted_seconds = self._engine.predicted_step_seconds
         if predicted_seconds is not None:
             values["predicted_step_ms"] = 1e3 * predicted_seconds

@@ -77,6 +77,24 @@ def test_the_step_that_the_plan_expects_is_logged_where_it_expects_one(
     assert [entry["predicted_step_ms"] for entry in megatrain_logs(run)] == [250.0] * 6
 
 
+def test_the_time_that_a_plan_took_is_logged_where_there_was_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    follow, forwards = DevicePlan.follow, 0
+
+    def plans(plan: DevicePlan, *args: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+        if forwards in (1, 4):
+            time.sleep(0.1 * forwards)
+        follow(plan, *args)
+
+    monkeypatch.setattr(DevicePlan, "follow", plans)
+    run = run_trainer(tiny_llama, tmp_path, streamed=True)
+    seconds = {step: entry["plan_seconds"] for step, entry in enumerate(megatrain_logs(run), 1) if "plan_seconds" in entry}
+    assert list(seconds) == [1, 4]
+    assert seconds[1] >= 0.1
+    assert seconds[4] >= 0.4
+
+
 def test_what_lies_where_is_logged_once_for_each_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     follow, steps = DevicePlan.follow, 0
 

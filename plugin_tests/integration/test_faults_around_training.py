@@ -105,7 +105,8 @@ def test_an_exception_in_a_callback_leaves_the_steps_before_it(tmp_path: Path, e
 
 
 INTERRUPTED = """
-import sys, time
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background without it
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from trainer_runs import examples, make_arguments, plugin, tiny_llama
@@ -133,7 +134,10 @@ def test_control_c_ends_a_training_at_once(tmp_path: Path) -> None:
             assert line, process.stderr.read() if process.stderr is not None else ""
         process.send_signal(signal.SIGINT)
         start = time.monotonic()
-        _, errors = process.communicate(timeout=60)
+        try:
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert time.monotonic() - start < 30
     assert process.returncode != 0
     assert errors.rstrip().endswith("KeyboardInterrupt"), errors

@@ -52,13 +52,40 @@ def test_a_sweep_measures_each_batch_once(scripts: Any) -> None:
 
 
 def test_attention_counts_half_of_all_pairs_of_tokens_forward_and_twice_backward(scripts: Any) -> None:
-    run = scripts("trainer_run")
-    model = run.build_model("tiny", 64, layers=3)
+    shapes = scripts("model_shapes")
+    model = shapes.build_model("tiny", 64, layers=3)
     assert len(model.model.layers) == 3
-    weights, both = run.step_flops(model.config, 1000, batch=2, length=64)
+    weights, both = shapes.step_flops(model.config, 1000, batch=2, length=64)
     assert weights == 6 * 1000 * 2 * 64
     pairs = 64 * 64 / 2
     assert both - weights == 3 * 2 * (2 * 2 * pairs * 64) * 3
+
+
+def test_attention_under_a_window_counts_the_pairs_in_it(scripts: Any) -> None:
+    shapes = scripts("model_shapes")
+    config = shapes.shape_config("gpt_oss_120b", 1024, layers=2)
+    assert config.layer_types == ["sliding_attention", "full_attention"]
+    weights, both = shapes.step_flops(config, 1000, batch=3, length=1024)
+    pairs = (1024 * 128 - 128 * 128 / 2) + 1024 * 1024 / 2
+    assert both - weights == 3 * 3 * (2 * 2 * pairs * 64 * 64)
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions", "active"),
+    [
+        ("7b", 7.62, 7.62),
+        ("32b", 32.8, 32.8),
+        ("30b_a3b", 30.5, 3.35),
+        ("llama_70b", 70.6, 70.6),
+        ("gpt_oss_120b", 116.8, 5.7),
+    ],
+)
+def test_shapes_have_the_published_numbers_of_parameters(scripts: Any, preset: str, billions: float, active: float) -> None:
+    shapes = scripts("model_shapes")
+    model = shapes.build_model(preset, 4096, without_weights=True)
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.005)
+    # gpt-oss is published with 5.1 active ones, of which the input embedding, which counts here, is no part.
+    assert shapes.active_parameters(model) / 1e9 == pytest.approx(active, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -7,23 +7,19 @@ chosen, with the times of single layers; the others were kept out.
 from __future__ import annotations
 
 import dataclasses
+import sys
+from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.estimate.forecast import Forecaster
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.units import GIB
 
-# vocabulary, hidden, intermediate, layers, heads, key-value heads, tied head.
-SHAPES = {
-    "3b": (151936, 2048, 11008, 36, 16, 2, True),
-    "7b": (152064, 3584, 18944, 28, 28, 4, False),
-    "14b": (152064, 5120, 13824, 48, 40, 8, False),
-}
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes" / "benchmarks"))
+from model_shapes import empty_model, shape_config
+
 STREAMED = {"keep_layers": 0, "offload_layers": 0, "device_layers": 0, "resident_layers": 0}
 PLAIN = {**STREAMED, "compile_layers": False, "tiled_loss": False}
 
@@ -71,21 +67,6 @@ PURE_STREAMING = [
 ]
 
 
-def model_of(shape: str) -> nn.Module:
-    vocabulary, hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[shape]
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        tie_word_embeddings=tied,
-    )
-    with torch.device("meta"):
-        return Qwen2ForCausalLM(config).to(torch.bfloat16)
-
-
 def assert_predicted(case: Measured) -> None:
     machine = Machine(
         h2d_bytes=53.0e9,
@@ -96,7 +77,7 @@ def assert_predicted(case: Measured) -> None:
         step_overhead=0.010,
     )
     forecaster = Forecaster(
-        model_of(case.shape),
+        empty_model(shape_config(case.shape, case.length)),
         MegatrainConfig.from_mapping(case.settings),
         machine,
         int(case.gpu_planned_gib * GIB),
@@ -122,7 +103,9 @@ def test_a_measured_training_is_predicted_that_was_kept_out_of_the_fit(case: Mea
 
 def test_a_measured_layer_and_loss_are_predicted() -> None:
     machine = Machine(53.0e9, 54.3e9, 5.7e9, 3.73e12, 716e12, 0.010)
-    outline = Forecaster(model_of("3b"), MegatrainConfig(), machine, 125 * GIB, 125 * GIB).outline(2, 4096)
+    outline = Forecaster(empty_model(shape_config("3b", 4096)), MegatrainConfig(), machine, 125 * GIB, 125 * GIB).outline(
+        2, 4096
+    )
     (profile,) = outline.profiles.values()
     assert profile.forward_seconds == pytest.approx(2.34e-3, rel=0.05)
     assert profile.backward_seconds == pytest.approx(4.95e-3, rel=0.05)

@@ -7,6 +7,7 @@ plugin, or plainly to measure the stock Trainer. One JSON line goes to stdout an
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -15,125 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from model_shapes import PRESETS, active_parameters, build_model, step_flops
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-# vocabulary, hidden, intermediate, layers, heads, key-value heads, tied head: the published Qwen2.5 configurations.
-PRESETS = {
-    "tiny": (512, 64, 176, 4, 4, 2, True),
-    "0.5b": (151936, 896, 4864, 24, 14, 2, True),
-    "1.5b": (151936, 1536, 8960, 28, 12, 2, True),
-    "3b": (151936, 2048, 11008, 36, 16, 2, True),
-    "7b": (152064, 3584, 18944, 28, 28, 4, False),
-    "14b": (152064, 5120, 13824, 48, 40, 8, False),
-    "32b": (152064, 5120, 27648, 64, 40, 8, False),
-}
-MOE_PRESETS = {"tiny_moe": (512, 64, 4, 4, 2, 16, 4, 2, 48), "30b_a3b": (151936, 2048, 48, 32, 4, 128, 128, 8, 768)}
-"""Vocabulary, hidden, layers, heads, key-value heads, their size, experts, experts of a token, intermediate size of one: the
-published configuration of Qwen3-30B-A3B."""
 GIB = 2**30
 RUNNING_PEAKS = ("megatrain/gpu_peak_gib", "megatrain/host_peak_gib")
 """Logged as the largest so far: the last counts, and no median."""
-
-
-def step_flops(config: PreTrainedConfig, parameters: int, batch: int, length: int) -> tuple[float, float]:
-    """Useful FLOPs of a step: of the weights alone, and with causal attention. Nothing recomputed counts.
-
-    6 N a token for N parameters that a token meets. Attention's two products take 2 x 2 x T^2 / 2 x H for one sequence of T
-    tokens and a layer whose heads have H elements, half of all pairs of tokens; backward twice as much: 6 T^2 H.
-    """
-    weights = 6.0 * parameters * batch * length
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = config.num_attention_heads * head_size
-    return weights, weights + 6.0 * batch * length**2 * heads * config.num_hidden_layers
-
-
-def build_model(preset: str, length: int, layers: int | None = None, without_weights: bool = False) -> PreTrainedModel:
-    """The preset's model in bf16, filled with random values on the GPU where there is one.
-
-    Args:
-        preset: a name in :data:`PRESETS` or :data:`MOE_PRESETS`.
-        length: of the sequences.
-        layers: the preset's by default.
-        without_weights: leave the filling to whoever prepares the model.
-    """
-    rope = {"rope_type": "default", "rope_theta": 1000000.0}
-    common: dict[str, Any] = {
-        "max_position_embeddings": max(32768, length),
-        "use_cache": False,
-        "rope_parameters": rope,
-    }
-    if preset in MOE_PRESETS:
-        vocabulary, hidden, preset_layers, heads, kv_heads, head_dim, experts, used, expert_size = MOE_PRESETS[preset]
-        config: Any = Qwen3MoeConfig(
-            vocab_size=vocabulary,
-            hidden_size=hidden,
-            num_hidden_layers=layers or preset_layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            num_experts=experts,
-            num_experts_per_tok=used,
-            moe_intermediate_size=expert_size,
-            norm_topk_prob=True,
-            output_router_logits=True,  # the auxiliary loss, weighted by 0.001
-            **common,
-        )
-        model_class: Any = Qwen3MoeForCausalLM
-    else:
-        vocabulary, hidden, intermediate, preset_layers, heads, kv_heads, tied = PRESETS[preset]
-        config = Qwen2Config(
-            vocab_size=vocabulary,
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_hidden_layers=layers or preset_layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            tie_word_embeddings=tied,
-            **common,
-        )
-        model_class = Qwen2ForCausalLM
-    with torch.device("meta"):
-        model = model_class(config).to(torch.bfloat16)
-    rotary = type(model.model.rotary_emb)(config)
-    model.model.rotary_emb = rotary
-    return model if without_weights else _filled(model)
-
-
-def _filled(model: Any) -> PreTrainedModel:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator(device).manual_seed(0)
-    for name, parameter in list(model.named_parameters()):
-        owner_name, _, attribute = name.rpartition(".")
-        value = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
-        if parameter.dim() > 1:
-            value.normal_(0.0, 0.02, generator=generator)
-        else:
-            value.fill_(0.0 if attribute == "bias" else 1.0)
-        setattr(model.get_submodule(owner_name), attribute, torch.nn.Parameter(value.to("cpu")))
-    model.tie_weights()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    return model
-
-
-def active_parameters(model: PreTrainedModel) -> int:
-    """Parameters that one token is multiplied with: of the experts, only those that it is sent to."""
-    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    total = sum(parameter.numel() for parameter in model.parameters())
-    if not experts:
-        return total
-    return total - experts + experts * model.config.num_experts_per_tok // model.config.num_experts
 
 
 class RandomTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -214,7 +102,7 @@ class Recorder(TrainerCallback):
 def main() -> None:
     """Runs the job and prints the result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--preset", choices=[*PRESETS, *MOE_PRESETS], default="7b")
+    parser.add_argument("--preset", choices=list(PRESETS), default="7b")
     parser.add_argument("--layers", type=int, default=None, help="fewer or more layers than the preset has")
     parser.add_argument(
         "--without-weights",
@@ -224,14 +112,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=3, help="first steps that don't count: compilation, the plan's own")
+    parser.add_argument("--warmup", type=int, default=3, help="first steps that don't count: compilation")
     parser.add_argument("--sdpa", choices=("default", "flash", "cudnn"), default="default", help="attention's kernel")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
     parser.add_argument("--json", default="", help="append the result to this file")
     args = parser.parse_args()
-    if not 1 <= args.warmup < args.steps:
-        parser.error(f"--warmup must be 1 or more and below --steps; got {args.warmup} of {args.steps}")
+    if not 0 <= args.warmup < args.steps:
+        parser.error(f"--warmup must be 0 or more and below --steps; got {args.warmup} of {args.steps}")
     if args.sdpa != "default":
         # The one that is left, but for torch's own products, whose memory grows with the square of the length.
         torch.backends.cuda.enable_mem_efficient_sdp(False)
@@ -262,14 +150,14 @@ def main() -> None:
     collator = Collator(args.length)
     trainer = Trainer(model=model, args=training, train_dataset=data, data_collator=collator, callbacks=[recorder])
     trainer.train()
-    times = [
-        after - before for before, after in zip(recorder.ends[args.warmup - 1 :], recorder.ends[args.warmup :], strict=False)
-    ]
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    # The first step plans first, if the plugin is there.
+    ends = [recorder.began + logs[0].get("megatrain/plan_seconds", 0.0), *recorder.ends][args.warmup :]
+    times = [after - before for before, after in itertools.pairwise(ends)]
     step_seconds = statistics.median(times)
     tokens = args.batch * args.accumulation * args.length
     active = active_parameters(model)
     of_weights, with_attention = step_flops(model.config, active, args.batch * args.accumulation, args.length)
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     result = {
         "preset": args.preset,
         "parameters": parameter_count,
@@ -294,6 +182,7 @@ def main() -> None:
         "rows": recorder.rows[4::5] + recorder.rows[-1:],
         "build_seconds": round(built - start, 1),
         "prepare_seconds": round(recorder.began - built, 1),
+        "plan_seconds": logs[0].get("megatrain/plan_seconds"),
         "total_seconds": round(time.perf_counter() - start, 1),
         "log_medians": medians(logs[args.warmup :]) | {key: logs[-1][key] for key in RUNNING_PEAKS if key in logs[-1]},
         "last_log": logs[-1],
