@@ -76,6 +76,7 @@ struct AdamSplitJob {
     Moment* __restrict__ v_ = v;
     const uint16_t* __restrict__ grad_ = grad;
     [[maybe_unused]] const int16_t* __restrict__ grad_lo_ = grad_lo;
+    MEGATRAIN_NO_OVERLAP
     for (int64_t i = begin; i < end; ++i) {
       float new_m = load_moment(m_[i]);
       float new_v = load_moment(v_[i]);
