@@ -18,6 +18,7 @@ from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.segments import apply_segments, plan_segments, step_each
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause
+from megatrain_accelerate.streaming.passing_gradients import refuse_unstepped
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
@@ -182,7 +183,8 @@ class FusedStep(HostStep):
         Raises:
             StepWorkerError: an earlier step failed.
             NonFiniteGradientError: see :meth:`HostStep.allows`.
-            StateError: layers were stepped in backward with other settings than those of now.
+            StateError: layers were stepped in backward with other settings than those of now, or gradients that should have
+                passed are still there.
         """
         runtime = self.runtime
         runtime.worker.raise_if_failed()
@@ -191,6 +193,8 @@ class FusedStep(HostStep):
         done, self._stepped_in_backward = self._stepped_in_backward, {}
         self._refuse_rewritten(optimizer, done)
         found = self.with_gradients(optimizer)
+        if runtime.config.passes_gradients:
+            refuse_unstepped(runtime.layers, {id(state.parameter) for state, _ in found} - done.keys())
         norm = float(runtime.total_norm([state.parameter for state, _ in found]))
         factors = runtime.take_clip_factors(self.parameters(optimizer))
         if done:
