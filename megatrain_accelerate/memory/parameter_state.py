@@ -16,7 +16,8 @@ class ParameterState:
     """One parameter in the store, as views of its unit's flat buffers. ``None`` where a frozen one has nothing.
 
     ``weight`` (its shape, bf16 or fp32), ``gradient`` (the same; None too for a unit on the device, whose gradients are
-    autograd's own), ``residual`` (int16), ``exp_avg`` and ``exp_avg_sq`` (fp32), each with a storage of its own.
+    autograd's own), ``residual`` (int16), ``exp_avg`` and ``exp_avg_sq`` (of the dtype in which the
+    unit keeps moments), each with a storage of its own.
     """
 
     parameter: nn.Parameter

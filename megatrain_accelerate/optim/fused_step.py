@@ -18,6 +18,7 @@ from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.segments import apply_segments, plan_segments, step_each
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause
+from megatrain_accelerate.streaming.passing_gradients import refuse_unstepped
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
@@ -77,6 +78,7 @@ class FusedStep(HostStep):
         )
         self._optimizer_groups = optimizer.param_groups
         self._optimizer_state = optimizer.state
+        self._group_of: dict[int, dict[str, Any]] = {}
         self._stepped_in_backward: dict[int, AdamArguments] = {}
         self._skipped_in_backward: list[str] = []
         runtime.moved_listeners[id(self)] = self._unit_moved
@@ -182,7 +184,8 @@ class FusedStep(HostStep):
         Raises:
             StepWorkerError: an earlier step failed.
             NonFiniteGradientError: see :meth:`HostStep.allows`.
-            StateError: layers were stepped in backward with other settings than those of now.
+            StateError: layers were stepped in backward with other settings than those of now, or gradients that should have
+                passed are still there.
         """
         runtime = self.runtime
         runtime.worker.raise_if_failed()
@@ -191,6 +194,8 @@ class FusedStep(HostStep):
         done, self._stepped_in_backward = self._stepped_in_backward, {}
         self._refuse_rewritten(optimizer, done)
         found = self.with_gradients(optimizer)
+        if runtime.config.passes_gradients:
+            refuse_unstepped(runtime.layers, {id(state.parameter) for state, _ in found} - done.keys())
         norm = float(runtime.total_norm([state.parameter for state, _ in found]))
         factors = runtime.take_clip_factors(self.parameters(optimizer))
         if done:
@@ -268,7 +273,8 @@ class FusedStep(HostStep):
         """
         if layer.unit.is_on_device or not self.runtime.may_step_in_backward(layer):
             return False
-        groups = {id(p): group for group in self._optimizer_groups for p in group["params"]}
+        if not self._stepped_in_backward:  # once a backward: a model of experts has thousands of parameters
+            self._group_of = {id(p): group for group in self._optimizer_groups for p in group["params"]}
         if any(id(state.parameter) in self._stepped_in_backward for state in layer.unit.states):
             raise StateError(
                 f"layer {layer.name} was stepped in an earlier backward, and another one came before optimizer.step() (an "
@@ -277,8 +283,8 @@ class FusedStep(HostStep):
             )
         steps = []
         for state in layer.unit.states:
-            if state.parameter.grad is not None and id(state.parameter) in groups:
-                group = groups[id(state.parameter)]
+            group = self._group_of.get(id(state.parameter))
+            if state.parameter.grad is not None and group is not None:
                 steps.append((state, _adam_arguments(group, self._next_step(state), 1.0, self._decoupled)))
         rows = [self.runtime.norms.row(state.parameter) for state, _ in steps]
 

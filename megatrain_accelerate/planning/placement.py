@@ -41,7 +41,7 @@ class Placement:
     offload_spacing: int = 1
     """Layers from one offloaded layer to the next: while those between compute, the link has time for its copies."""
     attention_kept: frozenset[int] = frozenset()
-    """Of those among them that are recomputed, attention's results stay on the device until backward."""
+    """Recomputed layers of which attention's results stay on the device until backward."""
     inputs_offloaded: frozenset[int] = frozenset()
     """Of those among them that are recomputed, the inputs wait in host memory until backward."""
     resident: frozenset[int] = frozenset()
@@ -69,7 +69,7 @@ class Placement:
         Args:
             layers: how many the model has.
             kept, offloaded, resident, on_device, groups_on_device: see the fields.
-            attention_kept: counted from the last layer that isn't kept.
+            attention_kept: counted from the last layer that isn't kept; offloaded ones among them need none.
             inputs_offloaded: counted from the model's start, since there they are away longest.
         """
         on_device = min(on_device, layers)
@@ -78,11 +78,12 @@ class Placement:
         # Where recomputed layers' inputs leave there is no pause between copies.
         spacing = min(MOST_SPACING, (layers - kept) // offloaded) if offloaded and not inputs_offloaded else 1
         last = layers - kept - 1
+        away = frozenset(last - i * spacing for i in range(offloaded))
         return cls(
             kept=frozenset(range(layers - kept, layers)),
-            offloaded=frozenset(last - i * spacing for i in range(offloaded)),
+            offloaded=away,
             offload_spacing=spacing,
-            attention_kept=frozenset(range(max(0, layers - kept - attention_kept), layers - kept)),
+            attention_kept=frozenset(range(max(0, layers - kept - attention_kept), layers - kept)) - away,
             inputs_offloaded=frozenset(range(min(inputs_offloaded, layers))),
             resident=frozenset(range(on_device, min(layers, on_device + resident))),
             on_device=frozenset(range(on_device)),

@@ -30,7 +30,7 @@ def plan_table(
     host += sum(sent_bytes(outline, placement))
     kept_bytes = sum(outline.profiles[e.kind].kept_bytes for e in outline.forward_calls if e.layer in placement.kept)
     away = len(placement.inputs_offloaded - placement.kept - placement.offloaded)
-    attending = len(placement.attention_kept - placement.kept - placement.offloaded)
+    attending = len(placement.attention_kept)
     groups = "GPU" if placement.groups_on_device else "host"
     rows = [
         (

@@ -34,8 +34,23 @@ def outline_with_tiles(
         search: for placements of an outlined step; None where there is no budget to fit.
 
     Raises:
-        Exception: whatever ``outline`` raises; the runtime has the tiles that were set, if any, then.
+        Exception: whatever ``outline`` raises; the runtime has the tiles that it had then.
     """
+    before = runtime.token_tile
+    try:
+        return _better_outline(runtime, inputs, setting, outline, search)
+    except BaseException:
+        runtime.token_tile = before
+        raise
+
+
+def _better_outline(
+    runtime: StreamingRuntime,
+    inputs: Mapping[str, Any],
+    setting: int | str,
+    outline: Callable[[], StepOutline],
+    search: Callable[[StepOutline], PlacementSearch] | None,
+) -> StepOutline:
     runtime.token_tile = 0 if setting == "auto" else int(setting)
     whole = outline()
     if setting != "auto" or search is None:
@@ -45,11 +60,7 @@ def outline_with_tiles(
     if max(lengths, default=0) < LONG_TOKENS and whole_search.something_fits:
         return whole
     runtime.token_tile = AUTO_TILE_TOKENS
-    try:
-        tiled = outline()
-    except BaseException:
-        runtime.token_tile = 0
-        raise
+    tiled = outline()
     by_tiles, by_whole = search(tiled).best(), whole_search.best()
     if by_whole is not None:
         is_better = by_tiles is not None and by_tiles.time.seconds < by_whole.time.seconds

@@ -23,6 +23,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.model_hook import has_hooks_inside
 from megatrain_accelerate.streaming.shared_mappings import takes_mappings
 
 logger = logging.getLogger(__name__)
@@ -41,9 +42,6 @@ RECOMPILE_LIMIT = 16
 that reads what changes with every call (a counter) should give up before much time is lost."""
 
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "triton")
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
 _kind_numbers = itertools.count()
 _announced = False
@@ -72,13 +70,6 @@ def _in_one_line(error: BaseException) -> str:
         return _in_one_line(inner)
     text = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
     return f"{type(error).__name__}: {text[:200]}"
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether hooks run inside the layer (those on the layer itself run outside of its forward)."""
-    if any(getattr(nn.modules.module, name, None) for name in _GLOBAL_HOOKS):
-        return True
-    return any(getattr(child, name) for child in module.modules() if child is not module for name in _HOOKS)
 
 
 class _RandomState:
@@ -153,7 +144,7 @@ class CompiledLayers:
         kind = self._kind_of(layer)
         if kind is None or kind.gave_up:
             return False
-        if _has_hooks(layer.module):
+        if has_hooks_inside(layer.module):
             self._note_eager(kind.name, "hooks are registered inside it")
             return False
         return True

@@ -20,7 +20,7 @@ from torch.autograd import Variable
 
 from megatrain_accelerate.errors import KernelError
 from megatrain_accelerate.memory.host_limits import require_host_bytes
-from megatrain_accelerate.memory.host_store import HostUnit, held_host_bytes, planned_host_bytes
+from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import DeviceKernels, StepKernels, can_step_on
 from megatrain_accelerate.optim.kernel import HostKernels
@@ -128,9 +128,14 @@ class Fp32Sums:
     def _require_host_bytes(self, staging_bytes: int) -> None:
         """Counts all that is still to be allocated, since the optimizer's moments may come after this."""
         units = [part.unit for part in self._parts if not part.unit.is_on_device]
-        parts = planned_host_bytes([unit.layout for unit in units], training=True, fp32_sums=True)
-        held = held_host_bytes(units)
-        parts = {kind: count - held.get(kind, 0) for kind, count in parts.items()} | {"staging": staging_bytes}
+        without_gradients = [unit for unit in units if unit.gradients is None and not unit.passes_gradients]
+        parts = {
+            "gradients": sum(unit.layout.gradient_bytes for unit in without_gradients),
+            "residuals": sum(2 * unit.layout.split_elements - unit.residuals.nbytes for unit in units),
+            "moments": sum(unit.moment_bytes for unit in units if unit.exp_avgs is None),
+            "gradient_residuals": sum(2 * unit.layout.split_elements for unit in units if unit.gradient_residuals is None),
+            "staging": staging_bytes,
+        }
         require_host_bytes(sum(parts.values()), 0, parts, self._host_memory_gib, remedy=BF16_REMEDY)
 
     def running(self, state: ParameterState) -> RunningSum | None:

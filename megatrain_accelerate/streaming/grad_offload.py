@@ -61,8 +61,8 @@ class _Staging:
     Reader: the step worker, until ``ticket`` is done.
     """
 
-    def __init__(self, size_bytes: int, register: bool) -> None:
-        self.memory = HostMemory(size_bytes, huge_pages=True, register=register)
+    def __init__(self, size_bytes: int, huge_pages: bool, register: bool) -> None:
+        self.memory = HostMemory(size_bytes, huge_pages=huge_pages, register=register)
         self.memory.register()
         self.buffer = self.memory.tensor(0, (size_bytes,), torch.uint8)
         self.ticket: Ticket | None = None
@@ -77,7 +77,7 @@ class GradientOffloader:
         streams, worker, kernels, meter: the engine's.
         norms: table that gets the norms.
         sums: how gradients of several backwards are added.
-        register: page-lock the staging buffers.
+        huge_pages, register: of the host buffers, see :class:`HostMemory`.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class GradientOffloader:
         meter: Meter,
         norms: NormTable,
         sums: Fp32Sums,
+        huge_pages: bool,
         register: bool,
     ) -> None:
         self._streams = streams
@@ -99,7 +100,7 @@ class GradientOffloader:
         self._meter = meter
         self._norms = norms
         self._sums = sums
-        self._register = register
+        self._memory_settings = {"huge_pages": huge_pages, "register": register}
         self._largest = max((layer.unit.layout.gradient_bytes for layer in layers), default=0)
         self._most_parameters = max((len(layer.unit.layout.trainable_entries) for layer in layers), default=0)
         self._slot_count = slots if self._largest else 0
@@ -127,7 +128,7 @@ class GradientOffloader:
         """
         self._takes_gradients = True
         if passes and self._passing is None and self._largest:
-            self._passing = PassingBuffers(self._largest, self._register, self._meter)
+            self._passing = PassingBuffers(self._largest, meter=self._meter, **self._memory_settings)
         if not needed:
             self.slots, self._next_slot = [], 0
         elif not self.slots:
@@ -189,13 +190,14 @@ class GradientOffloader:
             self._meter.compute_waits_for(slot.grads_copied_event, Cause.D2H)
             views = slot.views(unit.layout)
             torch._foreach_copy_([views[i] for i in present], arrived)
-            # All of them, and nothing to add to: they go straight to their place, with their norms.
+            # All of them, and nothing to add to: they go straight to their place, with their norms. So do those that pass.
             is_fresh = len(present) == len(trainable) and all(state.parameter.grad is None for state in trainable)
-            if is_fresh or self._passing is not None:
+            is_fresh = is_fresh or self._passing is not None
+            if is_fresh:
                 slot.norms[: len(trainable)].copy_(torch.stack(gradient_norms(views)))
             slot.grads_ready_event.record(self._streams.compute_stream)
         if self._passing is not None:
-            is_fresh, unit.gradients = True, self._passing.take(layer)
+            unit.gradients = self._passing.take(layer)
         if is_fresh:
             assert unit.gradients is not None
             wait = self._copy_out(slot, layer, unit.gradients, self._norms.of_unit(unit)).synchronize
@@ -351,7 +353,7 @@ class GradientOffloader:
         """
         self._sums.prepare(0 if self._staging else 2 * self._largest)
         if not self._staging and self._largest:
-            self._staging = [_Staging(self._largest, self._register) for _ in range(2)]
+            self._staging = [_Staging(self._largest, **self._memory_settings) for _ in range(2)]
 
     def wait(self) -> None:
         """Blocks until every gradient is on the host and added up.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.streaming.activation_offload import ActivationOffloader
+from megatrain_accelerate.streaming.ambient_state import AmbientState
 from megatrain_accelerate.streaming.attention_results import AttentionResults
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers, without_autocast_cache, without_saving
@@ -95,32 +96,6 @@ class RunContext:
         self.recorder = recorder
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         """Keeps the node in the graph when no input requires grad (a frozen embedding below trained layers)."""
-
-
-class AmbientState:
-    """RNG and autocast state of a forward run, to be entered again for its replay."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._cpu_rng = torch.get_rng_state()
-        self._cuda_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in {device.type, "cpu"}
-        ]
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Runs the body as the forward ran; the caller's RNG state is put back."""
-        devices = [self._device] if self._cuda_rng is not None else []
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=devices))
-            torch.set_rng_state(self._cpu_rng)
-            if self._cuda_rng is not None:
-                torch.cuda.set_rng_state(self._cuda_rng, self._device)
-            for kind, dtype, enabled in self._autocast:
-                # No cache: a cast weight must not outlive its slot.
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-            yield
 
 
 def _refuse_hidden_tensors(layer: StreamedLayer, leaves: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The hooks that an engine hangs on the modules of its model."""
+"""The hooks that an engine hangs on the modules of its model, and whether anybody else's are there."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatrain_accelerate.streaming.proxy import run_uncompiled
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+
+
+def has_hooks_inside(module: nn.Module) -> bool:
+    """Whether hooks run inside the module (those on the module itself run outside of its forward)."""
+    if any(getattr(nn.modules.module, name, None) for name in _GLOBAL_HOOKS):
+        return True
+    return any(getattr(child, name) for child in module.modules() if child is not module for name in _HOOKS)
 
 
 class ModelHook:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -30,16 +30,14 @@ def run_norms_by_tiles(model: nn.Module, runtime: StreamingRuntime, modules: Ite
     tiles = TokenTiles((names[norm], norm) for norm in norms)
     tiles.tile_tokens = runtime.outside_tiles.tile_tokens
     runtime.outside_tiles = tiles
-    at_work: list[AbstractContextManager[None]] = []
+    at_work = contextlib.ExitStack()
 
     def end(*_: Any) -> None:
-        while at_work:
-            at_work.pop().__exit__(None, None, None)
+        at_work.close()
 
     def begin(*_: Any) -> None:
-        end()  # of a call that failed
-        at_work.append(tiles.at_work_anywhere())
-        at_work[-1].__enter__()
+        at_work.close()  # of a call that was interrupted
+        at_work.enter_context(tiles.at_work_anywhere())
 
     # With arguments, since a hook without any is called when the model is copied.
     return [

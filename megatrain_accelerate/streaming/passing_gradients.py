@@ -7,7 +7,7 @@ their way need memory: 12 bytes a parameter of a layer instead of 14. What ``par
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -24,13 +24,13 @@ class PassingBuffers:
 
     Args:
         size_bytes: of the largest layer's gradients.
-        register: page-lock them.
+        huge_pages, register: see :class:`HostMemory`.
         meter: the engine's.
     """
 
-    def __init__(self, size_bytes: int, register: bool, meter: Meter) -> None:
+    def __init__(self, size_bytes: int, *, huge_pages: bool, register: bool, meter: Meter) -> None:
         self._meter = meter
-        self._memories = [HostMemory(size_bytes, huge_pages=True, register=register) for _ in range(PASSING_BUFFERS)]
+        self._memories = [HostMemory(size_bytes, huge_pages=huge_pages, register=register) for _ in range(PASSING_BUFFERS)]
         for memory in self._memories:
             memory.register()
         self._buffers = [memory.tensor(0, (size_bytes,), torch.uint8) for memory in self._memories]
@@ -83,6 +83,27 @@ def require_stepped(layer: StreamedLayer, stepped: Sequence[bool]) -> None:
     """
     if not any(stepped):
         raise StateError(_NOT_STEPPED.format(layer.name))
+
+
+def refuse_unstepped(layers: Sequence[StreamedLayer], parameters: Collection[int]) -> None:
+    """Checks that ``step()`` finds no gradient of a layer that wasn't consumed in a backward since the step before.
+
+    Args:
+        layers: all streamed layers.
+        parameters: ``id`` of each parameter with such a gradient.
+
+    Raises:
+        StateError: there is one, and no place from which a step could read it.
+    """
+    for layer in layers:
+        names = [state.name for state in layer.unit.states if id(state.parameter) in parameters]
+        if names and layer.unit.passes_gradients and not layer.unit.is_on_device:
+            raise StateError(
+                f"{len(names)} gradients of layer {layer.name} ({names[0]} and so on) were set by the script, or consumed by "
+                "an earlier step and not cleared, and gradients that pass have no place from which step() could read them; "
+                "call optimizer.zero_grad() after each step, or set megatrain_config.host_gradients to 'kept' (2 bytes a "
+                "parameter more)"
+            )
 
 
 _NOT_STEPPED = (

@@ -91,6 +91,7 @@ class StreamingRuntime:
             meter=meter,
             norms=self.norms,
             sums=self.sums,
+            huge_pages=config.huge_pages,
             register=register,
         )
         self.gradients_complete: Callable[[], bool] = lambda: True

@@ -17,14 +17,16 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatrain_accelerate.streaming.token_wise import Verdict, examine, has_hooks_inside, kind_of
+from megatrain_accelerate.streaming.ambient_state import AutocastState
+from megatrain_accelerate.streaming.model_hook import has_hooks_inside
+from megatrain_accelerate.streaming.token_wise import examine, kind_of
 
 AUTO_TILE_TOKENS = 8192
 """Tokens of a tile that the plan chooses: products of as many rows run at full speed, and the widest tensors of a layer of
 several billion parameters take a few hundred MiB."""
 
-_verdicts: dict[Hashable, Verdict] = {}
-"""Of all engines of the process, by kind of module."""
+_verdicts: dict[Hashable, str | None] = {}
+"""Why modules run whole, or None; of all engines of the process, by kind of module."""
 
 
 class TokenTiles:
@@ -38,8 +40,9 @@ class TokenTiles:
         self.tile_tokens = 0
         """Tokens of a tile, those of all samples together; 0 for none. Set by the plan between steps."""
         self._parts = {part: name for name, part in parts}
-        self.found: dict[str, Verdict] = {}
-        """What was called with one row a token so far, by name; parts of a part that runs by tiles aren't among it."""
+        self.found: dict[str, str | None] = {}
+        """Why what was called with one row a token so far ran whole, by name; None for what ran by tiles, whose own parts
+        aren't among it."""
 
     @classmethod
     def of_layer(cls, layer: nn.Module) -> TokenTiles:
@@ -49,7 +52,7 @@ class TokenTiles:
     @property
     def tiled_names(self) -> list[str]:
         """The parts that ran by tiles."""
-        return [name for name, verdict in self.found.items() if verdict.reason is None]
+        return [name for name, reason in self.found.items() if reason is None]
 
     @contextlib.contextmanager
     def at_work(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
@@ -90,16 +93,17 @@ class TokenTiles:
             return forward(*args, **kwargs)
         call = _TiledCall(part, forward, args, kwargs)
         dim = call.token_dim(shape)
-        if dim is None or self._verdict(part, call, dim).reason is not None:
+        if dim is None or self._reason_against(part, call, dim) is not None:
             return forward(*args, **kwargs)
         samples = shape[0] if dim else 1
         call.cut(dim, max(1, self.tile_tokens // samples))
         return _TiledFunction.apply(call, *call.tensors, *call.weights())
 
-    def _verdict(self, part: nn.Module, call: _TiledCall, dim: int) -> Verdict:
+    def _reason_against(self, part: nn.Module, call: _TiledCall, dim: int) -> str | None:
         name = self._parts[part]
+        # Who watches modules within it should see whole tensors, and each once.
         if has_hooks_inside(part):
-            self.found[name] = Verdict("hooks are registered inside it", False)
+            self.found[name] = "hooks are registered inside it"
             return self.found[name]
         # Anew each time: a rate of dropout may have been set since.
         kind = kind_of(part, call.signature(dim))
@@ -145,7 +149,7 @@ class _TiledCall:
         self.tensor_count = len(self.tensors)
         self._places = [(owner, name) for owner in part.modules() for name, p in owner._parameters.items() if p is not None]
         self._dim = self._length = 0
-        self._autocast: list[tuple[str, torch.dtype, bool]] = []
+        self._autocast: AutocastState | None = None
 
     def token_dim(self, shape: tuple[int, int]) -> int | None:
         """The dimension of tokens: 1 of (B, T, ...), 2 of (B, H, T, ...), 0 of (B * T, ...); None if it isn't the same for
@@ -174,8 +178,7 @@ class _TiledCall:
     def cut(self, dim: int, length: int) -> None:
         """Tiles have ``length`` tokens of each sample along ``dim``, the last one may have fewer."""
         self._dim, self._length = dim, length
-        kinds = {self.tensors[0].device.type, "cpu"}
-        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+        self._autocast = AutocastState(self.tensors[0].device.type)
 
     def tiles(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """The tensors of each tile, as views."""
@@ -206,11 +209,9 @@ class _TiledCall:
     @contextlib.contextmanager
     def again(self, weights: Sequence[torch.Tensor]) -> Iterator[None]:
         """The part computes as in forward, with these weights, while the body runs."""
+        assert self._autocast is not None
         before = self.weights()
-        with contextlib.ExitStack() as stack:
-            for kind, dtype, enabled in self._autocast:
-                # No cache: a cast weight must not outlive its slot.
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+        with self._autocast.entered():
             try:
                 for (owner, name), weight in zip(self._places, weights, strict=True):
                     owner._parameters[name] = weight  # type: ignore[assignment]

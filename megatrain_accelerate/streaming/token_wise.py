@@ -8,7 +8,6 @@ numbers would be others: modules with either aren't taken.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,19 +31,9 @@ WORTH_TILING = 2.5
 """What a module makes on its way, in sizes of its output, below which its tiles would save nothing: a product is 1, with a
 bias 2 at most."""
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """What was found out about a module: ``reason`` says why it can't, or needn't, run by tiles; None if it should."""
-
-    reason: str | None
-    is_token_wise: bool
-
 
 def kind_of(module: nn.Module, signature: Hashable) -> Hashable:
-    """What two modules must share to get one verdict: code, weights' shapes, plain attributes, and how they are called."""
+    """What two modules must share to be judged once: code, weights' shapes, plain attributes, and how they are called."""
     parts = []
     for child in module.modules():
         plain = [
@@ -57,14 +46,9 @@ def kind_of(module: nn.Module, signature: Hashable) -> Hashable:
     return (tuple(parts), signature)
 
 
-def has_hooks_inside(module: nn.Module) -> bool:
-    """Whether somebody watches modules within it, who should see whole tensors, and each once."""
-    return any(getattr(child, name) for child in module.modules() if child is not module for name in _HOOKS)
-
-
 def examine(
     module: nn.Module, call: Callable[[list[torch.Tensor]], Any], examples: Sequence[torch.Tensor], dim: int
-) -> Verdict:
+) -> str | None:
     """Runs a module on a few made-up tokens. Neither its weights nor random generators are touched, and no mode sees it.
 
     Args:
@@ -72,9 +56,12 @@ def examine(
         call: calls it with these tensors in the places of the tensors of a real call, and returns what it returns.
         examples: those of the real call; only shapes, dtypes and the device count.
         dim: the dimension of tokens.
+
+    Returns:
+        Why it can't, or needn't, run by tiles; None if it should.
     """
     if any(True for _ in module.buffers()):
-        return Verdict("it has buffers", False)
+        return "it has buffers"
     device = _real_device(examples[0].device)
     devices = [device] if device.type == "cuda" else []
     # A part that draws random numbers draws them here too: the forward that asks must find them again in its recompute.
@@ -83,21 +70,21 @@ def examine(
             with _constant_weights(module, device):
                 return _examine(call, [_made_up(example, dim) for example in examples], dim)
         except Exception as error:  # it can't be run so, whatever its reason
-            return Verdict(f"it can't be tried out ({type(error).__name__}: {str(error)[:80]})", False)
+            return f"it can't be tried out ({type(error).__name__}: {str(error)[:80]})"
 
 
-def _examine(call: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor], dim: int) -> Verdict:
+def _examine(call: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor], dim: int) -> str | None:
     versions = [tensor._version for tensor in inputs]
     with _Watch() as watch:
         whole = call(inputs)
     if watch.decision is not None:
-        return Verdict(watch.decision, False)
+        return watch.decision
     if not isinstance(whole, torch.Tensor) or whole.dim() <= dim or whole.shape[: dim + 1] != inputs[0].shape[: dim + 1]:
-        return Verdict("it doesn't return one tensor of a row for each token", False)
+        return "it doesn't return one tensor of a row for each token"
     if versions != [tensor._version for tensor in inputs]:
-        return Verdict("it writes to its inputs", False)
+        return "it writes to its inputs"
     if not whole.is_floating_point() or not bool(whole.isfinite().all()):
-        return Verdict("it returns other than finite numbers for made-up tokens", False)
+        return "it returns other than finite numbers for made-up tokens"
     for token in _SPOILT:
         spoilt = [tensor.clone() for tensor in inputs]
         for tensor in spoilt:
@@ -105,16 +92,16 @@ def _examine(call: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tenso
         others = [place for place in range(_TOKENS) if place != token]
         found = call(spoilt).index_select(dim, torch.tensor(others, device=whole.device))
         if bool(found.isnan().any()):
-            return Verdict("a token's output depends on other tokens", False)
+            return "a token's output depends on other tokens"
     alone = call([_part(tensor, dim) for tensor in inputs])
     expected = _part(whole, dim)
     if alone.shape != expected.shape:
-        return Verdict("it doesn't return one tensor of a row for each token", False)
+        return "it doesn't return one tensor of a row for each token"
     if float((alone - expected).abs().max()) > _TOLERANCE * float(expected.abs().max()):
-        return Verdict("a token's output depends on its place", False)
+        return "a token's output depends on its place"
     if watch.made_bytes < WORTH_TILING * whole.nbytes:
-        return Verdict("it makes little besides its output", True)
-    return Verdict(None, True)
+        return "it makes little besides its output"
+    return None
 
 
 class _Watch(TorchDispatchMode):

@@ -14,9 +14,11 @@ from torch import nn
 from trainer_runs import assert_same_run, run_trainer, tiny_llama
 
 from megatrain_accelerate.errors import ConfigError, StateError, UnsupportedError
+from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.memory.host_store import PASSING_BUFFERS
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.streaming import grad_offload, passing_gradients
 
 PASSING: dict[str, Any] = {"host_gradients": "passing", "max_norm": None, "schedule": "backward"}
 LAYERS = 2 * PASSING_BUFFERS
@@ -167,6 +169,43 @@ def test_two_forwards_before_one_backward_are_an_error() -> None:
     first = loss_of(model)
     with pytest.raises(StateError, match="several forwards before one backward"):
         (first + loss_of(model)).backward()
+    engine.close()
+
+
+def test_a_gradient_that_the_script_set_is_an_error_before_anything_is_stepped() -> None:
+    model, engine, optimizer = trained()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(StateError, match=r"12 gradients of layer model\.layers\.0 .*set by the script.*to 'kept'"):
+        optimizer.step()
+    engine.drain()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    engine.close()
+
+
+def test_a_second_step_with_consumed_gradients_is_an_error() -> None:
+    model, engine, optimizer = trained()
+    loss_of(model).backward()
+    optimizer.step()
+    with pytest.raises(StateError, match=r"consumed by an earlier step and not cleared.*call optimizer\.zero_grad\(\)"):
+        optimizer.step()
+    engine.close()
+
+
+@pytest.mark.parametrize("huge_pages", [True, False])
+def test_buffers_are_in_huge_pages_only_if_these_are_wanted(huge_pages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def memory(size_bytes: int, *, huge_pages: bool, register: bool) -> HostMemory:
+        asked.append(huge_pages)
+        return HostMemory(size_bytes, huge_pages=huge_pages, register=register)
+
+    for module in (passing_gradients, grad_offload):
+        monkeypatch.setattr(module, "HostMemory", memory)
+    _, engine, _ = trained(huge_pages=huge_pages)
+    engine.runtime.offloader.prepare_accumulation()
+    assert asked == [huge_pages] * (PASSING_BUFFERS + 2)
     engine.close()
 
 

@@ -213,8 +213,28 @@ def test_modules_that_somebody_watches_inside_run_whole() -> None:
     model(input_ids=ids, labels=ids)
     assert seen == [(2, 32, 176), (2, 32, 64)]
     first, second = (engine.runtime.layers[index].tiles for index in (0, 1))
-    assert first.found["mlp"].reason == "hooks are registered inside it"
+    assert first.found["mlp"] == "hooks are registered inside it"
     assert "mlp" in second.tiled_names
+    engine.close()
+
+
+def test_modules_run_whole_while_somebody_watches_all() -> None:
+    model = tiny_model()
+    engine = attach(model, token_tile=24)
+    watched = {layer.mlp.act_fn for layer in model.model.layers}
+    seen: list[int] = []
+    (ids,) = token_batches(1)
+    with torch.no_grad():
+        model(input_ids=ids)
+        assert "mlp" in engine.runtime.layers[0].tiles.tiled_names
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda module, args, output: seen.append(output.shape[1]) if module in watched else None
+        )
+        try:
+            model(input_ids=ids)
+        finally:
+            handle.remove()
+    assert seen == [32] * len(watched)
     engine.close()
 
 

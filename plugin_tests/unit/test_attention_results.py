@@ -130,9 +130,13 @@ def test_backward_runs_attention_of_the_other_layers_only_and_once_more_if_asked
         ({"attention_kept": 3, "kept": 2}, {5, 6, 7}),
         ({"attention_kept": 99, "kept": 2}, set(range(8))),
         ({"kept": 10, "attention_kept": 2}, set()),
+        ({"attention_kept": 3, "kept": 2, "offloaded": 1}, {5, 6}),
+        ({"attention_kept": 99, "offloaded": 2}, {0, 1, 2, 3, 5, 6, 7, 8}),
     ],
 )
-def test_layers_that_keep_attention_lie_before_the_kept_ones(counts: dict[str, int], expected: set[int]) -> None:
+def test_layers_that_keep_attention_are_recomputed_and_before_the_kept_ones(
+    counts: dict[str, int], expected: set[int]
+) -> None:
     assert Placement.of_counts(10, **counts).attention_kept == expected
 
 

@@ -237,6 +237,16 @@ def test_backward_doesnt_read_what_forward_left_in_the_slots(kept: int, monkeypa
     assert places >= (7 * kept), "weights are saved as places in a slot, also by a compiled layer"
 
 
+def test_an_offloaded_layer_is_compiled_though_recomputed_ones_keep_attention() -> None:
+    torch.manual_seed(0)
+    model = tiny_model(num_hidden_layers=LAYERS)
+    for offloaded in (0, 1):
+        engine = compiled(model, offload_layers=offloaded, keep_attention=LAYERS)
+        loss_of(model)
+        assert engine.runtime.compiled.compilations == offloaded
+        engine.close()
+
+
 def test_a_second_backward_through_a_compiled_kept_layer_recomputes() -> None:
     gradients = []
     for kept in (0, LAYERS):

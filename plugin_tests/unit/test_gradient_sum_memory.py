@@ -128,6 +128,20 @@ def test_sums_that_do_not_fit_are_refused_with_the_numbers_and_the_remedy(
     engine.close()
 
 
+@pytest.mark.parametrize("settings", [{}, {"moments_dtype": "bf16"}, {"host_gradients": "passing"}], ids=str)
+def test_only_what_is_still_to_be_allocated_counts_under_any_setting(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
+) -> None:
+    engine = attach(model, **settings)
+    adopt_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), engine.runtime, "backward")
+    staging = 2 * max(layer.unit.layout.gradient_bytes for layer in engine.runtime.layers)
+    free = CONSTANT_OVERHEAD_BYTES + 2 * (count_of(model) + padding_elements(model)) + staging
+    monkeypatch.setattr("megatrain_accelerate.memory.host_limits.available_host_bytes", lambda limit: free)
+    engine.expect_accumulation(2)
+    assert engine.host_bytes_by_kind()["gradient_residuals"] >= 2 * count_of(model)
+    engine.close()
+
+
 def test_without_sums_nothing_is_refused(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = attach(model, accumulation_dtype="bf16")
     monkeypatch.setattr("megatrain_accelerate.memory.host_limits.available_host_bytes", lambda limit: 0)

@@ -1,4 +1,4 @@
-"""What the plan does when a step by whole layers turns out to be larger than it was predicted to be."""
+"""What the plan does when a step by whole layers turns out to be larger than it was predicted to be, or can't be predicted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
-from megatrain_accelerate.planning.tile_choice import measured_to_fit
+from megatrain_accelerate.planning.tile_choice import measured_to_fit, outline_with_tiles
 from megatrain_accelerate.streaming.token_tiles import AUTO_TILE_TOKENS
 
 PROFILE = LayerProfile(OpCosts(), OpCosts(), 0, 0, 0, 0, 0, 0, 0, ())
@@ -59,3 +59,18 @@ def test_what_the_user_fixed_is_kept_and_its_error_surfaces() -> None:
     assert fitted(lambda outline: outline, fits=False, setting=0) == (WHOLE, 0)
     with pytest.raises(torch.OutOfMemoryError):
         fitted(run_out_of_memory, fits=True, setting=0)
+
+
+@pytest.mark.parametrize("failing", [0, AUTO_TILE_TOKENS], ids=["whole", "by tiles"])
+def test_a_step_that_cannot_be_outlined_leaves_the_tiles_that_an_earlier_batch_needed(failing: int) -> None:
+    runtime: Any = SimpleNamespace(token_tile=AUTO_TILE_TOKENS)
+
+    def outline() -> StepOutline:
+        if runtime.token_tile == failing:
+            raise ValueError("it looks at its data")
+        return WHOLE
+
+    search: Any = lambda outline: SimpleNamespace(something_fits=False)  # noqa: E731
+    with pytest.raises(ValueError, match="looks at its data"):
+        outline_with_tiles(runtime, {}, "auto", outline, search)
+    assert runtime.token_tile == AUTO_TILE_TOKENS

@@ -1,5 +1,5 @@
-// AdamW and Adam with moments that are stored in bf16: the arithmetic of adamw.h in fp32, and a stochastic rounding of the
-// two moments when they are stored.
+// How the two moments of adamw.h, which computes in fp32, are loaded and stored: as they are, or in bf16 with a stochastic
+// rounding when they are stored.
 //
 // To nearest the second moment would stand still: with beta2 = 0.999 a step changes it by at most a thousandth while bf16
 // has steps of 1/256, so that it could neither grow slowly nor decay. Rounded up with the probability of what is cut off, it
@@ -12,7 +12,7 @@
 
 #include <cstdint>
 
-#include "adamw.h"
+#include "split_master.h"
 
 namespace megatrain {
 
@@ -31,75 +31,25 @@ MEGATRAIN_INLINE uint16_t round_stochastically(float value, uint32_t random) {
   return static_cast<uint16_t>((bits_of(value) + random) >> 16);
 }
 
-// Two moments in bf16, and what their rounding depends on.
-struct Bf16Moments {
-  uint16_t* m;
-  uint16_t* v;
+// What the rounding depends on.
+struct Rounding {
   uint32_t first_element;  // number of the first one, modulo 2**32
   uint32_t seed;
 };
 
-// 18 bytes of memory traffic a parameter, 20 with kGradSplit.
-template <bool kL2, bool kGradSplit>
-struct AdamSplitBf16Job {
-  uint16_t* hi;
-  int16_t* lo;
-  Bf16Moments moments;
-  const uint16_t* grad;
-  const int16_t* grad_lo;
-  AdamConstants constants;
+MEGATRAIN_INLINE float load_moment(float moment) { return moment; }
 
-  MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
-    const AdamConstants c = constants;
-    uint16_t* __restrict__ hi_ = hi;
-    int16_t* __restrict__ lo_ = lo;
-    uint16_t* __restrict__ m_ = moments.m;
-    uint16_t* __restrict__ v_ = moments.v;
-    const uint16_t* __restrict__ grad_ = grad;
-    [[maybe_unused]] const int16_t* __restrict__ grad_lo_ = grad_lo;
-    for (int64_t i = begin; i < end; ++i) {
-      float new_m = bf16_to_float(m_[i]);
-      float new_v = bf16_to_float(v_[i]);
-      const float weight = join_master(hi_[i], lo_[i]);
-      float gradient;
-      if constexpr (kGradSplit) {
-        gradient = join_sum(grad_[i], grad_lo_[i]);
-      } else {
-        gradient = bf16_to_float(grad_[i]);
-      }
-      const uint32_t bits = bits_of(adam_element<kL2>(c, weight, gradient, new_m, new_v));
-      const uint32_t random = rounding_bits(moments.first_element + static_cast<uint32_t>(i), moments.seed);
-      m_[i] = round_stochastically(new_m, random & 0xffffu);
-      v_[i] = round_stochastically(new_v, random >> 16);
-      hi_[i] = master_hi(bits);
-      lo_[i] = master_lo(bits);
-    }
-  }
-};
+MEGATRAIN_INLINE float load_moment(uint16_t moment) { return bf16_to_float(moment); }
 
-// 20 bytes of memory traffic a parameter.
-template <bool kL2>
-struct AdamFloatBf16Job {
-  float* weight;
-  Bf16Moments moments;
-  const float* grad;
-  AdamConstants constants;
+MEGATRAIN_INLINE void store_moments(float& m, float& v, float new_m, float new_v, Rounding, int64_t) {
+  m = new_m;
+  v = new_v;
+}
 
-  MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
-    const AdamConstants c = constants;
-    float* __restrict__ weight_ = weight;
-    uint16_t* __restrict__ m_ = moments.m;
-    uint16_t* __restrict__ v_ = moments.v;
-    const float* __restrict__ grad_ = grad;
-    for (int64_t i = begin; i < end; ++i) {
-      float new_m = bf16_to_float(m_[i]);
-      float new_v = bf16_to_float(v_[i]);
-      weight_[i] = adam_element<kL2>(c, weight_[i], grad_[i], new_m, new_v);
-      const uint32_t random = rounding_bits(moments.first_element + static_cast<uint32_t>(i), moments.seed);
-      m_[i] = round_stochastically(new_m, random & 0xffffu);
-      v_[i] = round_stochastically(new_v, random >> 16);
-    }
-  }
-};
+MEGATRAIN_INLINE void store_moments(uint16_t& m, uint16_t& v, float new_m, float new_v, Rounding rounding, int64_t i) {
+  const uint32_t random = rounding_bits(rounding.first_element + static_cast<uint32_t>(i), rounding.seed);
+  m = round_stochastically(new_m, random & 0xffffu);
+  v = round_stochastically(new_v, random >> 16);
+}
 
 }  // namespace megatrain

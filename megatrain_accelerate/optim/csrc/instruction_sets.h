@@ -16,6 +16,14 @@
 
 #define MEGATRAIN_INLINE inline __attribute__((always_inline))
 
+// Before a loop over arrays that don't overlap. GCC doesn't use __restrict__ of local pointers and compares their addresses
+// instead, but gives vectors up where that would be more than ten comparisons.
+#if defined(__GNUC__) && !defined(__clang__)
+#define MEGATRAIN_NO_OVERLAP _Pragma("GCC ivdep")
+#else
+#define MEGATRAIN_NO_OVERLAP
+#endif
+
 namespace megatrain {
 
 enum InstructionSet : int { kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };

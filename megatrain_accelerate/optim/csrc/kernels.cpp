@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "adamw.h"
-#include "adamw_bf16_moments.h"
 #include "gradient_sum.h"
 #include "instruction_sets.h"
 #include "split_master.h"
@@ -123,6 +122,31 @@ double square_sum(Kernels* kernels, Values values, int64_t count) {
   return sum;
 }
 
+// `grad_lo` is null where the gradient isn't a sum.
+template <class Moment>
+void adamw_split(Kernels* kernels, uint16_t* hi, int16_t* lo, Moment* m, Moment* v, const uint16_t* grad,
+                 const int16_t* grad_lo, int64_t count, AdamConstants constants, Rounding rounding = {}) {
+  if (grad_lo != nullptr && constants.l2 != 0.0f) {
+    kernels->run(AdamSplitJob<Moment, true, true>{hi, lo, m, v, grad, grad_lo, constants, rounding}, count);
+  } else if (grad_lo != nullptr) {
+    kernels->run(AdamSplitJob<Moment, false, true>{hi, lo, m, v, grad, grad_lo, constants, rounding}, count);
+  } else if (constants.l2 != 0.0f) {
+    kernels->run(AdamSplitJob<Moment, true, false>{hi, lo, m, v, grad, nullptr, constants, rounding}, count);
+  } else {
+    kernels->run(AdamSplitJob<Moment, false, false>{hi, lo, m, v, grad, nullptr, constants, rounding}, count);
+  }
+}
+
+template <class Moment>
+void adamw_fp32(Kernels* kernels, float* weight, Moment* m, Moment* v, const float* grad, int64_t count,
+                AdamConstants constants, Rounding rounding = {}) {
+  if (constants.l2 != 0.0f) {
+    kernels->run(AdamFloatJob<Moment, true>{weight, m, v, grad, constants, rounding}, count);
+  } else {
+    kernels->run(AdamFloatJob<Moment, false>{weight, m, v, grad, constants, rounding}, count);
+  }
+}
+
 struct CopyJob {
   char* destination;
   const char* source;
@@ -172,57 +196,31 @@ MEGATRAIN_EXPORT void megatrain_destroy(Kernels* kernels) {
 
 MEGATRAIN_EXPORT void megatrain_adamw_split(Kernels* kernels, uint16_t* hi, int16_t* lo, float* m, float* v,
                                             const uint16_t* grad, int64_t count, AdamConstants constants) {
-  if (constants.l2 != 0.0f) {
-    kernels->run(megatrain::AdamSplitJob<true, false>{hi, lo, m, v, grad, nullptr, constants}, count);
-  } else {
-    kernels->run(megatrain::AdamSplitJob<false, false>{hi, lo, m, v, grad, nullptr, constants}, count);
-  }
+  megatrain::adamw_split(kernels, hi, lo, m, v, grad, nullptr, count, constants);
 }
 
 MEGATRAIN_EXPORT void megatrain_adamw_split_sum(Kernels* kernels, uint16_t* hi, int16_t* lo, float* m, float* v,
                                                 const uint16_t* grad, const int16_t* grad_lo, int64_t count,
                                                 AdamConstants constants) {
-  if (constants.l2 != 0.0f) {
-    kernels->run(megatrain::AdamSplitJob<true, true>{hi, lo, m, v, grad, grad_lo, constants}, count);
-  } else {
-    kernels->run(megatrain::AdamSplitJob<false, true>{hi, lo, m, v, grad, grad_lo, constants}, count);
-  }
+  megatrain::adamw_split(kernels, hi, lo, m, v, grad, grad_lo, count, constants);
 }
 
 MEGATRAIN_EXPORT void megatrain_adamw_fp32(Kernels* kernels, float* weight, float* m, float* v, const float* grad,
                                            int64_t count, AdamConstants constants) {
-  if (constants.l2 != 0.0f) {
-    kernels->run(megatrain::AdamFloatJob<true>{weight, m, v, grad, constants}, count);
-  } else {
-    kernels->run(megatrain::AdamFloatJob<false>{weight, m, v, grad, constants}, count);
-  }
+  megatrain::adamw_fp32(kernels, weight, m, v, grad, count, constants);
 }
 
 // `grad_lo` is null where the gradient isn't a sum.
 MEGATRAIN_EXPORT void megatrain_adamw_split_bf16(Kernels* kernels, uint16_t* hi, int16_t* lo, uint16_t* m, uint16_t* v,
                                                  const uint16_t* grad, const int16_t* grad_lo, int64_t count,
                                                  AdamConstants constants, uint32_t first_element, uint32_t seed) {
-  const megatrain::Bf16Moments moments{m, v, first_element, seed};
-  if (grad_lo != nullptr && constants.l2 != 0.0f) {
-    kernels->run(megatrain::AdamSplitBf16Job<true, true>{hi, lo, moments, grad, grad_lo, constants}, count);
-  } else if (grad_lo != nullptr) {
-    kernels->run(megatrain::AdamSplitBf16Job<false, true>{hi, lo, moments, grad, grad_lo, constants}, count);
-  } else if (constants.l2 != 0.0f) {
-    kernels->run(megatrain::AdamSplitBf16Job<true, false>{hi, lo, moments, grad, nullptr, constants}, count);
-  } else {
-    kernels->run(megatrain::AdamSplitBf16Job<false, false>{hi, lo, moments, grad, nullptr, constants}, count);
-  }
+  megatrain::adamw_split(kernels, hi, lo, m, v, grad, grad_lo, count, constants, {first_element, seed});
 }
 
 MEGATRAIN_EXPORT void megatrain_adamw_fp32_bf16(Kernels* kernels, float* weight, uint16_t* m, uint16_t* v,
                                                 const float* grad, int64_t count, AdamConstants constants,
                                                 uint32_t first_element, uint32_t seed) {
-  const megatrain::Bf16Moments moments{m, v, first_element, seed};
-  if (constants.l2 != 0.0f) {
-    kernels->run(megatrain::AdamFloatBf16Job<true>{weight, moments, grad, constants}, count);
-  } else {
-    kernels->run(megatrain::AdamFloatBf16Job<false>{weight, moments, grad, constants}, count);
-  }
+  megatrain::adamw_fp32(kernels, weight, m, v, grad, count, constants, {first_element, seed});
 }
 
 MEGATRAIN_EXPORT void megatrain_stream_probe(Kernels* kernels, uint16_t* hi, int16_t* lo, float* m, float* v,
