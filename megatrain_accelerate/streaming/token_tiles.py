@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from megatrain_accelerate.streaming import tile_loops
 from megatrain_accelerate.streaming.token_wise import Verdict, examine, has_hooks_inside, kind_of
 
 AUTO_TILE_TOKENS = 8192
@@ -177,11 +178,14 @@ class _TiledCall:
         kinds = {self.tensors[0].device.type, "cpu"}
         self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
 
-    def tiles(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """The tensors of each tile, as views."""
-        for start in range(0, tensors[0].shape[self._dim], self._length):
-            length = min(self._length, tensors[0].shape[self._dim] - start)
-            yield [tensor.narrow(self._dim, start, length) for tensor in tensors]
+    def starts(self, like: torch.Tensor) -> Iterator[int]:
+        """Where each tile of tensors as long as ``like`` begins."""
+        return tile_loops.tiles(range(0, like.shape[self._dim], self._length))
+
+    def tile(self, tensors: Sequence[torch.Tensor], start: int) -> list[torch.Tensor]:
+        """The tensors of one tile, as views."""
+        lengths = [min(self._length, tensor.shape[self._dim] - start) for tensor in tensors]
+        return [tensor.narrow(self._dim, start, length) for tensor, length in zip(tensors, lengths, strict=True)]
 
     def weights(self) -> list[torch.Tensor]:
         """What is bound to the part now."""
@@ -231,13 +235,11 @@ class _TiledFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         output: torch.Tensor | None = None
-        tiles: Iterator[torch.Tensor] = iter(())
-        for tile in call.tiles(inputs):
-            made = call.run(tile)
+        for start in call.starts(inputs[0]):
+            made = call.run(call.tile(inputs, start))
             if output is None:
                 output = call.empty_output(made, inputs[0])
-                tiles = (views[0] for views in call.tiles([output]))
-            next(tiles).copy_(made)
+            call.tile([output], start)[0].copy_(made)
         assert output is not None
         return output
 
@@ -255,10 +257,12 @@ class _TiledFunction(torch.autograd.Function):
         wanted = [gradient for gradient in gradients if gradient is not None]
         trained = [leaf for leaf in leaves if leaf.requires_grad]
         sums: list[torch.Tensor | None] = [None] * len(trained)
-        parts = call.tiles(wanted) if wanted else iter(list, None)
         with call.again(leaves):
-            for tile, of_output, of_inputs in zip(call.tiles(inputs), call.tiles([grad_output]), parts, strict=False):
-                _backward_of_tile(call, tile, needs[:count], of_output[0], of_inputs, trained, sums)
+            for start in call.starts(inputs[0]):
+                (of_output,) = call.tile([grad_output], start)
+                _backward_of_tile(
+                    call, call.tile(inputs, start), needs[:count], of_output, call.tile(wanted, start), trained, sums
+                )
         totals = iter(total if total is None else total.to(leaf.dtype) for total, leaf in zip(sums, trained, strict=True))
         return (None, *gradients, *(next(totals) if need else None for need in needs[count:]))
 
