@@ -200,10 +200,8 @@ class Forecaster:
     def outline(self, batch: int, length: int) -> StepOutline:
         """The outline of a step with the tiles that suit it, with reckoned times."""
         runtime = self.engine.runtime
-        shape = {"input_ids": torch.empty((batch, length), device="meta")}
         return outline_with_tiles(
             runtime,
-            shape,
             self.config.token_tile,
             lambda: self._outline_by(batch, length, runtime.token_tile),
             self.plan.search,

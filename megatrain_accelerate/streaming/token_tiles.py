@@ -59,7 +59,7 @@ class TokenTiles:
         Args:
             args, kwargs: the call's; its first floating tensor of three dimensions or more are the hidden states (B, T, ...).
         """
-        shape = _tokens_of(args, kwargs) if self.tile_tokens else None
+        shape = tokens_of(args, kwargs) if self.tile_tokens else None
         with self._installed(shape) if shape is not None else contextlib.nullcontext():
             yield
 
@@ -86,7 +86,7 @@ class TokenTiles:
     def _run(
         self, part: nn.Module, forward: Callable[..., Any], shape: tuple[int, int] | None, /, *args: Any, **kwargs: Any
     ) -> Any:
-        shape = shape or _tokens_of(args, kwargs)
+        shape = shape or tokens_of(args, kwargs)
         if shape is None or shape[0] * shape[1] <= self.tile_tokens:
             return forward(*args, **kwargs)
         call = _TiledCall(part, forward, args, kwargs)
@@ -125,8 +125,8 @@ class TileOfLayers:
             tiles.tile_tokens = tokens
 
 
-def _tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
-    """(B, T) of a layer's call, or None if it has no such hidden states."""
+def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    """(B, T) of a call's hidden states, its first floating tensor of three dimensions or more; None if it has none."""
     for leaf in tree_flatten((args, kwargs))[0]:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() >= 3:
             return leaf.shape[0], leaf.shape[1]
