@@ -257,13 +257,15 @@ class Forecaster:
 
     def _outside_of(self, batch: int, length: int) -> StepOutline:
         """The outline without the layers' profiles: run if it is small, else extrapolated from two smaller ones."""
-        if batch * length <= 2 * OUTLINED_TOKENS:
+        # What fits a tile runs whole, and says nothing of what runs by tiles.
+        tokens = max(OUTLINED_TOKENS, 2 * self.engine.runtime.token_tile)
+        if batch * length <= 2 * tokens:
             return self._outlined(batch, length)
-        if length <= OUTLINED_TOKENS:
-            few = -(-OUTLINED_TOKENS // length)
+        if length <= tokens:
+            few = -(-tokens // length)
             shapes = (few, length), (2 * few, length)
         else:
-            shapes = (1, OUTLINED_TOKENS), (1, 2 * OUTLINED_TOKENS)
+            shapes = (1, tokens), (1, 2 * tokens)
         small, large = (self._outlined(*shape) for shape in shapes)
         few_tokens = shapes[0][0] * shapes[0][1]
         return _extrapolated(small, large, batch * length / few_tokens)

@@ -115,6 +115,19 @@ def test_an_extrapolated_outline_is_the_one_that_is_run(monkeypatch: pytest.Monk
     assert traffic[0] <= traffic[1]
 
 
+def test_norms_by_tiles_outside_the_layers_are_extrapolated_from_some_that_run_by_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forecast_module, "OUTLINED_TOKENS", 512)
+    monkeypatch.setattr("megatrain_accelerate.loss.tiled_cross_entropy.TILE_BYTES", MIB)
+    monkeypatch.setattr("megatrain_accelerate.loss.tiled_cross_entropy.STRIP_BYTES", MIB)
+    found = Forecaster(meta_model(hidden_size=1024), MegatrainConfig(token_tile=512), MACHINE, GIB, 4 * GIB)
+    found.engine.runtime.token_tile = 512
+    guessed, run = found._outside_of(1, 4096), outlined(found, 1, 4096)
+    for ours, theirs in zip(guessed.events, run.events, strict=True):
+        assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.02)
+
+
 def test_every_call_of_an_outline_has_a_profile_with_times() -> None:
     outline = forecaster().outline(2, 64)
     assert {event.kind for event in outline.events} == set(outline.profiles)
