@@ -15,11 +15,9 @@ from megatrain_accelerate.memory.host_limits import available_host_bytes
 from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.kernel import HostKernels
-from megatrain_accelerate.planning.machine import Machine, kept_speeds, measured_machine, speeds_path
+from megatrain_accelerate.planning.machine import STEP_BYTES, Machine, kept_speeds, measured_machine, speeds_path
 from megatrain_accelerate.units import GB, GIB, MIB
 
-STEP_BYTES = 26
-"""Memory traffic of the host's AdamW on split masters, a parameter."""
 SLOW_LINK_BYTES = 20e9
 """A second: PCIe Gen4 on 16 lanes gives 25 and more."""
 SLOW_STEP_SHARE = 0.6

@@ -17,6 +17,7 @@ from megatrain_accelerate.estimate.forecast import Forecaster
 from megatrain_accelerate.estimate.limits import MOST_TOKENS, largest
 from megatrain_accelerate.estimate.machine_description import MachineOptions, describe_machine
 from megatrain_accelerate.estimate.meta_model import active_parameters, load_config, model_on_meta
+from megatrain_accelerate.integrations.accelerate_backend import require_passing_possible
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 from megatrain_accelerate.units import GB, GIB, KIB, MIB
 
@@ -137,6 +138,7 @@ def estimate(options: argparse.Namespace) -> report.Estimate:
         MegatrainError: a wrong argument, no configuration, or a model that can't stream; the message says what to do.
     """
     config = MegatrainConfig.from_mapping(dict(options.set))
+    require_passing_possible(config, options.accumulation)
     machine = describe_machine(machine_options(options), config)
     settings = load_config(options.model, options.trust_remote_code)
     model = model_on_meta(settings, options.trust_remote_code)

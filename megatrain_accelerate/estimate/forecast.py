@@ -25,6 +25,7 @@ from megatrain_accelerate.estimate.reckoning import (
 from megatrain_accelerate.loss.products import standing_for_a_gpu
 from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES
 from megatrain_accelerate.planning.machine import Machine
+from megatrain_accelerate.planning.placement import require_layers
 from megatrain_accelerate.planning.placement_search import Candidate
 from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_outline import outline_layers, outline_step
@@ -42,10 +43,11 @@ logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 OUTLINED_TOKENS = 4096
 """What runs outside the layers is outlined on about so many tokens and on twice as many; beyond it grows in proportion, since
-the loss goes by tiles. A run without data takes a second for every few thousand tokens."""
+the loss goes by tiles."""
 
-_TRACED_BATCHES = (2, 4)
-"""Layers are traced on so many sequences; on more they take more in proportion. Of one, tensors may be laid out otherwise."""
+_TRACED_SEQUENCES, _TRACED_TILES = 2, 8
+"""Layers are traced on so many sequences, or as many as fill so many tiles, and on twice as many; on more they take more in
+proportion. Of one sequence, tensors may be laid out otherwise; of a few tiles, one tile is most of what is alive."""
 
 _Layers = tuple[Sequence[Hashable], dict[Hashable, LayerProfile]]
 
@@ -103,6 +105,7 @@ class Forecaster:
 
     Raises:
         UnsupportedError: the model can't stream; the message says why.
+        ConfigError: the settings name more layers than the model has.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class Forecaster:
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.active_parameters = self.parameters if active_parameters is None else active_parameters
         self.engine = MetaEngine(model, config, recorder)
+        require_layers(len(self.engine.runtime.layers), config.keep_layers, config.offload_layers)
         for_states = None if host_bytes is None else host_bytes - CONSTANT_OVERHEAD_BYTES
         self.plan = ForecastPlan(self.engine, config, machine, gpu_bytes, for_states, micro_batches)
         self.host_bytes = self.host_store_bytes if host_bytes is None else host_bytes
@@ -146,15 +150,14 @@ class Forecaster:
             batch, length: sequences, and tokens of each.
             offloads_inputs: whether all layers' inputs go to the host, and not only those that the settings name.
         """
-        return min(
-            self.plan.least_bytes(self._outline_by(batch, length, tile), offloads_inputs) for tile in self._tiles(length)
-        )
+        tiles = self._tiles(batch * length)
+        return min(self.plan.least_bytes(self._outline_by(batch, length, tile), offloads_inputs) for tile in tiles)
 
-    def _tiles(self, length: int) -> Sequence[int]:
-        """Tokens of a tile that the plan would try for sequences of this length; 0 for none."""
+    def _tiles(self, tokens: int) -> Sequence[int]:
+        """Tokens of a tile that the plan would try for a batch of so many in all; 0 for none."""
         if self.config.token_tile != "auto":
             return [int(self.config.token_tile)]
-        return [0, AUTO_TILE_TOKENS] if length > AUTO_TILE_TOKENS else [0]
+        return [0, AUTO_TILE_TOKENS] if tokens > AUTO_TILE_TOKENS else [0]
 
     def longest_offloaded(self, length: int) -> int:
         """Tokens whose layers' inputs fit the host memory beside the store, from those of one sequence of ``length``."""
@@ -200,10 +203,8 @@ class Forecaster:
     def outline(self, batch: int, length: int) -> StepOutline:
         """The outline of a step with the tiles that suit it, with reckoned times."""
         runtime = self.engine.runtime
-        shape = {"input_ids": torch.empty((batch, length), device="meta")}
         return outline_with_tiles(
             runtime,
-            shape,
             self.config.token_tile,
             lambda: self._outline_by(batch, length, runtime.token_tile),
             self.plan.search,
@@ -227,10 +228,11 @@ class Forecaster:
     def _layers(self, batch: int, length: int) -> _Layers:
         """The kinds of the layers' calls in order, and their profiles."""
         pieces = self.engine.runtime.micro_batch_size
-        if batch <= max(_TRACED_BATCHES) or (pieces is not None and batch > pieces):
+        fewest = max(_TRACED_SEQUENCES, -(-_TRACED_TILES * self.engine.runtime.token_tile // length))
+        if batch <= 2 * fewest or (pieces is not None and batch > pieces):
             return self._traced_layers(batch, length)
-        (few_kinds, few), (many_kinds, many) = (self._layers_of(count, length) for count in _TRACED_BATCHES)
-        times = batch / _TRACED_BATCHES[0]
+        (few_kinds, few), (many_kinds, many) = (self._layers_of(count, length) for count in (fewest, 2 * fewest))
+        times = batch / fewest
         pairs = zip(few_kinds, many_kinds, strict=True)
         return many_kinds, {kind: _profile_of(few[other], many[kind], times) for other, kind in set(pairs)}
 
@@ -255,13 +257,15 @@ class Forecaster:
 
     def _outside_of(self, batch: int, length: int) -> StepOutline:
         """The outline without the layers' profiles: run if it is small, else extrapolated from two smaller ones."""
-        if batch * length <= 2 * OUTLINED_TOKENS:
+        # What fits a tile runs whole, and says nothing of what runs by tiles.
+        tokens = max(OUTLINED_TOKENS, 2 * self.engine.runtime.token_tile)
+        if batch * length <= 2 * tokens:
             return self._outlined(batch, length)
-        if length <= OUTLINED_TOKENS:
-            few = -(-OUTLINED_TOKENS // length)
+        if length <= tokens:
+            few = -(-tokens // length)
             shapes = (few, length), (2 * few, length)
         else:
-            shapes = (1, OUTLINED_TOKENS), (1, 2 * OUTLINED_TOKENS)
+            shapes = (1, tokens), (1, 2 * tokens)
         small, large = (self._outlined(*shape) for shape in shapes)
         few_tokens = shapes[0][0] * shapes[0][1]
         return _extrapolated(small, large, batch * length / few_tokens)

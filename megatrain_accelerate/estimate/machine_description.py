@@ -13,7 +13,7 @@ from megatrain_accelerate.estimate.known_gpus import KnownGpu, known_gpu
 from megatrain_accelerate.memory.host_limits import available_host_bytes
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.planning.device_plan import USABLE_SHARE_OF_DEVICE
-from megatrain_accelerate.planning.machine import Machine, measured_machine
+from megatrain_accelerate.planning.machine import STEP_BYTES, STEP_OVERHEAD, Machine, measured_machine
 from megatrain_accelerate.units import GB, GIB
 
 DENSE_SHARE = 0.724
@@ -24,9 +24,6 @@ H2D_SHARE, D2H_SHARE = 0.841, 0.862
 """Of the link's stated speed: 53.0 and 54.3 of 63.0 GB/s, PCIe Gen5 on H200."""
 STEP_PARAMETERS_PER_THREAD = 0.41e9
 """A second, of the host's AdamW: 5.7 G/s with 14 threads in training, on a server's cores with AVX-512."""
-STEP_BYTES = 26
-"""DRAM traffic of that step, a parameter."""
-STEP_OVERHEAD = 0.010
 CONTEXT_BYTES = GIB // 2
 """Device memory that CUDA's context takes."""
 

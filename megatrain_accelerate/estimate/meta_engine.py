@@ -19,7 +19,7 @@ from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.placement_search import Candidate, PlacementSearch
 from megatrain_accelerate.planning.step_profile import StepOutline
-from megatrain_accelerate.planning.step_simulation import peak_bytes, simulate_step
+from megatrain_accelerate.planning.step_simulation import Model, peak_bytes, simulate_step
 from megatrain_accelerate.streaming.layer_function import OutputRecorder
 
 META = torch.device("meta")
@@ -135,6 +135,11 @@ class ForecastPlan(DevicePlan):
     @property
     def _machine(self) -> Machine:
         return self._speeds
+
+    def model_sizes(self) -> Model:
+        """See :meth:`DevicePlan.model_sizes`; here no optimizer says when it steps."""
+        in_backward = self._config.passes_gradients or self._config.step_schedule == "backward"
+        return dataclasses.replace(super().model_sizes(), steps_in_backward=in_backward)
 
     def _budget_bytes(self) -> int:
         return self._gpu_bytes

@@ -36,7 +36,7 @@ def model_on_meta(config: Any, trust_remote_code: bool = False) -> nn.Module:
     """The model of a configuration in bf16 on the meta device: the class that it names, else a causal language model.
 
     Raises:
-        UnsupportedError: transformers knows no such model.
+        UnsupportedError: transformers knows no such model, or its code can't make one of the configuration.
     """
     import transformers
 
@@ -51,8 +51,11 @@ def model_on_meta(config: Any, trust_remote_code: bool = False) -> nn.Module:
     with torch.device("meta"):
         try:
             model = kinds[0](config) if kinds else _causal(config, trust_remote_code)
-        except (ValueError, ImportError, AttributeError) as error:
-            raise UnsupportedError(f"no model can be made of a {type(config).__name__}: {error}") from error
+        except Exception as error:  # each model's code fails in its own way
+            raise UnsupportedError(
+                f"no model can be made of a {type(config).__name__} ({type(error).__name__}: {error}); mend the configuration "
+                "where the message names an entry of it, install what the message asks for, or name another model"
+            ) from error
     return model.to(torch.bfloat16)
 
 

@@ -118,6 +118,11 @@ class DevicePlan:
         runtime = self._runtime
         return self._fixed_bytes_by_kind(runtime.gradient_sums.is_made or runtime.micro_batch_size is not None)
 
+    @property
+    def _measures(self) -> bool:
+        """Whether layers are measured: elsewhere their costs are reckoned."""
+        return self._device.type == "cuda"
+
     @functools.cached_property
     def _machine(self) -> Machine:
         return measured_machine(self._device, self._runtime.kernels, self._runtime.register)
@@ -191,13 +196,13 @@ class DevicePlan:
             self._planned_elements = elements
             return
         self._runtime.token_tile = outline.token_tile
-        fixed_bytes = self._fixed_bytes(outline)
         if not budget_bytes:
-            self.predicted_bytes = fixed_bytes + peak_bytes(outline, self.model_sizes(), self.placement)
+            placed_bytes = peak_bytes(outline, self.model_sizes(), self.placement)
+            self.predicted_bytes = self._fixed_bytes(outline) + placed_bytes
         else:
-            if self._device.type == "cuda" and foreseen is None:
+            if self._measures and foreseen is None:
                 outline = self._measured_to_fit(model, inputs, outline)
-            self._plan(outline, fixed_bytes, budget_bytes)
+            self._plan(outline, budget_bytes)
         # Not before: a batch that was too large to be planned for is tried again smaller.
         self._planned_elements = elements
 
@@ -232,7 +237,7 @@ class DevicePlan:
             token_tile = self._runtime.token_tile
             try:
                 outline = self._outlined(model, inputs)
-                if self._device.type == "cuda":
+                if self._measures:
                     outline = self._measured_to_fit(model, inputs, outline)
                 self._foreseen[key] = outline
             finally:
@@ -251,7 +256,6 @@ class DevicePlan:
         """The outline of a step with the tiles that suit it, which the runtime has from then on."""
         return outline_with_tiles(
             self._runtime,
-            inputs,
             self._config.token_tile,
             lambda: outline_step(model, self._runtime, inputs, self._device),
             self._search_for if self.has_budget else None,
@@ -288,7 +292,8 @@ class DevicePlan:
         torch.cuda.empty_cache()
         return measure_layers(model, self._runtime, inputs, outline)
 
-    def _plan(self, outline: StepOutline, fixed_bytes: int, budget_bytes: int) -> None:
+    def _plan(self, outline: StepOutline, budget_bytes: int) -> None:
+        fixed_bytes = self._fixed_bytes(outline)
         search = self._search(outline, budget_bytes - fixed_bytes)
         found = search.best() or search.leanest(self._settled())
         self.predicted_bytes = fixed_bytes + found.peak_bytes

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.memory.host_store import HostUnit
+from megatrain_accelerate.planning.machine import STEP_BYTES
 from megatrain_accelerate.planning.step_simulation import Model, UnitSizes
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
+
+_STEP_BYTES_BUT_FOR_MOMENTS = STEP_BYTES - 2 * 8
+"""Of a step with moments in fp32, each read and written."""
 
 
 def state_bytes(unit: HostUnit) -> int:
@@ -19,7 +23,8 @@ def unit_sizes(unit: HostUnit, runtime: StreamingRuntime, micro_batches: int) ->
     layout = unit.layout
     sum_bytes = 2 * layout.split_elements if runtime.sums.is_wanted and micro_batches > 1 else 0
     sizes = (layout.weight_bytes, layout.gradient_bytes, layout.state_elements, state_bytes(unit), sum_bytes)
-    return UnitSizes(*sizes, gradients_pass=unit.passes_gradients)
+    step_bytes = _STEP_BYTES_BUT_FOR_MOMENTS + 2 * unit.moment_bytes // max(1, layout.state_elements)
+    return UnitSizes(*sizes, gradients_pass=unit.passes_gradients, step_bytes=step_bytes)
 
 
 def engine_model(runtime: StreamingRuntime, config: MegatrainConfig, micro_batches: int) -> Model:

@@ -53,12 +53,15 @@ class KnownValues(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):  # flex attention, say
             return func(*args, **kwargs)
-        real = self._real_result(func, args, kwargs)
-        if func is _ATEN._local_scalar_dense.default and real is not None:
-            return real
+        if func is _ATEN._local_scalar_dense.default:
+            number = self._real_result(func, args, kwargs)
+            return func(*args, **kwargs) if number is None else number
         try:
             result = _fake_result(func, args, kwargs)
+            # What isn't kept isn't made either: a mask of all pairs of many tokens would take longer than the step.
+            real = None if _is_large(result) else self._real_result(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
+            real = self._real_result(func, args, kwargs)
             if real is None:
                 result = self._with_counted_masks(func, args, kwargs)
                 if result is None:
@@ -112,7 +115,7 @@ class KnownValues(TorchDispatchMode):
                 self._forget(tensor)
             return
         for fake, value in zip(_tensors(result), _tensors(real), strict=True):
-            if isinstance(fake, FakeTensor) and value.numel() <= _MOST_ELEMENTS:
+            if isinstance(fake, FakeTensor) and not _is_large(value):
                 self._known[fake] = value
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
@@ -178,6 +181,12 @@ def _fake_result(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor))
+
+
+def _is_large(result: Any) -> bool:
+    """Whether every tensor in it has more elements than are kept."""
+    made = list(_tensors(result))
+    return bool(made) and all(tensor.numel() > _MOST_ELEMENTS for tensor in made)
 
 
 def _is_countable(tensor: torch.Tensor) -> bool:

@@ -25,9 +25,11 @@ _COPY_BYTES = 256 * MIB
 _STEP_ELEMENTS = 96 * 1024 * 1024
 """1.3 GiB of states: of a few hundred MiB a large part would stay in the caches of a server's processor."""
 _ROUNDS = 3
+STEP_BYTES = 26
+"""Memory traffic of the fused AdamW on split masters with moments in fp32, a parameter: what is measured here."""
 _SHARE_IN_A_STEP = 0.9
 """Of the host step's speed alone: in training copies and the launcher take their part of the memory and the cores."""
-_STEP_OVERHEAD = 0.010
+STEP_OVERHEAD = 0.010
 """Of the stock Trainer that logs each step; not measured, since it depends on the script."""
 
 
@@ -40,7 +42,7 @@ class Machine:
     d2h_bytes: float
     """Device to host."""
     host_step_parameters: float
-    """Parameters that the host's fused AdamW steps on split masters."""
+    """Parameters that the host's fused AdamW steps on split masters, of :data:`STEP_BYTES` each."""
     device_bytes: float
     """Device memory, read or written."""
     device_flops: float
@@ -48,12 +50,17 @@ class Machine:
     step_overhead: float = 0.0
     """Seconds of a step in which the device has nothing to do since the launcher steps, logs and fetches the next batch."""
 
+    @property
+    def host_step_traffic(self) -> float:
+        """Bytes of host memory that a step reads and writes: its memory bounds it, whatever it is made of."""
+        return STEP_BYTES * self.host_step_parameters
+
 
 def speeds_path(device: torch.device, kernels: HostKernels, register: bool) -> Path:
     """Where the speeds are kept that are measured under these circumstances; see :func:`measured_machine`."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     circumstances: list[object] = [platform.node(), name, os.cpu_count(), kernels.threads, register, torch.__version__]
-    circumstances += [_ROUNDS, _SHARE_IN_A_STEP, _STEP_OVERHEAD]
+    circumstances += [_ROUNDS, _SHARE_IN_A_STEP, STEP_OVERHEAD]
     key = hashlib.sha256(json.dumps(circumstances).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     # A user without a home: the tilde stays.
@@ -131,7 +138,7 @@ def _measure(device: torch.device, kernels: HostKernels, register: bool) -> Mach
         host_step_parameters=_SHARE_IN_A_STEP * elements / step,
         device_bytes=2 * size / within,
         device_flops=2 * side**3 / product,
-        step_overhead=_STEP_OVERHEAD if device.type == "cuda" else 0.0,
+        step_overhead=STEP_OVERHEAD if device.type == "cuda" else 0.0,
     )
 
 

@@ -109,11 +109,15 @@ class MetaWeights:
                     reset()
         for name, tensor in made:
             # A rule may write the lowest integer; no rule writes NaN, and one that writes a part leaves it in the rest.
-            if (tensor._version == 0 or tensor.dtype.is_floating_point) and _is_unset(tensor):
+            unset = _unset_places(tensor)
+            if (tensor._version == 0 or tensor.dtype.is_floating_point) and bool(unset.any()):
+                reason = "the model has no rule that initialises it"
+                if not bool(unset.all()):
+                    reason = "the model's rule leaves a part of it without a number"
                 remedy = "build the model with weights, on the CPU"
                 if name.startswith("buffer"):
                     remedy += ", or under accelerate.init_empty_weights(), which leaves buffers as they are"
-                raise UnsupportedError(f"{name} is on the meta device and the model has no rule that initialises it; {remedy}")
+                raise UnsupportedError(f"{name} is on the meta device and {reason}; {remedy}")
 
 
 def _materialise(parameter: nn.Parameter, device: torch.device) -> None:
@@ -146,7 +150,5 @@ def _lowest(dtype: torch.dtype) -> int:
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min
 
 
-def _is_unset(tensor: torch.Tensor) -> bool:
-    if tensor.dtype.is_floating_point:
-        return bool(tensor.isnan().any())
-    return bool((tensor == _lowest(tensor.dtype)).any())
+def _unset_places(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.isnan() if tensor.dtype.is_floating_point else tensor == _lowest(tensor.dtype)

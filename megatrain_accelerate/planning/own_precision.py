@@ -40,8 +40,9 @@ def _compute_dtype(name: str, parameter: nn.Parameter, bf16: bool, without_weigh
     """
     if parameter.is_meta and not without_weights:
         raise UnsupportedError(
-            f"parameter {name} is on the meta device and has no values; load the model on the CPU (from_pretrained without "
-            "device_map) before it is prepared"
+            f"parameter {name} is on the meta device and has no values, while others have; load the whole model on the CPU "
+            "(from_pretrained without device_map), or fill what is missing (load_state_dict(..., assign=True) of all weights, "
+            "tie_weights()). A model of which every parameter is on the meta device is initialised at random"
         )
     if parameter.dtype not in (torch.float32, torch.bfloat16):
         raise UnsupportedError(

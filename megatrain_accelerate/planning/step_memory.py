@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatrain_accelerate.planning.compiled_functions import compiled_functions_as_python
 from megatrain_accelerate.planning.known_values import KnownValues, NumbersOfTensors, taken_for_data
+from megatrain_accelerate.streaming import tile_loops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +88,13 @@ class LiveBytes(TorchDispatchMode):
         self.live_bytes -= size
 
     def _add_costs(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor], is_new: bool) -> None:
-        flops = _flops(func, args, kwargs, result)
+        flops, times = _flops(func, args, kwargs, result), tile_loops.times()
         if flops is not None:
-            self.costs = OpCosts(self.costs.flops + flops, self.costs.traffic_bytes)
+            self.costs = OpCosts(self.costs.flops + times * flops, self.costs.traffic_bytes)
         elif is_new or str(func.__name__).split(".")[0].endswith("_"):  # in place, or out of it: no view
             read = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
             moved = sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in [*read, *made])
-            self.costs = OpCosts(self.costs.flops, self.costs.traffic_bytes + moved)
+            self.costs = OpCosts(self.costs.flops, self.costs.traffic_bytes + times * moved)
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
@@ -205,6 +206,8 @@ def _with_own_head(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device) -> Iterator[tuple[dict[str, Any], LiveBytes]]:
     """Weights and inputs have no data while the body runs, gradients are on, and nothing counts as a real call.
 
+    Loops over tiles run few of them (:mod:`megatrain_accelerate.streaming.tile_loops`): a longer sequence takes no longer.
+
     Args:
         model: the prepared model.
         inputs: the keyword arguments of the real call.
@@ -220,6 +223,7 @@ def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device)
         KnownValues() as values,
         NumbersOfTensors(),
         compiled_functions_as_python(),
+        tile_loops.few_tiles(),
         taken_for_data(values),
         _fake_weights(model, device, values) as weights,
         torch.enable_grad(),

@@ -25,9 +25,27 @@ from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import OutputRecorder
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
+from megatrain_accelerate.streaming.token_tiles import tokens_of
 
 
-def call_kind(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+class CallKind:
+    """Equal for equal ``key``, whose hash is taken once: a search looks profiles up some million times.
+
+    Args:
+        key: what two calls must share.
+    """
+
+    def __init__(self, key: Hashable) -> None:
+        self._key, self._hash = key, hash(key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, CallKind) and self._key == other._key)
+
+
+def call_kind(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKind:
     """What two calls must share to cost the same: layout, simple attributes of the modules, shapes of the arguments."""
     leaves, spec = tree_flatten((args, kwargs))
     shapes = tuple(
@@ -40,7 +58,7 @@ def call_kind(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any
         for key, value in sorted(module.__dict__.items())
         if isinstance(value, (bool, int, float, str)) and "idx" not in key and "index" not in key and "layer_id" not in key
     )
-    return (type(layer.module).__qualname__, layer.unit.layout.key, attributes, shapes, str(spec))
+    return CallKind((type(layer.module).__qualname__, layer.unit.layout.key, attributes, shapes, str(spec)))
 
 
 class _LeavingStorages:
@@ -119,6 +137,7 @@ class _Outliner:
         self._recorder = recorder
         self._costs_before = OpCosts()
         self._outputs: dict[Hashable, _Outputs] = {}
+        self._kinds: dict[CallKind, CallKind] = {}
 
     def note(self, is_backward: bool, layer: int, kind: Hashable) -> None:
         live = self._live
@@ -134,6 +153,7 @@ class _Outliner:
 
     def __call__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = call_kind(layer, args, kwargs)
+        kind = self._kinds.setdefault(kind, kind)  # what is the same is found without being compared
         self.note(False, layer.index, kind)
         if kind not in self.profiles:
             self._profile(layer, kind, args, kwargs)
@@ -154,6 +174,7 @@ class _Outliner:
         split = BatchSplit.of_call(layer.name, args, kwargs, self._micro_batch_size)
         leaving = _LeavingStorages(layer, args, kwargs)
         needs = tuple(t.requires_grad for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor))
+        _, length = tokens_of(args, kwargs) or (0, 0)
         args, kwargs = split.first_piece(args, kwargs)
         base, costs = live.live_bytes, live.costs
         with torch.no_grad():
@@ -199,6 +220,7 @@ class _Outliner:
             inputs_need_grad=needs,
             attention=attention,
             attention_bytes=attention_bytes,
+            length=length,
         ).of_pieces(split, whole_bytes)
         live.take_peak()
         self._costs_before = live.costs

@@ -38,6 +38,8 @@ class LayerProfile:
     """Of their results."""
     pieces: int = 1
     """In which the batch runs."""
+    length: int = 0
+    """Tokens of a sequence, as the layer sees them; 0 if its inputs have no such dimension."""
     forward_seconds: float | None = None
     """Measured (:mod:`.layer_measurement`); None: to be reckoned from the costs."""
     kept_forward_seconds: float | None = None
@@ -109,6 +111,11 @@ class StepOutline:
     def largest_layer_bytes(self) -> int:
         """The most that a recomputed layer takes in backward."""
         return max((profile.recomputed_bytes for profile in self.profiles.values()), default=0)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that a layer sees."""
+        return max((profile.length for profile in self.profiles.values()), default=0)
 
     @property
     def forward_calls(self) -> list[Event]:

@@ -10,13 +10,13 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-from megatrain_accelerate.planning.machine import Machine
+from megatrain_accelerate.planning.machine import STEP_BYTES, Machine
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
 
-DEVICE_STEP_BYTES = 28
-"""Device memory traffic of a step on split masters, a parameter; 2 of them for its norm."""
+_NORM_BYTES = 2
+"""Device memory traffic of a norm, a parameter: on the device it is taken apart from the step."""
 
 _STEPS = 3
 
@@ -35,11 +35,18 @@ class UnitSizes:
     """Residuals of gradients that are summed in fp32, in a run with several backwards before a step."""
     gradients_pass: bool = False
     """Whether gradients have no place of their own on the host."""
+    step_bytes: int = STEP_BYTES
+    """Memory traffic of its optimizer step, a parameter."""
 
     @property
     def host_bytes(self) -> int:
         """Host memory of a unit that lives there."""
         return self.state_bytes + (0 if self.gradients_pass else self.gradient_bytes) + self.sum_bytes
+
+    @property
+    def step_traffic(self) -> int:
+        """Bytes that its step reads and writes."""
+        return self.parameters * self.step_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +87,10 @@ class StepTime:
 def sent_bytes(outline: StepOutline, placement: Placement) -> list[int]:
     """For each call of the forward pass, the bytes that go to the host after it and come back in backward."""
     sent = []
+    remembers = placement.kept | placement.offloaded
     for event in outline.forward_calls:
         profile = outline.profiles[event.kind]
-        recomputes = event.layer not in placement.kept | placement.offloaded
+        recomputes = event.layer not in remembers
         sent.append(
             profile.offloaded_bytes * (event.layer in placement.offloaded)
             + profile.input_bytes * (recomputes and event.layer in placement.inputs_offloaded)
@@ -169,7 +177,8 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
                 grown += model.layers[event.layer].gradient_bytes
         else:
             away.forward_begins()
-            above = profile.kept_forward_bytes if keeps or offloads else profile.forward_bytes
+            # Kept results of attention stay while the rest of the layer runs.
+            above = profile.kept_forward_bytes if keeps or offloads else profile.forward_bytes + attention_bytes
             if offloads and profile.pieces > 2:  # the earlier pieces' have left
                 above -= profile.offloaded_bytes * (profile.pieces - 2) // profile.pieces
             peak = max(peak, event.live_bytes + kept + above + away.extra_bytes)
@@ -294,37 +303,36 @@ class _Pipeline:
         unit, model = self.model.layers[layer], self.model
         out = self.d2h.work(unit.gradient_bytes / self.machine.d2h_bytes, computed_at)
         self.gradients_out.append(out)
-        step_seconds = unit.parameters / self.machine.host_step_parameters
         if model.micro_batches > 1:
-            # Added to those before: 6 bytes of the step's 26, 10 with the sums' residuals.
-            self.host.work(step_seconds * (10 if unit.sum_bytes else 6) / 26, out)
+            # Added to those before: 6 bytes a parameter, 10 with the sums' residuals.
+            self.host.work(unit.parameters * (10 if unit.sum_bytes else 6) / self.machine.host_step_traffic, out)
         if is_last and model.steps_in_backward:
-            self.applied[layer] = self.host.work(step_seconds, out)
+            self.applied[layer] = self.host.work(unit.step_traffic / self.machine.host_step_traffic, out)
 
     def step(self) -> None:
         """Called when every gradient is on the host: what ``optimizer.step()`` does."""
-        model, placement, speed = self.model, self.placement, self.machine.host_step_parameters
+        model, placement = self.model, self.placement
         now = self.compute.work(0.0, self.d2h.free_at)
-        on_device = sum(model.layers[i].parameters for i in placement.on_device)
-        groups = [*model.groups_before, *model.groups_after]
-        on_device += sum(unit.parameters for unit in groups) if placement.groups_on_device else 0
+        on_device = [model.layers[i] for i in placement.on_device]
+        on_device += [*model.groups_before, *model.groups_after] if placement.groups_on_device else []
         if not placement.groups_on_device:
             self.before_at = self._step_groups(model.groups_before, now)
         for layer, unit in enumerate(model.layers):
             if layer not in placement.on_device:
                 if not model.steps_in_backward:
-                    self.applied[layer] = self.host.work(unit.parameters / speed, now)
+                    self.applied[layer] = self.host.work(unit.step_traffic / self.machine.host_step_traffic, now)
                 self.resident_at[layer] = -1.0
         if not placement.groups_on_device:
             self.after_at = self._step_groups(model.groups_after, now)
         self.slot_users.clear()  # all stale
         self.compute.work(0.0, self.compute.free_at + self.machine.step_overhead)
-        self.compute.work(on_device * DEVICE_STEP_BYTES / self.machine.device_bytes)
+        stepped_bytes = sum(unit.step_traffic + _NORM_BYTES * unit.parameters for unit in on_device)
+        self.compute.work(stepped_bytes / self.machine.device_bytes)
 
     def _step_groups(self, groups: Sequence[UnitSizes], now: float) -> float:
         ready = now
         for unit in groups:
-            stepped = self.host.work(unit.parameters / self.machine.host_step_parameters, now)
+            stepped = self.host.work(unit.step_traffic / self.machine.host_step_traffic, now)
             # Issued when its step is over, between copies of layers that were issued before and after.
             seconds = unit.weight_bytes / self.machine.h2d_bytes
             self.h2d.busy += seconds

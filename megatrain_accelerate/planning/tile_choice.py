@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -19,7 +18,6 @@ little, so that more layers need no recompute. Of shorter ones a layer is compil
 
 def outline_with_tiles(
     runtime: StreamingRuntime,
-    inputs: Mapping[str, Any],
     setting: int | str,
     outline: Callable[[], StepOutline],
     search: Callable[[StepOutline], PlacementSearch] | None,
@@ -28,7 +26,6 @@ def outline_with_tiles(
 
     Args:
         runtime: the engine.
-        inputs: the batch.
         setting: ``megatrain_config.token_tile``.
         outline: makes the outline of a step as the runtime would run it now.
         search: for placements of an outlined step; None where there is no budget to fit.
@@ -55,9 +52,8 @@ def _better_outline(
     whole = outline()
     if setting != "auto" or search is None:
         return whole
-    lengths = [value.shape[1] for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim() > 1]
     whole_search = search(whole)
-    if max(lengths, default=0) < LONG_TOKENS and whole_search.something_fits:
+    if whole.longest_sequence < LONG_TOKENS and whole_search.something_fits:
         return whole
     runtime.token_tile = AUTO_TILE_TOKENS
     tiled = outline()

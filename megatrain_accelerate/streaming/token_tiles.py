@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from megatrain_accelerate.streaming import tile_loops
 from megatrain_accelerate.streaming.ambient_state import AutocastState
 from megatrain_accelerate.streaming.model_hook import has_hooks_inside
 from megatrain_accelerate.streaming.token_wise import examine, kind_of
@@ -61,7 +62,7 @@ class TokenTiles:
         Args:
             args, kwargs: the call's; its first floating tensor of three dimensions or more are the hidden states (B, T, ...).
         """
-        shape = _tokens_of(args, kwargs) if self.tile_tokens else None
+        shape = tokens_of(args, kwargs) if self.tile_tokens else None
         with self._installed(shape) if shape is not None else contextlib.nullcontext():
             yield
 
@@ -88,7 +89,7 @@ class TokenTiles:
     def _run(
         self, part: nn.Module, forward: Callable[..., Any], shape: tuple[int, int] | None, /, *args: Any, **kwargs: Any
     ) -> Any:
-        shape = shape or _tokens_of(args, kwargs)
+        shape = shape or tokens_of(args, kwargs)
         if shape is None or shape[0] * shape[1] <= self.tile_tokens:
             return forward(*args, **kwargs)
         call = _TiledCall(part, forward, args, kwargs)
@@ -128,8 +129,8 @@ class TileOfLayers:
             tiles.tile_tokens = tokens
 
 
-def _tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
-    """(B, T) of a layer's call, or None if it has no such hidden states."""
+def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    """(B, T) of a call's hidden states, its first floating tensor of three dimensions or more; None if it has none."""
     for leaf in tree_flatten((args, kwargs))[0]:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() >= 3:
             return leaf.shape[0], leaf.shape[1]
@@ -180,11 +181,14 @@ class _TiledCall:
         self._dim, self._length = dim, length
         self._autocast = AutocastState(self.tensors[0].device.type)
 
-    def tiles(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """The tensors of each tile, as views."""
-        for start in range(0, tensors[0].shape[self._dim], self._length):
-            length = min(self._length, tensors[0].shape[self._dim] - start)
-            yield [tensor.narrow(self._dim, start, length) for tensor in tensors]
+    def starts(self, like: torch.Tensor) -> Iterator[int]:
+        """Where each tile of tensors as long as ``like`` begins."""
+        return tile_loops.tiles(range(0, like.shape[self._dim], self._length))
+
+    def tile(self, tensors: Sequence[torch.Tensor], start: int) -> list[torch.Tensor]:
+        """The tensors of one tile, as views."""
+        lengths = [min(self._length, tensor.shape[self._dim] - start) for tensor in tensors]
+        return [tensor.narrow(self._dim, start, length) for tensor, length in zip(tensors, lengths, strict=True)]
 
     def weights(self) -> list[torch.Tensor]:
         """What is bound to the part now."""
@@ -232,13 +236,11 @@ class _TiledFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         output: torch.Tensor | None = None
-        tiles: Iterator[torch.Tensor] = iter(())
-        for tile in call.tiles(inputs):
-            made = call.run(tile)
+        for start in call.starts(inputs[0]):
+            made = call.run(call.tile(inputs, start))
             if output is None:
                 output = call.empty_output(made, inputs[0])
-                tiles = (views[0] for views in call.tiles([output]))
-            next(tiles).copy_(made)
+            call.tile([output], start)[0].copy_(made)
         assert output is not None
         return output
 
@@ -256,10 +258,12 @@ class _TiledFunction(torch.autograd.Function):
         wanted = [gradient for gradient in gradients if gradient is not None]
         trained = [leaf for leaf in leaves if leaf.requires_grad]
         sums: list[torch.Tensor | None] = [None] * len(trained)
-        parts = call.tiles(wanted) if wanted else iter(list, None)
         with call.again(leaves):
-            for tile, of_output, of_inputs in zip(call.tiles(inputs), call.tiles([grad_output]), parts, strict=False):
-                _backward_of_tile(call, tile, needs[:count], of_output[0], of_inputs, trained, sums)
+            for start in call.starts(inputs[0]):
+                (of_output,) = call.tile([grad_output], start)
+                _backward_of_tile(
+                    call, call.tile(inputs, start), needs[:count], of_output, call.tile(wanted, start), trained, sums
+                )
         totals = iter(total if total is None else total.to(leaf.dtype) for total, leaf in zip(sums, trained, strict=True))
         return (None, *gradients, *(next(totals) if need else None for need in needs[count:]))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fresh_process import run_python
+from transformers import LlamaForCausalLM
 
 from megatrain_accelerate.cli import main
 
@@ -94,6 +95,8 @@ def test_settings_of_the_plugin_count(folder: Path, capsys: pytest.CaptureFixtur
         (["--gpu", "H300"], "isn't known"),
         (["--gpu", "H200", "--no-limits"], "needs --batch"),
         (["--gpu", "H200", "--set", "keep_layer=0"], "did you mean 'keep_layers'"),
+        (["--gpu", "H200", "--set", "keep_layers=5"], "keep_layers is 5, but the model has 4 layers"),
+        (["--gpu", "H200", "--set", "host_gradients=passing", "--accumulation", "2"], "gradient_accumulation_steps is 2"),
         pytest.param([], "no GPU", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")),
     ],
 )
@@ -148,6 +151,17 @@ def test_other_sorts_of_models_are_estimated(
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"] - found["active_parameters"] == total - active
     assert found["rows"][0]["fits"]
+
+
+def test_a_model_that_cannot_be_made_is_said_with_the_remedy(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise KeyError("rope_type")
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", fails)
+    assert main(["estimate", str(folder), *MACHINE]) == 1
+    assert "(KeyError: 'rope_type'); mend the configuration" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_runs import Training, attach
 from plain_torch import tiny_model, token_batches
+from torch import nn
 
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.planning import device_plan, tile_choice
@@ -16,6 +17,7 @@ from megatrain_accelerate.planning.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_memory import LiveBytes
+from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.streaming import activation_offload
 from megatrain_accelerate.units import GIB, MIB
 
@@ -48,11 +50,21 @@ def held_tensors(run: Training) -> list[torch.Tensor]:
     found += [runtime.gradient_sums._buffer]  # type: ignore[list-item]
     found += [slot.buffer for slot in [*runtime.prefetcher.slots, *runtime.offloader.slots, *runtime.prefetcher._own.values()]]
     found += [slot.norms for slot in runtime.offloader.slots]
+    found += runtime.activations.pool._buffers
     for unit in runtime.units:
         found += [unit.weights, unit.residuals, unit.gradients, unit.exp_avgs, unit.exp_avg_sqs]  # type: ignore[list-item]
         for state in unit.states:
             found += [state.weight, state.residual, state.gradient, state.exp_avg, state.exp_avg_sq]  # type: ignore[list-item]
     return [tensor for tensor in found if tensor is not None]
+
+
+def peak_of_a_step(run: Training, ids: torch.Tensor) -> tuple[int, float]:
+    """The most that a step has alive besides what the engine holds, and what was predicted of it."""
+    held = sum(run.engine.device_bytes_by_kind().values())
+    with LiveBytes([*held_tensors(run), ids]) as live:
+        run.step(ids, max_norm=1.0)
+        run.engine.drain()
+    return live.peak_bytes, run.engine.predicted_device_bytes - LIBRARY_WORKSPACE_BYTES - held
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
@@ -65,13 +77,9 @@ def test_the_predicted_step_is_what_the_step_takes(
     monkeypatch.setattr(device_plan, "measured_machine", lambda *_: machine)
     run = planned(budget_mib, micro_batch_size=micro_batch_size, offload_layers=0)
     run.step(batch(), max_norm=1.0)
-    held, ids = sum(run.engine.device_bytes_by_kind().values()), batch()
-    with LiveBytes([*held_tensors(run), ids]) as live:
-        run.step(ids, max_norm=1.0)
-        run.engine.drain()
-    predicted = run.engine.predicted_device_bytes - LIBRARY_WORKSPACE_BYTES - held
+    taken, predicted = peak_of_a_step(run, batch())
     # Small tensors that every layer's call makes, such as masks and the norms of gradients, show at this size.
-    assert 0.85 * predicted <= live.peak_bytes <= 1.03 * predicted + 0.1 * MIB
+    assert 0.85 * predicted <= taken <= 1.03 * predicted + 0.1 * MIB
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
@@ -85,13 +93,8 @@ def test_the_predicted_step_counts_offloaded_layers_wherever_they_lie(
     for _ in range(2):  # the pool grows in the first
         run.step(batch(), max_norm=1.0)
     assert len(run.engine.device_plan.placement.offloaded) == offloaded
-    pool = run.engine.runtime.activations.pool
-    held, ids = sum(run.engine.device_bytes_by_kind().values()), batch()
-    with LiveBytes([*held_tensors(run), *pool._buffers, ids]) as live:
-        run.step(ids, max_norm=1.0)
-        run.engine.drain()
-    predicted = run.engine.predicted_device_bytes - LIBRARY_WORKSPACE_BYTES - held
-    assert 0.9 * predicted <= live.peak_bytes <= 1.03 * predicted + 0.1 * MIB
+    taken, predicted = peak_of_a_step(run, batch())
+    assert 0.9 * predicted <= taken <= 1.03 * predicted + 0.1 * MIB
 
 
 def long_batch(length: int = 2048) -> torch.Tensor:
@@ -106,12 +109,8 @@ def test_attention_that_is_kept_takes_what_is_predicted(kept: int) -> None:
         run = planned(200, token_tile=128, keep_attention=attention, **fixed)
         ids = long_batch(1024)
         run.step(ids, max_norm=1.0)
-        held = sum(run.engine.device_bytes_by_kind().values())
-        with LiveBytes([*held_tensors(run), ids]) as live:
-            run.step(ids, max_norm=1.0)
-            run.engine.drain()
-        predicted[attention] = run.engine.predicted_device_bytes - LIBRARY_WORKSPACE_BYTES - held
-        assert 0.95 * predicted[attention] <= live.peak_bytes <= 1.03 * predicted[attention] + 0.1 * MIB
+        taken, predicted[attention] = peak_of_a_step(run, ids)
+        assert 0.95 * predicted[attention] <= taken <= 1.03 * predicted[attention] + 0.1 * MIB
         assert run.engine.predicted_step_seconds is not None
         seconds[attention] = run.engine.predicted_step_seconds
     assert predicted[4] - predicted[0] >= 4 * 1024 * 128 * 2
@@ -125,12 +124,8 @@ def test_tiles_take_what_is_predicted_and_less_than_whole_layers(kept: int) -> N
         run = planned(200, token_tile=tile, keep_layers=kept, offload_layers=0, device_layers=0, resident_layers=0)
         ids = long_batch()
         run.step(ids, max_norm=1.0)
-        held = sum(run.engine.device_bytes_by_kind().values())
-        with LiveBytes([*held_tensors(run), ids]) as live:
-            run.step(ids, max_norm=1.0)
-            run.engine.drain()
-        predicted[tile] = run.engine.predicted_device_bytes - LIBRARY_WORKSPACE_BYTES - held
-        assert 0.95 * predicted[tile] <= live.peak_bytes <= 1.03 * predicted[tile] + 0.1 * MIB
+        taken, predicted[tile] = peak_of_a_step(run, ids)
+        assert 0.95 * predicted[tile] <= taken <= 1.03 * predicted[tile] + 0.1 * MIB
     # Outside the layers, logits are what is large here.
     assert predicted[256] < 0.8 * predicted[0]
 
@@ -170,6 +165,35 @@ def test_long_sequences_that_fit_whole_run_by_tiles_where_that_is_faster(monkeyp
     roomy = planned(200, **fixed)
     roomy.step(long_batch())
     assert roomy.engine.runtime.token_tile == 0
+
+
+class Frames(nn.Module):
+    """Sound, 64 samples to a token, through equal blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))
+
+    def forward(self, samples: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = samples.unflatten(1, (-1, 64))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return {"loss": hidden.float().pow(2).mean()}
+
+
+@pytest.mark.parametrize(("samples", "outlines"), [(1024, 1), (64 * 1024, 2)])
+def test_how_long_a_sequence_is_counts_in_tokens_of_the_layers(
+    monkeypatch: pytest.MonkeyPatch, samples: int, outlines: int
+) -> None:
+    monkeypatch.setattr(tile_choice, "LONG_TOKENS", 1024)
+    count = []
+    run = device_plan.outline_step
+    monkeypatch.setattr(device_plan, "outline_step", lambda *arguments: count.append(1) or run(*arguments))
+    model = Frames().train()
+    engine = attach(model, gpu_memory_gib=1.0, layer_classes=["Sequential"])
+    engine.device_plan.follow(model, {"samples": torch.randn(1, samples)})
+    assert len(count) == outlines
+    engine.close()
 
 
 def test_what_does_not_fit_in_any_way_takes_the_least(
@@ -364,3 +388,37 @@ def test_measuring_that_runs_out_of_memory_is_tried_again_with_everything_off_th
     plan._measured(run.model, inputs, outline)
     assert on_device[0] > 4
     assert on_device[1] == 0
+
+
+def test_forwards_that_wait_take_what_they_take_by_the_tiles_that_were_chosen_after_measuring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def measures(model: nn.Module, runtime: object, inputs: object, outline: StepOutline) -> StepOutline:
+        if not outline.token_tile:
+            raise torch.OutOfMemoryError("whole layers don't fit")
+        return outline
+
+    monkeypatch.setattr(tile_choice, "AUTO_TILE_TOKENS", 128)
+    monkeypatch.setattr(device_plan, "measure_layers", measures)
+    monkeypatch.setattr(device_plan.DevicePlan, "_measures", True)
+    ids = long_batch()
+    predicted = []
+    for tile in ("auto", 128):
+        run = planned(100, token_tile=tile)
+        plan = run.engine.device_plan
+        plan._forwards_at_once = 3
+        plan.follow(run.model, {"input_ids": ids, "labels": ids})
+        assert run.engine.runtime.token_tile == 128
+        predicted.append(plan.predicted_bytes)
+    assert predicted[0] == predicted[1]
+
+
+def test_moments_in_bf16_make_the_predicted_step_of_the_host_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_plan, "measured_machine", lambda *_: dataclasses.replace(MACHINE, host_step_parameters=1e6))
+    host_step = {}
+    for dtype in ("fp32", "bf16"):
+        run = planned(200, moments_dtype=dtype, device_layers=0)
+        run.engine.device_plan.follow(run.model, {"input_ids": batch(), "labels": batch()})
+        assert run.engine.device_plan.predicted_time is not None
+        host_step[dtype] = run.engine.device_plan.predicted_time.host_step
+    assert host_step["bf16"] == pytest.approx(host_step["fp32"] * 18 / 26)

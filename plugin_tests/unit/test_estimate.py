@@ -22,6 +22,7 @@ from megatrain_accelerate.estimate.layer_graph import LayerGraph, TensorShape, t
 from megatrain_accelerate.estimate.limits import largest
 from megatrain_accelerate.estimate.machine_description import MachineOptions, describe_machine, host_step_parameters
 from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
+from megatrain_accelerate.planning import tile_choice
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement_search import PlacementSearch
 from megatrain_accelerate.planning.step_outline import outline_step
@@ -29,6 +30,7 @@ from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.units import GIB, MIB
 
 MACHINE = Machine(h2d_bytes=5e10, d2h_bytes=5e10, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
+STREAMED = {"keep_layers": 0, "offload_layers": 0, "device_layers": 0, "resident_layers": 0}
 SHAPE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 4096}
 
 
@@ -113,6 +115,19 @@ def test_an_extrapolated_outline_is_the_one_that_is_run(monkeypatch: pytest.Monk
     assert traffic[0] <= traffic[1]
 
 
+def test_norms_by_tiles_outside_the_layers_are_extrapolated_from_some_that_run_by_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forecast_module, "OUTLINED_TOKENS", 512)
+    monkeypatch.setattr("megatrain_accelerate.loss.tiled_cross_entropy.TILE_BYTES", MIB)
+    monkeypatch.setattr("megatrain_accelerate.loss.tiled_cross_entropy.STRIP_BYTES", MIB)
+    found = Forecaster(meta_model(hidden_size=1024), MegatrainConfig(token_tile=512), MACHINE, GIB, 4 * GIB)
+    found.engine.runtime.token_tile = 512
+    guessed, run = found._outside_of(1, 4096), outlined(found, 1, 4096)
+    for ours, theirs in zip(guessed.events, run.events, strict=True):
+        assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.02)
+
+
 def test_every_call_of_an_outline_has_a_profile_with_times() -> None:
     outline = forecaster().outline(2, 64)
     assert {event.kind for event in outline.events} == set(outline.profiles)
@@ -128,6 +143,31 @@ def test_pieces_of_a_batch_take_less_memory_and_no_less_time() -> None:
     assert of_pieces.recomputed_bytes < 0.5 * of_whole.recomputed_bytes
     assert of_pieces.forward_seconds == pytest.approx(of_whole.forward_seconds, rel=0.3)
     assert of_pieces.forward_seconds >= of_whole.forward_seconds  # weights are read for each piece
+
+
+@pytest.mark.parametrize("settings", [{"host_gradients": "passing"}, {"step_schedule": "backward"}])
+def test_a_step_in_backward_hides_under_more_than_one_after_it(settings: dict[str, str]) -> None:
+    slow_host = dataclasses.replace(MACHINE, host_step_parameters=2e7)
+    seconds = [
+        Forecaster(meta_model(), MegatrainConfig.from_mapping({**STREAMED, **some}), slow_host, GIB, 4 * GIB)
+        .forecast(8, 256)
+        .seconds
+        for some in ({}, settings)
+    ]
+    assert seconds[1] < seconds[0]
+
+
+@pytest.mark.parametrize("length", [128, pytest.param(96, marks=pytest.mark.long)])
+def test_sequences_of_a_batch_run_by_tiles_together(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    monkeypatch.setattr(forecast_module, "AUTO_TILE_TOKENS", 256)
+    monkeypatch.setattr(tile_choice, "AUTO_TILE_TOKENS", 256)
+    found = forecaster(compile_layers=False)
+    assert found.least_gpu_bytes(64, length) < found.plan.least_bytes(found._outline_by(64, length, 0))
+    (guessed,) = found._outline_by(64, length, 256).profiles.values()
+    (run,) = found._traced_layers(64, length)[1].values()
+    for name in ("kept_bytes", "forward_bytes", "recomputed_bytes"):
+        # A tile has equally many tokens of each sequence, and so up to a few percent fewer than it might.
+        assert getattr(guessed, name) == pytest.approx(getattr(run, name), rel=0.06), name
 
 
 def test_accumulation_does_several_batches_before_a_step() -> None:

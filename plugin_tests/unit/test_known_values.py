@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from process_memory import PeakMemory
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from megatrain_accelerate.planning.known_values import KnownValues
+from megatrain_accelerate.units import MIB
 
 Decision = Callable[[torch.Tensor], object]
 
@@ -75,6 +77,18 @@ def test_floating_point_batches_have_no_values() -> None:
 
 def test_no_layer_is_left_out_by_a_random_number() -> None:
     assert not decided(lambda _: any(bool(torch.rand([]) < 0.99) for _ in range(20)), torch.ones(1))
+
+
+def test_no_mask_of_all_pairs_of_many_tokens_is_made_and_a_small_one_is_known() -> None:
+    def looked_at(positions: torch.Tensor) -> torch.Tensor:
+        mask = positions[:, None] >= positions[None, :]
+        assert mask.shape == (len(positions), len(positions))
+        return mask
+
+    with PeakMemory() as peak:
+        decided(looked_at, torch.arange(1 << 14))
+    assert peak.growth < 64 * MIB  # the mask has 256
+    assert decided(lambda positions: int(looked_at(positions).sum()), torch.arange(64)) == 64 * 65 // 2
 
 
 def test_the_batch_is_not_written_to() -> None:

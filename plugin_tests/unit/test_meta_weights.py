@@ -166,6 +166,15 @@ def test_a_parameter_without_a_rule_is_refused_by_name() -> None:
         attach(model, bf16=False)
 
 
+def test_a_model_that_is_filled_in_part_is_refused_with_what_fills_the_rest() -> None:
+    model = empty_model()
+    weights = tiny_model().state_dict()
+    del weights["lm_head.weight"]
+    model.load_state_dict(weights, strict=False, assign=True)
+    with pytest.raises(UnsupportedError, match=r"parameter lm_head\.weight is .* fill what is missing \(load_state_dict"):
+        attach(model)
+
+
 class HalfWritten(nn.Linear):
     """Its rule forgets all rows but the first."""
 
@@ -178,7 +187,7 @@ class HalfWritten(nn.Linear):
 def test_a_rule_that_writes_a_part_is_refused_by_name() -> None:
     with torch.device("meta"):
         model = nn.Sequential(Block(False), Block(False), HalfWritten(8, 8))
-    with pytest.raises(UnsupportedError, match=re.escape("parameter 2.weight is on the meta device")):
+    with pytest.raises(UnsupportedError, match=r"parameter 2\.weight is on the meta device and the model's rule leaves"):
         attach(model, bf16=False)
 
 

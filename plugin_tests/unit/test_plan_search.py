@@ -117,6 +117,17 @@ def test_a_deferred_step_hides_under_forward_only_and_one_in_backward_under_both
     assert in_backward == pytest.approx(40, rel=0.1)
 
 
+def test_a_step_takes_as_long_as_the_memory_that_it_moves() -> None:
+    bf16_moments = dataclasses.replace(LAYER, step_bytes=18)
+    on_host, on_device = {}, {}
+    for layer in (LAYER, bf16_moments):
+        sizes = model(layers=[layer] * LAYERS, groups_before=[], groups_after=[])
+        on_host[layer] = seconds(sizes=sizes).host_step
+        on_device[layer] = seconds(dataclasses.replace(MACHINE, device_bytes=1e3), sizes, on_device=LAYERS).compute
+    assert on_host[bf16_moments] == pytest.approx(on_host[LAYER] * 18 / 26)
+    assert on_device[LAYER] - on_device[bf16_moments] == pytest.approx(LAYERS * LAYER.parameters * 8 / 1e3)
+
+
 def test_offloaded_activations_use_the_link_instead_of_computing_twice() -> None:
     time = seconds(offloaded=LAYERS)
     assert time.compute == pytest.approx(LAYERS * 3, rel=0.01)
@@ -162,6 +173,15 @@ def test_peak_grows_by_what_is_placed_on_the_device() -> None:
     assert peak(on_device=1) == peak() + 120
     # No slots are needed then.
     assert peak(on_device=LAYERS) == LAYERS * 120 + max(9 * 5 + 100, LAYERS * 20 - 20 + 100)
+
+
+def test_kept_results_of_attention_are_there_while_the_rest_of_their_layer_runs() -> None:
+    def peak(attention_kept: int) -> int:
+        step = outline(attention_bytes=7, forward_bytes=1000)
+        return peak_bytes(step, model(), Placement.of_counts(LAYERS, attention_kept=attention_kept))
+
+    assert peak(0) == SLOTS + 9 * 5 + 1000
+    assert peak(LAYERS) == SLOTS + 9 * 5 + LAYERS * 7 + 1000
 
 
 def found(budget: int, machine: Machine = MACHINE, sizes: Model | None = None, **choices: int | None) -> Candidate | None:
