@@ -35,7 +35,7 @@ def outline_with_tiles(
     """
     before = runtime.token_tile
     try:
-        return _better_outline(runtime, inputs, setting, outline, search)
+        return _better_outline(runtime, setting, outline, search)
     except BaseException:
         runtime.token_tile = before
         raise
@@ -43,7 +43,6 @@ def outline_with_tiles(
 
 def _better_outline(
     runtime: StreamingRuntime,
-    inputs: Mapping[str, Any],
     setting: int | str,
     outline: Callable[[], StepOutline],
     search: Callable[[StepOutline], PlacementSearch] | None,

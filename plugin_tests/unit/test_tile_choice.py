@@ -72,5 +72,5 @@ def test_a_step_that_cannot_be_outlined_leaves_the_tiles_that_an_earlier_batch_n
 
     search: Any = lambda outline: SimpleNamespace(something_fits=False)  # noqa: E731
     with pytest.raises(ValueError, match="looks at its data"):
-        outline_with_tiles(runtime, {}, "auto", outline, search)
+        outline_with_tiles(runtime, "auto", outline, search)
     assert runtime.token_tile == AUTO_TILE_TOKENS
