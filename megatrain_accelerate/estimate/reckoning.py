@@ -55,7 +55,7 @@ def compiled_profile(dry: LayerProfile, graph: LayerGraph, machine: Machine, sha
         forward_bytes=graph.forward.peak_bytes,
         kept_forward_bytes=graph.forward.peak_bytes,
         kept_backward_bytes=graph.backward.peak_bytes,
-        recomputed_bytes=max(graph.forward.peak_bytes, graph.kept_bytes + graph.output_bytes + graph.backward.peak_bytes),
+        recomputed_bytes=max(graph.forward.peak_bytes, graph.kept_bytes + graph.backward.peak_bytes),
         forward_seconds=forward,
         kept_forward_seconds=forward,
         backward_seconds=graph_seconds(graph.backward, machine, shares),

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -195,8 +196,7 @@ def _measure(
     finally:
         runtime.prefetcher.release(slot)
     forward, kept_forward, backward = measurement.forward, measurement.kept_forward, measurement.backward
-    output_bytes = _tensor_bytes(trial)
-    kept_bytes = max(0, kept_forward.left_bytes - output_bytes)
+    kept_bytes = max(0, kept_forward.left_bytes - measurement.given_up_bytes)
     trial = Trial(split.whole_output(trial.output), split.whole_recorded(trial.recorded), trial.channels)
     share = sum(split.sizes) / split.sizes[0] if split.sizes else 1.0
     profile = dataclasses.replace(
@@ -211,7 +211,7 @@ def _measure(
         forward_bytes=forward.peak_bytes,
         kept_forward_bytes=kept_forward.peak_bytes,
         kept_backward_bytes=backward.peak_bytes,
-        recomputed_bytes=max(kept_forward.peak_bytes, kept_bytes + output_bytes + backward.peak_bytes),
+        recomputed_bytes=max(kept_forward.peak_bytes, kept_bytes + backward.peak_bytes),
         forward_seconds=forward.seconds(),
         kept_forward_seconds=kept_forward.seconds(),
         attention_seconds=measurement.attention_seconds,
@@ -278,6 +278,8 @@ class _Measurement:
         self._recorder = runtime.recorder
         self._attention = timer
         self._compiled = runtime.compiled if runtime.compiled.wants(layer) else None
+        self.given_up_bytes = 0
+        """Of what the layer returns and its graph doesn't hold."""
 
     def run(self) -> Trial:
         """Runs rounds until the device is warm; returns what the layer returns and records."""
@@ -317,13 +319,22 @@ class _Measurement:
             self._call(args, kwargs)
         kept = KeptGraph(slot)
         with layer.bound(weights), torch.enable_grad():
-            with kept.recording(), self.kept_forward.running():
+            recording, saved = kept.recording(), set[int]()
+
+            def pack(tensor: torch.Tensor) -> Any:
+                saved.add(tensor.untyped_storage().data_ptr())
+                return recording.pack_hook(tensor)
+
+            with saved_tensors_hooks(pack, recording.unpack_hook), self.kept_forward.running():
                 trial = self._call(args, kwargs)
             made = tree_flatten((trial.output, trial.recorded))[0]
-            results = [t for t in made if isinstance(t, torch.Tensor) and t.requires_grad]
+            tensors = [t for t in made if isinstance(t, torch.Tensor)]
+            results = [t for t in tensors if t.requires_grad]
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+            self.given_up_bytes = sum(size for address, size in storages.items() if address not in saved)
             output, recorded = tree_map_only(torch.Tensor, torch.Tensor.detach, (trial.output, trial.recorded))
             returned = Trial(output, recorded, trial.channels)
-            del trial, made, output, recorded
+            del trial, made, tensors, output, recorded
             # Numbers as they come: a GPU takes less power for products of equal ones, and is faster.
             gradients = [torch.randn_like(tensor) for tensor in results]
             wanted = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]

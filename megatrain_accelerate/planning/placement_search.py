@@ -15,8 +15,8 @@ WORTH_IT = 0.005
 """Share of a step that a move of weights or states must gain; less isn't worth the memory."""
 
 INPUTS_WORTH_IT = 0.03
-"""Share that must be gained where inputs leave though a step fits with them: host memory is registered for them in the first
-step, and their copies leave those of offloaded layers no pause."""
+"""Share that must be gained where the first inputs leave though a step fits with them: host memory is registered for them in
+the first step, and their copies leave those of offloaded layers no pause."""
 
 NO_SLOWER = 0.001
 """Share of a step by which the simulation may be wrong about two placements that differ little."""
@@ -145,7 +145,7 @@ class PlacementSearch:
             ):
                 for counts in variations(best):
                     candidate = self._try(counts)
-                    gain = WORTH_IT if counts.inputs_offloaded <= best.inputs_offloaded else INPUTS_WORTH_IT
+                    gain = INPUTS_WORTH_IT if counts.inputs_offloaded and not best.inputs_offloaded else WORTH_IT
                     if candidate is not None and (found is None or candidate.time.seconds < (1 - gain) * found.time.seconds):
                         best, found = counts, candidate
             if best == before:
@@ -180,7 +180,11 @@ class PlacementSearch:
     def _inputs(self, at: _Counts) -> Iterable[_Counts]:
         if self._choices.inputs_offloaded is not None:
             return ()
-        return [dataclasses.replace(at, inputs_offloaded=count) for count in _spread(self._count)]
+        return [dataclasses.replace(at, inputs_offloaded=count) for count in self._near_inputs(at)]
+
+    def _near_inputs(self, at: _Counts) -> list[int]:
+        near = range(max(0, at.inputs_offloaded - 2), min(self._count, at.inputs_offloaded + 2) + 1)
+        return sorted({*_spread(self._count), *near})
 
     def _attention(self, at: _Counts) -> Iterable[_Counts]:
         # Layers without tiles are compiled, and attention is part of their graph.
@@ -188,11 +192,11 @@ class PlacementSearch:
             return ()
         near = range(max(0, at.attention_kept - 2), min(self._count, at.attention_kept + 2) + 1)
         # Inputs that leave make room for it: each of the two may be worth nothing without the other.
-        away = {at.inputs_offloaded, *(_spread(self._count) if self._choices.inputs_offloaded is None else ())}
+        away = self._near_inputs(at) if self._choices.inputs_offloaded is None else [at.inputs_offloaded]
         return [
             dataclasses.replace(at, attention_kept=count, inputs_offloaded=inputs)
             for count in sorted({*_spread(self._count), *near})
-            for inputs in sorted(away)
+            for inputs in away
         ]
 
     def _groups(self, at: _Counts) -> Iterable[_Counts]:

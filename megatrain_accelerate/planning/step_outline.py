@@ -21,6 +21,7 @@ from megatrain_accelerate.planning.trial_runs import Trial, enter_recorded, run_
 from megatrain_accelerate.streaming import activation_offload
 from megatrain_accelerate.streaming.attention_results import AttentionResults
 from megatrain_accelerate.streaming.compiled_layer import without_saving
+from megatrain_accelerate.streaming.kept_graph import edges_of
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import OutputRecorder
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
@@ -186,7 +187,6 @@ class _Outliner:
         rest = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._outputs[kind] = _Outputs(rest, spec, shapes, trial.channels)
         whole_bytes = sum(leaf.untyped_storage().nbytes() for leaf in made)
-        output_bytes = sum(tensor.untyped_storage().nbytes() for tensor in _tensors(trial))
         del trial, leaves, made
         forward = live.costs - costs
         costs = live.costs
@@ -195,17 +195,25 @@ class _Outliner:
             with leaving.counted():
                 trial = self._run(layer, cut_args, cut_kwargs)
         kept_forward_bytes = live.take_peak() - base
-        kept_bytes = max(0, live.live_bytes - base - output_bytes)
-        costs = live.costs
         outputs = [tensor for tensor in _tensors(trial) if tensor.requires_grad]
         wanted = [t for t in tree_flatten((cut_args, cut_kwargs))[0] if isinstance(t, torch.Tensor) and t.requires_grad]
         wanted += [p for p in layer.module.parameters() if p.requires_grad]
-        backward, backward_peak = OpCosts(), live.live_bytes
-        if outputs and wanted:
-            gradients = torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True)
-            backward, backward_peak = live.costs - costs, live.take_peak()
+        with torch.enable_grad():
+            edges = [edge for edge in edges_of(outputs) if edge is not None]
+        # Those that came from above are there already.
+        above = live.live_bytes
+        of_outputs = [torch.ones_like(tensor) for tensor in outputs]
+        above = live.live_bytes - above
+        del trial, outputs
+        kept_bytes = max(0, live.live_bytes - base - above)
+        live.take_peak()
+        costs = live.costs
+        backward, backward_bytes = OpCosts(), 0
+        if edges and wanted:
+            gradients = torch.autograd.grad(edges, wanted, of_outputs, allow_unused=True)
+            backward, backward_bytes = live.costs - costs, max(0, live.take_peak() - base - above - kept_bytes)
             del gradients
-        del trial, outputs, wanted, cut_args, cut_kwargs
+        del edges, of_outputs, wanted, cut_args, cut_kwargs
         attention, attention_bytes = self._attention(layer, args, kwargs, needs)
         self.profiles[kind] = LayerProfile(
             forward=forward,
@@ -215,8 +223,8 @@ class _Outliner:
             input_bytes=leaving.input_bytes,
             forward_bytes=forward_bytes,
             kept_forward_bytes=kept_forward_bytes,
-            kept_backward_bytes=max(0, backward_peak - base - kept_bytes),
-            recomputed_bytes=max(kept_forward_bytes, backward_peak - base),
+            kept_backward_bytes=backward_bytes,
+            recomputed_bytes=max(kept_forward_bytes, kept_bytes + backward_bytes),
             inputs_need_grad=needs,
             attention=attention,
             attention_bytes=attention_bytes,

@@ -56,8 +56,7 @@ class LayerProfile:
         if not split.sizes:
             return self
         share = sum(split.sizes) / split.sizes[0]
-        # The inner graphs hold the pieces' outputs besides the joined ones.
-        kept_bytes = round(share * self.kept_bytes) + output_bytes
+        kept_bytes = round(share * self.kept_bytes)
         names = ("forward_seconds", "kept_forward_seconds", "backward_seconds", "attention_seconds")
         times: dict[str, Any] = {name: None if getattr(self, name) is None else share * getattr(self, name) for name in names}
         return dataclasses.replace(
@@ -68,7 +67,7 @@ class LayerProfile:
             offloaded_bytes=round(share * self.offloaded_bytes),
             # The pieces' outputs wait until they are joined.
             forward_bytes=output_bytes + max(output_bytes, self.forward_bytes),
-            kept_forward_bytes=kept_bytes + max(output_bytes, self.kept_forward_bytes - self.kept_bytes),
+            kept_forward_bytes=kept_bytes + output_bytes + max(output_bytes, self.kept_forward_bytes - self.kept_bytes),
             kept_backward_bytes=output_bytes + max(output_bytes, self.kept_backward_bytes),
             recomputed_bytes=output_bytes + max(output_bytes, self.recomputed_bytes),
             attention=self.attention.times(share),

@@ -8,14 +8,24 @@ costs them in host memory (``activation_offload.py``).
 from __future__ import annotations
 
 import dataclasses
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from megatrain_accelerate.streaming.activation_offload import ParcelPlace, Recording
 from megatrain_accelerate.streaming.device_slots import WeightSlot
+
+
+def edges_of(outputs: Sequence[torch.Tensor]) -> list[GradientEdge | None]:
+    """Where backward enters the graph of each output; None for one without a gradient.
+
+    Whoever holds these instead of the outputs holds none of their memory: the layer above has given it up when the backward of
+    this one comes. Call it where gradients are enabled.
+    """
+    # Of a view, whose node is torch's own and holds the graph: one written in Python doesn't keep itself alive in torch 2.5.
+    return [get_gradient_edge(output.view_as(output)) if output.requires_grad else None for output in outputs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +70,7 @@ class _SavedTensors:
 
 
 class KeptGraph:
-    """One kept run of a layer: leaves and outputs of its inner graph.
+    """One kept run of a layer: leaves and ends of its inner graph.
 
     Owner: the layer's autograd node. Its memory is given back by the node's first backward; a second one recomputes.
 
@@ -75,9 +85,10 @@ class KeptGraph:
         """The layer's input tensors, cut off from the outer graph."""
         self.weight_leaves: list[torch.Tensor] = []
         """The trained weights, as leaves of the inner graph: for their place in it, not for their values."""
-        self.outputs: list[torch.Tensor] = []
+        self.edges: list[GradientEdge | None] = []
+        """See :func:`edges_of`."""
 
-    def recording(self) -> AbstractContextManager[Any]:
+    def recording(self) -> saved_tensors_hooks:
         """Autograd saves what the body computes, less the weights."""
         return saved_tensors_hooks(self._saved.pack, self._saved.unpack)
 

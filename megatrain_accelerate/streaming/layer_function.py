@@ -25,7 +25,7 @@ from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers, without_autocast_cache, without_saving
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
-from megatrain_accelerate.streaming.kept_graph import KeptGraph
+from megatrain_accelerate.streaming.kept_graph import KeptGraph, edges_of
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchSplit, GradientSums, JoinedOutputs
 from megatrain_accelerate.streaming.shared_mappings import WatchedArguments, no_writes_to
@@ -267,11 +267,12 @@ class LayerFunction(torch.autograd.Function):
         weights, kept.weight_leaves = bound_weights(layer, slot)
         kept.inputs = _cut_off(tensors, ctx.needs_input_grad[4:])
         with layer.bound(weights), kept.recording(), torch.enable_grad():
-            kept.outputs = call.run(kept.inputs, replay=False, piece=piece)
+            outputs = call.run(kept.inputs, replay=False, piece=piece)
+            kept.edges = edges_of(outputs)
         kept.leave_slot()
         if offloaded is not None:
             context.activations.send(offloaded, ctx.tape, ctx.position)
-        return call.cut_outputs(kept.outputs)
+        return call.cut_outputs(outputs)
 
     @staticmethod
     def _run_unkept(call: LayerCall, slot: WeightSlot, inputs: list[torch.Tensor], piece: int) -> list[torch.Tensor]:
@@ -336,7 +337,7 @@ class LayerFunction(torch.autograd.Function):
         weights, leaves = bound_weights(call.layer, slot)
         with call.layer.bound(weights):
             if kept is not None:
-                outputs, leaves = kept.outputs, kept.weight_leaves
+                edges, leaves = kept.edges, kept.weight_leaves
                 kept.use_slot(slot)
             else:
                 with (
@@ -345,17 +346,17 @@ class LayerFunction(torch.autograd.Function):
                     record_function(f"megatrain::recompute ({call.layer.name})"),
                     attention.replaying() if attention is not None else contextlib.nullcontext(),
                 ):
-                    outputs = call.run(tensors, replay=True, piece=piece)
+                    edges = edges_of(call.run(tensors, replay=True, piece=piece))
             pairs = [
-                (output, gradient)
-                for output, gradient in zip(outputs, grad_outputs, strict=True)
-                if gradient is not None and output.requires_grad
+                (edge, gradient)
+                for edge, gradient in zip(edges, grad_outputs, strict=True)
+                if edge is not None and gradient is not None
             ]
             gradients: tuple[torch.Tensor | None, ...] = (None,) * (len(wanted) + len(leaves))
             if pairs and (wanted or leaves):
                 with record_function(f"megatrain::backward ({call.layer.name})"):
                     gradients = torch.autograd.grad(
-                        [output for output, _ in pairs],
+                        [edge for edge, _ in pairs],
                         [*wanted, *leaves],
                         [gradient for _, gradient in pairs],
                         allow_unused=True,

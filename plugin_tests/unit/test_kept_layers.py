@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -70,4 +71,27 @@ def test_a_kept_forward_without_a_backward_gives_its_activations_back() -> None:
     del loss
     gc.collect()
     assert alive[0]() is None
+    engine.close()
+
+
+@pytest.mark.parametrize("keep", [0, 4], ids=["recomputed", "kept"])
+def test_what_a_layer_returned_is_given_up_before_its_own_backward(keep: int) -> None:
+    model = tiny_model().train()
+    engine = attach(model, keep_layers=keep)
+    returned: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+    is_gone: dict[int, bool] = {}
+
+    def note(index: int, output: Any) -> None:
+        returned[index] = weakref.ref(output.untyped_storage())
+
+    def look(index: int) -> None:
+        is_gone[index] = returned[index]() is None
+
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(lambda module, args, output, index=index: note(index, output))
+        layer.mlp.register_full_backward_pre_hook(lambda module, gradients, index=index: look(index))
+    ids = token_batches(1)[0]
+    model(input_ids=ids, labels=ids).loss.backward()
+    # The final norm's node holds the last layer's until its own backward, which is over then.
+    assert is_gone == dict.fromkeys(range(4), True)
     engine.close()
