@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -140,8 +141,8 @@ class MegatrainConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ConfigError(f"megatrain_config.{name} must be a number of GiB, got {value!r}")
-            if value <= 0:
-                raise ConfigError(f"megatrain_config.{name} must be above 0, got {value}")
+            if not 0 < value < math.inf:
+                raise ConfigError(f"megatrain_config.{name} must be above 0 and finite, got {value}")
         for name in ("compile_layers", "join_micro_batches", "offload_inputs"):
             if getattr(self, name) != "auto" and not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"megatrain_config.{name} must be auto, true or false; got {getattr(self, name)!r}")
@@ -167,7 +168,8 @@ class MegatrainConfig:
             raise ConfigError(
                 f"megatrain_config.step_schedule must be one of {', '.join(STEP_SCHEDULES)}; got {self.step_schedule!r}"
             )
-        if isinstance(self.layer_classes, str) or not all(isinstance(name, str) for name in self.layer_classes):
+        is_list = isinstance(self.layer_classes, (list, tuple, set, frozenset))
+        if not is_list or not all(isinstance(name, str) for name in self.layer_classes):
             raise ConfigError(f"megatrain_config.layer_classes must be a list of class names, got {self.layer_classes!r}")
         object.__setattr__(self, "layer_classes", tuple(self.layer_classes))
 
@@ -179,7 +181,8 @@ class MegatrainConfig:
     def _check_int(self, name: str, minimum: int) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"megatrain_config.{name} must be a whole number, got {value!r}")
+            choices = "a whole number or auto" if getattr(type(self), name) == "auto" else "a whole number"
+            raise ConfigError(f"megatrain_config.{name} must be {choices}, got {value!r}")
         if value < minimum:
             raise ConfigError(f"megatrain_config.{name} must be at least {minimum}, got {value}")
 

@@ -18,7 +18,7 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import StateError, StepWorkerError
 from megatrain_accelerate.loss.head import TiledHead, find_head
 from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
-from megatrain_accelerate.memory.host_limits import anonymous_bytes, require_host_bytes
+from megatrain_accelerate.memory.host_limits import anonymous_bytes, require_host_bytes, settings_that_take_less
 from megatrain_accelerate.memory.host_store import HostUnit, held_host_bytes, planned_host_bytes
 from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.kernel import HostKernels
@@ -180,7 +180,8 @@ class Engine:
             parts = self._planned_bytes([unit.layout for unit in self.runtime.units])
             more = {kind: parts[kind] for kind in ("gradients", "moments")}
             more["residuals"] = parts["residuals"] - sum(unit.residuals.nbytes for unit in self.runtime.units)
-            require_host_bytes(sum(more.values()), 0, more, self.config.host_memory_gib)
+            remedy = settings_that_take_less(self.config, accumulates=False)
+            require_host_bytes(sum(more.values()), 0, more, self.config.host_memory_gib, remedy)
             self._allocate_for_training()
 
     def _allocate_for_training(self) -> None:
@@ -244,7 +245,9 @@ class Engine:
         parts = self._planned_bytes(layouts, training, fp32_sums)
         parts["residuals"] *= self._holds_masters
         own = anonymous_bytes(p for group in groups for _, p in group if p.device.type == "cpu")
-        require_host_bytes(sum(parts.values()), own, parts, self.config.host_memory_gib, BF16_REMEDY if fp32_sums else "")
+        remedy = BF16_REMEDY if fp32_sums else ""
+        remedy += settings_that_take_less(self.config, accumulates=fp32_sums) if training else ""
+        require_host_bytes(sum(parts.values()), own, parts, self.config.host_memory_gib, remedy)
         self.parameter_count = sum(layout.parameter_count for layout in layouts)
         return sum(parts.values())
 

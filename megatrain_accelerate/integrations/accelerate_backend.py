@@ -37,7 +37,10 @@ def after_accelerator_init(accelerator: Any) -> None:
         UnsupportedError: fp16, fp8, whole-model compilation, or several processes.
     """
     if accelerator.device.type not in ("cuda", "cpu"):
-        raise UnsupportedError(f"megatrain streams to CUDA devices; this run's device is {accelerator.device}")
+        raise UnsupportedError(
+            f"megatrain streams to CUDA devices; this run's device is {accelerator.device}. Run it on a machine with an "
+            "NVIDIA GPU, or without megatrain"
+        )
     # The state knows only what it was made with, which may have been before the Accelerator.
     asked_for_cpu = getattr(accelerator.state, "_cpu", False) or parse_flag_from_env("ACCELERATE_USE_CPU")
     if accelerator.device.type == "cpu" and not asked_for_cpu:
@@ -231,5 +234,8 @@ def drain(model: nn.Module | None = None) -> None:
         return
     found = engine_of(model)
     if found is None:
-        raise UnsupportedError("drain() was given a model that accelerator.prepare() hasn't seen with megatrain active")
+        raise UnsupportedError(
+            "drain() was given a model that accelerator.prepare() hasn't seen with megatrain active; give it what prepare() "
+            "returned, or leave the call out: only a prepared model has steps that are still to be applied"
+        )
     found.drain()

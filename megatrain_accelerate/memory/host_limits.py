@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import HostMemoryError
 from megatrain_accelerate.memory.file_mappings import FileMappings
 from megatrain_accelerate.units import GIB, KIB
@@ -111,6 +112,21 @@ def anonymous_bytes(tensors: Iterable[torch.Tensor], maps: Path = Path("/proc/se
     return sum(tensor.nbytes for tensor in tensors if not files.holds(tensor))
 
 
+def settings_that_take_less(config: MegatrainConfig, *, accumulates: bool) -> str:
+    """For :func:`require_host_bytes`: a sentence of the settings with which training takes less, as far as they aren't set.
+
+    Args:
+        config: the run's.
+        accumulates: whether several backwards come before a step, which gradients that pass don't allow.
+    """
+    found = []
+    if not config.passes_gradients and not accumulates:
+        found.append("host_gradients: passing (2 bytes a parameter less; needs max_grad_norm=0)")
+    if config.moments_dtype == "fp32":
+        found.append("moments_dtype: bf16 (4 bytes a parameter less; slightly other numbers)")
+    return f"In megatrain_config, these take less: {', '.join(found)}. " if found else ""
+
+
 def require_host_bytes(
     required: int, freed: int, parts: dict[str, int], host_memory_gib: float | None, remedy: str = ""
 ) -> None:
@@ -130,11 +146,16 @@ def require_host_bytes(
     if required + CONSTANT_OVERHEAD_BYTES <= available + freed:
         return
     split = ", ".join(f"{name} {count / GIB:.2f} GiB" for name, count in parts.items() if count)
-    source = "megatrain_config.host_memory_gib" if host_memory_gib is not None else "the machine or its cgroup"
+    if host_memory_gib is not None:
+        source = f"megatrain_config.host_memory_gib ({host_memory_gib:g})"
+        figure = "raise megatrain_config.host_memory_gib, if the machine has more"
+    else:
+        source = "the machine or its cgroup"
+        figure = "set megatrain_config.host_memory_gib if the machine has more than it reports"
     raise HostMemoryError(
         f"the model's weights and optimizer states take {required / GIB:.2f} GiB of host memory ({split}) and "
         f"{CONSTANT_OVERHEAD_BYTES / GIB:.0f} GiB are kept for everything else, but {source} leaves "
         f"{(available + freed) / GIB:.2f} GiB (of which {freed / GIB:.2f} GiB are the loaded model's own). "
         f"{remedy}Take a machine or a limit with more memory, freeze a part of the model (2 bytes a parameter), train LoRA "
-        "adapters, or set megatrain_config.host_memory_gib if the machine has more than it reports"
+        f"adapters, or {figure}"
     )

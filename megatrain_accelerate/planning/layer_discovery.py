@@ -138,7 +138,8 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]], in_lay
             if id(parameter) in in_layers:
                 raise UnsupportedError(
                     f"parameter {name}.{key} is shared with layer {in_layers[id(parameter)]}; a weight that is tied to "
-                    "one inside a layer can't stream yet"
+                    "one inside a layer can't stream yet. Give each a parameter of its own, or name the classes of the blocks "
+                    "inside the layers that don't hold it in megatrain_config.layer_classes: it stays on the GPU then"
                 )
             readers.setdefault(id(parameter), []).append(module)
     residents: list[ResidentSpec] = []

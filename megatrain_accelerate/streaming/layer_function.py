@@ -300,7 +300,9 @@ class LayerFunction(torch.autograd.Function):
             if layer.unit.version != ctx.weights_version:
                 raise StateError(
                     f"the weights of layer {layer.name} were changed between its forward and its backward (by "
-                    "optimizer.step() or a write); run backward before the step"
+                    "optimizer.step(), a write, or the step that an earlier backward through the same graph took); run "
+                    "backward before the step, or, for a second one, set megatrain_config.step_schedule to 'deferred' (and "
+                    "host_gradients to 'kept')"
                 )
             if split.count > 1:
                 context.sums.begin(layer.unit.layout)

@@ -99,7 +99,7 @@ def refuse_unstepped(layers: Sequence[StreamedLayer], parameters: Collection[int
         names = [state.name for state in layer.unit.states if id(state.parameter) in parameters]
         if names and layer.unit.passes_gradients and not layer.unit.is_on_device:
             raise StateError(
-                f"{len(names)} gradients of layer {layer.name} ({names[0]} and so on) were set by the script, or consumed by "
+                f"{len(names)} gradients of layer {layer.name} (the first: {names[0]}) were set by the script, or consumed by "
                 "an earlier step and not cleared, and gradients that pass have no place from which step() could read them; "
                 "call optimizer.zero_grad() after each step, or set megatrain_config.host_gradients to 'kept' (2 bytes a "
                 "parameter more)"
@@ -107,7 +107,8 @@ def refuse_unstepped(layers: Sequence[StreamedLayer], parameters: Collection[int
 
 
 _NOT_STEPPED = (
-    "the gradients of layer {} can't be consumed in this backward: another one comes before the step (accumulation, several "
-    "forwards before one backward, a layer that is called twice), or no prepared Adam or AdamW has its parameters; set "
+    "the gradients of layer {} can't be consumed in this backward: those of an earlier step weren't cleared (call "
+    "optimizer.zero_grad() after each step), another backward comes before the step (accumulation, several forwards before "
+    "one backward, a layer that is called twice), or no prepared Adam or AdamW has its parameters; for the latter two set "
     "megatrain_config.host_gradients to 'kept' (2 bytes a parameter more)"
 )

@@ -164,6 +164,24 @@ def test_a_second_backward_before_the_step_is_an_error() -> None:
     engine.close()
 
 
+def test_a_backward_after_a_step_whose_gradients_were_not_cleared_is_an_error() -> None:
+    model, engine, optimizer = trained()
+    loss_of(model).backward()
+    optimizer.step()
+    with pytest.raises(StateError, match=r"earlier step weren't cleared \(call optimizer\.zero_grad\(\)"):
+        loss_of(model).backward()
+    engine.close()
+
+
+def test_a_second_backward_through_a_graph_whose_layers_were_stepped_is_an_error() -> None:
+    model, engine, _ = trained()
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    with pytest.raises(StateError, match=r"an earlier backward through the same graph took.*step_schedule to 'deferred'"):
+        loss.backward()
+    engine.close()
+
+
 def test_two_forwards_before_one_backward_are_an_error() -> None:
     model, engine, _ = trained()
     first = loss_of(model)

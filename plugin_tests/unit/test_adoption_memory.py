@@ -17,6 +17,7 @@ from process_memory import PeakMemory, anonymous_bytes, file_bytes
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import HostMemoryError
 from megatrain_accelerate.memory import host_limits
 from megatrain_accelerate.memory.flat_layout import ALIGNMENT_ELEMENTS
@@ -25,6 +26,7 @@ from megatrain_accelerate.memory.host_limits import (
     available_host_bytes,
     cgroup_available_bytes,
     require_host_bytes,
+    settings_that_take_less,
 )
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.units import GIB, MIB
@@ -233,6 +235,23 @@ def test_a_run_that_just_fits_is_accepted_and_one_byte_more_is_refused(monkeypat
     for part in ("take 10.00 GiB", "weights 4.00 GiB, moments 6.00 GiB", "leaves 12.00 GiB", "2.00 GiB are the loaded"):
         assert part in str(raised.value)
     assert "the machine or its cgroup leaves" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "accumulates", "named"),
+    [
+        ({}, False, ["host_gradients: passing", "moments_dtype: bf16"]),
+        ({}, True, ["moments_dtype: bf16"]),
+        ({"moments_dtype": "bf16"}, False, ["host_gradients: passing"]),
+        ({"moments_dtype": "bf16", "host_gradients": "passing"}, False, []),
+    ],
+)
+def test_a_refusal_names_the_settings_that_would_take_less(
+    settings: dict[str, str], accumulates: bool, named: list[str]
+) -> None:
+    said = settings_that_take_less(MegatrainConfig.from_mapping(settings), accumulates=accumulates)
+    assert [text for text in ("host_gradients: passing", "moments_dtype: bf16") if text in said] == named
+    assert bool(said) == bool(named)
 
 
 @pytest.mark.parametrize("training", [True, False])
