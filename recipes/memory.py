@@ -134,10 +134,11 @@ def needs(case: Case) -> Needs:
     in_layers = [[p for _, p in module.named_parameters()] for _, module in discovery.layers]
     outside = [parameter for spec in discovery.residents for _, parameter in spec.parameters]
     layouts = [layout(parameters, case.trains == "all") for parameters in [*in_layers, outside]]
+    # PEFT makes adapters in fp32, whatever the base is.
     adapter = adapter_parameters(discovery.layers[0][1]) if case.trains == "lora" else 0
-    adapters = [FlatLayout([ParameterSpec("adapter", (adapter,), torch.bfloat16, True)])] * (len(in_layers) if adapter else 0)
+    adapters = [FlatLayout([ParameterSpec("adapter", (adapter,), torch.float32, True)])] * (len(in_layers) if adapter else 0)
     host = planned_host_bytes([*layouts, *adapters], training=case.trains != "nothing")
-    weights, gradients = layouts[0].weight_bytes + 2 * adapter, layouts[0].gradient_bytes + 2 * adapter
+    weights, gradients = layouts[0].weight_bytes + 4 * adapter, layouts[0].gradient_bytes + 4 * adapter
     copies = 2 if case.has_reference else 1
     held = copies * (settings.slots * weights + layouts[-1].weight_bytes)
     held += settings.gradient_slots * gradients + layouts[-1].gradient_bytes
