@@ -22,13 +22,28 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "host_residuals_gib": ("residuals of the fp32 masters", "GiB"),
         "host_moments_gib": ("AdamW moments", "GiB"),
         "host_gradients_gib": ("gradients", "GiB"),
+        "host_gradient_residuals_gib": ("residuals of the gradients' fp32 sums", "GiB"),
+        "host_activations_gib": ("activations", "GiB"),
         "host_peak_gib": ("peak of the process", "GiB"),
     },
     "Device memory": {
         "gpu_slots_gib": ("weight slots", "GiB"),
         "gpu_gradient_slots_gib": ("gradient slots", "GiB"),
-        "gpu_resident_gib": ("resident weights", "GiB"),
+        "gpu_resident_gib": ("weights outside the layers", "GiB"),
+        "gpu_resident_layers_gib": ("weights of resident layers", "GiB"),
+        "gpu_layers_gib": ("weights of layers that live there", "GiB"),
+        "gpu_states_gib": ("masters and moments that live there", "GiB"),
+        "gpu_gradient_sums_gib": ("sums of a batch's pieces", "GiB"),
+        "gpu_gradient_residuals_gib": ("residuals of the gradients' fp32 sums", "GiB"),
+        "gpu_predicted_gib": ("peak, as the plan expects it", "GiB"),
         "gpu_peak_gib": ("peak", "GiB"),
+    },
+    "The plan": {
+        "kept_layers": ("layers that aren't recomputed", ""),
+        "offloaded_layers": ("layers whose activations leave", ""),
+        "resident_layers": ("layers whose weights stay on the GPU", ""),
+        "device_layers": ("layers that live on the GPU", ""),
+        "plan_seconds": ("time that it took", "s"),
     },
     "Traffic and waits of a step": {
         "h2d_gb": ("host to GPU", "GB"),
@@ -131,7 +146,7 @@ def main() -> None:
 
     state_path = args.output_dir / "trainer_state.json"
     if not state_path.is_file():
-        parser.error(f"{state_path} does not exist; the script writes it with trainer.save_state()")
+        parser.error(f"{state_path} does not exist; each checkpoint has one, and trainer.save_state() writes one here")
     log = json.loads(state_path.read_text())["log_history"]
     _, losses = series(log, "loss")
     _, eval_losses = series(log, "eval_loss")
