@@ -72,12 +72,13 @@ class MegatrainConfig:
     those before the kept ones, so that the link has time. Costs host memory. ``auto``: what the plan finds fastest."""
 
     keep_attention: int | str = "auto"
-    """Recomputed layers whose attention's results stay on the GPU until backward, so that attention, of a long sequence most
+    """Recomputed layers whose attention's results wait where the layer's inputs do, so that attention, of a long sequence most
     of a layer's time, isn't computed again; counted from the last layer that isn't kept. These aren't compiled. ``auto``: of
     layers with tiles (``token_tile``) as many as the plan finds fastest."""
 
     offload_inputs: bool | str = "auto"
-    """Send the inputs of recomputed layers to host memory until backward, for sequences whose inputs alone fill the GPU.
+    """Send the inputs of recomputed layers, and kept results of their attention, to host memory until backward, for sequences
+    whose inputs alone fill the GPU.
     ``auto``: those of as many layers, from the model's start, as the plan finds fastest; true: of all; false: of none."""
 
     resident_layers: int | str = "auto"

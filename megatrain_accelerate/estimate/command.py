@@ -173,19 +173,12 @@ def _estimated(options: argparse.Namespace, forecaster: Forecaster, machine: Any
         fits = forecaster.host_store_bytes <= forecaster.host_bytes
         return largest(needs, machine.gpu_bytes, limit, _TOLERANCE) if fits else 0
 
-    def context(offloads_inputs: bool) -> int:
-        def needs(count: int) -> int:
-            return forecaster.least_gpu_bytes(1, count * _CONTEXT_STEP, offloads_inputs)
-
-        return _CONTEXT_STEP * most(needs, MOST_TOKENS // _CONTEXT_STEP)
-
     limits = None
     if not options.no_limits:
         batch = most(lambda count: forecaster.least_gpu_bytes(count, length), _MOST_BATCH)
-        longest = context(False)
-        offloaded = min(context(True), forecaster.longest_offloaded(length) // _CONTEXT_STEP * _CONTEXT_STEP)
-        step = forecaster.forecast(1, longest) if longest else None
-        limits = report.Limits(batch, longest, max(longest, offloaded), step)
+        steps = most(lambda count: forecaster.least_gpu_bytes(1, count * _CONTEXT_STEP), MOST_TOKENS // _CONTEXT_STEP)
+        longest = forecaster.forecast(1, steps * _CONTEXT_STEP) if steps else None
+        limits = report.Limits(batch, steps * _CONTEXT_STEP, longest)
     text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
     return report.Estimate(
         model=options.model,

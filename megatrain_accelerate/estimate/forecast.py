@@ -143,27 +143,20 @@ class Forecaster:
         """Host memory that the training asks for when it starts, bytes."""
         return self.plan.store_bytes + CONSTANT_OVERHEAD_BYTES
 
-    def least_gpu_bytes(self, batch: int, length: int, offloads_inputs: bool = False) -> int:
-        """GPU memory of the leanest step: every layer streams and is recomputed.
+    def least_gpu_bytes(self, batch: int, length: int) -> int:
+        """GPU memory of a step that takes the least of it, bytes (:meth:`ForecastPlan.leanest`).
 
         Args:
             batch, length: sequences, and tokens of each.
-            offloads_inputs: whether all layers' inputs go to the host, and not only those that the settings name.
         """
         tiles = self._tiles(batch * length)
-        return min(self.plan.least_bytes(self._outline_by(batch, length, tile), offloads_inputs) for tile in tiles)
+        return min(self.plan.least_bytes(self._outline_by(batch, length, tile)) for tile in tiles)
 
     def _tiles(self, tokens: int) -> Sequence[int]:
         """Tokens of a tile that the plan would try for a batch of so many in all; 0 for none."""
         if self.config.token_tile != "auto":
             return [int(self.config.token_tile)]
         return [0, AUTO_TILE_TOKENS] if tokens > AUTO_TILE_TOKENS else [0]
-
-    def longest_offloaded(self, length: int) -> int:
-        """Tokens whose layers' inputs fit the host memory beside the store, from those of one sequence of ``length``."""
-        outline = self.outline(1, length)
-        sent = sum(outline.profiles[event.kind].input_bytes for event in outline.forward_calls)
-        return max(0, self.host_bytes - self.host_store_bytes) * length // max(1, sent)
 
     def forecast(self, batch: int, length: int) -> Forecast:
         """The fastest step on ``batch`` sequences of ``length`` tokens; the leanest where nothing fits.
@@ -174,7 +167,7 @@ class Forecaster:
         outline = self.outline(batch, length)
         found = self.plan.fastest(outline)
         fits_host = self.host_store_bytes <= self.host_bytes
-        chosen = found or self.plan.streamed(outline)
+        chosen = found or self.plan.leanest(outline)
         kept = sum(
             outline.profiles[event.kind].kept_bytes for event in outline.forward_calls if event.layer in chosen.placement.kept
         )

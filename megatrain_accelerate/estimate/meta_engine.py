@@ -19,7 +19,7 @@ from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.placement_search import Candidate, PlacementSearch
 from megatrain_accelerate.planning.step_profile import StepOutline
-from megatrain_accelerate.planning.step_simulation import Model, peak_bytes, simulate_step
+from megatrain_accelerate.planning.step_simulation import Model
 from megatrain_accelerate.streaming.layer_function import OutputRecorder
 
 META = torch.device("meta")
@@ -160,18 +160,14 @@ class ForecastPlan(DevicePlan):
         """Device memory that such a step takes under any placement, bytes."""
         return self._fixed_bytes(outline)
 
-    def least_bytes(self, outline: StepOutline, offloads_inputs: bool = False) -> int:
-        """Device memory of the step where every layer streams and is recomputed, bytes.
+    def leanest(self, outline: StepOutline) -> Candidate:
+        """The placement that takes the least device memory, whether it fits or not: what the settings ask for and nothing
+        more, and as many inputs on the host as it has room for if they may leave."""
+        return self._search_for(outline).leanest(self._asked)
 
-        Args:
-            outline: of the step.
-            offloads_inputs: whether all layers' inputs go to the host, and not only those that the settings name.
-        """
-        return self._fixed_bytes(outline) + peak_bytes(outline, self.model_sizes(), self._leanest(offloads_inputs))
-
-    def _leanest(self, offloads_inputs: bool) -> Placement:
-        count = len(self._runtime.layers)
-        return Placement.of_counts(count, inputs_offloaded=count if offloads_inputs else self._choices.inputs_offloaded or 0)
+    def least_bytes(self, outline: StepOutline) -> int:
+        """Device memory of the step under :meth:`leanest`, bytes."""
+        return self._fixed_bytes(outline) + self.leanest(outline).peak_bytes
 
     def fastest(self, outline: StepOutline) -> Candidate | None:
         """The fastest placement that fits both memories; None if none does."""
@@ -180,10 +176,3 @@ class ForecastPlan(DevicePlan):
     def search(self, outline: StepOutline) -> PlacementSearch:
         """The search for placements of a step."""
         return self._search_for(outline)
-
-    def streamed(self, outline: StepOutline) -> Candidate:
-        """The placement in which every layer streams and is recomputed, whether it fits or not."""
-        sizes, placement = self.model_sizes(), self._leanest(False)
-        return Candidate(
-            placement, peak_bytes(outline, sizes, placement), simulate_step(outline, sizes, placement, self._speeds)
-        )

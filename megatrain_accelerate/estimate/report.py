@@ -15,14 +15,12 @@ from megatrain_accelerate.units import GB, GIB
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What fits at most, where every layer streams and is recomputed."""
+    """What fits at most, where every layer streams and is recomputed, and inputs leave as far as the host has room."""
 
     batch: int
     """Sequences of the estimate's length."""
     context: int
     """Tokens of a single sequence."""
-    context_offloaded: int
-    """The same with ``offload_inputs``."""
     longest: Forecast | None
     """The step on one sequence of the longest context."""
 
@@ -47,7 +45,7 @@ class Estimate:
     host_store_bytes: int
     host_budget_bytes: int
     least_gpu_bytes: int
-    """GPU memory of one sequence where every layer streams and is recomputed."""
+    """GPU memory of one sequence where it takes the least."""
     limits: Limits | None
     """None if nobody asked for them."""
     rows: Sequence[Forecast]
@@ -88,7 +86,7 @@ def table(estimate: Estimate) -> str:
         ("GPU memory", f"from {estimate.least_gpu_bytes / GIB:.1f} GiB, for one sequence of {estimate.length:,} tokens"),
     ]
     if (limits := estimate.limits) is not None:
-        context = f"{limits.context:,} tokens, one sequence; {limits.context_offloaded:,} with offload_inputs{stated}"
+        context = f"{limits.context:,} tokens, one sequence{stated}"
         facts += [("largest batch", f"{limits.batch:,} sequences of {estimate.length:,} tokens"), ("longest context", context)]
     width = max(len(name) for name, _ in facts)
     lines = [f"{name:<{width}}  {text}" for name, text in facts]
@@ -171,7 +169,6 @@ def _limits_as_json(limits: Limits) -> dict[str, Any]:
     return {
         "largest_batch": limits.batch,
         "longest_context": limits.context,
-        "longest_context_offloaded": limits.context_offloaded,
         "longest": None if limits.longest is None else _row_as_json(limits.longest),
     }
 

@@ -201,7 +201,8 @@ class Joiner:
         except CannotJoinError as reason:
             self._is_refused = True
             engine.device_plan.forget()
-            logger.info("megatrain: the micro-batches of a step run one by one, because %s", reason)
+            level = logging.WARNING if self._is_asked_for else logging.INFO
+            logger.log(level, "megatrain: the micro-batches of a step run one by one, because %s", reason)
             return None
         return joined
 

@@ -191,7 +191,13 @@ class DevicePlan:
         try:
             outline = foreseen or self._outlined(model, inputs)
         except Exception as error:  # a model that looks at its data can't be run without any
-            logger.info("megatrain: the step can't be predicted for this model (%s)", error)
+            logger.log(
+                logging.WARNING if budget_bytes else logging.INFO,
+                "megatrain: a step can't be predicted for this model (%s: %s), so that its layers stream and are recomputed but for "
+                "what megatrain_config.keep_layers, resident_layers and device_layers say",
+                type(error).__name__,
+                error,
+            )
             self._place(self._settled())
             self._planned_elements = elements
             return

@@ -41,9 +41,9 @@ class Placement:
     offload_spacing: int = 1
     """Layers from one offloaded layer to the next: while those between compute, the link has time for its copies."""
     attention_kept: frozenset[int] = frozenset()
-    """Recomputed layers of which attention's results stay on the device until backward."""
+    """Recomputed layers whose attention isn't computed again: its results wait until backward."""
     inputs_offloaded: frozenset[int] = frozenset()
-    """Of those among them that are recomputed, the inputs wait in host memory until backward."""
+    """Of those among them that are recomputed, the inputs wait in host memory until backward, and attention's results too."""
     resident: frozenset[int] = frozenset()
     """Weights stay on the device, states on the host."""
     on_device: frozenset[int] = frozenset()

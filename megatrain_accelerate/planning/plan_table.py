@@ -30,7 +30,7 @@ def plan_table(
     host += sum(sent_bytes(outline, placement))
     kept_bytes = sum(outline.profiles[e.kind].kept_bytes for e in outline.forward_calls if e.layer in placement.kept)
     away = len(placement.inputs_offloaded - placement.kept - placement.offloaded)
-    attending = len(placement.attention_kept)
+    attending, both = len(placement.attention_kept), len(placement.attention_kept & placement.inputs_offloaded)
     groups = "GPU" if placement.groups_on_device else "host"
     rows = [
         (
@@ -44,7 +44,8 @@ def plan_table(
             f"{len(placement.kept)} layers kept ({kept_bytes / GIB:.1f} GiB), "
             f"{len(placement.offloaded)} offloaded, {recomputed} recomputed"
             + (f", {away} of them from inputs on the host" if away else "")
-            + (f", {attending} of them but for attention" if attending else ""),
+            + (f", {attending} of them but for attention" if attending else "")
+            + (f" (its results on the host for {both})" if both else ""),
         ),
         *([("tiles", tiles_text(runtime))] if runtime.token_tile else []),
         ("GPU memory", f"{predicted_bytes / GIB:.1f} of {budget_bytes / GIB:.1f} GiB"),

@@ -90,11 +90,12 @@ def sent_bytes(outline: StepOutline, placement: Placement) -> list[int]:
     remembers = placement.kept | placement.offloaded
     for event in outline.forward_calls:
         profile = outline.profiles[event.kind]
-        recomputes = event.layer not in remembers
-        sent.append(
-            profile.offloaded_bytes * (event.layer in placement.offloaded)
-            + profile.input_bytes * (recomputes and event.layer in placement.inputs_offloaded)
-        )
+        if event.layer in remembers:
+            sent.append(profile.offloaded_bytes * (event.layer in placement.offloaded))
+        else:
+            # Attention's results wait where the inputs do.
+            waiting = profile.input_bytes + profile.attention_bytes * (event.layer in placement.attention_kept)
+            sent.append(waiting * (event.layer in placement.inputs_offloaded))
     return sent
 
 
@@ -112,7 +113,7 @@ class _Away:
         # Of a batch that runs in pieces, two pieces are on the device.
         pieces = [outline.profiles[event.kind].pieces for event in outline.forward_calls]
         self._at_once = [sent // count for sent, count in zip(self._sent, pieces, strict=True)]
-        # An outline's inputs are all there; what an offloaded layer saved isn't in it.
+        # An outline's inputs are all there, and results of attention count as kept; what an offloaded layer saved doesn't.
         self._is_input = [layer not in placement.offloaded for layer in self._calls]
         self._inputs_before = [0]
         for sent, is_input in zip(self._sent, self._is_input, strict=True):

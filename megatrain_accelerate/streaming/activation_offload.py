@@ -32,6 +32,10 @@ MIN_OFFLOADED_BYTES = 1 * MIB
 """Smaller storages stay on the device: their copies would cost more to issue than their memory is worth."""
 
 
+EVERY_RUN = -1
+"""In the place of a run's number: what all runs of a call need."""
+
+
 class _Arrival:
     """The end of one batch of copies back: compute waits for it once, before it first uses what they bring."""
 
@@ -166,6 +170,10 @@ class _Departure:
     parcels: list[_Parcel]
 
 
+def _of_run(recordings: Sequence[tuple[int, Recording]], run: int) -> list[Recording]:
+    return [recording for number, recording in recordings if number in (run, EVERY_RUN)]
+
+
 class ActivationOffloader:
     """Moves recordings between device and host. One object per engine.
 
@@ -191,7 +199,7 @@ class ActivationOffloader:
         self._meter = meter
         self._run = 0
         self._leaving: collections.deque[_Departure] = collections.deque()
-        self._recordings: weakref.WeakKeyDictionary[Tape, dict[int, list[Recording]]] = weakref.WeakKeyDictionary()
+        self._recordings: weakref.WeakKeyDictionary[Tape, dict[int, list[tuple[int, Recording]]]] = weakref.WeakKeyDictionary()
 
     @classmethod
     def for_engine(
@@ -248,18 +256,19 @@ class ActivationOffloader:
             self._meter.compute_waits_for(arrival.event, Cause.H2D)
             arrival.is_waited_for = True
 
-    def send(self, recording: Recording, tape: Tape, position: int) -> None:
+    def send(self, recording: Recording, tape: Tape, position: int, run: int = EVERY_RUN) -> None:
         """Issues the copies of what was recorded.
 
         Args:
             recording: of a run whose kernels were all issued.
             tape, position: the call on its forward pass; backward asks for it by them.
+            run: which of the call's runs, in forward order.
 
         Raises:
             HostMemoryError: no host memory is left.
         """
         parcels = recording.seal()
-        self._recordings.setdefault(tape, {}).setdefault(position, []).append(recording)
+        self._recordings.setdefault(tape, {}).setdefault(position, []).append((run, recording))
         if not parcels:
             return
         made_event, copied_event = self._streams.event(), self._streams.event()
@@ -276,7 +285,13 @@ class ActivationOffloader:
                 assert parcel.on_device is not None
                 self._copy(parcel.block, parcel.on_device, to_host=True)
             copied_event.record(d2h_stream)
-        self._leaving.append(_Departure(self._run, tape, position, copied_event, parcels))
+        last = self._leaving[-1] if self._leaving else None
+        if last is not None and (last.run, last.tape, last.position) == (self._run, tape, position):
+            # More of the same run: the copies are in order, so that this event is the later one.
+            last.copied_event = copied_event
+            last.parcels += parcels
+        else:
+            self._leaving.append(_Departure(self._run, tape, position, copied_event, parcels))
         self._meter.counters.d2h_bytes += sum(parcel.size_bytes for parcel in parcels)
 
     def bring_back(self, tape: Tape, position: int, run: int) -> None:
@@ -291,10 +306,14 @@ class ActivationOffloader:
         for departure in [d for d in self._leaving if d.tape is not tape or d.position not in near]:
             self._leaving.remove(departure)
             self._give_up(departure)
-        recordings = self._recordings.get(tape, {})
-        wanted = recordings.get(position, [])[: run + 1][-1:-3:-1]
-        if len(wanted) < 2:
-            wanted += [runs[-1] for before in near[-2::-1] if (runs := recordings.get(before))]
+        calls = self._recordings.get(tape, {})
+        wanted = _of_run(calls.get(position, []), run)
+        if run:
+            wanted += _of_run(calls.get(position, []), run - 1)
+        else:
+            for before in near[-2::-1]:
+                recordings = calls.get(before, [])
+                wanted += _of_run(recordings, max((number for number, _ in recordings), default=0))
         for recording in wanted:
             away = [parcel for parcel in recording.parcels() if parcel.on_device is None]
             if away:

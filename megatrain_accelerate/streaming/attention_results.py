@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.streaming.activation_offload import ParcelPlace, Recording
 
 _ATTENTION = frozenset(
     {
@@ -59,29 +60,40 @@ class AttentionResults:
     """The results of one run's attention operations, in order.
 
     Owner: the layer's autograd node, from forward to the first backward. Reader: the recompute.
+
+    Args:
+        leaving: takes those that wait in host memory, for whoever sends it when the run is over; None if all stay.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, leaving: Recording | None = None) -> None:
         self._results: list[Any] = []
+        self._leaving = leaving
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all results."""
+        """Bytes of those that stay."""
         return sum(leaf.nbytes for leaf in tree_flatten(self._results)[0] if isinstance(leaf, torch.Tensor))
 
     def recording(self) -> TorchDispatchMode:
         """Notes what attention gives in the body. The operations run as they do without."""
-        return _Recording(self._results)
+        return _Recording(self)
 
     def replaying(self) -> TorchDispatchMode:
         """Attention in the body, which must be the recorded one again, gives what was noted, to the bit, and doesn't run."""
         return _Replaying(self._results)
 
+    def note(self, func: Any, result: Any) -> None:
+        """Holds the result of the next operation; None for one that is to run again."""
+        leaving = self._leaving
+        if leaving is not None:
+            result = tree_map_only(torch.Tensor, lambda tensor: leaving.place(tensor) or tensor, result)
+        self._results.append(None if result is None else (func, result))
+
 
 class _Recording(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, results: list[Any]) -> None:
+    def __init__(self, results: AttentionResults) -> None:
         super().__init__()
         self._results = results
 
@@ -89,7 +101,7 @@ class _Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if is_attention(func):
-            self._results.append(None if _drops(func, args, kwargs) else (func, _cut(result)))
+            self._results.note(func, None if _drops(func, args, kwargs) else _cut(result))
         return result
 
 
@@ -105,7 +117,7 @@ class _Replaying(TorchDispatchMode):
             result = next(self._following, None)
             # With ``sdpa_kernel`` around the forward alone another kernel is chosen now, with results of its own.
             if result is not None and result[0] is func:
-                return _cut(result[1])
+                return _cut(tree_map_only(ParcelPlace, ParcelPlace.tensor, result[1]))
         return func(*args, **(kwargs or {}))
 
 

@@ -70,6 +70,7 @@ class RunContext:
         keeps: Callable[[StreamedLayer], bool],
         offloads: Callable[[StreamedLayer], bool],
         keeps_attention: Callable[[StreamedLayer], bool],
+        offloads_inputs: Callable[[StreamedLayer], bool],
         activations: ActivationOffloader,
         recorder: OutputRecorder | None,
         compiled: CompiledLayers,
@@ -91,7 +92,9 @@ class RunContext:
         self.offloads = offloads
         """Whether a layer's activations go to the host until its backward."""
         self.keeps_attention = keeps_attention
-        """Whether the results of a recomputed layer's attention stay on the device until its backward."""
+        """Whether a recomputed layer's attention isn't computed again: its results wait where the layer's inputs do."""
+        self.offloads_inputs = offloads_inputs
+        """Whether a recomputed layer's inputs go to the host until its backward."""
         self.activations = activations
         self.recorder = recorder
         self.anchor = torch.zeros((), device=device, requires_grad=True)
@@ -260,9 +263,15 @@ class LayerFunction(torch.autograd.Function):
         if context.offloads(layer):
             offloaded = context.activations.record(layer.name, [*tensors, *layer.module.buffers()])
         if offloaded is None and not context.keeps(layer):
-            attention = ctx.runs[piece].attention = AttentionResults() if context.keeps_attention(layer) else None
+            attention = leaving = None
+            if context.keeps_attention(layer):
+                leaving = context.activations.record(layer.name) if context.offloads_inputs(layer) else None
+                attention = ctx.runs[piece].attention = AttentionResults(leaving)
             with attention.recording() if attention is not None else contextlib.nullcontext():
-                return LayerFunction._run_unkept(call, slot, _cut_off(tensors, ctx.needs_input_grad[4:]), piece)
+                outputs = LayerFunction._run_unkept(call, slot, _cut_off(tensors, ctx.needs_input_grad[4:]), piece)
+            if leaving is not None:
+                context.activations.send(leaving, ctx.tape, ctx.position, piece)
+            return outputs
         kept = ctx.runs[piece].kept = KeptGraph(slot, offloaded)
         weights, kept.weight_leaves = bound_weights(layer, slot)
         kept.inputs = _cut_off(tensors, ctx.needs_input_grad[4:])
@@ -271,7 +280,7 @@ class LayerFunction(torch.autograd.Function):
             kept.edges = edges_of(outputs)
         kept.leave_slot()
         if offloaded is not None:
-            context.activations.send(offloaded, ctx.tape, ctx.position)
+            context.activations.send(offloaded, ctx.tape, ctx.position, piece)
         return call.cut_outputs(outputs)
 
     @staticmethod

@@ -128,6 +128,7 @@ class StreamingRuntime:
             keeps=lambda layer: layer.index in self.kept_layers,
             offloads=lambda layer: layer.index in self.offloaded_layers,
             keeps_attention=lambda layer: layer.index in self.attention_layers,
+            offloads_inputs=lambda at: at.index in self.input_offloaded_layers - self.kept_layers - self.offloaded_layers,
             activations=self.activations,
             recorder=recorder,
             compiled=self.compiled,
@@ -204,9 +205,8 @@ class StreamingRuntime:
                 tape, position = self._order.record(layer.index)
                 self._open_forwards.add(_open_forward := tape.open_forward())  # alive until a node holds it
                 anchor = self._context.anchor if layer.has_trainable else self._context.anchor.detach()
-                offloads = layer.index in self.input_offloaded_layers - self.kept_layers - self.offloaded_layers
                 offloading = inputs_offloaded(self.activations, layer.name, tensors, tape, position)
-                with offloading if offloads else contextlib.nullcontext():
+                with offloading if self._context.offloads_inputs(layer) else contextlib.nullcontext():
                     outputs = list(LayerFunction.apply(call, tape, position, anchor, *tensors))
                 return shared.take_back(call.rebuild(outputs))
         tape, position = self._order.record(layer.index)

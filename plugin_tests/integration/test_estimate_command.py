@@ -63,10 +63,21 @@ def test_limits_are_the_last_that_fit(folder: Path, capsys: pytest.CaptureFixtur
     assert main(["estimate", str(folder), *machine, "--batch", "1"]) == 0
     limits = json.loads(capsys.readouterr().out)["limits"]
     assert limits["longest"]["fits"]
-    assert limits["longest"]["length"] == limits["longest_context"] <= limits["longest_context_offloaded"]
+    assert limits["longest"]["length"] == limits["longest_context"]
     for batch, fits in ((limits["largest_batch"], True), (int(1.1 * limits["largest_batch"]), False)):
         main(["estimate", str(folder), *machine, "--batch", str(batch), "--no-limits"])
         assert json.loads(capsys.readouterr().out)["rows"][0]["fits"] is fits
+
+
+def test_a_sequence_that_fits_since_inputs_leave_is_said_to_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 24, "vocab_size": 512}))
+    arguments = ["estimate", str(folder), *MACHINE, "--length", "24576", "--batch", "1", "--no-limits", "--json"]
+    for offload_inputs in ("auto", "false"):
+        fits = offload_inputs == "auto"
+        assert main([*arguments, "--set", f"offload_inputs={offload_inputs}"]) == (0 if fits else 1)
+        found = json.loads(capsys.readouterr().out)
+        assert found["fits"] is found["rows"][0]["fits"] is fits
+        assert (found["rows"][0]["offloaded_gib"] > 0) is fits
 
 
 def test_what_does_not_fit_is_said_with_what_is_missing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.streaming import activation_offload
 from megatrain_accelerate.streaming.attention_results import AttentionResults, is_attention
 
 
@@ -86,11 +87,18 @@ def test_attention_that_drops_runs_again() -> None:
             assert counted.kernels == 3
 
 
+@pytest.fixture
+def small_tensors_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_offload, "MIN_OFFLOADED_BYTES", 1)
+
+
+@pytest.mark.usefixtures("small_tensors_leave")
 @pytest.mark.parametrize("changes", [{}, {"attention_dropout": 0.3}, {"attn_implementation": "eager"}], ids=str)
 def test_layers_that_keep_attention_have_the_bits_of_recomputed_ones(changes: dict[str, Any]) -> None:
     model, batches = tiny_model(**changes).train(), token_batches(3)
     runs = []
-    for settings in ({}, {"keep_attention": 4}, {"keep_layers": 1, "keep_attention": 2, "micro_batch_size": None}):
+    away = {"keep_attention": 3, "offload_inputs": True}
+    for settings in ({}, {"keep_attention": 4}, {"keep_layers": 1, "keep_attention": 2, "micro_batch_size": None}, away):
         torch.manual_seed(1)
         runs.append(train_streamed(model, batches, **{"keep_layers": 0, **settings}))
     for run in runs[1:]:
@@ -140,9 +148,28 @@ def test_layers_that_keep_attention_are_recomputed_and_before_the_kept_ones(
     assert Placement.of_counts(10, **counts).attention_kept == expected
 
 
-def test_pieces_of_a_batch_keep_theirs() -> None:
+@pytest.mark.usefixtures("small_tensors_leave")
+@pytest.mark.parametrize("offload_inputs", [False, True])
+def test_pieces_of_a_batch_keep_theirs(offload_inputs: bool) -> None:
     model, batches = tiny_model(), token_batches(2, batch=4)
     make: Callable[..., Any] = lambda **settings: train_streamed(model, batches, micro_batch_size=1, **settings)  # noqa: E731
-    recomputed, kept = make(keep_layers=0), make(keep_layers=0, keep_attention=4)
+    recomputed, kept = make(keep_layers=0), make(keep_layers=0, keep_attention=4, offload_inputs=offload_inputs)
     assert recomputed.losses == kept.losses
     assert recomputed.norms == kept.norms
+
+
+@pytest.mark.usefixtures("small_tensors_leave")
+def test_results_wait_on_the_host_where_the_inputs_do_and_come_back_for_backward() -> None:
+    waiting, results = {}, 0
+    (ids,) = token_batches(1, length=64)
+    for attention in (0, 4):
+        model = tiny_model().train()
+        engine = attach(model, keep_layers=0, keep_attention=attention, offload_inputs=True)
+        loss = model(input_ids=ids, labels=ids).loss
+        engine.runtime.activations.settle()
+        waiting[attention] = engine.runtime.activations.pool.used_bytes
+        results = 4 * ids.numel() * model.config.hidden_size * 2
+        assert backward_kernels(loss) == 4 - attention
+        assert engine.runtime.activations.pool.used_bytes == 0
+        engine.close()
+    assert waiting[4] - waiting[0] >= results

@@ -11,7 +11,7 @@ from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.placement_search import Candidate, Choices, PlacementSearch
 from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
-from megatrain_accelerate.planning.step_simulation import Model, StepTime, UnitSizes, peak_bytes, simulate_step
+from megatrain_accelerate.planning.step_simulation import Model, StepTime, UnitSizes, peak_bytes, sent_bytes, simulate_step
 
 LAYERS = 10
 MACHINE = Machine(h2d_bytes=100.0, d2h_bytes=100.0, host_step_parameters=100.0, device_bytes=28e6, device_flops=1e3)
@@ -299,6 +299,23 @@ def test_inputs_leave_to_make_room_for_attention() -> None:
     assert best.placement.inputs_offloaded
     assert len(best.placement.attention_kept) >= 6
     assert seconds[None] < 0.9 * seconds[0]
+
+
+def test_results_of_attention_wait_on_the_host_as_far_as_it_has_room() -> None:
+    profile = {"attention": OpCosts(), "attention_bytes": 5, "attention_seconds": 0.8}
+    step = dataclasses.replace(outline(**profile), token_tile=8192)  # type: ignore[arg-type]
+    choices = Choices(kept=0, offloaded=0, resident=0, on_device=0)
+    attending = []
+    for host in (10**9, 40, 10):
+        # Device memory for what is there of two layers at a time, and a few more.
+        best = PlacementSearch(step, model(), MACHINE, SLOTS + 40 + 100, choices, host).best()
+        assert best is not None
+        assert sum(sent_bytes(step, best.placement)) <= host
+        attending.append(len(best.placement.attention_kept))
+        both = best.placement.attention_kept & best.placement.inputs_offloaded
+        assert sum(sent_bytes(step, best.placement)) == 5 * (len(best.placement.inputs_offloaded) + len(both))
+    assert attending[0] == LAYERS
+    assert attending[0] > attending[1] >= attending[2]
 
 
 def test_what_fits_in_no_way_takes_the_least_that_it_can() -> None:
