@@ -34,6 +34,11 @@ logger = logging.getLogger(__name__)
 LIBRARY_WORKSPACE_BYTES = 128 * MIB
 """Device memory for workspaces of cuBLAS (32 MiB a thread that computes) and small tensors outside the step's graph."""
 
+_NOT_PREDICTED = (
+    "megatrain: a step can't be predicted for this model (%s: %s), so that its layers stream and are recomputed; set "
+    "megatrain_config.keep_layers, resident_layers or device_layers to give them GPU memory"
+)
+
 USABLE_SHARE_OF_DEVICE = 0.9
 """Share of the device's free memory that the plan fills: the caching allocator's blocks don't fit without gaps."""
 
@@ -191,13 +196,7 @@ class DevicePlan:
         try:
             outline = foreseen or self._outlined(model, inputs)
         except Exception as error:  # a model that looks at its data can't be run without any
-            logger.log(
-                logging.WARNING if budget_bytes else logging.INFO,
-                "megatrain: a step can't be predicted for this model (%s: %s), so that its layers stream and are recomputed but for "
-                "what megatrain_config.keep_layers, resident_layers and device_layers say",
-                type(error).__name__,
-                error,
-            )
+            logger.log(logging.WARNING if budget_bytes else logging.INFO, _NOT_PREDICTED, type(error).__name__, error)
             self._place(self._settled())
             self._planned_elements = elements
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 
 import pytest
 import torch
@@ -427,6 +428,22 @@ def test_forwards_that_wait_take_what_they_take_by_the_tiles_that_were_chosen_af
         assert run.engine.runtime.token_tile == 128
         predicted.append(plan.predicted_bytes)
     assert predicted[0] == predicted[1]
+
+
+def test_a_model_whose_step_can_not_be_predicted_says_so_at_the_default_level(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def looks_at_data(*_: object) -> StepOutline:
+        raise ValueError("it looks at its data")
+
+    monkeypatch.setattr(device_plan, "outline_step", looks_at_data)
+    run = planned(400)
+    with caplog.at_level(logging.WARNING, logger="megatrain_accelerate"):
+        run.step(batch(), max_norm=1.0)
+    run.engine.close()
+    (said,) = [record.getMessage() for record in caplog.records if "can't be predicted" in record.getMessage()]
+    assert "ValueError: it looks at its data" in said
+    assert "set megatrain_config.keep_layers" in said
 
 
 def test_moments_in_bf16_make_the_predicted_step_of_the_host_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
