@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.estimate.extrapolation import extended_graph, extended_outline, extended_profile
 from megatrain_accelerate.estimate.layer_graph import LayerGraph, TensorShape, trace_layer
 from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
 from megatrain_accelerate.estimate.reckoning import (
@@ -27,7 +28,6 @@ from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import require_layers
 from megatrain_accelerate.planning.placement_search import Candidate
-from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_outline import outline_layers, outline_step
 from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
 from megatrain_accelerate.planning.step_simulation import sent_bytes
@@ -36,6 +36,7 @@ from megatrain_accelerate.streaming.compiled_layer import SMALLEST_LAYER_PARAMET
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import OutputRecorder
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
+from megatrain_accelerate.streaming.model_hook import has_hooks_inside
 from megatrain_accelerate.streaming.token_tiles import AUTO_TILE_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,19 @@ _TRACED_SEQUENCES, _TRACED_TILES = 2, 8
 """Layers are traced on so many sequences, or as many as fill so many tiles, and on twice as many; on more they take more in
 proportion. Of one sequence, tensors may be laid out otherwise; of a few tiles, one tile is most of what is alive."""
 
-_Layers = tuple[Sequence[Hashable], dict[Hashable, LayerProfile]]
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call of a layer, or the first piece of it: what it costs, without times."""
+
+    dry: LayerProfile
+    """Of the whole call, run as it is written."""
+    graph: LayerGraph | None
+    compiles: bool
+    split: BatchSplit
+
+
+_Calls = tuple[Sequence[Hashable], dict[Hashable, _Call]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +149,7 @@ class Forecaster:
         self._graphs: dict[Hashable, LayerGraph | None] = {}
         self._outlines: dict[tuple[int, int, int], StepOutline] = {}
         self._outside: dict[tuple[int, int, int], StepOutline] = {}
-        self._traced: dict[tuple[int, int, int], _Layers] = {}
+        self._traced: dict[tuple[int, int, int], _Calls] = {}
 
     @property
     def host_store_bytes(self) -> int:
@@ -213,13 +226,14 @@ class Forecaster:
         return self._outlines[key]
 
     def _reckoned(self, batch: int, length: int) -> StepOutline:
-        kinds, profiles = self._layers(batch, length)
+        kinds, calls = self._layers(batch, length)
+        profiles = {kind: self._profile(call) for kind, call in calls.items()}
         outline = self._outside_of(batch, length)
         outline = dataclasses.replace(outline, profiles=profiles, events=_with_kinds(outline.events, kinds))
         return dataclasses.replace(outline, outside_seconds=outside_seconds(outline, self.machine, self.shares))
 
-    def _layers(self, batch: int, length: int) -> _Layers:
-        """The kinds of the layers' calls in order, and their profiles."""
+    def _layers(self, batch: int, length: int) -> _Calls:
+        """The kinds of the layers' calls in order, and what they cost."""
         pieces = self.engine.runtime.micro_batch_size
         fewest = max(_TRACED_SEQUENCES, -(-_TRACED_TILES * self.engine.runtime.token_tile // length))
         if batch <= 2 * fewest or (pieces is not None and batch > pieces):
@@ -227,26 +241,28 @@ class Forecaster:
         (few_kinds, few), (many_kinds, many) = (self._layers_of(count, length) for count in (fewest, 2 * fewest))
         times = batch / fewest
         pairs = zip(few_kinds, many_kinds, strict=True)
-        return many_kinds, {kind: _profile_of(few[other], many[kind], times) for other, kind in set(pairs)}
+        return many_kinds, {kind: _call_of(few[other], many[kind], times) for other, kind in set(pairs)}
 
-    def _layers_of(self, batch: int, length: int) -> _Layers:
+    def _layers_of(self, batch: int, length: int) -> _Calls:
         key = (batch, length, self.engine.runtime.token_tile)
         if key not in self._traced:
             self._traced[key] = self._traced_layers(batch, length)
         return self._traced[key]
 
-    def _traced_layers(self, batch: int, length: int) -> _Layers:
-        calls: dict[Hashable, tuple[StreamedLayer, Any, Any]] = {}
+    def _traced_layers(self, batch: int, length: int) -> _Calls:
+        calls: dict[Hashable, tuple[bool, StreamedLayer, Any, Any]] = {}
 
         def note(kind: Hashable, layer: StreamedLayer, args: Any, kwargs: Any) -> None:
-            calls[kind] = (layer, *tree_map_only(torch.Tensor, TensorShape.of, (args, kwargs)))
+            # Asked while the model runs: transformers hangs hooks on routers whose logits the loss wants.
+            compiles = self._is_compiled(layer)
+            calls[kind] = (compiles, layer, *tree_map_only(torch.Tensor, TensorShape.of, (args, kwargs)))
 
         ids = {"input_ids": torch.zeros((batch, length), dtype=torch.long)}
         # The decoder's inputs are made of the labels. Elsewhere the loss is left out, since its tiles take long.
         has_decoder = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
         inputs = {**ids, "labels": ids["input_ids"]} if has_decoder else ids
         kinds, dry = outline_layers(self.model, self.engine.runtime, inputs, CPU, note)
-        return kinds, {kind: self._profile(kind, dry[kind], *calls[kind]) for kind in dry}
+        return kinds, {kind: self._call(kind, dry[kind], *calls[kind]) for kind in dry}
 
     def _outside_of(self, batch: int, length: int) -> StepOutline:
         """The outline without the layers' profiles: run if it is small, else extrapolated from two smaller ones."""
@@ -261,7 +277,7 @@ class Forecaster:
             shapes = (1, tokens), (1, 2 * tokens)
         small, large = (self._outlined(*shape) for shape in shapes)
         few_tokens = shapes[0][0] * shapes[0][1]
-        return _extrapolated(small, large, batch * length / few_tokens)
+        return extended_outline(small, large, batch * length / few_tokens)
 
     def _outlined(self, batch: int, length: int) -> StepOutline:
         key = (batch, length, self.engine.runtime.token_tile)
@@ -272,22 +288,28 @@ class Forecaster:
 
     # ------------------------------------------------------------------ layers
 
-    def _profile(self, kind: Hashable, dry: LayerProfile, layer: StreamedLayer, args: Any, kwargs: Any) -> LayerProfile:
+    def _call(self, kind: Hashable, dry: LayerProfile, compiles: bool, layer: StreamedLayer, args: Any, kwargs: Any) -> _Call:
         tensors = tree_map_only(TensorShape, lambda shape: shape.empty("meta"), (args, kwargs))
         split = BatchSplit.of_call(layer.name, tensors[0], tensors[1], self.engine.runtime.micro_batch_size)
         args, kwargs = tree_map_only(torch.Tensor, TensorShape.of, split.first_piece(*tensors))
-        graph = self._graph(kind, layer, args, kwargs)
+        return _Call(dry, self._graph(kind, layer, args, kwargs), compiles, split)
+
+    def _profile(self, call: _Call) -> LayerProfile:
+        dry, graph, split = call.dry, call.graph, call.split
         share = sum(split.sizes) / split.sizes[0] if split.sizes else 1.0
         if graph is not None and self.engine.runtime.token_tile:
             return tiled_profile(dry, graph.times(share), self.machine, self.shares)
-        if graph is None or not self._is_compiled(layer):
+        if graph is None or not call.compiles:
             whole = graph.times(share) if graph is not None else None
             return uncompiled_profile(dry, whole, self.machine, self.shares)
         output_bytes = round(share * graph.output_bytes)
         return compiled_profile(dry, graph, self.machine, self.shares).of_pieces(split, output_bytes)
 
     def _is_compiled(self, layer: StreamedLayer) -> bool:
+        """See :meth:`CompiledLayers.wants <megatrain_accelerate.streaming.compiled_layer.CompiledLayers.wants>`."""
         wanted = self.config.compile_layers
+        if has_hooks_inside(layer.module):
+            return False
         return layer.unit.layout.parameter_count >= SMALLEST_LAYER_PARAMETERS if wanted == "auto" else bool(wanted)
 
     def _graph(self, kind: Hashable, layer: StreamedLayer, args: Any, kwargs: Any) -> LayerGraph | None:
@@ -319,45 +341,8 @@ def _with_kinds(events: Sequence[Event], kinds: Sequence[Hashable]) -> tuple[Eve
     return tuple(made)
 
 
-def _extended(once: float, twice: float, times: float) -> float:
-    """The line through what is taken by some tokens and by twice as many, at ``times`` of them."""
-    return once + (twice - once) * (times - 1)
-
-
-def _extended_costs(once: OpCosts, twice: OpCosts, times: float) -> OpCosts:
-    flops = _extended(once.flops, twice.flops, times)
-    return OpCosts(flops, _extended(once.traffic_bytes, twice.traffic_bytes, times))
-
-
-def _profile_of(once: LayerProfile, twice: LayerProfile, times: float) -> LayerProfile:
-    """The profile of ``times`` the sequences that ``once`` is of; ``twice`` is of two times as many."""
-    changes: dict[str, Any] = {}
-    for field in dataclasses.fields(LayerProfile):
-        first, second = getattr(once, field.name), getattr(twice, field.name)
-        if isinstance(first, OpCosts):
-            changes[field.name] = _extended_costs(first, second, times)
-        elif isinstance(first, float):
-            changes[field.name] = _extended(first, second, times)
-        elif field.name.endswith("_bytes"):
-            changes[field.name] = round(_extended(first, second, times))
-    return dataclasses.replace(twice, **changes)
-
-
-def _extrapolated(small: StepOutline, large: StepOutline, times: float) -> StepOutline:
-    """The outline of ``times`` the tokens of ``small``; ``large`` has twice as many. All outside the layers is linear."""
-
-    def at(first: float, second: float) -> float:
-        return _extended(first, second, times)
-
-    events = tuple(
-        dataclasses.replace(
-            one,
-            live_bytes=round(at(one.live_bytes, two.live_bytes)),
-            peak_bytes=round(at(one.peak_bytes, two.peak_bytes)),
-            costs=_extended_costs(one.costs, two.costs, times),
-        )
-        for one, two in zip(small.events, large.events, strict=True)
-    )
-    tail = _extended_costs(small.tail_costs, large.tail_costs, times)
-    tail_peak_bytes = round(at(small.tail_peak_bytes, large.tail_peak_bytes))
-    return StepOutline(events, tail_peak_bytes, tail, large.profiles, large.token_tile)
+def _call_of(once: _Call, twice: _Call, times: float) -> _Call:
+    """The call on ``times`` the sequences that ``once`` is of; ``twice`` is of two times as many. Its seconds are reckoned
+    from its own costs: of few tokens, products may be bound by their weights' bytes that aren't of many."""
+    dry = extended_profile(once.dry, twice.dry, times)
+    return dataclasses.replace(twice, dry=dry, graph=extended_graph(once.graph, twice.graph, times))

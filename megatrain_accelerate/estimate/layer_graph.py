@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
+from megatrain_accelerate.planning.step_memory import grouped_flops, is_grouped_product
 from megatrain_accelerate.streaming.layer import StreamedLayer
 
 _CAUSAL_SHARE = 0.5
@@ -28,11 +29,25 @@ _CAUSAL_SHARE = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
+class Product:
+    """A matrix product or a convolution."""
+
+    flops: float
+    moved_bytes: float = 0.0
+    """Of its operands and its result."""
+    is_grouped: bool = False
+    """Whether each token meets the matrix of its expert."""
+
+    def times(self, factor: float) -> Product:
+        """``factor`` times as many, one after the other."""
+        return Product(factor * self.flops, factor * self.moved_bytes, self.is_grouped)
+
+
+@dataclasses.dataclass(frozen=True)
 class GraphCosts:
     """What one run of a graph takes on the device."""
 
-    product_flops: float
-    """Of matrix products and convolutions."""
+    products: tuple[Product, ...]
     attention_flops: float
     """Of attention kernels, the causal half where they skip the rest."""
     traffic_bytes: float
@@ -42,9 +57,13 @@ class GraphCosts:
 
     def times(self, factor: float) -> GraphCosts:
         """The costs of ``factor`` times as many runs, one after the other."""
-        return GraphCosts(
-            factor * self.product_flops, factor * self.attention_flops, factor * self.traffic_bytes, self.peak_bytes
-        )
+        products = tuple(product.times(factor) for product in self.products)
+        return GraphCosts(products, factor * self.attention_flops, factor * self.traffic_bytes, self.peak_bytes)
+
+    @property
+    def product_flops(self) -> float:
+        """Of all products."""
+        return sum(product.flops for product in self.products)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,9 +203,9 @@ def _costs(graph: fx.Graph, freed: set[str]) -> GraphCosts:
         freed: names of placeholders whose memory is given back after their last use.
     """
     kernels = _Kernels(graph)
-    flops = [_flops(node) for node in graph.nodes if node.op == "call_function"]
+    products = tuple(_product(node) for node in graph.nodes if _is_product(node))
     attention = [_attention_flops(node) for node in graph.nodes if _is_attention(node)]
-    return GraphCosts(sum(flops), sum(attention), kernels.traffic_bytes(), kernels.peak_bytes(freed))
+    return GraphCosts(products, sum(attention), kernels.traffic_bytes(), kernels.peak_bytes(freed))
 
 
 class _Kernels:
@@ -317,7 +336,7 @@ def _is_kernel(node: fx.Node) -> bool:
         return False
     if _name(node) == "getitem" and isinstance(node.args[0], fx.Node):
         return _is_kernel(node.args[0])
-    return _is_attention(node) or _has_formula(_name(node)) or "_grouped_mm" in _name(node)
+    return _is_attention(node) or _has_formula(_name(node)) or is_grouped_product(_name(node))
 
 
 def _values(node: fx.Node) -> list[torch.Tensor]:
@@ -336,18 +355,18 @@ def _numbers(node: fx.Node) -> tuple[Any, Any]:
     return made
 
 
-def _flops(node: fx.Node) -> float:
-    if _is_attention(node) or not _is_kernel(node) or _name(node) == "getitem":
-        return 0.0
+def _is_product(node: fx.Node) -> bool:
+    return _is_kernel(node) and not _is_attention(node) and _name(node) != "getitem"
+
+
+def _product(node: fx.Node) -> Product:
     args, kwargs = _numbers(node)
-    if "_grouped_mm" in _name(node):
-        return _grouped_flops(args[0], args[1])
-    return float(flop_registry[node.target.overloadpacket](*args, **kwargs, out_val=node.meta["val"]))  # type: ignore[union-attr]
-
-
-def _grouped_flops(left: torch.Tensor, right: torch.Tensor) -> float:
-    """Products of tokens with the matrix of their expert: (T, D) with (E, D, F), or of (D, T) with (T, F) by expert."""
-    return 2.0 * left.shape[-2] * left.shape[-1] * right.shape[-1]
+    operands = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+    moved_bytes = sum(tensor.nbytes for tensor in [*operands, *_values(node)])
+    if is_grouped_product(_name(node)):
+        return Product(grouped_flops(args[0], args[1]), moved_bytes, is_grouped=True)
+    flops = flop_registry[node.target.overloadpacket](*args, **kwargs, out_val=node.meta["val"])  # type: ignore[union-attr]
+    return Product(float(flops), moved_bytes)
 
 
 def _attention_flops(node: fx.Node) -> float:

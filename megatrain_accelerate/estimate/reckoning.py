@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatrain_accelerate.estimate.layer_graph import GraphCosts, LayerGraph
+from megatrain_accelerate.estimate.layer_graph import GraphCosts, LayerGraph, Product
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
@@ -20,8 +20,14 @@ class Shares:
 
     products: float = 0.98
     """Matrix products of layers, of the measured speed of a large product."""
-    attention: float = 0.70
+    grouped: float = 0.72
+    """Products with the matrices of many experts in one kernel, of the same: tiles that groups fill in part, and no kernel
+    chosen for each."""
+    attention: float = 0.65
     """Attention kernels, of the same; counted without the half that a causal one skips."""
+    single: float = 0.70
+    """What isn't compiled, but for products and attention: of the speed of a copy within device memory. Kernels of one
+    operation each reduce, broadcast, or read slices and rows that aren't aligned."""
     outside: float = 0.955
     """All that runs outside the layers, the loss above all: of that speed, and of a copy's within device memory."""
 
@@ -32,10 +38,16 @@ FITTED = Shares()
 def graph_seconds(costs: GraphCosts, machine: Machine, shares: Shares) -> float:
     """Seconds of a compiled layer's forward or backward."""
     return (
-        costs.product_flops / (shares.products * machine.device_flops)
+        sum(_product_seconds(product, machine, shares) for product in costs.products)
         + costs.attention_flops / (shares.attention * machine.device_flops)
         + costs.traffic_bytes / machine.device_bytes
     )
+
+
+def _product_seconds(product: Product, machine: Machine, shares: Shares) -> float:
+    """A product of short rows (a head's queries with its keys) is bound by what it reads and writes."""
+    share = shares.grouped if product.is_grouped else shares.products
+    return max(product.flops / (share * machine.device_flops), product.moved_bytes / machine.device_bytes)
 
 
 def compiled_profile(dry: LayerProfile, graph: LayerGraph, machine: Machine, shares: Shares) -> LayerProfile:
@@ -73,8 +85,8 @@ def uncompiled_profile(dry: LayerProfile, graph: LayerGraph | None, machine: Mac
 
     def seconds(costs: OpCosts, compiled: GraphCosts | None) -> float:
         if compiled is None:
-            compiled = GraphCosts(costs.flops, 0.0, 0.0, 0)
-        return graph_seconds(dataclasses.replace(compiled, traffic_bytes=costs.traffic_bytes), machine, shares)
+            compiled = GraphCosts((Product(costs.flops),), 0.0, 0.0, 0)
+        return graph_seconds(_uncompiled(compiled, costs, shares), machine, shares)
 
     forward = seconds(dry.forward, graph.forward if graph else None)
     return dataclasses.replace(
@@ -83,6 +95,11 @@ def uncompiled_profile(dry: LayerProfile, graph: LayerGraph | None, machine: Mac
         kept_forward_seconds=forward,
         backward_seconds=seconds(dry.backward, graph.backward if graph else None),
     )
+
+
+def _uncompiled(graph: GraphCosts, costs: OpCosts, shares: Shares) -> GraphCosts:
+    """The graph's costs where each operation reads and writes memory, at its share of a copy's speed."""
+    return dataclasses.replace(graph, traffic_bytes=costs.traffic_bytes / shares.single)
 
 
 def tiled_profile(dry: LayerProfile, graph: LayerGraph, machine: Machine, shares: Shares) -> LayerProfile:
@@ -94,15 +111,20 @@ def tiled_profile(dry: LayerProfile, graph: LayerGraph, machine: Machine, shares
         machine, shares: for the times.
     """
     attention = graph.forward.attention_flops / (shares.attention * machine.device_flops)
-    forward = GraphCosts(dry.forward.flops, graph.forward.attention_flops, dry.forward.traffic_bytes, 0)
-    backward = GraphCosts(dry.backward.flops, graph.backward.attention_flops, dry.backward.traffic_bytes, 0)
-    seconds = graph_seconds(forward, machine, shares)
+
+    def run(costs: OpCosts, whole: GraphCosts) -> float:
+        # The parts' products are the layer's, some of them more than once.
+        times = costs.flops / max(1.0, whole.product_flops)
+        by_tiles = dataclasses.replace(whole.times(times), attention_flops=whole.attention_flops)
+        return graph_seconds(_uncompiled(by_tiles, costs, shares), machine, shares)
+
+    seconds = run(dry.forward, graph.forward)
     return dataclasses.replace(
         dry,
         forward_seconds=seconds,
         kept_forward_seconds=seconds,
         attention_seconds=attention,
-        backward_seconds=graph_seconds(backward, machine, shares),
+        backward_seconds=run(dry.backward, graph.backward),
     )
 
 

@@ -63,6 +63,11 @@ def standing_for_a_gpu() -> Iterator[None]:
         _stands_for_gpu = before
 
 
+def runs_on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether what makes the tensor is a kernel of a GPU, or is taken as one."""
+    return tensor.device.type == "cuda" or (_stands_for_gpu and isinstance(tensor, FakeTensor))
+
+
 def _form(total: torch.Tensor, dtype: torch.dtype) -> str:
     if total.dtype == dtype:
         return "same"

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from megatrain_accelerate.loss.products import runs_on_gpu
 from megatrain_accelerate.planning.compiled_functions import compiled_functions_as_python
 from megatrain_accelerate.planning.known_values import KnownValues, NumbersOfTensors, taken_for_data
 from megatrain_accelerate.streaming import tile_loops
@@ -66,6 +67,7 @@ class LiveBytes(TorchDispatchMode):
             made = [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
             is_new = [self._track(tensor.untyped_storage()) for tensor in made]
             self._add_costs(func, args, kwargs or {}, result, made, any(is_new))
+            self._add_temporary(func, made)
         return result
 
     def take_peak(self) -> int:
@@ -96,10 +98,31 @@ class LiveBytes(TorchDispatchMode):
             moved = sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in [*read, *made])
             self.costs = OpCosts(self.costs.flops, self.costs.traffic_bytes + times * moved)
 
+    def _add_temporary(self, func: Any, made: list[torch.Tensor]) -> None:
+        """What a GPU's kernel allocates while it runs: softmax's backward multiplies gradient and result first, into a tensor
+        of their size (``softmax_backward_cuda_out``, aten/src/ATen/native/cuda/SoftMax.cu)."""
+        if str(func.__name__).startswith("_softmax_backward_data") and runs_on_gpu(made[0]):
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + made[0].nbytes)
+            read_and_written = 3 * made[0].nbytes * tile_loops.times()
+            self.costs = OpCosts(self.costs.flops, self.costs.traffic_bytes + read_and_written)
+
+
+def is_grouped_product(name: str) -> bool:
+    """Whether the operation of a name multiplies tokens with the matrix of their expert."""
+    return "grouped_mm" in name
+
+
+def grouped_flops(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Floating-point operations of such a product: (T, D) with (E, D, F); of (D, T) with (T, F) by expert; or E of each."""
+    count = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return 2.0 * count * left.shape[-2] * left.shape[-1] * right.shape[-1]
+
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
     """Floating-point operations of a matrix product or the like; None for what has no formula."""
     count = flop_registry.get(func._overloadpacket if isinstance(func, torch._ops.OpOverload) else func)
+    if count is None and is_grouped_product(str(func.__name__)):
+        return grouped_flops(args[0], args[1])
     is_flex = str(func.__name__).startswith("flex_attention")
     if count is None and not is_flex:
         return None

@@ -11,6 +11,7 @@ from engine_runs import attach
 from plain_torch import tiny_model
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError
@@ -18,15 +19,17 @@ from megatrain_accelerate.estimate import forecast as forecast_module
 from megatrain_accelerate.estimate.command import parse_size
 from megatrain_accelerate.estimate.forecast import Forecaster
 from megatrain_accelerate.estimate.known_gpus import KNOWN_GPUS, known_gpu
-from megatrain_accelerate.estimate.layer_graph import LayerGraph, TensorShape, trace_layer
+from megatrain_accelerate.estimate.layer_graph import GraphCosts, LayerGraph, Product, TensorShape, trace_layer
 from megatrain_accelerate.estimate.limits import largest
 from megatrain_accelerate.estimate.machine_description import MachineOptions, describe_machine, host_step_parameters
 from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
+from megatrain_accelerate.estimate.reckoning import Shares, graph_seconds
+from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 from megatrain_accelerate.planning import tile_choice
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement_search import PlacementSearch
 from megatrain_accelerate.planning.step_outline import outline_step
-from megatrain_accelerate.planning.step_profile import StepOutline
+from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
 from megatrain_accelerate.units import GIB, MIB
 
 MACHINE = Machine(h2d_bytes=5e10, d2h_bytes=5e10, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
@@ -164,7 +167,8 @@ def test_sequences_of_a_batch_run_by_tiles_together(monkeypatch: pytest.MonkeyPa
     found = forecaster(compile_layers=False)
     assert found.least_gpu_bytes(64, length) < found.plan.least_bytes(found._outline_by(64, length, 0))
     (guessed,) = found._outline_by(64, length, 256).profiles.values()
-    (run,) = found._traced_layers(64, length)[1].values()
+    (call,) = found._traced_layers(64, length)[1].values()
+    run = found._profile(call)
     for name in ("kept_bytes", "forward_bytes", "recomputed_bytes"):
         # A tile has equally many tokens of each sequence, and so up to a few percent fewer than it might.
         assert getattr(guessed, name) == pytest.approx(getattr(run, name), rel=0.06), name
@@ -178,6 +182,49 @@ def test_accumulation_does_several_batches_before_a_step() -> None:
     assert four.tokens == 4 * once.tokens
     assert once.seconds < four.seconds < 4 * once.seconds + 1e-9
     assert four.host_bytes > once.host_bytes
+
+
+def of_experts(records_routing: bool, **settings: object) -> Forecaster:
+    with torch.device("meta"):
+        config = Qwen3MoeConfig(
+            hidden_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            vocab_size=512,
+            output_router_logits=records_routing,
+            use_cache=False,
+        )
+        model = Qwen3MoeForCausalLM(config).to(torch.bfloat16).train()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    recorder = CapturedOutputs.for_installed_transformers()
+    return Forecaster(model, MegatrainConfig.from_mapping(settings), MACHINE, GIB, 4 * GIB, recorder=recorder)
+
+
+def layer_of_experts(batch: int, extrapolated: bool = True, records_routing: bool = True, **settings: object) -> LayerProfile:
+    found = of_experts(records_routing, **settings)
+    (call,) = (found._layers if extrapolated else found._traced_layers)(batch, 64)[1].values()
+    return found._profile(call)
+
+
+@pytest.mark.parametrize("records_routing", [True, False])
+def test_a_layer_whose_router_is_recorded_is_reckoned_as_it_runs_uncompiled(records_routing: bool) -> None:
+    wanted, not_wanted = (
+        layer_of_experts(2, records_routing=records_routing, compile_layers=compiles) for compiles in (True, False)
+    )
+    # transformers' hook, which records the router's logits for the auxiliary loss, is inside the layer.
+    assert (wanted.backward_seconds == not_wanted.backward_seconds) is records_routing
+    assert (wanted.recomputed_bytes == not_wanted.recomputed_bytes) is records_routing
+
+
+def test_many_sequences_are_not_bound_by_the_experts_weights_as_few_are() -> None:
+    guessed, run = layer_of_experts(24), layer_of_experts(24, extrapolated=False)
+    assert guessed.forward_seconds == pytest.approx(run.forward_seconds, rel=0.01)
+    assert guessed.backward_seconds == pytest.approx(run.backward_seconds, rel=0.01)
 
 
 def test_a_layer_that_cannot_be_traced_is_reckoned_by_its_operations(
@@ -209,6 +256,8 @@ def test_products_and_causal_attention_are_counted_to_the_last() -> None:
     matrices = sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() == 2)
     assert graph.forward.product_flops == 2 * 2 * 128 * matrices
     assert graph.backward.product_flops == 2 * graph.forward.product_flops
+    hidden, weights = 2 * 2 * 128 * 128, 2 * 128 * 128  # bytes of bf16
+    assert 2 * hidden + weights in {product.moved_bytes for product in graph.forward.products}
     # Two products of all pairs of tokens, half of them: 2 sequences, hidden size 128.
     assert graph.forward.attention_flops == 0.5 * 2 * 2 * 2 * 128 * 128 * 128
     assert graph.backward.attention_flops == 2.5 * graph.forward.attention_flops
@@ -234,6 +283,15 @@ def test_a_traced_layer_keeps_what_a_compiled_one_saves() -> None:
     kept = sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in known)
     # That backend's decompositions are others for a few small things.
     assert graph.kept_bytes == pytest.approx(kept, rel=0.15)
+
+
+def test_a_product_takes_as_long_as_its_operations_or_its_bytes() -> None:
+    def seconds(flops: float, moved_bytes: float, is_grouped: bool = False) -> float:
+        return graph_seconds(GraphCosts((Product(flops, moved_bytes, is_grouped),), 0.0, 0.0, 0), MACHINE, Shares())
+
+    assert seconds(1e12, 1e6) == pytest.approx(1e12 / (Shares().products * 7e14))
+    assert seconds(1e9, 4e9) == pytest.approx(1e-3)
+    assert seconds(1e12, 1e6, is_grouped=True) > seconds(1e12, 1e6)
 
 
 def test_costs_grow_with_the_batch_and_attention_with_the_square_of_the_length() -> None:

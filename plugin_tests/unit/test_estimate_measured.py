@@ -1,7 +1,7 @@
 """The estimate against trainings that were measured on one H200 (docs/benchmarks.md): memory within 5%, time within 10%.
 
-The speeds are those of the machines that the cases ran on. Two cases were looked at when the shares in ``reckoning.py`` were
-chosen, with the times of single layers; the others were kept out.
+The speeds are those of the machines that the cases ran on. Five cases were looked at when the shares in ``reckoning.py`` were
+chosen, with the times of single layers (docs/estimate.md says which for what); the others were kept out.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.estimate.forecast import Forecaster
+from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.units import GIB
 
@@ -33,21 +34,58 @@ class Measured:
     length: int
     host_step: float
     seconds: float
-    gpu_gib: float
+    gpu_gib: float | None = None
+    """None: of a plan that is made otherwise today."""
     host_gib: float | None = None
     gpu_planned_gib: float = 125.0
     host_memory_gib: float = 125.9
     settings: dict[str, object] = dataclasses.field(default_factory=dict)
+    layers: int | None = None
+    """As many as the shape has, unless so many of them were trained."""
+    other_speeds: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """For the test's."""
-        return f"{self.shape}-{self.batch}x{self.length}-{self.gpu_planned_gib:g}gib-{self.host_step:g}"
+        layers = f"-{self.layers}layers" if self.layers else ""
+        return f"{self.shape}{layers}-{self.batch}x{self.length}-{self.gpu_planned_gib:g}gib-{self.host_step:g}"
+
+    @property
+    def machine(self) -> Machine:
+        """The speeds that the plan measured where the case ran."""
+        return dataclasses.replace(H200, host_step_parameters=1e9 * self.host_step, **self.other_speeds)
+
+
+H200 = Machine(
+    h2d_bytes=53.0e9,
+    d2h_bytes=54.3e9,
+    host_step_parameters=5.7e9,
+    device_bytes=3.73e12,
+    device_flops=716e12,
+    step_overhead=0.010,
+)
+CORES_16 = {"h2d_bytes": 54.8e9, "d2h_bytes": 54.8e9, "device_bytes": 3.66e12, "device_flops": 790.6e12}
+CORES_32 = {"h2d_bytes": 54.5e9, "d2h_bytes": 55.2e9, "device_bytes": 3.80e12, "device_flops": 787e12}
+"""Two machines of another day."""
+
+
+def long_sequence(shape: str, length: int, seconds: float, host_memory_gib: float, layers: int | None = None) -> Measured:
+    # How many layers' inputs leave was decided by another rule then: neither memory is that of today's plan.
+    return Measured(shape, 1, length, 7.08, seconds, None, None, 125.1, host_memory_gib, {}, layers, CORES_32)
 
 
 FITTED = [
     pytest.param(Measured("3b", 2, 4096, 5.7, 0.359, 56.36, 42.1), marks=pytest.mark.long, id="3b-2x4096"),
     pytest.param(Measured("7b", 8, 1024, 5.7, 0.672, 114.19, 101.5), id="7b-8x1024"),
+    pytest.param(
+        Measured("7b", 1, 262144, 5.07, 123.91, 124.42, 102.1, 125.1, 125.0, other_speeds=CORES_16),
+        marks=pytest.mark.long,
+        id="7b-1x262144",
+    ),
+    pytest.param(long_sequence("7b", 1048576, 253.25, 40.0, layers=4), marks=pytest.mark.long, id="7b-4layers-1x1048576"),
+    pytest.param(
+        Measured("7b", 32, 1024, 7.1, 3.921, 66.52, 100.91, settings=PLAIN), marks=pytest.mark.long, id="7b-32x1024-plain"
+    ),
 ]
 KEPT_OUT = [
     Measured("3b", 8, 4096, 5.7, 1.261, 121.22, 42.9),
@@ -57,36 +95,32 @@ KEPT_OUT = [
     Measured("7b", 32, 1024, 5.7, 2.737, 123.68, 104.6),
     # Its plan offloaded nothing; today's would.
     Measured("14b", 8, 4096, 8.2, 6.139, 124.47, 196.8, host_memory_gib=503.0, settings={"offload_layers": 0}),
+    long_sequence("7b", 524288, 483.0, 205.0),
+    Measured("llama_70b", 8, 4096, 7.08, 3.604, 124.81, 142.6, 125.1, 150.0, layers=10, other_speeds=CORES_32),
+    # Looked at to find out what was missing; no share was fitted to it.
+    Measured("gpt_oss_120b", 32, 1024, 7.08, 3.042, 112.25, 226.4, 125.1, 238.0, layers=5, other_speeds=CORES_32),
 ]
 PURE_STREAMING = [
     Measured("7b", 4, 1024, 7.1, 1.559, 11.67, 100.95, settings=PLAIN),
     Measured("7b", 16, 1024, 7.1, 2.556, 35.18, 100.89, settings=PLAIN),
-    Measured("7b", 32, 1024, 7.1, 3.921, 66.52, 100.91, settings=PLAIN),
     Measured("7b", 48, 1024, 7.1, 5.486, 97.86, 101.07, settings=PLAIN),
     Measured("3b", 8, 4096, 7.1, 2.074, 61.87, 41.81, settings=PLAIN),
 ]
 
 
 def assert_predicted(case: Measured) -> None:
-    machine = Machine(
-        h2d_bytes=53.0e9,
-        d2h_bytes=54.3e9,
-        host_step_parameters=1e9 * case.host_step,
-        device_bytes=3.73e12,
-        device_flops=716e12,
-        step_overhead=0.010,
-    )
     forecaster = Forecaster(
-        empty_model(shape_config(case.shape, case.length)),
+        empty_model(shape_config(case.shape, case.length, case.layers)),
         MegatrainConfig.from_mapping(case.settings),
-        machine,
+        case.machine,
         int(case.gpu_planned_gib * GIB),
         int(case.host_memory_gib * GIB),
+        recorder=CapturedOutputs.for_installed_transformers(),
     )
     found = forecaster.forecast(case.batch, case.length)
     assert found.fits
-    assert found.gpu_bytes / GIB == pytest.approx(case.gpu_gib, rel=0.05)
-    assert found.host_bytes / GIB == pytest.approx(case.host_gib, rel=0.05)
+    for bytes_found, measured_gib in ((found.gpu_bytes, case.gpu_gib), (found.host_bytes, case.host_gib)):
+        assert measured_gib is None or bytes_found / GIB == pytest.approx(measured_gib, rel=0.05)
     assert found.seconds == pytest.approx(case.seconds, rel=0.10)
 
 
@@ -102,10 +136,7 @@ def test_a_measured_training_is_predicted_that_was_kept_out_of_the_fit(case: Mea
 
 
 def test_a_measured_layer_and_loss_are_predicted() -> None:
-    machine = Machine(53.0e9, 54.3e9, 5.7e9, 3.73e12, 716e12, 0.010)
-    outline = Forecaster(empty_model(shape_config("3b", 4096)), MegatrainConfig(), machine, 125 * GIB, 125 * GIB).outline(
-        2, 4096
-    )
+    outline = Forecaster(empty_model(shape_config("3b", 4096)), MegatrainConfig(), H200, 125 * GIB, 125 * GIB).outline(2, 4096)
     (profile,) = outline.profiles.values()
     assert profile.forward_seconds == pytest.approx(2.34e-3, rel=0.05)
     assert profile.backward_seconds == pytest.approx(4.95e-3, rel=0.05)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from engine_runs import attach
 from plain_torch import tiny_model, token_batches
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatrain_accelerate.loss.products import standing_for_a_gpu
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_memory import LiveBytes, buffers_put_back
 from megatrain_accelerate.planning.step_outline import outline_step
@@ -33,6 +37,33 @@ def test_live_bytes_counts_what_is_alive_at_once_and_not_what_was_there() -> Non
         second = torch.zeros(1 << 19)
     assert live.peak_bytes == 4 << 20
     assert live.live_bytes == second.nbytes
+
+
+def softmax_backward(stands_for_gpu: bool) -> LiveBytes:
+    with FakeTensorMode(), standing_for_a_gpu() if stands_for_gpu else contextlib.nullcontext():
+        scores = torch.empty(64, 1024, dtype=torch.bfloat16, requires_grad=True)
+        probabilities = scores.softmax(-1)
+        with LiveBytes([scores, probabilities]) as live:
+            torch.autograd.grad(probabilities, scores, torch.empty_like(probabilities))
+    return live
+
+
+def test_a_gpus_softmax_backward_takes_a_temporary_of_its_gradients_size() -> None:
+    here, there = softmax_backward(False), softmax_backward(True)
+    size = 2 * 64 * 1024
+    assert there.peak_bytes - here.peak_bytes == size
+    assert there.costs.traffic_bytes - here.costs.traffic_bytes == 3 * size
+
+
+def test_products_with_the_matrices_of_experts_are_operations_and_no_traffic() -> None:
+    with FakeTensorMode(), LiveBytes() as live:
+        tokens = torch.empty(96, 128, dtype=torch.bfloat16)
+        matrices = torch.empty(8, 128, 64, dtype=torch.bfloat16)
+        ends = torch.empty(8, dtype=torch.int32)
+        before = live.costs
+        torch._grouped_mm(tokens, matrices, offs=ends)
+    assert (live.costs - before).flops == 2 * 96 * 128 * 64
+    assert (live.costs - before).traffic_bytes == 0
 
 
 def test_prediction_leaves_the_model_as_it_was() -> None:
