@@ -108,8 +108,7 @@ class PlacementSearch:
     @property
     def something_fits(self) -> bool:
         """Whether there is any placement within the budget; less work than finding the best."""
-        start = self._start
-        return self._try(start) is not None or any(self._try(counts) is not None for counts in self._inputs(start))
+        return self._first_that_fits() is not None
 
     @property
     def _start(self) -> _Counts:
@@ -130,8 +129,11 @@ class PlacementSearch:
 
     def best(self) -> Candidate | None:
         """The fastest placement that fits; None if none does."""
-        best = self._start
+        best = self._first_that_fits()
+        if best is None:
+            return None
         found = self._try(best)
+        assert found is not None
         for _ in range(3):
             before = best
             for variations in (
@@ -146,11 +148,18 @@ class PlacementSearch:
                 for counts in variations(best):
                     candidate = self._try(counts)
                     gain = INPUTS_WORTH_IT if counts.inputs_offloaded and not best.inputs_offloaded else WORTH_IT
-                    if candidate is not None and (found is None or candidate.time.seconds < (1 - gain) * found.time.seconds):
+                    if candidate is not None and candidate.time.seconds < (1 - gain) * found.time.seconds:
                         best, found = counts, candidate
             if best == before:
                 break
-        return found if found is None else self._filled(best, found)
+        return self._filled(best, found)
+
+    def _first_that_fits(self) -> _Counts | None:
+        """The start with as few inputs away as it must; one more may be too many for the host, one less for the device."""
+        start = self._start
+        more = range(1, self._count + 1) if self._choices.inputs_offloaded is None else ()
+        every = [start, *(dataclasses.replace(start, inputs_offloaded=count) for count in more)]
+        return next((counts for counts in every if self._try(counts) is not None), None)
 
     def leanest(self, settled: Placement) -> Candidate:
         """For a step that fits in no way: ``settled``, without the inputs that the host has room for if they may leave."""

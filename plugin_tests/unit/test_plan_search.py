@@ -35,10 +35,10 @@ LAYER = UnitSizes(weight_bytes=20, gradient_bytes=20, parameters=10, state_bytes
 GROUP = UnitSizes(weight_bytes=2, gradient_bytes=2, parameters=1, state_bytes=12)
 
 
-def outline(input_bytes: int = 5, **changes: float) -> StepOutline:
+def outline(input_bytes: int = 5, layers: int = LAYERS, **changes: float) -> StepOutline:
     profile = dataclasses.replace(PROFILE, **changes)  # type: ignore[arg-type]
-    forward = [Event(False, i, "layer", input_bytes * i, input_bytes * i, OpCosts()) for i in range(LAYERS)]
-    backward = [Event(True, i, "layer", input_bytes * i, input_bytes * i, OpCosts()) for i in reversed(range(LAYERS))]
+    forward = [Event(False, i, "layer", input_bytes * i, input_bytes * i, OpCosts()) for i in range(layers)]
+    backward = [Event(True, i, "layer", input_bytes * i, input_bytes * i, OpCosts()) for i in reversed(range(layers))]
     return StepOutline((*forward, *backward), 0, OpCosts(), {"layer": profile})
 
 
@@ -299,6 +299,18 @@ def test_inputs_leave_to_make_room_for_attention() -> None:
     assert best.placement.inputs_offloaded
     assert len(best.placement.attention_kept) >= 6
     assert seconds[None] < 0.9 * seconds[0]
+
+
+@pytest.mark.parametrize("layers", [10, 40])
+def test_a_step_that_fits_with_one_number_of_inputs_away_is_found(layers: int) -> None:
+    fixed = {"kept": 0, "offloaded": 0, "resident": 0, "on_device": 0}
+    step, sizes = outline(layers=layers), model(layers=[LAYER] * layers)
+    for away in range(layers + 1):
+        # Neither the device nor the host has room for one more.
+        needed = peak_bytes(step, sizes, Placement.of_counts(layers, inputs_offloaded=away))
+        best = PlacementSearch(step, sizes, MACHINE, needed, Choices(**fixed), 5 * away).best()  # type: ignore[arg-type]
+        assert best is not None, away
+        assert len(best.placement.inputs_offloaded) <= away
 
 
 def test_results_of_attention_wait_on_the_host_as_far_as_it_has_room() -> None:
