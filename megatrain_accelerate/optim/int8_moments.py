@@ -7,7 +7,8 @@ over from fp32 here is rounded to nearest, so that codes that were decoded come 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -29,9 +30,10 @@ def block_count(elements: int) -> int:
     return -(-elements // BLOCK_ELEMENTS)
 
 
-def int8_moment_bytes(elements: int) -> int:
-    """Bytes of both moments: two codes for each element and two scales for each block."""
-    return 2 * elements + 2 * torch.float32.itemsize * block_count(elements)
+def moment_bytes(elements: int, dtype: torch.dtype) -> int:
+    """Bytes of both moments of that many elements, of which int8 ones have their scales besides."""
+    scales = 2 * torch.float32.itemsize * block_count(elements) if dtype == torch.int8 else 0
+    return 2 * dtype.itemsize * elements + scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +48,28 @@ class Int8Moments:
     """(:func:`block_count` of N) float32."""
     exp_avg_sq_scale: torch.Tensor
     """The same, of the second moment's root."""
+
+    @classmethod
+    def within(
+        cls, tensor: Callable[[int, tuple[int, ...], torch.dtype], torch.Tensor], total: int, first: int, shape: tuple[int, ...]
+    ) -> Int8Moments:
+        """Views of a memory of :func:`moment_bytes` of ``total`` elements, a multiple of the block: all codes of the first
+        moment, all of the second, all scales of the first, all of the second.
+
+        Args:
+            tensor: makes a view of the memory from an offset in bytes, a shape and a dtype.
+            total: elements that the memory is for.
+            first: the first element wanted, a multiple of the block.
+            shape: of the elements wanted.
+        """
+        scales = 2 * total + 4 * block_count(first)
+        blocks = (block_count(math.prod(shape)),)
+        return cls(
+            tensor(first, shape, torch.int8),
+            tensor(total + first, shape, torch.uint8),
+            tensor(scales, blocks, torch.float32),
+            tensor(scales + 4 * block_count(total), blocks, torch.float32),
+        )
 
     def run(self, first: int, count: int) -> Int8Moments:
         """``count`` elements from ``first``, a multiple of the block; of flat moments."""
