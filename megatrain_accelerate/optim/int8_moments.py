@@ -19,8 +19,8 @@ from megatrain_accelerate.optim.kernel import HostKernels
 BLOCK_ELEMENTS = 128
 """Elements that share a scale: those by which parameters are aligned in a unit, so that no block has two of them."""
 
-_LAST_FIRST, _LAST_SECOND = 127, 255
-_SMALLEST_SCALE = 2.0**-46
+_FIRST_OFFSET, _SECOND_OFFSET = 0x3F8 - 127, 0x3F8 - 255
+_LEAST_FIRST_SCALE, _LEAST_SECOND_SCALE = 2.0**-46, 2.0**-92
 _PIECE_ELEMENTS = 32_768 * BLOCK_ELEMENTS
 """Decoded and coded at a time, so that the temporaries of a large parameter stay small."""
 
@@ -47,7 +47,7 @@ class Int8Moments:
     exp_avg_scale: torch.Tensor
     """(:func:`block_count` of N) float32."""
     exp_avg_sq_scale: torch.Tensor
-    """The same, of the second moment's root."""
+    """The same, of the second moment."""
 
     @classmethod
     def within(
@@ -90,11 +90,11 @@ class Int8Moments:
         exp_avg = torch.empty(self.exp_avg.shape)
         exp_avg_sq = torch.empty(self.exp_avg.shape)
         for place, piece in self._pieces():
-            codes = piece.exp_avg.float()
-            magnitude = _shares(codes, _LAST_FIRST) * _spread(piece.exp_avg_scale, codes)
-            exp_avg.view(-1)[place] = torch.where(codes < 0, -magnitude, magnitude)
-            root = _shares(piece.exp_avg_sq.float(), _LAST_SECOND) * _spread(piece.exp_avg_sq_scale, codes)
-            exp_avg_sq.view(-1)[place] = root * root
+            codes = piece.exp_avg.int()
+            magnitudes = _shares(codes.abs(), _FIRST_OFFSET) * _spread(piece.exp_avg_scale, codes)
+            exp_avg.view(-1)[place] = torch.where(codes < 0, -magnitudes, magnitudes)
+            shares = _shares(piece.exp_avg_sq.int(), _SECOND_OFFSET)
+            exp_avg_sq.view(-1)[place] = shares * _spread(piece.exp_avg_sq_scale, codes)
         return exp_avg, exp_avg_sq
 
     def encode(self, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
@@ -102,12 +102,11 @@ class Int8Moments:
         firsts, seconds = exp_avg.reshape(-1), exp_avg_sq.reshape(-1)
         for place, piece in self._pieces():
             values = firsts[place].to("cpu", torch.float32)
-            codes = _codes(values.abs(), piece.exp_avg_scale, _LAST_FIRST)
+            codes = _codes(values.abs(), piece.exp_avg_scale, _LEAST_FIRST_SCALE, _FIRST_OFFSET)
             piece.exp_avg.copy_(torch.where(values < 0, -codes, codes))
-            # In double: MKL's root in single precision isn't always the nearest, and the scale would be another.
-            roots = seconds[place].to("cpu", torch.float64).sqrt().float()
-            codes = _codes(roots, piece.exp_avg_sq_scale, _LAST_SECOND)
-            piece.exp_avg_sq.copy_(torch.where(roots > 0, codes.clamp(min=1), codes))
+            values = seconds[place].to("cpu", torch.float32)
+            codes = _codes(values, piece.exp_avg_sq_scale, _LEAST_SECOND_SCALE, _SECOND_OFFSET)
+            piece.exp_avg_sq.copy_(torch.where(values > 0, codes.clamp(min=1), codes))
 
     def zero(self) -> None:
         """Forgets the moments."""
@@ -115,9 +114,9 @@ class Int8Moments:
             tensor.zero_()
 
 
-def _shares(codes: torch.Tensor, last: int) -> torch.Tensor:
-    """(N) values in [0, 1] of (N) fp32 codes, rounded where the kernel rounds."""
-    return (codes * codes) * torch.tensor(1.0 / (last * last))
+def _shares(codes: torch.Tensor, offset: int) -> torch.Tensor:
+    """(N) fp32 shares of the scale, in [0, 1], of (N) int32 codes without sign."""
+    return torch.where(codes == 0, 0.0, ((codes + offset) << 20).view(torch.float32))
 
 
 def _spread(scales: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
@@ -125,15 +124,14 @@ def _spread(scales: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
     return scales.repeat_interleave(BLOCK_ELEMENTS)[: len(elements)]
 
 
-def _codes(magnitudes: torch.Tensor, scales: torch.Tensor, last: int) -> torch.Tensor:
-    """Nearest codes, in fp32, of (N) numbers that aren't negative; writes their blocks' scales."""
+def _codes(magnitudes: torch.Tensor, scales: torch.Tensor, least_scale: float, offset: int) -> torch.Tensor:
+    """Nearest codes, int32, of (N) fp32 numbers that aren't negative; writes their blocks' scales."""
     padded = torch.nn.functional.pad(magnitudes, (0, -len(magnitudes) % BLOCK_ELEMENTS))
-    scales.copy_(padded.view(-1, BLOCK_ELEMENTS).amax(1).clamp(min=_SMALLEST_SCALE))
-    wanted = magnitudes.double() / _spread(scales, magnitudes).double() * (last * last)
-    lower = wanted.sqrt().floor()
-    # By value: halfway between the squares of two codes, not halfway between the codes.
-    nearest = torch.where(wanted - lower * lower > lower + 0.5, lower + 1, lower)
-    return nearest.nan_to_num(last).clamp(max=last).float()
+    scales.copy_(padded.view(-1, BLOCK_ELEMENTS).amax(1).clamp(min=least_scale))
+    shares = (magnitudes / _spread(scales, magnitudes)).nan_to_num(1.0)
+    codes = ((shares.view(torch.int32) + (1 << 19)) >> 20) - offset
+    least = _shares(torch.ones(1, dtype=torch.int32), offset)
+    return torch.where(shares < least, (shares > 0.5 * least).int(), codes)
 
 
 def adamw_int8(
