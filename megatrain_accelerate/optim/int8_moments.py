@@ -51,7 +51,11 @@ class Int8Moments:
 
     @classmethod
     def within(
-        cls, tensor: Callable[[int, tuple[int, ...], torch.dtype], torch.Tensor], total: int, first: int, shape: tuple[int, ...]
+        cls,
+        tensor: Callable[[int, tuple[int, ...], torch.dtype], torch.Tensor],
+        total: int,
+        first: int,
+        shape: tuple[int, ...],
     ) -> Int8Moments:
         """Views of a memory of :func:`moment_bytes` of ``total`` elements, a multiple of the block: all codes of the first
         moment, all of the second, all scales of the first, all of the second.

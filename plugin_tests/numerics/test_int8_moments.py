@@ -91,7 +91,9 @@ def stochastic_codes(values: torch.Tensor, random: np.ndarray, last: int, least:
     table = shares_of_codes(last)
     lower = np.clip(np.searchsorted(table, shares.astype(np.float64), side="right") - 1, 0, last - 1)
     place = (shares.astype(np.float64) - table[lower]) / (table[lower + 1] - table[lower])
-    return lower + (place >= 1 - (random + 0.5) / 65536) * (lower > 0) + (place > (random + 0.5) / 65536) * (lower == 0), scales
+    return lower + (place >= 1 - (random + 0.5) / 65536) * (lower > 0) + (place > (random + 0.5) / 65536) * (
+        lower == 0
+    ), scales
 
 
 def shares_of_codes(last: int) -> np.ndarray:
