@@ -50,9 +50,9 @@ class MegatrainConfig:
     or other optimizers than Adam and AdamW (errors), and ``parameter.grad`` of a layer shows not-a-number."""
 
     moments_dtype: str = "fp32"
-    """In what AdamW's moments are kept: ``fp32``; ``bf16``, for 4 bytes a parameter less; or ``int8``, codes with a scale for each
-    block of 128, for 5.9 less, on the host only. The smaller ones are rounded stochastically, and the run hasn't the bits of
-    fp32 moments. ``docs/architecture.md`` has the measured effect on the loss."""
+    """In what AdamW's moments are kept: ``fp32``; ``bf16``, for 4 bytes a parameter less; or ``int8``, 8-bit codes with a
+    scale for each block of 128, for 5.9 less, on the host only. The smaller ones are rounded stochastically, and a run hasn't
+    the bits of fp32 moments. ``docs/architecture.md`` has the measured effect on the loss."""
 
     huge_pages: bool = True
     """Ask for transparent huge pages for the host store."""

@@ -1,7 +1,7 @@
 """AdamW's moments in 8 bits: codes with one fp32 scale for each block, their kernel, and their way from and to fp32.
 
-``csrc/adamw_int8_moments.h`` defines the codes and says where the idea is from. The kernel rounds stochastically. What is taken
-over from fp32 here is rounded to nearest, so that codes that were decoded come back as the same codes and scales.
+``csrc/adamw_int8_moments.h`` defines the codes and says where the idea is from. The kernel rounds stochastically. What is
+taken over from fp32 here is rounded to nearest, so that codes that were decoded come back as the same codes and scales.
 """
 
 from __future__ import annotations
@@ -179,9 +179,8 @@ def adamw_int8(
         exp_avg_scale=(moments.exp_avg_scale, torch.float32), exp_avg_sq_scale=(moments.exp_avg_sq_scale, torch.float32)
     )
     if moments.exp_avg_scale.numel() != block_count(count):
-        raise KernelError(
-            f"8-bit moments of {count:,} elements have {moments.exp_avg_scale.numel():,} scales; they need {block_count(count):,}"
-        )
+        scales = moments.exp_avg_scale.numel()
+        raise KernelError(f"8-bit moments of {count:,} elements have {scales:,} scales; they need {block_count(count):,}")
     states = moments.exp_avg, moments.exp_avg_sq, moments.exp_avg_scale, moments.exp_avg_sq_scale
     pointers = [tensor.data_ptr() for tensor in states]
     settings = (count, arguments.to_constants(), first_element & 0xFFFFFFFF, arguments.rounding_seed)

@@ -81,8 +81,8 @@ def shown_in_fp32(entries: dict[Any, dict[str, Any]], host_memory_gib: float | N
     free = available_host_bytes(host_memory_gib)
     if wanted > free:
         logger.warning(
-            "megatrain: AdamW's moments are saved in 8 bits, under the keys %s, since in fp32 they would take %.1f GiB of host "
-            "memory and %.1f are free; such a checkpoint can be continued with megatrain_accelerate only",
+            "megatrain: AdamW's moments are saved in 8 bits, under the keys %s, since in fp32 they would take %.1f GiB of "
+            "host memory and %.1f are free; such a checkpoint can be continued with megatrain_accelerate only",
             ", ".join(_INT8_KEYS),
             wanted / GIB,
             free / GIB,
