@@ -16,7 +16,15 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import PlatformError
 
 CSRC = "megatrain_accelerate/optim/csrc"
-HEADERS = ("adamw", "adamw_bf16_moments", "gradient_sum", "instruction_sets", "split_master", "thread_pool")
+HEADERS = (
+    "adamw",
+    "adamw_bf16_moments",
+    "adamw_int8_moments",
+    "gradient_sum",
+    "instruction_sets",
+    "split_master",
+    "thread_pool",
+)
 
 COMPILE_FLAGS = [
     "-std=c++17",

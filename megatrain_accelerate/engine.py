@@ -43,7 +43,7 @@ from megatrain_accelerate.streaming.streams import Streams
 
 logger = logging.getLogger(__name__)
 
-_MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 

@@ -6,7 +6,7 @@ parameters are ordered in four regions, so that everything that shares a fate is
     weights    | trainable bf16 | trainable fp32 | frozen bf16 | frozen fp32 |      bytes of each dtype
     gradients  | trainable bf16 | trainable fp32 |                                  the same offsets: a prefix
     residuals  | trainable bf16 |                                                   int16, one per bf16 weight
-    moments    | trainable bf16 | trainable fp32 |                                  fp32, by state offset
+    moments    | trainable bf16 | trainable fp32 |                                  fp32, bf16 or 8-bit codes, by state offset
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.units import round_up
 
 ALIGNMENT_ELEMENTS = 128
-"""Elements to which each parameter's start is rounded up: 256 bytes in bf16, what vector loads and copies like."""
+"""Elements to which each parameter's start is rounded up: 256 bytes in bf16, what vector loads and copies like;
+and a whole number of the blocks of :mod:`~megatrain_accelerate.optim.int8_moments`, so that each parameter begins one."""
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float32)
 

@@ -18,6 +18,7 @@ from megatrain_accelerate.memory.flat_layout import FlatEntry, FlatLayout, Param
 from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import StepKernels
+from megatrain_accelerate.optim.int8_moments import Int8Moments, moment_bytes
 from megatrain_accelerate.optim.kernel import HostKernels
 
 PASSING_BUFFERS = 3
@@ -38,7 +39,7 @@ class HostUnit:
         kernels: the host kernels.
         huge_pages, register: see :class:`HostMemory`.
         holds_masters: False if the weights are all there is of them: loaded in bf16, and not to be trained so far.
-        moments_dtype: of the fused optimizer's moments, fp32 or bf16.
+        moments_dtype: of the fused optimizer's moments: fp32, bf16, or int8 for codes and scales.
     """
 
     def __init__(
@@ -87,6 +88,8 @@ class HostUnit:
         self._moments_dtype = moments_dtype
         self.exp_avgs: torch.Tensor | None = None
         self.exp_avg_sqs: torch.Tensor | None = None
+        self.int8_moments: Int8Moments | None = None
+        """Flat moments in 8 bits, in the place of :attr:`exp_avgs` and :attr:`exp_avg_sqs`."""
         self.states = [
             self._adopt(parameter, entry) for (_, parameter), entry in zip(parameters, self.layout.entries, strict=True)
         ]
@@ -191,15 +194,27 @@ class HostUnit:
     @property
     def moment_bytes(self) -> int:
         """Bytes of the fused optimizer's moments, whether they exist or not."""
-        return 2 * self._moments_dtype.itemsize * self.layout.state_elements
+        return moment_bytes(self.layout.state_elements, self._moments_dtype)
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether :meth:`allocate_moments` was called."""
+        return self._moment_memory is not None
 
     def allocate_moments(self) -> None:
         """Makes the fused optimizer's moments, zero. Does nothing if they exist."""
         elements, dtype = self.layout.state_elements, self._moments_dtype
         size = dtype.itemsize
-        if self.exp_avgs is not None:
+        if self.has_moments:
             return
         memory = self._moment_memory = self._allocate(self.moment_bytes, False)
+        if dtype == torch.int8:
+            self.int8_moments = Int8Moments.within(memory.tensor, elements, 0, (elements,))
+            for state in self.states:
+                if state.entry.state_offset is not None:
+                    place = (elements, state.entry.state_offset, state.entry.spec.shape)
+                    state.int8_moments = Int8Moments.within(memory.tensor, *place)
+            return
         self.exp_avgs = memory.tensor(0, (elements,), dtype)
         self.exp_avg_sqs = memory.tensor(size * elements, (elements,), dtype)
         for state in self.states:
@@ -236,12 +251,12 @@ class HostUnit:
             self._gradient_memory,
             self._gradient_residual_memory,
         )
-        old = (self.weights, self.residuals, self.exp_avgs, self.exp_avg_sqs)
+        old = (self.weights, self.residuals)
         gradients = [state.parameter.grad for state in self.states]
         sum_residuals = [state.sum_residual if state.has_fp32_sum else None for state in self.states]
         sums_gradients = self.gradient_residuals is not None
         has_gradients = self._gradient_memory is not None or self.device is not None
-        self._reserve(device, old[2] is not None, has_gradients, sums_gradients)
+        self._reserve(device, self.has_moments, has_gradients, sums_gradients)
         self.kernels = kernels
         self._weight_memory = self._allocate(self.layout.weight_bytes, self._register)
         self.weights = self._weight_memory.tensor(0, (self.layout.weight_bytes,), torch.uint8)
@@ -256,14 +271,14 @@ class HostUnit:
             self._bind(state)
             state.parameter.data = state.weight
             state.seen_version = state.parameter._version
-        self._moment_memory = self._gradient_memory = self.gradients = self.exp_avgs = self.exp_avg_sqs = None
+        old_moments, self._moment_memory = self._moment_memory, None
+        self._gradient_memory = self.gradients = self.exp_avgs = self.exp_avg_sqs = self.int8_moments = None
         self._gradient_residual_memory = self.gradient_residuals = None
-        if old[2] is not None and old[3] is not None:
+        if old_moments is not None:
             self.allocate_moments()
-            assert self.exp_avgs is not None
-            assert self.exp_avg_sqs is not None
-            self.exp_avgs.copy_(old[2])
-            self.exp_avg_sqs.copy_(old[3])
+            assert self._moment_memory is not None
+            everything = (0, (self.moment_bytes,), torch.uint8)
+            self._moment_memory.tensor(*everything).copy_(old_moments.tensor(*everything))
         if has_gradients:
             self.allocate_gradients()
         if sums_gradients:
@@ -320,7 +335,7 @@ class HostUnit:
             "weights": self.layout.weight_bytes,
             "gradients": self.layout.gradient_bytes if self._gradient_memory is not None else 0,
             "residuals": self.residuals.nbytes,
-            "moments": self.moment_bytes if self.exp_avgs is not None else 0,
+            "moments": self.moment_bytes if self.has_moments else 0,
             **({"gradient_residuals": 2 * self.layout.split_elements} if self.gradient_residuals is not None else {}),
         }
 
@@ -336,7 +351,7 @@ class HostUnit:
         # The mapping goes with the last view of it.
         self.states = []
         self.weights = self.residuals = torch.empty(0)
-        self.gradients = self.gradient_residuals = self.exp_avgs = self.exp_avg_sqs = None
+        self.gradients = self.gradient_residuals = self.exp_avgs = self.exp_avg_sqs = self.int8_moments = None
 
     def close(self) -> None:
         """Unregisters the memory; it is unmapped when the last view of it dies."""
@@ -356,7 +371,7 @@ def planned_host_bytes(
     """Bytes that units of these layouts will take with the fused optimizer, by what they hold.
 
     ``training``: whether there are gradients and moments. ``fp32_sums``: whether gradients are summed in fp32. ``passing``:
-    how many of the first units are layers whose gradients pass. ``moments_dtype``: fp32 or bf16.
+    how many of the first units are layers whose gradients pass. ``moments_dtype``: fp32, bf16 or int8.
     """
     layouts = list(layouts)
     parts = {"weights": 0, "gradients": 0, "residuals": 0, "moments": 0}
@@ -364,7 +379,7 @@ def planned_host_bytes(
         parts["weights"] += layout.weight_bytes
         parts["residuals"] += 2 * layout.split_elements
         if training:
-            parts["moments"] += 2 * moments_dtype.itemsize * layout.state_elements
+            parts["moments"] += moment_bytes(layout.state_elements, moments_dtype)
         if fp32_sums:
             parts["gradient_residuals"] = parts.get("gradient_residuals", 0) + 2 * layout.split_elements
     if training:

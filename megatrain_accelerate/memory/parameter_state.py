@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from megatrain_accelerate.memory.flat_layout import FlatEntry
+from megatrain_accelerate.optim.int8_moments import Int8Moments
 
 
 @dataclasses.dataclass
@@ -17,7 +18,7 @@ class ParameterState:
 
     ``weight`` (its shape, bf16 or fp32), ``gradient`` (the same; None too for a unit on the device, whose gradients are
     autograd's own), ``residual`` (int16), ``exp_avg`` and ``exp_avg_sq`` (of the dtype in which the
-    unit keeps moments), each with a storage of its own.
+    unit keeps moments, None for 8-bit ones), each with a storage of its own.
     """
 
     parameter: nn.Parameter
@@ -27,6 +28,8 @@ class ParameterState:
     gradient: torch.Tensor | None = None
     exp_avg: torch.Tensor | None = None
     exp_avg_sq: torch.Tensor | None = None
+    int8_moments: Int8Moments | None = None
+    """In the place of ``exp_avg`` and ``exp_avg_sq`` where the unit keeps moments in 8 bits."""
     seen_version: int = -1
     """``_version`` of the parameter when the master last agreed with its weight."""
     gradient_residual: torch.Tensor | None = None

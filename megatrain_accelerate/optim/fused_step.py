@@ -15,15 +15,13 @@ from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.host_step import HostStep
+from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, expose, take_over
 from megatrain_accelerate.optim.segments import apply_segments, plan_segments, step_each
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause
 from megatrain_accelerate.streaming.passing_gradients import refuse_unstepped
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
-
-RESIDUAL_KEY = "master_residual"
-"""Key of the masters' low 16 bits (int16) in the optimizer's state; stock optimizers ignore it."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -92,21 +90,17 @@ class FusedStep(HostStep):
 
     def import_state(self, state: ParameterState, values: dict[str, Any]) -> None:
         """Sets a parameter's moments, step and residual from an optimizer's state for it; empty means none yet."""
-        if state.exp_avg is None or state.exp_avg_sq is None:
+        if state.exp_avg is None and state.int8_moments is None:
             return
+        take_over(state, values)
         if not values:
-            state.exp_avg.zero_()
-            state.exp_avg_sq.zero_()
             return
-        for view, key in ((state.exp_avg, "exp_avg"), (state.exp_avg_sq, "exp_avg_sq")):
-            if values[key].data_ptr() != view.data_ptr():
-                view.copy_(values[key])
         residual = values.get(RESIDUAL_KEY)
         if state.residual is not None and residual is not None and residual.dtype == torch.int16:
             state.residual.copy_(residual)
         entry = self._optimizer_state[state.parameter]
         entry["step"] = torch.tensor(float(values["step"]), dtype=torch.float32)
-        self._expose(entry, state)
+        expose(entry, state)
 
     def set_schedule(self, schedule: str) -> None:
         """Chooses when the arithmetic runs, from the next backward on: ``deferred``, ``backward`` or ``serial``."""
@@ -127,7 +121,7 @@ class FusedStep(HostStep):
         for state in unit.states:
             entry = self._optimizer_state.get(state.parameter)
             if entry:
-                self._expose(entry, state)
+                expose(entry, state)
 
     def bind(self, optimizer: Optimizer) -> None:
         """Follows an optimizer whose state or groups were replaced (``load_state_dict``)."""
@@ -138,16 +132,9 @@ class FusedStep(HostStep):
         entry = self._optimizer_state[state.parameter]
         if not entry:
             entry["step"] = torch.zeros((), dtype=torch.float32)
-            self._expose(entry, state)
+            expose(entry, state)
         entry["step"] += 1
         return int(entry["step"].item())
-
-    @staticmethod
-    def _expose(entry: dict[str, Any], state: ParameterState) -> None:
-        """Puts the store's views into an optimizer's state under the names of torch.optim.AdamW."""
-        entry["exp_avg"], entry["exp_avg_sq"] = state.exp_avg, state.exp_avg_sq
-        if state.residual is not None:
-            entry[RESIDUAL_KEY] = state.residual
 
     def _submit(
         self,

@@ -17,6 +17,7 @@ from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.optim.fused_step import FusedStep
 from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.master_step import MasterStep
+from megatrain_accelerate.optim.moment_states import shown_in_fp32
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,8 @@ def _adopt_fused(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str)
 
     def state_dict(self: Optimizer) -> dict[str, Any]:
         runtime.drain()
-        return original.state_dict(self)
+        found = original.state_dict(self)
+        return {**found, "state": shown_in_fp32(found["state"], runtime.config.host_memory_gib)}
 
     def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
         runtime.drain()

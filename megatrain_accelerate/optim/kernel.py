@@ -38,7 +38,7 @@ from megatrain_accelerate.optim.adam_arguments import AdamArguments, AdamConstan
 LIBRARY_PATH = pathlib.Path(__file__).with_name("_host_kernels.so")
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
-_INTERFACE_VERSION = 5
+_INTERFACE_VERSION = 6
 _REBUILD = "build it with `pip install --force-reinstall --no-deps .` in a checkout of this package (needs a C++ compiler)"
 
 
@@ -69,17 +69,17 @@ class HostKernels:
         self._threads = default_thread_count() if threads is None else threads
         if self._threads < 1:
             raise ConfigError(f"HostKernels needs at least 1 thread, got {self._threads}")
-        self._library = _load_library()
-        best: int = self._library.megatrain_best_instruction_set()
+        self.library = _load_library()
+        best: int = self.library.megatrain_best_instruction_set()
         chosen = best if instruction_set is None else _instruction_set_index(instruction_set, best)
         self._instruction_set = INSTRUCTION_SETS[chosen]
-        self._handle: int | None = self._library.megatrain_create(self._threads, chosen)
+        self._handle: int | None = self.library.megatrain_create(self._threads, chosen)
         if self._handle is None:
             raise KernelError(
                 f"could not start {self._threads} threads for the host kernels; lower megatrain_config.host_threads "
                 "or raise the limit of threads (`ulimit -u`, the container's pids limit)"
             )
-        self._finalizer = weakref.finalize(self, self._library.megatrain_destroy, self._handle)
+        self._finalizer = weakref.finalize(self, self.library.megatrain_destroy, self._handle)
 
     @property
     def threads(self) -> int:
@@ -123,7 +123,7 @@ class HostKernels:
         Raises:
             KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
         """
-        handle, count = self._check(
+        handle, count = self.check(
             hi_bf16=(hi_bf16, torch.bfloat16),
             residual_int16=(residual_int16, torch.int16),
             exp_avg=(exp_avg, _moments_dtype(exp_avg)),
@@ -135,12 +135,12 @@ class HostKernels:
         if exp_avg.dtype == torch.bfloat16:
             rounding = (first_element & 0xFFFFFFFF, arguments.rounding_seed)
             pointer = None if grad_residual is None else grad_residual.data_ptr()
-            self._library.megatrain_adamw_split_bf16(handle, *pointers, pointer, count, arguments.to_constants(), *rounding)
+            self.library.megatrain_adamw_split_bf16(handle, *pointers, pointer, count, arguments.to_constants(), *rounding)
         elif grad_residual is None:
-            self._library.megatrain_adamw_split(handle, *pointers, count, arguments.to_constants())
+            self.library.megatrain_adamw_split(handle, *pointers, count, arguments.to_constants())
         else:
             pointers.append(grad_residual.data_ptr())
-            self._library.megatrain_adamw_split_sum(handle, *pointers, count, arguments.to_constants())
+            self.library.megatrain_adamw_split_sum(handle, *pointers, count, arguments.to_constants())
 
     def adamw_fp32(
         self,
@@ -158,7 +158,7 @@ class HostKernels:
         Raises:
             KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
         """
-        handle, count = self._check(
+        handle, count = self.check(
             weight=(weight, torch.float32),
             exp_avg=(exp_avg, _moments_dtype(exp_avg)),
             exp_avg_sq=(exp_avg_sq, exp_avg.dtype),
@@ -167,9 +167,9 @@ class HostKernels:
         pointers = (tensor.data_ptr() for tensor in (weight, exp_avg, exp_avg_sq, grad))
         if exp_avg.dtype == torch.bfloat16:
             rounding = (first_element & 0xFFFFFFFF, arguments.rounding_seed)
-            self._library.megatrain_adamw_fp32_bf16(handle, *pointers, count, arguments.to_constants(), *rounding)
+            self.library.megatrain_adamw_fp32_bf16(handle, *pointers, count, arguments.to_constants(), *rounding)
         else:
-            self._library.megatrain_adamw_fp32(handle, *pointers, count, arguments.to_constants())
+            self.library.megatrain_adamw_fp32(handle, *pointers, count, arguments.to_constants())
 
     def accumulate(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """``dst += src``, both (N) bfloat16 or both (N) float32; in bfloat16 with the rounding of torch's ``add_``.
@@ -179,9 +179,9 @@ class HostKernels:
         """
         if dst.dtype not in (torch.bfloat16, torch.float32):
             raise KernelError(f"accumulate: dst must be torch.bfloat16 or torch.float32, got {dst.dtype}")
-        handle, count = self._check(dst=(dst, dst.dtype), src=(src, dst.dtype))
+        handle, count = self.check(dst=(dst, dst.dtype), src=(src, dst.dtype))
         is_bf16 = dst.dtype == torch.bfloat16
-        run = self._library.megatrain_accumulate_bf16 if is_bf16 else self._library.megatrain_accumulate_fp32
+        run = self.library.megatrain_accumulate_bf16 if is_bf16 else self.library.megatrain_accumulate_fp32
         run(handle, dst.data_ptr(), src.data_ptr(), count)
 
     def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
@@ -196,9 +196,9 @@ class HostKernels:
         Raises:
             KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
         """
-        handle, count = self._check(hi=(hi, torch.bfloat16), residual=(residual, torch.int16), src=(src, torch.bfloat16))
+        handle, count = self.check(hi=(hi, torch.bfloat16), residual=(residual, torch.int16), src=(src, torch.bfloat16))
         pointers = (tensor.data_ptr() for tensor in (hi, residual, src))
-        self._library.megatrain_accumulate_split(handle, *pointers, int(has_residual), count)
+        self.library.megatrain_accumulate_split(handle, *pointers, int(has_residual), count)
 
     def square_sum(self, values: torch.Tensor) -> float:
         """The sum of squares of (N) bfloat16 or (N) float32 values, added up in double precision in a fixed order.
@@ -208,9 +208,9 @@ class HostKernels:
         """
         if values.dtype not in (torch.bfloat16, torch.float32):
             raise KernelError(f"square_sum: values must be torch.bfloat16 or torch.float32, got {values.dtype}")
-        handle, count = self._check(values=(values, values.dtype))
+        handle, count = self.check(values=(values, values.dtype))
         is_bf16 = values.dtype == torch.bfloat16
-        run = self._library.megatrain_square_sum_bf16 if is_bf16 else self._library.megatrain_square_sum_fp32
+        run = self.library.megatrain_square_sum_bf16 if is_bf16 else self.library.megatrain_square_sum_fp32
         result: float = run(handle, values.data_ptr(), count)
         return result
 
@@ -220,8 +220,8 @@ class HostKernels:
         Raises:
             KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
         """
-        handle, count = self._check(hi=(hi, torch.bfloat16), residual=(residual, torch.int16))
-        result: float = self._library.megatrain_square_sum_split(handle, hi.data_ptr(), residual.data_ptr(), count)
+        handle, count = self.check(hi=(hi, torch.bfloat16), residual=(residual, torch.int16))
+        result: float = self.library.megatrain_square_sum_split(handle, hi.data_ptr(), residual.data_ptr(), count)
         return result
 
     def split(self, master_fp32: torch.Tensor, hi: torch.Tensor, residual: torch.Tensor) -> None:
@@ -230,10 +230,10 @@ class HostKernels:
         Raises:
             KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
         """
-        handle, count = self._check(
+        handle, count = self.check(
             master_fp32=(master_fp32, torch.float32), hi=(hi, torch.bfloat16), residual=(residual, torch.int16)
         )
-        self._library.megatrain_split(handle, master_fp32.data_ptr(), hi.data_ptr(), residual.data_ptr(), count)
+        self.library.megatrain_split(handle, master_fp32.data_ptr(), hi.data_ptr(), residual.data_ptr(), count)
 
     def join(self, hi: torch.Tensor, residual: torch.Tensor, master_fp32_out: torch.Tensor) -> None:
         """Writes the (N) float32 masters that (N) bfloat16 ``hi`` and (N) int16 ``residual`` stand for.
@@ -241,10 +241,10 @@ class HostKernels:
         Raises:
             KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
         """
-        handle, count = self._check(
+        handle, count = self.check(
             hi=(hi, torch.bfloat16), residual=(residual, torch.int16), master_fp32_out=(master_fp32_out, torch.float32)
         )
-        self._library.megatrain_join(handle, hi.data_ptr(), residual.data_ptr(), master_fp32_out.data_ptr(), count)
+        self.library.megatrain_join(handle, hi.data_ptr(), residual.data_ptr(), master_fp32_out.data_ptr(), count)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Copies (N) ``src`` to (N) ``dst``, of one dtype, on all threads.
@@ -252,8 +252,8 @@ class HostKernels:
         Raises:
             KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
         """
-        handle, count = self._check(dst=(dst, dst.dtype), src=(src, dst.dtype))
-        self._library.megatrain_copy(handle, dst.data_ptr(), src.data_ptr(), count * dst.element_size())
+        handle, count = self.check(dst=(dst, dst.dtype), src=(src, dst.dtype))
+        self.library.megatrain_copy(handle, dst.data_ptr(), src.data_ptr(), count * dst.element_size())
 
     def zero(self, tensor: torch.Tensor) -> None:
         """Fills a tensor of any dtype with zero bytes, on all threads: also the way to touch new memory first.
@@ -261,8 +261,8 @@ class HostKernels:
         Raises:
             KernelError: the tensor isn't a contiguous CPU tensor, or the kernels are closed.
         """
-        handle, count = self._check(tensor=(tensor, tensor.dtype))
-        self._library.megatrain_zero(handle, tensor.data_ptr(), count * tensor.element_size())
+        handle, count = self.check(tensor=(tensor, tensor.dtype))
+        self.library.megatrain_zero(handle, tensor.data_ptr(), count * tensor.element_size())
 
     def stream_probe(
         self,
@@ -277,7 +277,7 @@ class HostKernels:
         Raises:
             KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
         """
-        handle, count = self._check(
+        handle, count = self.check(
             hi=(hi, torch.bfloat16),
             residual=(residual, torch.int16),
             exp_avg=(exp_avg, torch.float32),
@@ -285,10 +285,14 @@ class HostKernels:
             grad=(grad, torch.bfloat16),
         )
         pointers = (tensor.data_ptr() for tensor in (hi, residual, exp_avg, exp_avg_sq, grad))
-        self._library.megatrain_stream_probe(handle, *pointers, count)
+        self.library.megatrain_stream_probe(handle, *pointers, count)
 
-    def _check(self, **tensors: tuple[torch.Tensor, torch.dtype]) -> tuple[int, int]:
-        """The pool's handle and the common length N, after all that C++ can't check itself."""
+    def check(self, **tensors: tuple[torch.Tensor, torch.dtype]) -> tuple[int, int]:
+        """The pool's handle and the common length N, after all that C++ can't check itself; for a call of :attr:`library`.
+
+        Raises:
+            KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
+        """
         if self._handle is None:
             raise KernelError("the host kernels are closed; make a new HostKernels")
         first_name, (first, _) = next(iter(tensors.items()))
@@ -353,6 +357,8 @@ def _load_library() -> Any:
         "adamw_fp32": [handle, *[pointer] * 4, count, AdamConstants],
         "adamw_split_bf16": [handle, *[pointer] * 6, count, AdamConstants, ctypes.c_uint32, ctypes.c_uint32],
         "adamw_fp32_bf16": [handle, *[pointer] * 4, count, AdamConstants, ctypes.c_uint32, ctypes.c_uint32],
+        "adamw_split_int8": [handle, *[pointer] * 8, count, AdamConstants, ctypes.c_uint32, ctypes.c_uint32],
+        "adamw_fp32_int8": [handle, *[pointer] * 6, count, AdamConstants, ctypes.c_uint32, ctypes.c_uint32],
         "stream_probe": [handle, *[pointer] * 5, count],
         "accumulate_bf16": [handle, *[pointer] * 2, count],
         "accumulate_fp32": [handle, *[pointer] * 2, count],

@@ -11,6 +11,7 @@ from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.device_kernel import StepKernels
+from megatrain_accelerate.optim.int8_moments import adamw_int8
 from megatrain_accelerate.optim.kernel import HostKernels
 
 
@@ -34,7 +35,7 @@ def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list
     what becomes of ``parameter.grad`` then doesn't change what kind of gradient the store holds.
 
     The padding between two of them is stepped along with them: its gradient is zero or finite garbage that no view
-    ever shows.
+    ever shows. It isn't where moments are in 8 bits, since it would have a part in their blocks' scales.
     """
     segments: list[Segment] = []
     ordered = sorted(steps, key=lambda item: item[0].entry.weight_offset)
@@ -46,7 +47,8 @@ def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list
         if segments:
             last = segments[-1]
             gap = entry.state_offset - last.state_offset - last.elements
-            if last.dtype == entry.spec.dtype and (last.arguments, last.is_sum) == (arguments, is_sum) and 0 <= gap < 128:
+            widest = 1 if state.int8_moments is not None else 128
+            if last.dtype == entry.spec.dtype and (last.arguments, last.is_sum) == (arguments, is_sum) and 0 <= gap < widest:
                 grown = last.elements + gap + entry.spec.numel
                 segments[-1] = dataclasses.replace(last, elements=grown)
                 continue
@@ -83,21 +85,25 @@ def step_each(steps: Sequence[tuple[ParameterState, AdamArguments]], kernels: St
 def apply_segments(unit: HostUnit, segments: Sequence[Segment], kernels: HostKernels) -> None:
     """Steps the unit's weights, residuals and moments in place from its gradients."""
     assert unit.gradients is not None
-    assert unit.exp_avgs is not None
-    assert unit.exp_avg_sqs is not None
     for segment in segments:
         size = segment.elements * segment.dtype.itemsize
         weights = unit.weights[segment.weight_offset : segment.weight_offset + size].view(segment.dtype)
         gradients = unit.gradients[segment.weight_offset : segment.weight_offset + size].view(segment.dtype)
         elements = slice(segment.state_offset, segment.state_offset + segment.elements)
-        exp_avg, exp_avg_sq = unit.exp_avgs[elements], unit.exp_avg_sqs[elements]
         first = segment.state_offset
-        if segment.dtype == torch.bfloat16:
-            of_sums = None
-            if segment.is_sum:
-                assert unit.gradient_residuals is not None
-                of_sums = unit.gradient_residuals[elements]
-            residuals = unit.residuals[elements]
+        of_sums = None
+        if segment.is_sum:
+            assert unit.gradient_residuals is not None
+            of_sums = unit.gradient_residuals[elements]
+        residuals = unit.residuals[elements] if segment.dtype == torch.bfloat16 else None
+        if unit.int8_moments is not None:
+            moments = unit.int8_moments.run(first, segment.elements)
+            adamw_int8(kernels, weights, residuals, moments, gradients, segment.arguments, of_sums, first)
+            continue
+        assert unit.exp_avgs is not None
+        assert unit.exp_avg_sqs is not None
+        exp_avg, exp_avg_sq = unit.exp_avgs[elements], unit.exp_avg_sqs[elements]
+        if residuals is not None:
             kernels.adamw_split(weights, residuals, exp_avg, exp_avg_sq, gradients, segment.arguments, of_sums, first)
         else:
             kernels.adamw_fp32(weights, exp_avg, exp_avg_sq, gradients, segment.arguments, first)

@@ -24,6 +24,9 @@ def unit_sizes(unit: HostUnit, runtime: StreamingRuntime, micro_batches: int) ->
     sum_bytes = 2 * layout.split_elements if runtime.sums.is_wanted and micro_batches > 1 else 0
     sizes = (layout.weight_bytes, layout.gradient_bytes, layout.state_elements, state_bytes(unit), sum_bytes)
     step_bytes = _STEP_BYTES_BUT_FOR_MOMENTS + 2 * unit.moment_bytes // max(1, layout.state_elements)
+    if runtime.config.moments_dtype == "int8":
+        # 14 bytes of traffic, but the memory isn't what it waits for: no faster than the step with moments in fp32.
+        step_bytes = STEP_BYTES
     return UnitSizes(*sizes, gradients_pass=unit.passes_gradients, step_bytes=step_bytes)
 
 

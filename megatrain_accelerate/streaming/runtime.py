@@ -283,8 +283,8 @@ class StreamingRuntime:
 
     @property
     def states_may_move(self) -> bool:
-        """Whether every optimizer can step on the device."""
-        return not self.steps_on_host
+        """Whether every optimizer can step on the device: there is a kernel there for its moments."""
+        return not self.steps_on_host and self.config.moments_dtype != "int8"
 
     @property
     def open_forwards(self) -> int:

@@ -455,3 +455,13 @@ def test_moments_in_bf16_make_the_predicted_step_of_the_host_shorter(monkeypatch
         assert run.engine.device_plan.predicted_time is not None
         host_step[dtype] = run.engine.device_plan.predicted_time.host_step
     assert host_step["bf16"] == pytest.approx(host_step["fp32"] * 18 / 26)
+
+
+def test_moments_in_8_bits_are_counted_in_memory_but_not_as_a_faster_step() -> None:
+    sizes = {}
+    for dtype in ("fp32", "int8"):
+        run = planned(200, moments_dtype=dtype, device_layers=0)
+        sizes[dtype] = run.engine.device_plan.model_sizes().layers[0]
+    saved = (8 - 2.0625) * sizes["fp32"].parameters
+    assert sizes["fp32"].state_bytes - sizes["int8"].state_bytes == saved
+    assert sizes["fp32"].step_bytes == sizes["int8"].step_bytes

@@ -58,11 +58,13 @@ def test_the_engine_without_memory_has_the_sizes_of_the_real_one(micro_batches: 
     assert meta._planned_fixed_bytes_by_kind() == real.device_plan._planned_fixed_bytes_by_kind()
 
 
-def test_the_store_is_what_the_engine_allocates() -> None:
-    real = attach(tiny_model(**SHAPE).train())
+@pytest.mark.parametrize("moments_dtype", ["fp32", "bf16", "int8"])
+def test_the_store_is_what_the_engine_allocates(moments_dtype: str) -> None:
+    real = attach(tiny_model(**SHAPE).train(), moments_dtype=moments_dtype)
     for unit in real.runtime.units:
         unit.allocate_moments()
-    plan = ForecastPlan(MetaEngine(meta_model(), MegatrainConfig()), MegatrainConfig(), MACHINE, GIB, GIB)
+    config = MegatrainConfig(moments_dtype=moments_dtype)
+    plan = ForecastPlan(MetaEngine(meta_model(), config), config, MACHINE, GIB, GIB)
     assert plan.store_bytes == sum(real.host_bytes_by_kind().values())
 
 

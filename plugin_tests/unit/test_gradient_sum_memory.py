@@ -128,7 +128,11 @@ def test_sums_that_do_not_fit_are_refused_with_the_numbers_and_the_remedy(
     engine.close()
 
 
-@pytest.mark.parametrize("settings", [{}, {"moments_dtype": "bf16"}, {"host_gradients": "passing"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"moments_dtype": "bf16"}, {"moments_dtype": "int8"}, {"host_gradients": "passing"}],
+    ids=str,
+)
 def test_only_what_is_still_to_be_allocated_counts_under_any_setting(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
 ) -> None:

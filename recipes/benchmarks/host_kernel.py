@@ -7,6 +7,7 @@ For each number of threads it prints:
 - ``adamw_split``: the step on split masters (26 bytes of memory traffic a parameter);
 - ``stream_probe``: the same arrays read and written with trivial arithmetic: the bound that the memory sets;
 - ``adamw_split_bf16``: the step on split masters with bf16 moments (18 bytes);
+- ``adamw_split_int8``: the same with 8-bit moments (14.1 bytes);
 - ``adamw_fp32``: the step on plain fp32 weights and gradients (28 bytes);
 - ``torch fused``: ``torch.optim.AdamW(fused=True)`` on the same fp32 tensors (28 bytes, no bf16 weights written).
 
@@ -27,10 +28,18 @@ from collections.abc import Callable
 import torch
 
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
+from megatrain_accelerate.optim.int8_moments import Int8Moments, adamw_int8, block_count
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.units import GB
 
-BYTES = {"adamw_split": 26, "stream_probe": 26, "adamw_split_bf16": 18, "adamw_fp32": 28, "torch fused": 28}
+BYTES = {
+    "adamw_split": 26.0,
+    "stream_probe": 26.0,
+    "adamw_split_bf16": 18.0,
+    "adamw_split_int8": 14.125,
+    "adamw_fp32": 28.0,
+    "torch fused": 28.0,
+}
 """Memory traffic of a loop for each parameter."""
 ARGUMENTS = AdamArguments(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=100)
 
@@ -98,6 +107,19 @@ def bf16_seconds(kernels: HostKernels, parameters: int, rounds: int) -> dict[str
     return best_seconds(step, rounds)
 
 
+def int8_seconds(kernels: HostKernels, parameters: int, rounds: int) -> dict[str, float]:
+    """The step on split masters with 8-bit moments."""
+    half, single, blocks = torch.bfloat16, torch.float32, block_count(parameters)
+    dtypes = (half, torch.int16, torch.int8, torch.uint8, half)
+    hi, residual, exp_avg, exp_avg_sq, grad = states(kernels, parameters, *dtypes)
+    moments = Int8Moments(exp_avg, exp_avg_sq, *states(kernels, blocks, single, single))
+    grad.fill_(1e-3)
+    return best_seconds(
+        {"adamw_split_int8": lambda: adamw_int8(kernels, hi, residual, moments, grad, ARGUMENTS)},
+        rounds,
+    )
+
+
 def fp32_seconds(kernels: HostKernels, parameters: int, rounds: int) -> dict[str, float]:
     """The step on fp32 weights and torch's fused one, on the same arrays."""
     weight, exp_avg, exp_avg_sq, grad = states(kernels, parameters, *[torch.float32] * 4)
@@ -121,7 +143,7 @@ def measure(parameters: int, threads: int, rounds: int) -> list[Row]:
     torch.set_num_threads(threads)
     kernels = HostKernels(threads)
     seconds = split_seconds(kernels, parameters, rounds) | bf16_seconds(kernels, parameters, rounds)
-    seconds |= fp32_seconds(kernels, parameters, rounds)
+    seconds |= int8_seconds(kernels, parameters, rounds) | fp32_seconds(kernels, parameters, rounds)
     kernels.close()
 
     probe_rate = parameters * BYTES["stream_probe"] / seconds["stream_probe"]

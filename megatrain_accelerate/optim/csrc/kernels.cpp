@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "adamw.h"
+#include "adamw_int8_moments.h"
 #include "gradient_sum.h"
 #include "instruction_sets.h"
 #include "split_master.h"
@@ -15,7 +16,7 @@ namespace megatrain {
 namespace {
 
 // Raised whenever a signature or AdamConstants changes, so that a stale library is noticed and not called.
-constexpr int kInterfaceVersion = 5;
+constexpr int kInterfaceVersion = 6;
 
 // Elements a chunk: small enough to balance the threads, large enough to forget the counter. A multiple of 64, so that
 // no two chunks share a cache line of an aligned array.
@@ -147,6 +148,17 @@ void adamw_fp32(Kernels* kernels, float* weight, Moment* m, Moment* v, const flo
   }
 }
 
+template <class Weights>
+void adamw_int8(Kernels* kernels, Weights weights, Int8Moments moments, int64_t count, AdamConstants constants,
+                Rounding rounding) {
+  static_assert(kGrain % kMomentBlock == 0, "a block has one thread");
+  if (constants.l2 != 0.0f) {
+    kernels->run(AdamInt8Job<Weights, true>{weights, moments, constants, rounding}, count);
+  } else {
+    kernels->run(AdamInt8Job<Weights, false>{weights, moments, constants, rounding}, count);
+  }
+}
+
 struct CopyJob {
   char* destination;
   const char* source;
@@ -221,6 +233,29 @@ MEGATRAIN_EXPORT void megatrain_adamw_fp32_bf16(Kernels* kernels, float* weight,
                                                 const float* grad, int64_t count, AdamConstants constants,
                                                 uint32_t first_element, uint32_t seed) {
   megatrain::adamw_fp32(kernels, weight, m, v, grad, count, constants, {first_element, seed});
+}
+
+// `grad_lo` is null where the gradient isn't a sum. The scales are those of the blocks that begin with the first element.
+MEGATRAIN_EXPORT void megatrain_adamw_split_int8(Kernels* kernels, uint16_t* hi, int16_t* lo, int8_t* m, uint8_t* v,
+                                                 float* m_scale, float* v_scale, const uint16_t* grad,
+                                                 const int16_t* grad_lo, int64_t count, AdamConstants constants,
+                                                 uint32_t first_element, uint32_t seed) {
+  const megatrain::Int8Moments moments{m, v, m_scale, v_scale};
+  const megatrain::Rounding rounding{first_element, seed};
+  if (grad_lo != nullptr) {
+    const megatrain::SplitWeights<true> weights{hi, lo, grad, grad_lo};
+    megatrain::adamw_int8(kernels, weights, moments, count, constants, rounding);
+  } else {
+    const megatrain::SplitWeights<false> weights{hi, lo, grad, nullptr};
+    megatrain::adamw_int8(kernels, weights, moments, count, constants, rounding);
+  }
+}
+
+MEGATRAIN_EXPORT void megatrain_adamw_fp32_int8(Kernels* kernels, float* weight, int8_t* m, uint8_t* v, float* m_scale,
+                                                float* v_scale, const float* grad, int64_t count,
+                                                AdamConstants constants, uint32_t first_element, uint32_t seed) {
+  megatrain::adamw_int8(kernels, megatrain::FloatWeights{weight, grad}, {m, v, m_scale, v_scale}, count, constants,
+                        {first_element, seed});
 }
 
 MEGATRAIN_EXPORT void megatrain_stream_probe(Kernels* kernels, uint16_t* hi, int16_t* lo, float* m, float* v,

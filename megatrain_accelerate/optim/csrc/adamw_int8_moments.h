@@ -1,0 +1,170 @@
+// AdamW of adamw.h with the two moments kept as 8-bit codes: one scale, fp32, for each block of 128 elements and moment.
+//
+// Block-wise 8-bit states are an idea of Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861).
+// The codes here are small floating-point numbers with three bits of mantissa, the upper bits of an fp32 number in [0, 1] less
+// a constant, so that a loop over a block needs neither a table nor a root:
+//
+//   first moment    m = sign * share(code) * scale, the scale the largest |m| of the block; codes -127 to 127 (int8)
+//                   shares from 1.25 * 2**-16 to 1, and 0
+//   second moment   v = share(code) * scale, the scale the largest v of the block; codes 0 to 255 (uint8)
+//                   shares from 1.25 * 2**-32 to 1, and 0
+//
+// Why floating point: what counts is m / sqrt(v) of each element, the small ones too, and the ranges of m and of sqrt(v) are
+// the same. A v above zero never gets the code of zero: next to an m that did not vanish it would make a step of lr * m / eps.
+//
+// Codes are rounded stochastically, for the reason in adamw_bf16_moments.h and with its random bits, so that m and v are right
+// in the mean. A block's largest element has the last code and is held exactly; with that, and codes that are rounded to
+// nearest, moments that are decoded and coded again have the same bits (int8_moments.py does it for checkpoints).
+#pragma once
+
+#include <cstdint>
+
+#include "adamw.h"
+
+namespace megatrain {
+
+constexpr int64_t kMomentBlock = 128;
+
+// The last codes, 127 and 255, are the upper 12 bits of 1.0f.
+constexpr int32_t kFirstOffset = 0x3f8 - 127;
+constexpr int32_t kSecondOffset = 0x3f8 - 255;
+
+// Scales are at least these, so that the least moments above zero are normal numbers and a scale has a reciprocal.
+constexpr float kLeastFirstScale = 0x1p-46f;
+constexpr float kLeastSecondScale = 0x1p-92f;
+
+struct Int8Moments {
+  int8_t* m;
+  uint8_t* v;
+  float* m_scale;
+  float* v_scale;
+};
+
+// Of non-negative numbers, whose order is that of their bits; above all others NaN, so that a block with one becomes NaN.
+MEGATRAIN_INLINE int32_t magnitude_bits(float value) { return static_cast<int32_t>(bits_of(value) & 0x7fffffffu); }
+
+MEGATRAIN_INLINE float scale_of(int32_t largest_bits, float least) {
+  const float largest = float_of(static_cast<uint32_t>(largest_bits));
+  return largest < least ? least : largest;
+}
+
+MEGATRAIN_INLINE float share_of_code(int32_t code, int32_t offset) {
+  const float share = float_of(static_cast<uint32_t>(code + offset) << 20);
+  return code == 0 ? 0.0f : share;
+}
+
+// What a magnitude is multiplied with to be a share of the scale. Enlarged by more than the two roundings on the way can take
+// off, so that the largest element reaches 1.
+MEGATRAIN_INLINE float share_factor(float scale) { return (1.0f / scale) * 0x1.000008p0f; }
+
+// `random`, in [0, 65535], is held against the share's place between those of two codes.
+MEGATRAIN_INLINE int32_t code_of_share(float share, uint32_t random, int32_t offset) {
+  const int32_t least = (1 + offset) << 20;
+  const float threshold =
+      (static_cast<float>(static_cast<int32_t>(random)) + 0.5f) * (float_of(static_cast<uint32_t>(least)) * 0x1p-16f);
+  const int32_t bits = static_cast<int32_t>(bits_of(share < 1.0f ? share : 1.0f));
+  const int32_t code = ((bits + static_cast<int32_t>(random * 16 + 8)) >> 20) - offset;
+  const int32_t below_least = bits > static_cast<int32_t>(bits_of(threshold)) ? 1 : 0;
+  return bits < least ? below_least : code;
+}
+
+// How a weight and its gradient are kept: split masters, the gradient with its residual or without, or fp32.
+template <bool kGradSplit>
+struct SplitWeights {
+  uint16_t* hi;
+  int16_t* lo;
+  const uint16_t* grad;
+  const int16_t* grad_lo;
+
+  MEGATRAIN_INLINE float weight(int64_t i) const { return join_master(hi[i], lo[i]); }
+
+  MEGATRAIN_INLINE float gradient(int64_t i) const {
+    if constexpr (kGradSplit) {
+      return join_sum(grad[i], grad_lo[i]);
+    } else {
+      return bf16_to_float(grad[i]);
+    }
+  }
+
+  MEGATRAIN_INLINE void store(int64_t i, float weight) const {
+    const uint32_t bits = bits_of(weight);
+    hi[i] = master_hi(bits);
+    lo[i] = master_lo(bits);
+  }
+};
+
+struct FloatWeights {
+  float* values;
+  const float* grad;
+
+  MEGATRAIN_INLINE float weight(int64_t i) const { return values[i]; }
+  MEGATRAIN_INLINE float gradient(int64_t i) const { return grad[i]; }
+  MEGATRAIN_INLINE void store(int64_t i, float weight) const { values[i] = weight; }
+};
+
+// 14.1 bytes of memory traffic a parameter on split masters. `begin` is a multiple of the block; the last block may be short.
+template <class Weights, bool kL2>
+struct AdamInt8Job {
+  Weights weights;
+  Int8Moments moments;
+  AdamConstants constants;
+  Rounding rounding;
+
+  MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
+    int64_t start = begin;
+    for (; end - start >= kMomentBlock; start += kMomentBlock) {
+      block(start, kMomentBlock);
+    }
+    if (start < end) {
+      block(start, end - start);
+    }
+  }
+
+  MEGATRAIN_INLINE void block(int64_t start, int64_t count) const {
+    const AdamConstants c = constants;
+    const Weights w = weights;
+    int8_t* __restrict__ m_ = moments.m + start;
+    uint8_t* __restrict__ v_ = moments.v + start;
+    float& m_scale = moments.m_scale[start / kMomentBlock];
+    float& v_scale = moments.v_scale[start / kMomentBlock];
+    alignas(64) float new_m[kMomentBlock];
+    alignas(64) float new_v[kMomentBlock];
+    const float old_m_scale = m_scale;
+    const float old_v_scale = v_scale;
+    int32_t m_largest = 0;
+    int32_t v_largest = 0;
+    MEGATRAIN_NO_OVERLAP
+    for (int64_t i = 0; i < count; ++i) {
+      const int32_t m_code = m_[i];
+      const float magnitude = share_of_code(m_code < 0 ? -m_code : m_code, kFirstOffset) * old_m_scale;
+      float m = m_code < 0 ? -magnitude : magnitude;
+      float v = share_of_code(v_[i], kSecondOffset) * old_v_scale;
+      w.store(start + i, adam_element<kL2>(c, w.weight(start + i), w.gradient(start + i), m, v));
+      const int32_t m_bits = magnitude_bits(m);
+      const int32_t v_bits = magnitude_bits(v);
+      m_largest = m_bits > m_largest ? m_bits : m_largest;
+      v_largest = v_bits > v_largest ? v_bits : v_largest;
+      new_m[i] = m;
+      new_v[i] = v;
+    }
+    m_scale = scale_of(m_largest, kLeastFirstScale);
+    v_scale = scale_of(v_largest, kLeastSecondScale);
+    const float m_factor = share_factor(m_scale);
+    const float v_factor = share_factor(v_scale);
+    const uint32_t first = rounding.first_element + static_cast<uint32_t>(start);
+    const uint32_t seed = rounding.seed;
+    MEGATRAIN_NO_OVERLAP
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t random = rounding_bits(first + static_cast<uint32_t>(i), seed);
+      const float m = new_m[i];
+      const float v = new_v[i];
+      const int32_t m_code = code_of_share((m < 0.0f ? -m : m) * m_factor, random & 0xffffu, kFirstOffset);
+      const int32_t v_code = code_of_share(v * v_factor, random >> 16, kSecondOffset);
+      m_[i] = static_cast<int8_t>(m < 0.0f ? -m_code : m_code);
+      const int32_t least_code = v > 0.0f ? 1 : 0;
+      v_[i] = static_cast<uint8_t>(v_code < least_code ? least_code : v_code);
+    }
+  }
+};
+
+}  // namespace megatrain

@@ -1,0 +1,192 @@
+"""AdamW's moments in 8 bits: codes with one fp32 scale for each block, their kernel, and their way from and to fp32.
+
+``csrc/adamw_int8_moments.h`` defines the codes and says where the idea is from. The kernel rounds stochastically. What is
+taken over from fp32 here is rounded to nearest, so that codes that were decoded come back as the same codes and scales.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+
+from megatrain_accelerate.errors import KernelError
+from megatrain_accelerate.optim.adam_arguments import AdamArguments
+from megatrain_accelerate.optim.kernel import HostKernels
+
+BLOCK_ELEMENTS = 128
+"""Elements that share a scale: those by which parameters are aligned in a unit, so that no block has two of them."""
+
+_FIRST_OFFSET, _SECOND_OFFSET = 0x3F8 - 127, 0x3F8 - 255
+_LEAST_FIRST_SCALE, _LEAST_SECOND_SCALE = 2.0**-46, 2.0**-92
+_PIECE_ELEMENTS = 32_768 * BLOCK_ELEMENTS
+"""Decoded and coded at a time, so that the temporaries of a large parameter stay small."""
+
+
+def block_count(elements: int) -> int:
+    """Scales that a moment of that many elements has; the last block may be short."""
+    return -(-elements // BLOCK_ELEMENTS)
+
+
+def moment_bytes(elements: int, dtype: torch.dtype) -> int:
+    """Bytes of both moments of that many elements, of which int8 ones have their scales besides."""
+    scales = 2 * torch.float32.itemsize * block_count(elements) if dtype == torch.int8 else 0
+    return 2 * dtype.itemsize * elements + scales
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8Moments:
+    """Both moments of a run of N elements that begins a block, as views of their unit's memory."""
+
+    exp_avg: torch.Tensor
+    """int8 codes, N elements of any shape."""
+    exp_avg_sq: torch.Tensor
+    """uint8 codes of the same shape."""
+    exp_avg_scale: torch.Tensor
+    """(:func:`block_count` of N) float32."""
+    exp_avg_sq_scale: torch.Tensor
+    """The same, of the second moment."""
+
+    @classmethod
+    def within(
+        cls,
+        tensor: Callable[[int, tuple[int, ...], torch.dtype], torch.Tensor],
+        total: int,
+        first: int,
+        shape: tuple[int, ...],
+    ) -> Int8Moments:
+        """Views of a memory of :func:`moment_bytes` of ``total`` elements, a multiple of the block: all codes of the first
+        moment, all of the second, all scales of the first, all of the second.
+
+        Args:
+            tensor: makes a view of the memory from an offset in bytes, a shape and a dtype.
+            total: elements that the memory is for.
+            first: the first element wanted, a multiple of the block.
+            shape: of the elements wanted.
+        """
+        scales = 2 * total + 4 * block_count(first)
+        blocks = (block_count(math.prod(shape)),)
+        return cls(
+            tensor(first, shape, torch.int8),
+            tensor(total + first, shape, torch.uint8),
+            tensor(scales, blocks, torch.float32),
+            tensor(scales + 4 * block_count(total), blocks, torch.float32),
+        )
+
+    def run(self, first: int, count: int) -> Int8Moments:
+        """``count`` elements from ``first``, a multiple of the block; of flat moments."""
+        blocks = slice(first // BLOCK_ELEMENTS, first // BLOCK_ELEMENTS + block_count(count))
+        elements = slice(first, first + count)
+        scales = self.exp_avg_scale[blocks], self.exp_avg_sq_scale[blocks]
+        return Int8Moments(self.exp_avg[elements], self.exp_avg_sq[elements], *scales)
+
+    def _pieces(self) -> Iterator[tuple[slice, Int8Moments]]:
+        flat = Int8Moments(self.exp_avg.view(-1), self.exp_avg_sq.view(-1), self.exp_avg_scale, self.exp_avg_sq_scale)
+        total = flat.exp_avg.numel()
+        for first in range(0, total, _PIECE_ELEMENTS):
+            count = min(_PIECE_ELEMENTS, total - first)
+            yield slice(first, first + count), flat.run(first, count)
+
+    def decode(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """New fp32 tensors of the codes' shape: the moments that the next step begins with, to the bit."""
+        exp_avg = torch.empty(self.exp_avg.shape)
+        exp_avg_sq = torch.empty(self.exp_avg.shape)
+        for place, piece in self._pieces():
+            codes = piece.exp_avg.int()
+            magnitudes = _shares(codes.abs(), _FIRST_OFFSET) * _spread(piece.exp_avg_scale, codes)
+            exp_avg.view(-1)[place] = torch.where(codes < 0, -magnitudes, magnitudes)
+            shares = _shares(piece.exp_avg_sq.int(), _SECOND_OFFSET)
+            exp_avg_sq.view(-1)[place] = shares * _spread(piece.exp_avg_sq_scale, codes)
+        return exp_avg, exp_avg_sq
+
+    def encode(self, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+        """Takes over moments of the same shape and any floating dtype, each rounded to the nearest code."""
+        firsts, seconds = exp_avg.reshape(-1), exp_avg_sq.reshape(-1)
+        for place, piece in self._pieces():
+            values = firsts[place].to("cpu", torch.float32)
+            codes = _codes(values.abs(), piece.exp_avg_scale, _LEAST_FIRST_SCALE, _FIRST_OFFSET)
+            piece.exp_avg.copy_(torch.where(values < 0, -codes, codes))
+            values = seconds[place].to("cpu", torch.float32)
+            codes = _codes(values, piece.exp_avg_sq_scale, _LEAST_SECOND_SCALE, _SECOND_OFFSET)
+            piece.exp_avg_sq.copy_(torch.where(values > 0, codes.clamp(min=1), codes))
+
+    def zero(self) -> None:
+        """Forgets the moments."""
+        for tensor in (self.exp_avg, self.exp_avg_sq, self.exp_avg_scale, self.exp_avg_sq_scale):
+            tensor.zero_()
+
+
+def _shares(codes: torch.Tensor, offset: int) -> torch.Tensor:
+    """(N) fp32 shares of the scale, in [0, 1], of (N) int32 codes without sign."""
+    return torch.where(codes == 0, 0.0, ((codes + offset) << 20).view(torch.float32))
+
+
+def _spread(scales: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
+    """The scale of each of the (N) elements."""
+    return scales.repeat_interleave(BLOCK_ELEMENTS)[: len(elements)]
+
+
+def _codes(magnitudes: torch.Tensor, scales: torch.Tensor, least_scale: float, offset: int) -> torch.Tensor:
+    """Nearest codes, int32, of (N) fp32 numbers that aren't negative; writes their blocks' scales."""
+    padded = torch.nn.functional.pad(magnitudes, (0, -len(magnitudes) % BLOCK_ELEMENTS))
+    scales.copy_(padded.view(-1, BLOCK_ELEMENTS).amax(1).clamp(min=least_scale))
+    shares = (magnitudes / _spread(scales, magnitudes)).nan_to_num(1.0)
+    codes = ((shares.view(torch.int32) + (1 << 19)) >> 20) - offset
+    least = _shares(torch.ones(1, dtype=torch.int32), offset)
+    return torch.where(shares < least, (shares > 0.5 * least).int(), codes)
+
+
+def adamw_int8(
+    kernels: HostKernels,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    moments: Int8Moments,
+    grad: torch.Tensor,
+    arguments: AdamArguments,
+    grad_residual: torch.Tensor | None = None,
+    first_element: int = 0,
+) -> None:
+    """One AdamW (or Adam) step in place, in one pass of 14.1 bytes of traffic a parameter on split masters.
+
+    Args:
+        kernels: the host's.
+        weight: (N) bfloat16 with ``residual``, else (N) float32.
+        residual: (N) int16, see :meth:`HostKernels.adamw_split`; None for fp32 weights.
+        moments: of these N elements.
+        grad: (N), of the weight's dtype.
+        arguments: the constants of the step.
+        grad_residual: (N) int16 where the gradient is an fp32 sum beside split masters.
+        first_element: number of the first element in its unit, a multiple of the block: the rounding depends on it.
+
+    Raises:
+        KernelError: a tensor has the wrong dtype, device, layout or length, ``first_element`` isn't the first of a block, or
+            the kernels are closed.
+    """
+    if first_element % BLOCK_ELEMENTS:
+        raise KernelError(f"first_element is {first_element}; runs of 8-bit moments begin at multiples of {BLOCK_ELEMENTS}")
+    dtype = torch.float32 if residual is None else torch.bfloat16
+    optional = {"residual": residual, "grad_residual": grad_residual}
+    handle, count = kernels.check(
+        weight=(weight, dtype),
+        exp_avg=(moments.exp_avg, torch.int8),
+        exp_avg_sq=(moments.exp_avg_sq, torch.uint8),
+        grad=(grad, dtype),
+        **{name: (tensor, torch.int16) for name, tensor in optional.items() if tensor is not None},
+    )
+    kernels.check(
+        exp_avg_scale=(moments.exp_avg_scale, torch.float32), exp_avg_sq_scale=(moments.exp_avg_sq_scale, torch.float32)
+    )
+    if moments.exp_avg_scale.numel() != block_count(count):
+        scales = moments.exp_avg_scale.numel()
+        raise KernelError(f"8-bit moments of {count:,} elements have {scales:,} scales; they need {block_count(count):,}")
+    states = moments.exp_avg, moments.exp_avg_sq, moments.exp_avg_scale, moments.exp_avg_sq_scale
+    pointers = [tensor.data_ptr() for tensor in states]
+    settings = (count, arguments.to_constants(), first_element & 0xFFFFFFFF, arguments.rounding_seed)
+    if residual is None:
+        kernels.library.megatrain_adamw_fp32_int8(handle, weight.data_ptr(), *pointers, grad.data_ptr(), *settings)
+    else:
+        pointers = [weight.data_ptr(), residual.data_ptr(), *pointers, grad.data_ptr()]
+        sums = None if grad_residual is None else grad_residual.data_ptr()
+        kernels.library.megatrain_adamw_split_int8(handle, *pointers, sums, *settings)

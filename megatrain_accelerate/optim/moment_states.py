@@ -1,0 +1,100 @@
+"""How an optimizer's ``state`` shows the store's moments, and how the store takes them over from one.
+
+fp32 and bf16 moments are shown as they are under the names of ``torch.optim.AdamW``. 8-bit ones have names of their own while
+they are in use, so that nobody takes codes for moments; ``state_dict()`` shows them in fp32, as any optimizer loads them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from megatrain_accelerate.memory.host_limits import available_host_bytes
+from megatrain_accelerate.memory.parameter_state import ParameterState
+from megatrain_accelerate.optim.int8_moments import Int8Moments
+from megatrain_accelerate.units import GIB
+
+logger = logging.getLogger(__name__)
+
+RESIDUAL_KEY = "master_residual"
+"""Key of the masters' low 16 bits (int16) in the optimizer's state; stock optimizers ignore it."""
+
+_INT8_KEYS = ("exp_avg_int8", "exp_avg_sq_int8", "exp_avg_scale", "exp_avg_sq_scale")
+
+
+def expose(entry: dict[str, Any], state: ParameterState) -> None:
+    """Puts the store's views into an optimizer's state of a parameter."""
+    if state.int8_moments is not None:
+        moments = state.int8_moments
+        views = (moments.exp_avg, moments.exp_avg_sq, moments.exp_avg_scale, moments.exp_avg_sq_scale)
+        entry.update(zip(_INT8_KEYS, views, strict=True))
+    else:
+        entry["exp_avg"], entry["exp_avg_sq"] = state.exp_avg, state.exp_avg_sq
+    if state.residual is not None:
+        entry[RESIDUAL_KEY] = state.residual
+
+
+def take_over(state: ParameterState, values: dict[str, Any]) -> None:
+    """Sets a parameter's moments from an optimizer's state for it, of any of the three kinds; zero if that is empty."""
+    ours = state.int8_moments
+    theirs = _coded(values)
+    if ours is not None and theirs is not None:
+        if theirs.exp_avg.data_ptr() != ours.exp_avg.data_ptr():
+            for name in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
+                getattr(ours, name).copy_(getattr(theirs, name))
+    elif ours is not None:
+        if values:
+            ours.encode(values["exp_avg"], values["exp_avg_sq"])
+        else:
+            ours.zero()
+    elif state.exp_avg is not None and state.exp_avg_sq is not None:
+        if theirs is not None:
+            values = dict(zip(("exp_avg", "exp_avg_sq"), theirs.decode(), strict=True))
+        for view, key in ((state.exp_avg, "exp_avg"), (state.exp_avg_sq, "exp_avg_sq")):
+            if not values:
+                view.zero_()
+            elif values[key].data_ptr() != view.data_ptr():
+                view.copy_(values[key])
+
+
+def _coded(values: dict[str, Any]) -> Int8Moments | None:
+    return Int8Moments(*(values[key] for key in _INT8_KEYS)) if _INT8_KEYS[0] in values else None
+
+
+def shown_in_fp32(entries: dict[Any, dict[str, Any]], host_memory_gib: float | None) -> dict[Any, dict[str, Any]]:
+    """The per-parameter part of a ``state_dict()`` with 8-bit moments decoded: 8 bytes a parameter of host memory.
+
+    Where these aren't free the codes stay, which this package loads under any ``moments_dtype`` and nobody else does: a
+    checkpoint mustn't end the run that it is to save.
+
+    Args:
+        entries: each parameter's state; not changed.
+        host_memory_gib: see :func:`available_host_bytes`.
+    """
+    coded = {key: moments for key, values in entries.items() if (moments := _coded(values)) is not None}
+    if not coded:
+        return entries
+    wanted = _decoded_bytes(coded.values())
+    free = available_host_bytes(host_memory_gib)
+    if wanted > free:
+        logger.warning(
+            "megatrain: AdamW's moments are saved in 8 bits, under the keys %s, since in fp32 they would take %.1f GiB of "
+            "host memory and %.1f are free; such a checkpoint can be continued with megatrain_accelerate only",
+            ", ".join(_INT8_KEYS),
+            wanted / GIB,
+            free / GIB,
+        )
+        return entries
+    shown = dict(entries)
+    for key, moments in coded.items():
+        kept = {name: value for name, value in entries[key].items() if name not in _INT8_KEYS}
+        exp_avg, exp_avg_sq = moments.decode()
+        shown[key] = {**kept, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    return shown
+
+
+def _decoded_bytes(coded: Iterable[Int8Moments]) -> int:
+    return sum(2 * torch.float32.itemsize * moments.exp_avg.numel() for moments in coded)
