@@ -69,6 +69,7 @@ def test_our_job_and_the_peers_end_in_one_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_sweep_with_traces_and_a_setting_that_is_refused(tmp_path: Path) -> None:
     printed, document = bench(tmp_path / "sweep", "--cases", "tiny-1x16", "--sweep", "2", "--trace")
     assert [row["tokens"] for row in document["rows"]] == [16, 32]

@@ -292,7 +292,7 @@ def measure_save_and_load(folder: Path, bf16: bool) -> dict[str, int]:
     return {**Measured.growth, "state": sum(held.values()) - held["gradients"]}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.long)])
 def test_saving_and_loading_hold_no_second_copy_of_the_state(precision: str, tmp_path: Path) -> None:
     measured = json.loads(run_test_file(__file__, "memory", tmp_path / "run", precision).strip().splitlines()[-1])
     print(measured)

@@ -82,7 +82,7 @@ def breaks_off(arguments: Record, callbacks: list[TrainerCallback], data: Any, e
     assert any(not torch.equal(value, tiny_llama().state_dict()[name]) for name, value in stock.items()), "steps were taken"
 
 
-@pytest.mark.parametrize(("max_grad_norm", "workers"), [(1.0, 0), (0.0, 2)])
+@pytest.mark.parametrize(("max_grad_norm", "workers"), [(1.0, 0), pytest.param(0.0, 2, marks=pytest.mark.long)])
 def test_data_that_cannot_be_read_leaves_the_steps_before_it(tmp_path: Path, max_grad_norm: float, workers: int) -> None:
     arguments: Record = {"folder": tmp_path, "max_grad_norm": max_grad_norm, "dataloader_num_workers": workers}
     breaks_off(arguments, [], BrokenData(bad=7), AccidentError)

@@ -17,7 +17,10 @@ from megatrain_accelerate.tracing.request import ENV_TRACE_DIR
 CONFIG = Path(__file__).parents[2] / "recipes" / "megatrain_cpu.yaml"
 
 
-@pytest.mark.parametrize(("script", "step"), [(TRAINER_SCRIPT, 4), (LOOP_SCRIPT, 2)], ids=["trainer", "loop"])
+@pytest.mark.parametrize(
+    ("script", "step"),
+    [pytest.param(TRAINER_SCRIPT, 4, id="trainer"), pytest.param(LOOP_SCRIPT, 2, id="loop", marks=pytest.mark.long)],
+)
 def test_one_step_of_a_training_is_traced(tmp_path: Path, script: str, step: int) -> None:
     printed, trace = trace_script(tmp_path, script, step, CONFIG)
     lanes = spans_by_lane(trace)

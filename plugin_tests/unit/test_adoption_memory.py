@@ -75,8 +75,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("source", ["file", "memory"])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("precision", "source"),
+    [
+        ("bf16", "file"),
+        ("fp32", "memory"),
+        pytest.param("bf16", "memory", marks=pytest.mark.long),
+        pytest.param("fp32", "file", marks=pytest.mark.long),
+    ],
+)
 def test_adopting_holds_the_store_one_layer_and_a_constant_at_its_peak(checkpoint: Path, precision: str, source: str) -> None:
     measured = json.loads(run_test_file(__file__, checkpoint, precision, source).strip().splitlines()[-1])
     print(measured)
