@@ -75,6 +75,11 @@ class Int8Moments:
             tensor(scales + 4 * block_count(total), blocks, torch.float32),
         )
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Codes and scales, in the order of the fields."""
+        return self.exp_avg, self.exp_avg_sq, self.exp_avg_scale, self.exp_avg_sq_scale
+
     def run(self, first: int, count: int) -> Int8Moments:
         """``count`` elements from ``first``, a multiple of the block; of flat moments."""
         blocks = slice(first // BLOCK_ELEMENTS, first // BLOCK_ELEMENTS + block_count(count))
@@ -114,7 +119,7 @@ class Int8Moments:
 
     def zero(self) -> None:
         """Forgets the moments."""
-        for tensor in (self.exp_avg, self.exp_avg_sq, self.exp_avg_scale, self.exp_avg_sq_scale):
+        for tensor in self.tensors:
             tensor.zero_()
 
 
@@ -181,8 +186,7 @@ def adamw_int8(
     if moments.exp_avg_scale.numel() != block_count(count):
         scales = moments.exp_avg_scale.numel()
         raise KernelError(f"8-bit moments of {count:,} elements have {scales:,} scales; they need {block_count(count):,}")
-    states = moments.exp_avg, moments.exp_avg_sq, moments.exp_avg_scale, moments.exp_avg_sq_scale
-    pointers = [tensor.data_ptr() for tensor in states]
+    pointers = [tensor.data_ptr() for tensor in moments.tensors]
     settings = (count, arguments.to_constants(), first_element & 0xFFFFFFFF, arguments.rounding_seed)
     if residual is None:
         kernels.library.megatrain_adamw_fp32_int8(handle, weight.data_ptr(), *pointers, grad.data_ptr(), *settings)

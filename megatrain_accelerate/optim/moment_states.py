@@ -7,7 +7,6 @@ they are in use, so that nobody takes codes for moments; ``state_dict()`` shows 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,9 +27,7 @@ _INT8_KEYS = ("exp_avg_int8", "exp_avg_sq_int8", "exp_avg_scale", "exp_avg_sq_sc
 def expose(entry: dict[str, Any], state: ParameterState) -> None:
     """Puts the store's views into an optimizer's state of a parameter."""
     if state.int8_moments is not None:
-        moments = state.int8_moments
-        views = (moments.exp_avg, moments.exp_avg_sq, moments.exp_avg_scale, moments.exp_avg_sq_scale)
-        entry.update(zip(_INT8_KEYS, views, strict=True))
+        entry.update(zip(_INT8_KEYS, state.int8_moments.tensors, strict=True))
     else:
         entry["exp_avg"], entry["exp_avg_sq"] = state.exp_avg, state.exp_avg_sq
     if state.residual is not None:
@@ -43,8 +40,8 @@ def take_over(state: ParameterState, values: dict[str, Any]) -> None:
     theirs = _coded(values)
     if ours is not None and theirs is not None:
         if theirs.exp_avg.data_ptr() != ours.exp_avg.data_ptr():
-            for name in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
-                getattr(ours, name).copy_(getattr(theirs, name))
+            for view, value in zip(ours.tensors, theirs.tensors, strict=True):
+                view.copy_(value)
     elif ours is not None:
         if values:
             ours.encode(values["exp_avg"], values["exp_avg_sq"])
@@ -77,7 +74,7 @@ def shown_in_fp32(entries: dict[Any, dict[str, Any]], host_memory_gib: float | N
     coded = {key: moments for key, values in entries.items() if (moments := _coded(values)) is not None}
     if not coded:
         return entries
-    wanted = _decoded_bytes(coded.values())
+    wanted = sum(2 * torch.float32.itemsize * moments.exp_avg.numel() for moments in coded.values())
     free = available_host_bytes(host_memory_gib)
     if wanted > free:
         logger.warning(
@@ -94,7 +91,3 @@ def shown_in_fp32(entries: dict[Any, dict[str, Any]], host_memory_gib: float | N
         exp_avg, exp_avg_sq = moments.decode()
         shown[key] = {**kept, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     return shown
-
-
-def _decoded_bytes(coded: Iterable[Int8Moments]) -> int:
-    return sum(2 * torch.float32.itemsize * moments.exp_avg.numel() for moments in coded)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatrain_accelerate.memory.flat_layout import ALIGNMENT_ELEMENTS
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
@@ -47,7 +48,7 @@ def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list
         if segments:
             last = segments[-1]
             gap = entry.state_offset - last.state_offset - last.elements
-            widest = 1 if state.int8_moments is not None else 128
+            widest = 1 if state.int8_moments is not None else ALIGNMENT_ELEMENTS
             if last.dtype == entry.spec.dtype and (last.arguments, last.is_sum) == (arguments, is_sum) and 0 <= gap < widest:
                 grown = last.elements + gap + entry.spec.numel
                 segments[-1] = dataclasses.replace(last, elements=grown)

@@ -77,6 +77,11 @@ def _spread(count: int, most: int = 13) -> list[int]:
     return sorted({round(i * count / (most - 1)) for i in range(most)})
 
 
+def _around(count: int, reach: int, most: int) -> range:
+    """Numbers from 0 to ``most`` that are off by up to ``reach``."""
+    return range(max(0, count - reach), min(most, count + reach) + 1)
+
+
 class PlacementSearch:
     """Finds the fastest placement within a budget.
 
@@ -192,14 +197,13 @@ class PlacementSearch:
         return [dataclasses.replace(at, inputs_offloaded=count) for count in self._near_inputs(at)]
 
     def _near_inputs(self, at: _Counts) -> list[int]:
-        near = range(max(0, at.inputs_offloaded - 2), min(self._count, at.inputs_offloaded + 2) + 1)
-        return sorted({*_spread(self._count), *near})
+        return sorted({*_spread(self._count), *_around(at.inputs_offloaded, 2, self._count)})
 
     def _attention(self, at: _Counts) -> Iterable[_Counts]:
         # Layers without tiles are compiled, and attention is part of their graph.
         if self._choices.attention_kept is not None or not self._outline.token_tile:
             return ()
-        near = range(max(0, at.attention_kept - 2), min(self._count, at.attention_kept + 2) + 1)
+        near = _around(at.attention_kept, 2, self._count)
         # Inputs that leave make room for it: each of the two may be worth nothing without the other.
         away = self._near_inputs(at) if self._choices.inputs_offloaded is None else [at.inputs_offloaded]
         return [
@@ -225,7 +229,7 @@ class PlacementSearch:
     def _near(self, at: _Counts) -> Iterable[_Counts]:
         if self._choices.on_device is not None:
             return ()
-        near = range(max(0, at.on_device - 3), min(self._count, at.on_device + 3) + 1)
+        near = _around(at.on_device, 3, self._count)
         residents = (lambda count: {at.resident, 0, self._count - count}) if self._choices.resident is None else None
         return [
             dataclasses.replace(at, on_device=count, resident=resident, groups_on_device=groups)
@@ -242,7 +246,7 @@ class PlacementSearch:
     def _offloaded(self, at: _Counts) -> Iterable[_Counts]:
         if self._choices.offloaded is not None:
             return ()
-        near = range(max(0, at.offloaded - 3), min(self._count, at.offloaded + 3) + 1)
+        near = _around(at.offloaded, 3, self._count)
         return [dataclasses.replace(at, offloaded=count) for count in sorted({*_spread(self._count), *near})]
 
     def _try(self, counts: _Counts) -> Candidate | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -14,6 +15,16 @@ from megatrain_accelerate.streaming.token_tiles import AUTO_TILE_TOKENS
 LONG_TOKENS = 65536
 """From a sequence of this length on tiles are weighed against whole sequences where both fit: what a layer keeps by tiles is
 little, so that more layers need no recompute. Of shorter ones a layer is compiled and faster whole."""
+
+
+@contextlib.contextmanager
+def _tiles_put_back_on_failure(runtime: StreamingRuntime) -> Iterator[None]:
+    before = runtime.token_tile
+    try:
+        yield
+    except BaseException:
+        runtime.token_tile = before
+        raise
 
 
 def outline_with_tiles(
@@ -33,38 +44,25 @@ def outline_with_tiles(
     Raises:
         Exception: whatever ``outline`` raises; the runtime has the tiles that it had then.
     """
-    before = runtime.token_tile
-    try:
-        return _better_outline(runtime, setting, outline, search)
-    except BaseException:
-        runtime.token_tile = before
-        raise
-
-
-def _better_outline(
-    runtime: StreamingRuntime,
-    setting: int | str,
-    outline: Callable[[], StepOutline],
-    search: Callable[[StepOutline], PlacementSearch] | None,
-) -> StepOutline:
-    runtime.token_tile = 0 if setting == "auto" else int(setting)
-    whole = outline()
-    if setting != "auto" or search is None:
+    with _tiles_put_back_on_failure(runtime):
+        runtime.token_tile = 0 if setting == "auto" else int(setting)
+        whole = outline()
+        if setting != "auto" or search is None:
+            return whole
+        whole_search = search(whole)
+        if whole.longest_sequence < LONG_TOKENS and whole_search.something_fits:
+            return whole
+        runtime.token_tile = AUTO_TILE_TOKENS
+        tiled = outline()
+        by_tiles, by_whole = search(tiled).best(), whole_search.best()
+        if by_whole is not None:
+            is_better = by_tiles is not None and by_tiles.time.seconds < by_whole.time.seconds
+        else:
+            is_better = by_tiles is not None or tiled.largest_layer_bytes < whole.largest_layer_bytes
+        if is_better:
+            return tiled
+        runtime.token_tile = 0
         return whole
-    whole_search = search(whole)
-    if whole.longest_sequence < LONG_TOKENS and whole_search.something_fits:
-        return whole
-    runtime.token_tile = AUTO_TILE_TOKENS
-    tiled = outline()
-    by_tiles, by_whole = search(tiled).best(), whole_search.best()
-    if by_whole is not None:
-        is_better = by_tiles is not None and by_tiles.time.seconds < by_whole.time.seconds
-    else:
-        is_better = by_tiles is not None or tiled.largest_layer_bytes < whole.largest_layer_bytes
-    if is_better:
-        return tiled
-    runtime.token_tile = 0
-    return whole
 
 
 def measured_to_fit(
@@ -101,14 +99,11 @@ def measured_to_fit(
         if not may_change:
             raise
     # Outside of the handler, where the error's frames hold nothing any more.
-    runtime.token_tile = AUTO_TILE_TOKENS
-    try:
+    with _tiles_put_back_on_failure(runtime):
+        runtime.token_tile = AUTO_TILE_TOKENS
         tiled = again()
         if measured is None or tiled.largest_layer_bytes < outline.largest_layer_bytes:
             return measure(tiled)
-    except BaseException:
-        runtime.token_tile = 0
-        raise
     # Nothing to gain: no part is longer than a tile, or none is token-wise. Layers with tiles aren't compiled.
     runtime.token_tile = 0
     return measured

@@ -5,11 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import os
-import platform
-import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_runs import attach, train_streamed
+from engine_runs import attach
+from moment_runs import CSRC, arguments, assert_same_masters, lines_in_wide_vectors, losses, rounding_bits
 from plain_torch import tiny_model, token_batches
 from trainer_runs import run_trainer, tiny_llama
 
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.kernel import INSTRUCTION_SETS, HostKernels
 
@@ -35,25 +30,6 @@ def kernels() -> Iterator[HostKernels]:
     made = HostKernels(threads=3)
     yield made
     made.close()
-
-
-def arguments(step: int = 1, **changes: Any) -> AdamArguments:
-    return AdamArguments(
-        **{"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "step": step, **changes}
-    )
-
-
-def rounding_bits(count: int, first: int, seed: int) -> torch.Tensor:
-    """MurmurHash3's finaliser of each element's number, 32 bits in int64."""
-    x = np.arange(first, first + count, dtype=np.uint64).astype(np.uint32)
-    with np.errstate(over="ignore"):
-        x = x * np.uint32(0x9E3779B1) + np.uint32(seed)
-        x ^= x >> np.uint32(16)
-        x *= np.uint32(0x85EBCA6B)
-        x ^= x >> np.uint32(13)
-        x *= np.uint32(0xC2B2AE35)
-        x ^= x >> np.uint32(16)
-    return torch.from_numpy(x.astype(np.int64))
 
 
 def rounded(value: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
@@ -103,7 +79,7 @@ def test_the_step_is_that_of_fp32_moments_and_the_moments_are_rounded_by_the_has
             kernels.join(hi, lo, joined[-1])
         expected, ours = joined
     assert torch.equal(ours, expected)
-    random = rounding_bits(COUNT, first, settings.rounding_seed)
+    random = torch.from_numpy(rounding_bits(COUNT, first, settings.rounding_seed).astype(np.int64))
     assert torch.equal(ours_m, rounded(m, random & 0xFFFF))
     assert torch.equal(ours_v, rounded(v, random >> 16))
 
@@ -130,18 +106,10 @@ def test_bits_depend_neither_on_threads_nor_on_the_instruction_set_nor_on_pieces
 
 
 def test_every_loop_on_split_masters_is_compiled_to_vectors() -> None:
-    compiler = shutil.which("g++")
-    if compiler is None or platform.machine() != "x86_64":
-        pytest.skip("GCC for x86-64 says which loops it makes vectors of")
-    root = Path(__file__).parents[2]
-    flags = re.findall(r'"(-[^"]+)"', (root / "setup.py").read_text().split("COMPILE_FLAGS = [")[1].split("]")[0])
-    source = root / "megatrain_accelerate/optim/csrc/kernels.cpp"
-    command = [compiler, *flags, "-fopt-info-vec-optimized", "-c", str(source), "-o", os.devnull]
-    report = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stderr
-    lines = (source.parent / "adamw.h").read_text().splitlines()
+    found = lines_in_wide_vectors("adamw.h")
+    lines = (CSRC / "adamw.h").read_text().splitlines()
     begin = next(number for number, line in enumerate(lines, 1) if "struct AdamSplitJob" in line)
     end = next(number for number, line in enumerate(lines, 1) if "struct AdamFloatJob" in line)
-    found = [int(line) for line in re.findall(r"adamw\.h:(\d+):\d+: optimized: +loop vectorized using 64 byte", report)]
     # Moments in fp32 or bf16, weight decay apart or in the gradient, gradients with or without residuals.
     assert sum(begin < line < end for line in found) >= 2 * 2 * 2
 
@@ -162,12 +130,6 @@ def test_a_slowly_decaying_second_moment_is_right_in_the_mean_where_nearest_woul
     assert torch.equal(m, torch.zeros_like(m))
 
 
-def losses(steps: int, **settings: Any) -> list[float]:
-    batch = token_batches(1, batch=4)[0]
-    model = tiny_model()
-    return train_streamed(model, [batch] * steps, **settings).losses
-
-
 def test_training_is_close_to_that_with_fp32_moments_but_not_the_same() -> None:
     ours, theirs = losses(60, moments_dtype="bf16"), losses(60)
     assert ours != theirs
@@ -185,12 +147,7 @@ def test_training_is_close_to_that_with_fp32_moments_but_not_the_same() -> None:
     ids=["placement", "schedule"],
 )
 def test_placement_and_schedule_do_not_change_the_bits(first: dict[str, Any], second: dict[str, Any]) -> None:
-    runs = [
-        train_streamed(tiny_model(), token_batches(6), max_norm=None, moments_dtype="bf16", **settings)
-        for settings in (first, second)
-    ]
-    for name, weight in runs[0].masters.items():
-        assert torch.equal(runs[1].masters[name], weight), name
+    assert_same_masters(first, second, moments_dtype="bf16")
 
 
 @pytest.mark.parametrize(("bf16", "bytes_each"), [(True, 10), (False, 12)])

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import os
-import platform
-import re
-import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from moment_runs import arguments, lines_in_wide_vectors, rounding_bits
 
 from megatrain_accelerate.errors import KernelError
-from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.int8_moments import BLOCK_ELEMENTS, Int8Moments, adamw_int8, block_count
 from megatrain_accelerate.optim.kernel import INSTRUCTION_SETS, HostKernels
 
@@ -32,23 +25,13 @@ def kernels() -> Iterator[HostKernels]:
     made.close()
 
 
-def arguments(step: int = 1, **changes: Any) -> AdamArguments:
-    return AdamArguments(
-        **{"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "step": step, **changes}
-    )
-
-
 def zeros(count: int = COUNT) -> Int8Moments:
     codes = torch.zeros(count, dtype=torch.int8), torch.zeros(count, dtype=torch.uint8)
     return Int8Moments(*codes, torch.zeros(block_count(count)), torch.zeros(block_count(count)))
 
 
-def tensors_of(moments: Int8Moments) -> tuple[torch.Tensor, ...]:
-    return moments.exp_avg, moments.exp_avg_sq, moments.exp_avg_scale, moments.exp_avg_sq_scale
-
-
 def copied(moments: Int8Moments) -> Int8Moments:
-    return Int8Moments(*(tensor.clone() for tensor in tensors_of(moments)))
+    return Int8Moments(*(tensor.clone() for tensor in moments.tensors))
 
 
 def values(seed: int) -> tuple[torch.Tensor, torch.Tensor, Int8Moments]:
@@ -64,19 +47,6 @@ def values(seed: int) -> tuple[torch.Tensor, torch.Tensor, Int8Moments]:
     moments = zeros()
     moments.encode(normal(1e-3) * spread, (normal(1e-3) * spread).square())
     return normal(0.02), gradient, moments
-
-
-def rounding_bits(count: int, first: int, seed: int) -> np.ndarray:
-    """MurmurHash3's finaliser of each element's number."""
-    x = np.arange(first, first + count, dtype=np.uint64).astype(np.uint32)
-    with np.errstate(over="ignore"):
-        x = x * np.uint32(0x9E3779B1) + np.uint32(seed)
-        x ^= x >> np.uint32(16)
-        x *= np.uint32(0x85EBCA6B)
-        x ^= x >> np.uint32(13)
-        x *= np.uint32(0xC2B2AE35)
-        x ^= x >> np.uint32(16)
-    return x
 
 
 def stochastic_codes(values: torch.Tensor, random: np.ndarray, last: int, least: float) -> tuple[np.ndarray, np.ndarray]:
@@ -154,22 +124,14 @@ def test_bits_depend_neither_on_threads_nor_on_the_instruction_set_nor_on_pieces
             run = moments.run(begin, end - begin)
             adamw_int8(kernels, hi[part], lo[part], run, gradient[part], arguments(3), first_element=begin)
         kernels.close()
-        found.append((hi, lo, *tensors_of(moments)))
+        found.append((hi, lo, *moments.tensors))
     for tensors in found[1:]:
         for ours, theirs in zip(tensors, found[0], strict=True):
             assert torch.equal(ours, theirs)
 
 
 def test_every_loop_over_a_block_is_compiled_to_vectors() -> None:
-    compiler = shutil.which("g++")
-    if compiler is None or platform.machine() != "x86_64":
-        pytest.skip("GCC for x86-64 says which loops it makes vectors of")
-    root = Path(__file__).parents[2]
-    flags = re.findall(r'"(-[^"]+)"', (root / "setup.py").read_text().split("COMPILE_FLAGS = [")[1].split("]")[0])
-    source = root / "megatrain_accelerate/optim/csrc/kernels.cpp"
-    command = [compiler, *flags, "-fopt-info-vec-optimized", "-c", str(source), "-o", os.devnull]
-    report = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stderr
-    lines = re.findall(r"adamw_int8_moments\.h:(\d+):\d+: optimized: +loop vectorized using 64 byte", report)
+    lines = lines_in_wide_vectors("adamw_int8_moments.h")
     # Two loops; each of split masters, the same with gradients' residuals and fp32, weight decay apart or in the gradient.
     assert len(set(lines)) == 2
     assert all(lines.count(line) >= 3 * 2 for line in lines)
@@ -212,7 +174,7 @@ def test_codes_that_are_decoded_and_coded_again_are_the_same(kernels: HostKernel
         adamw_int8(kernels, weight, None, moments, gradient * scale, arguments(step))
     again = zeros()
     again.encode(*moments.decode())
-    for ours, theirs in zip(tensors_of(again), tensors_of(moments), strict=True):
+    for ours, theirs in zip(again.tensors, moments.tensors, strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -227,7 +189,7 @@ def test_every_code_of_a_block_comes_back() -> None:
     moments.exp_avg_sq_scale.copy_(scales)
     again = zeros(moments.exp_avg.numel())
     again.encode(*moments.decode())
-    for ours, theirs in zip(tensors_of(again), tensors_of(moments), strict=True):
+    for ours, theirs in zip(again.tensors, moments.tensors, strict=True):
         assert torch.equal(ours, theirs)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import attach, train_streamed
+from engine_runs import attach
+from moment_runs import assert_same_masters, losses
 from plain_torch import tiny_model, token_batches
 from torch import nn
 from trainer_runs import run_trainer, tiny_llama
@@ -38,11 +39,6 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def losses(steps: int, **settings: Any) -> list[float]:
-    batch = token_batches(1, batch=4)[0]
-    return train_streamed(tiny_model(), [batch] * steps, **settings).losses
-
-
 def test_training_is_close_to_that_with_fp32_moments_but_not_the_same() -> None:
     ours, theirs = losses(45, moments_dtype="int8"), losses(45)
     assert ours != theirs
@@ -61,12 +57,7 @@ def test_training_is_close_to_that_with_fp32_moments_but_not_the_same() -> None:
     ids=["placement", "schedule", "accumulation"],
 )
 def test_placement_and_schedule_do_not_change_the_bits(first: dict[str, Any], second: dict[str, Any]) -> None:
-    runs = [
-        train_streamed(tiny_model(), token_batches(6), max_norm=None, moments_dtype="int8", **settings)
-        for settings in (first, second)
-    ]
-    for name, weight in runs[0].masters.items():
-        assert torch.equal(runs[1].masters[name], weight), name
+    assert_same_masters(first, second, moments_dtype="int8")
 
 
 def test_what_lies_between_two_parameters_changes_no_bit() -> None:
