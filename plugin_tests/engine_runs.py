@@ -22,9 +22,7 @@ def attach(model: nn.Module, *, bf16: bool = True, device: str = "cpu", training
     streamed = {"device_layers": 0, "resident_layers": 0, "offload_layers": 0}
     config = MegatrainConfig.from_mapping({**streamed, **settings})
     recorder = CapturedOutputs.for_installed_transformers()
-    return Engine(
-        model, torch.device(device), config, bf16=bf16, training=training, show_progress=False, recorder=recorder
-    )
+    return Engine(model, torch.device(device), config, bf16=bf16, training=training, show_progress=False, recorder=recorder)
 
 
 def train_streamed(

@@ -107,6 +107,8 @@ class Captures:
         finally:
             for child, hooks in before:
                 child._forward_hooks = hooks
+            # Only where torch.compile is switched off, and the layer raised.
+            _handed_out.clear()
 
 
 def _captures_on(child: nn.Module, recorder: OutputRecorder | None) -> tuple[Capture, ...] | None:
