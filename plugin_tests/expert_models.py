@@ -53,10 +53,10 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.cpu().clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def true_gradients(name: str) -> dict[str, torch.Tensor]:
+def true_gradients(name: str, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Those of the model with bf16 weights that computes in fp32."""
-    model = in_bf16(of_experts(name, torch.float32)).float()
-    one_pass(model)
+    model = in_bf16(of_experts(name, torch.float32)).float().to(device)
+    one_pass(model, device)
     return gradients_of(model)
 
 
