@@ -32,9 +32,9 @@ from megatrain_accelerate.streaming.attention_results import require_attention_t
 from megatrain_accelerate.streaming.caches import caching_modules, decide_against_a_cache
 from megatrain_accelerate.streaming.fp32_sums import BF16_REMEDY
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.layer_function import OutputRecorder
 from megatrain_accelerate.streaming.meter import Meter
 from megatrain_accelerate.streaming.model_hook import ModelHook
+from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.outside_norms import run_norms_by_tiles
 from megatrain_accelerate.streaming.proxy import install_proxy, note_checkpointing_ignored, remove_proxy
 from megatrain_accelerate.streaming.resident import ResidentGroup

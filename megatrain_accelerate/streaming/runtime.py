@@ -26,10 +26,11 @@ from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.layer import StreamedLayer, UpdateGate
-from megatrain_accelerate.streaming.layer_function import LayerCall, LayerFunction, OutputRecorder, RunContext
+from megatrain_accelerate.streaming.layer_function import LayerCall, LayerFunction, RunContext
 from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.micro_batches import GradientSums
 from megatrain_accelerate.streaming.norm_table import NormTable
+from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.prefetch import Prefetcher
 from megatrain_accelerate.streaming.relocation import Part, relocate
 from megatrain_accelerate.streaming.resident import ResidentGroup
@@ -114,7 +115,7 @@ class StreamingRuntime:
         """Optimizers without a kernel of their own, by their id, whose step works on masters on the host."""
         self.keep_states_on_host: Callable[[], None] = lambda: self.place((), (), groups_on_device=False)
         """Brings all states to the host; set by the plan."""
-        self.compiled = CompiledLayers(config.compile_layers, streams.device)
+        self.compiled = CompiledLayers(config.compile_layers, streams.device, recorder)
         self.recorder = recorder
         self._order = CallOrder(len(self.layers))
         self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
