@@ -60,13 +60,11 @@ def test_a_gpus_softmax_backward_takes_a_temporary_of_its_gradients_size() -> No
 def test_a_gpus_backward_of_attention_sums_in_fp32_and_by_the_heads_of_queries(key_heads: int, extra: int) -> None:
     def peak(stands_for_gpu: bool) -> int:
         with FakeTensorMode(), standing_for_a_gpu() if stands_for_gpu else contextlib.nullcontext():
-            query = torch.empty(2, 8, 256, 64, dtype=torch.bfloat16, requires_grad=True)
-            key = torch.empty(2, key_heads, 256, 64, dtype=torch.bfloat16, requires_grad=True)
-            result = nn.functional.scaled_dot_product_attention(
-                query, key, key.clone(), is_causal=True, enable_gqa=key_heads != 8
-            )
-            with LiveBytes([query, key, result]) as live:
-                torch.autograd.grad(result, (query, key), torch.empty_like(result))
+            shapes = [(2, 8, 256, 64), *[(2, key_heads, 256, 64)] * 2]
+            inputs = [torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+            result = nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=key_heads != 8)
+            with LiveBytes([*inputs, result]) as live:
+                torch.autograd.grad(result, inputs, torch.empty_like(result))
         return live.peak_bytes
 
     # An fp32 query's gradient is as much as two in bf16; expanded keys' and values' gradients are one each.
