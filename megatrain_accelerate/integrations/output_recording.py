@@ -16,6 +16,8 @@ from megatrain_accelerate.streaming.output_recorder import Capture
 
 _HOOK = ("transformers.utils.output_capturing", "output_capturing_hook")
 _HOOK_VARIABLES = frozenset({"key", "index", "capture_initial_hidden_state"})
+_HOOK_NAMES = frozenset({"_active_collector", "get", "keys", "len", "append", "isinstance", "tuple"})
+_HOOK_TEXTS = frozenset({"hidden_states", "_hidden_states_layers"})
 
 
 @dataclasses.dataclass
@@ -105,10 +107,14 @@ class CapturedOutputs:
         """See :class:`~megatrain_accelerate.streaming.output_recorder.OutputRecorder`."""
         if (getattr(hook, "__module__", None), getattr(hook, "__name__", None)) != _HOOK:
             return None
-        cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
+        code = hook.__code__
+        cells = zip(code.co_freevars, hook.__closure__ or (), strict=True)
         variables = {name: cell.cell_contents for name, cell in cells}
-        # One that knows more may do more than this class was written for.
+        texts = {constant for constant in code.co_consts[1:] if isinstance(constant, str)}  # the first may be a docstring
+        # One that knows or calls more does more than this class was written for.
         if not {"key", "index"} <= variables.keys() <= _HOOK_VARIABLES:
+            return None
+        if not (set(code.co_names) <= _HOOK_NAMES and texts <= _HOOK_TEXTS):
             return None
         # Of hidden states it may take the module's input as well, or leave some out.
         return Capture(variables["key"], variables["index"], is_plain=variables["key"] != "hidden_states")

@@ -1,4 +1,4 @@
-"""How fast this machine moves and computes: measured once, in about a second, and kept in the user's cache folder."""
+"""How fast this machine moves and computes: measured once, in about two seconds, and kept in the user's cache folder."""
 
 from __future__ import annotations
 

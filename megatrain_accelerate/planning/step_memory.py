@@ -24,6 +24,7 @@ from megatrain_accelerate.loss.products import runs_on_gpu
 from megatrain_accelerate.planning.compiled_functions import compiled_functions_as_python
 from megatrain_accelerate.planning.known_values import KnownValues, NumbersOfTensors, taken_for_data
 from megatrain_accelerate.streaming import tile_loops
+from megatrain_accelerate.streaming.model_hook import HOOKS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +115,7 @@ def workspace_bytes(name: str, made: Sequence[torch.Tensor]) -> int:
     Softmax's backward multiplies gradient and result first, into a tensor of their size (``softmax_backward_cuda_out``,
     aten/src/ATen/native/cuda/SoftMax.cu). Backward of attention sums the queries' gradient in fp32, and makes those of keys
     and values for each head of the queries (``dq_accum``, ``dk_expanded``, ``dv_expanded``,
-    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp; cuDNN's kernel takes as much).
+    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp; cuDNN's kernel takes as much). Flex attention's doesn't.
 
     Args:
         name: the operation's.
@@ -122,10 +123,10 @@ def workspace_bytes(name: str, made: Sequence[torch.Tensor]) -> int:
     """
     if _is_softmax_backward(name):
         return made[0].nbytes
-    if not ("attention" in name and "backward" in name) or len(made) < 3 or made[0].dim() != 4 or made[0].element_size() != 2:
+    if not (name.startswith("_scaled_dot_product") and "backward" in name) or made[0].element_size() != 2:
         return 0
     query, key, value = made[:3]
-    groups = query.numel() // query.shape[-2] * key.shape[-2] // max(1, key.numel())
+    groups = query.shape[1] // max(1, key.shape[1])
     return 2 * query.nbytes + (groups * (key.nbytes + value.nbytes) if groups > 1 else 0)
 
 
@@ -168,8 +169,6 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
 _INSTALLED_FLAG = "_output_capturing_hooks_installed"
 """transformers installs the hooks that collect router logits once, and notes it here (utils/output_capturing.py)."""
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
 
 @contextlib.contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
@@ -178,7 +177,7 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
     attributes = [(module, dict(module.__dict__)) for module in model.modules()]
     try:
         for module, own in attributes:
-            for name in _HOOKS:
+            for name in HOOKS:
                 ours = ((key, hook) for key, hook in own[name].items() if getattr(hook, "runs_dry", False))
                 module.__dict__[name] = OrderedDict(ours)
             module.__dict__.pop(_INSTALLED_FLAG, None)

@@ -1,7 +1,7 @@
-"""What a simulated step is done by: resources that do one thing at a time, two of which get in each other's way.
+"""What a simulated step is done by: resources that do one thing at a time, and some of which get in each other's way.
 
 The host's optimizer and the copies over the link share the host's memory. The optimizer has the better of it: while it steps,
-copies go at a share of their speed. That the step gets slower is in its measured speed (``machine.py``).
+copies go at a share of their speed (``machine.py`` measures it, and takes a fixed tenth off the optimizer's).
 """
 
 from __future__ import annotations
@@ -84,6 +84,12 @@ class Link(Resource):
     def seconds(self, size_bytes: int) -> float:
         """What a copy takes alone."""
         return size_bytes / self._bytes_per_second
+
+    def copy_between(self, size_bytes: int, start: float) -> float:
+        """A copy that finds its place between queued ones: it takes the link's time, and waits for none."""
+        end = self._optimizer.end_beside(start, self.seconds(size_bytes), self._share)
+        self.busy += end - start
+        return end
 
     def copy(self, size_bytes: int, not_before: float = 0.0) -> float:
         """Queues a copy; returns when it is over."""

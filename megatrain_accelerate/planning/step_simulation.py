@@ -306,29 +306,26 @@ class _Pipeline:
         now = self.compute.work(0.0, self.d2h.free_at)
         on_device = [model.layers[i] for i in placement.on_device]
         on_device += [*model.groups_before, *model.groups_after] if placement.groups_on_device else []
-        if not placement.groups_on_device:
-            self.before_at = self._step_groups(model.groups_before, now)
+        before = [] if placement.groups_on_device else self._step_groups(model.groups_before, now)
         for layer, unit in enumerate(model.layers):
             if layer not in placement.on_device:
                 if not model.steps_in_backward:
                     self.applied[layer] = self.host.work(unit.step_traffic / self.machine.host_step_traffic, now)
                 self.resident_at[layer] = -1.0
-        if not placement.groups_on_device:
-            self.after_at = self._step_groups(model.groups_after, now)
+        after = [] if placement.groups_on_device else self._step_groups(model.groups_after, now)
+        # Issued when its step is over, between copies of layers that were issued before and after, while layers are stepped.
+        self.before_at, self.after_at = (
+            max((self.h2d.copy_between(unit.weight_bytes, stepped) for unit, stepped in groups), default=now)
+            for groups in (before, after)
+        )
         self.slot_users.clear()  # all stale
         self.compute.work(0.0, self.compute.free_at + self.machine.step_overhead)
         stepped_bytes = sum(unit.step_traffic + _NORM_BYTES * unit.parameters for unit in on_device)
         self.compute.work(stepped_bytes / self.machine.device_bytes)
 
-    def _step_groups(self, groups: Sequence[UnitSizes], now: float) -> float:
-        ready = now
-        for unit in groups:
-            stepped = self.host.work(unit.step_traffic / self.machine.host_step_traffic, now)
-            # Issued when its step is over, between copies of layers that were issued before and after.
-            seconds = self.h2d.seconds(unit.weight_bytes)
-            self.h2d.busy += seconds
-            ready = stepped + seconds
-        return ready
+    def _step_groups(self, groups: Sequence[UnitSizes], now: float) -> list[tuple[UnitSizes, float]]:
+        """Each of them, and when it is stepped."""
+        return [(unit, self.host.work(unit.step_traffic / self.machine.host_step_traffic, now)) for unit in groups]
 
 
 class _ActivationCopies:

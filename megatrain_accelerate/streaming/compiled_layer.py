@@ -147,9 +147,7 @@ class CompiledLayers:
             return False
         if layer.tiles.tile_tokens:
             return False  # a compiled graph would hold all tokens at once
-        captures = self._captures_in(layer)
-        kind = self._kind_of(layer, captures) if captures is not None else None
-        return kind is not None and not kind.gave_up
+        return self._compilable(layer) is not None
 
     def run(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the layer's forward with the weights that are bound to it: compiled, or its own code if that fails.
@@ -159,10 +157,10 @@ class CompiledLayers:
         Raises:
             Exception: what the layer's own code raises.
         """
-        captures = self._captures_in(layer)
-        kind = self._kind_of(layer, captures) if captures is not None else None
-        if captures is None or kind is None or kind.gave_up or takes_mappings(args, kwargs):
+        compilable = self._compilable(layer)
+        if compilable is None or takes_mappings(args, kwargs):
             return layer.run(args, kwargs)
+        kind, captures = compilable
         before = _RandomState(self._device)
         self._compiling = kind.name
         try:
@@ -182,11 +180,14 @@ class CompiledLayers:
         self._note_eager(kind.name, reason)
         return output
 
-    def _captures_in(self, layer: StreamedLayer) -> Captures | None:
+    def _compilable(self, layer: StreamedLayer) -> tuple[_Kind, Captures] | None:
+        """The layer's kind, and what it is to hand out; None if it runs as it is, which is said once."""
         captures = Captures.inside(layer.module, self._recorder)
         if captures is None:
             self._note_eager(type(layer.module).__name__, "hooks are registered inside it")
-        return captures
+            return None
+        kind = self._kind_of(layer, captures)
+        return None if kind is None or kind.gave_up else (kind, captures)
 
     def _kind_of(self, layer: StreamedLayer, captures: Captures) -> _Kind | None:
         forward = getattr(layer.forward, "__func__", None)
@@ -199,7 +200,7 @@ class CompiledLayers:
         if kind is None:
             reason = _missing_in_torch()
             if reason is None and len(self._kinds) == MOST_KINDS:
-                reason = f"more than {MOST_KINDS} kinds of layers with different parameters would have to be compiled"
+                reason = f"more than {MOST_KINDS} kinds of layers, with other parameters or outputs, would have to be compiled"
             if reason is not None:
                 self._note_eager(name, reason)
                 return None

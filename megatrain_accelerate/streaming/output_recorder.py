@@ -133,14 +133,15 @@ _handed_out: list[tuple[str, Any]] = []
 
 @functools.cache
 def handing_out(capture: Capture) -> Hook:
-    """A forward hook that leaves its value for :func:`take_handed_out`; the same one for equal captures, since dynamo may
-    guard which it is."""
+    """A forward hook that leaves what transformers' would record for :func:`take_handed_out`; the same one for equal captures,
+    since dynamo may guard which it is."""
     channel, index = capture.channel, capture.index
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        value = output[index] if isinstance(output, tuple) else output
-        if isinstance(value, torch.Tensor):
-            _handed_out.append((channel, value))
+        if not isinstance(output, tuple):
+            _handed_out.append((channel, output))
+        elif output[index] is not None:
+            _handed_out.append((channel, output[index]))
 
     return hook
 

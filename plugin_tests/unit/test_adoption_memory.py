@@ -250,12 +250,13 @@ def test_a_run_that_just_fits_is_accepted_and_one_byte_more_is_refused(monkeypat
         ({}, False, ["host_gradients: passing", "moments_dtype: bf16", "moments_dtype: int8"]),
         ({}, True, ["moments_dtype: bf16", "moments_dtype: int8"]),
         ({"moments_dtype": "bf16"}, False, ["host_gradients: passing", "moments_dtype: int8"]),
+        ({"device_layers": 2}, True, ["moments_dtype: bf16"]),
         ({"moments_dtype": "int8"}, True, []),
         ({"moments_dtype": "int8", "host_gradients": "passing"}, False, []),
     ],
 )
 def test_a_refusal_names_the_settings_that_would_take_less(
-    settings: dict[str, str], accumulates: bool, named: list[str]
+    settings: dict[str, object], accumulates: bool, named: list[str]
 ) -> None:
     said = settings_that_take_less(MegatrainConfig.from_mapping(settings), accumulates=accumulates)
     texts = ("host_gradients: passing", "moments_dtype: bf16", "moments_dtype: int8")

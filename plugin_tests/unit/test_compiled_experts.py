@@ -342,10 +342,16 @@ def test_hooks_of_others_and_of_versions_that_do_more_are_not_taken_for_transfor
 
         return output_capturing_hook
 
-    later = other("router_logits", 0, 2.0)
-    assert recorder.capture_of(later) is None
-    later.__module__ = hook.__module__
-    assert recorder.capture_of(later) is None
+    def cut_off(key: str, index: int) -> Any:
+        def output_capturing_hook(module: nn.Module, args: Any, output: Any) -> Any:
+            return key, output[index].detach()
+
+        return output_capturing_hook
+
+    for later in (other("router_logits", 0, 2.0), cut_off("router_logits", 0)):
+        assert recorder.capture_of(later) is None
+        later.__module__ = hook.__module__
+        assert recorder.capture_of(later) is None
 
 
 def test_hooks_are_back_after_a_layer_that_raises_where_torch_compile_is_switched_off() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,28 @@ def test_a_user_without_a_home_keeps_speeds_where_files_are_temporary(monkeypatc
     monkeypatch.setattr(machine.os.path, "expanduser", lambda path: path)
     path = machine.speeds_path(CPU, HostKernels(1), False)
     assert path.parent == Path(tempfile.gettempdir()) / "megatrain_accelerate"
+
+
+def test_a_file_of_a_version_that_measured_less_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = HostKernels(1)
+    path = machine.speeds_path(CPU, kernels, False)
+    assert path == machine.speeds_path(CPU, kernels, False)
+    earlier = dataclasses.make_dataclass("Machine", [("h2d_bytes", float), ("d2h_bytes", float)])
+    monkeypatch.setattr(machine, "Machine", earlier)
+    assert path != machine.speeds_path(CPU, kernels, False)
+
+
+def test_work_that_is_repeated_beside_a_measurement_ends_with_it_also_where_it_raises() -> None:
+    times: list[None] = []
+
+    def fails() -> None:
+        with machine._repeated(lambda: times.append(time.sleep(0.001))):
+            while len(times) < 3:
+                time.sleep(0.001)
+            raise ValueError("no copy")
+
+    with pytest.raises(ValueError, match="no copy"):
+        fails()
+    done = len(times)
+    time.sleep(0.02)
+    assert len(times) == done
