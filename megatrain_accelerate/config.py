@@ -92,10 +92,10 @@ class MegatrainConfig:
     the plan finds fastest."""
 
     expert_parts: int | str = "auto"
-    """Into how many parts the experts of a layer are cut, each fetched, computed and stepped for itself, for mixtures of experts
-    whose layers are large. Such experts always stream, are computed again in backward, and aren't compiled, nor is the rest of
-    their layer. 1: layers stream whole; ``auto``: the fewest parts with which slots take no more than a quarter of the GPU
-    memory."""
+    """Into how many parts the experts of a layer are cut, each fetched, computed and stepped for itself, for mixtures of
+    experts whose layers are large. Such experts always stream, are computed again in backward, and aren't compiled, nor is the
+    rest of their layer. 1: layers stream whole; ``auto``: the fewest parts with which slots take no more than a quarter of the
+    GPU memory."""
 
     micro_batch_size: int | None = None
     """Samples that a layer computes at once in training: a larger batch runs in pieces inside each layer, which is fetched
@@ -199,8 +199,8 @@ class MegatrainConfig:
                 )
         if self.host_gradients == "passing" and self.micro_batch_size is not None:
             raise ConfigError(
-                f"megatrain_config.micro_batch_size is {self.micro_batch_size}, and gradients of experts in parts are added on "
-                "the host for each piece of a batch, which those that pass can't be; leave out one of expert_parts, "
+                f"megatrain_config.micro_batch_size is {self.micro_batch_size}, and gradients of experts in parts are added "
+                "on the host for each piece of a batch, which those that pass can't be; leave out one of expert_parts, "
                 "micro_batch_size and host_gradients"
             )
 

@@ -23,9 +23,10 @@ from torch.profiler import record_function
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.streaming.ambient_state import AutocastState
+from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache, without_saving
 from megatrain_accelerate.streaming.expert_parts import ExpertPart, StreamedExperts
-from megatrain_accelerate.streaming.expert_routing import Routing, require_flat
+from megatrain_accelerate.streaming.expert_routing import Routing, Rows, require_flat
 from megatrain_accelerate.streaming.expert_streams import ExpertStreams, Places, Source
 from megatrain_accelerate.streaming.layer import StreamedLayer
 
@@ -141,30 +142,45 @@ class _Call:
         self._autocast = AutocastState(device.type)
 
     def _compute(self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor, needs: Sequence[bool] | None) -> torch.Tensor:
-        routing, of_pairs_S = self.routing, weights_TK.reshape(-1)
         made_SD: torch.Tensor | None = None
         for place, part in enumerate(self.experts.parts):
-            rows = routing.rows(place, part)
+            rows = self.routing.rows(place, part)
             if rows is None:
                 continue
-            where = self.places[place] if self.places else None
-            rows_nD, weights_n1 = hidden_TD[rows.tokens_n], of_pairs_S[rows.pairs_n].unsqueeze(1)
-            with self.source.weights(part, where, False, needs is not None) as weights, contextlib.ExitStack() as stack:
-                if needs is not None:
-                    # The graph that backward will make, dropped at once: under no_grad torch may run other kernels.
-                    weights = self._leaves(weights)[0]
-                    rows_nD.requires_grad_(needs[0])
-                    weights_n1.requires_grad_(needs[1])
-                    for context in (without_saving(), without_autocast_cache(), torch.enable_grad()):
-                        stack.enter_context(context)
-                with record_function(f"megatrain::experts ({part.name})"):
-                    made_nD = _run_part(part, weights, rows_nD, rows.index_n1, weights_n1).detach()
+            made_nD = self._compute_part(place, part, rows, hidden_TD, weights_TK, needs)
             if made_SD is None:
-                made_SD = routing.pair_buffer(made_nD, made_nD.shape[1])
+                made_SD = self.routing.pair_buffer(made_nD, made_nD.shape[1])
             made_SD[rows.pairs_n] = made_nD
         if made_SD is None:
             return torch.zeros_like(hidden_TD)
-        return routing.sum_of_choices(made_SD).to(hidden_TD.dtype)
+        return self.routing.sum_of_choices(made_SD).to(hidden_TD.dtype)
+
+    def _compute_part(
+        self,
+        place: int,
+        part: ExpertPart,
+        rows: Rows,
+        hidden_TD: torch.Tensor,
+        weights_TK: torch.Tensor,
+        needs: Sequence[bool] | None,
+    ) -> torch.Tensor:
+        rows_nD, weights_n1 = hidden_TD[rows.tokens_n], weights_TK.reshape(-1)[rows.pairs_n].unsqueeze(1)
+        with (
+            self.source.weights(part, self._place(place), False, needs is not None) as weights,
+            contextlib.ExitStack() as stack,
+        ):
+            if needs is not None:
+                # The graph that backward will make, dropped at once: under no_grad torch may run other kernels.
+                weights = self._leaves(weights)[0]
+                rows_nD.requires_grad_(needs[0])
+                weights_n1.requires_grad_(needs[1])
+                for context in (without_saving(), without_autocast_cache(), torch.enable_grad()):
+                    stack.enter_context(context)
+            with record_function(f"megatrain::experts ({part.name})"):
+                return _run_part(part, weights, rows_nD, rows.index_n1, weights_n1).detach()
+
+    def _place(self, place: int) -> tuple[Tape, int] | None:
+        return self.places[place] if self.places else None
 
     def _leaves(self, weights: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """All of a part's weights, and those that are trained, as leaves."""
@@ -187,39 +203,56 @@ class _Call:
                 "before the step, or, for a second one, set megatrain_config.step_schedule to 'deferred' (and host_gradients "
                 "to 'kept')"
             )
-        routing, of_pairs_S = self.routing, weights_TK.reshape(-1)
+        routing = self.routing
         gradients = self.source.gradients(self.is_last)
         hidden_SD = routing.pair_buffer(hidden_TD, hidden_TD.shape[1]) if needs[0] else None
-        weights_S = routing.pair_buffer(of_pairs_S) if needs[1] else None
+        weights_S = routing.pair_buffer(weights_TK) if needs[1] else None
         for place, part in reversed(list(enumerate(self.experts.parts))):
             rows = routing.rows(place, part)
             if rows is None:
                 if gradients is not None:
                     gradients.take(part, None)
                 continue
-            where = self.places[place] if self.places else None
             rows_nD = hidden_TD[rows.tokens_n].requires_grad_(needs[0])
-            weights_n1 = of_pairs_S[rows.pairs_n].unsqueeze(1).requires_grad_(needs[1])
-            with self.source.weights(part, where, True, False) as weights:
-                cut, leaves = self._leaves(weights)
-                wanted = [tensor for tensor in (rows_nD, weights_n1) if tensor.requires_grad]
-                assert self._autocast is not None
-                with self._autocast.entered(), torch.enable_grad(), record_function(f"megatrain::recompute ({part.name})"):
-                    made_nD = _run_part(part, cut, rows_nD, rows.index_n1, weights_n1)
-                with record_function(f"megatrain::backward ({part.name})"):
-                    of_rows_nD = gradient_TD[rows.tokens_n].to(made_nD.dtype)
-                    found = torch.autograd.grad(made_nD, [*wanted, *leaves], of_rows_nD, allow_unused=True)
-            of_inputs = iter(found[: len(wanted)])
-            for buffer, shape in ((hidden_SD, rows_nD.shape), (weights_S, rows.pairs_n.shape)):
-                if buffer is not None:
-                    gradient = next(of_inputs)
-                    buffer[rows.pairs_n] = buffer.new_zeros(shape) if gradient is None else gradient.view(shape)
+            weights_n1 = weights_TK.reshape(-1)[rows.pairs_n].unsqueeze(1).requires_grad_(needs[1])
+            of_hidden, of_choice, of_weights = self._differentiate_part(place, part, rows, rows_nD, weights_n1, gradient_TD)
+            if hidden_SD is not None:
+                hidden_SD[rows.pairs_n] = torch.zeros_like(rows_nD) if of_hidden is None else of_hidden
+            if weights_S is not None:
+                weights_S[rows.pairs_n] = (
+                    torch.zeros_like(weights_n1).squeeze(1) if of_choice is None else of_choice.squeeze(1)
+                )
             if gradients is not None:
-                gradients.take(part, found[len(wanted) :])
+                gradients.take(part, of_weights)
+            # Gone before the next part makes its own.
+            del rows_nD, weights_n1, of_hidden, of_choice, of_weights
         return (
             None if hidden_SD is None else routing.sum_of_choices(hidden_SD),
             None if weights_S is None else weights_S.view(weights_TK.shape),
         )
+
+    def _differentiate_part(
+        self,
+        place: int,
+        part: ExpertPart,
+        rows: Rows,
+        rows_nD: torch.Tensor,
+        weights_n1: torch.Tensor,
+        gradient_TD: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Sequence[torch.Tensor | None]]:
+        """Computes a part again; returns the gradients of its rows, of their weights, and of its trained parameters."""
+        with self.source.weights(part, self._place(place), True, False) as weights:
+            cut, leaves = self._leaves(weights)
+            wanted = [tensor for tensor in (rows_nD, weights_n1) if tensor.requires_grad]
+            assert self._autocast is not None
+            with self._autocast.entered(), torch.enable_grad(), record_function(f"megatrain::recompute ({part.name})"):
+                made_nD = _run_part(part, cut, rows_nD, rows.index_n1, weights_n1)
+            with record_function(f"megatrain::backward ({part.name})"):
+                of_rows_nD = gradient_TD[rows.tokens_n].to(made_nD.dtype)
+                found = torch.autograd.grad(made_nD, [*wanted, *leaves], of_rows_nD, allow_unused=True)
+        of_wanted = iter(found[: len(wanted)])
+        of_hidden, of_choice = (next(of_wanted) if t.requires_grad else None for t in (rows_nD, weights_n1))
+        return of_hidden, of_choice, found[len(wanted) :]
 
 
 class _ExpertsFunction(torch.autograd.Function):

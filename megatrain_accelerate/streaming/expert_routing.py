@@ -15,8 +15,8 @@ from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.streaming.expert_parts import ExpertPart, StreamedExperts
 
 FULLEST_PART = 1.25
-"""What a part is supposed to get of its even share of the pairs where memory is predicted without data: routers are never quite
-even, least of all at the beginning."""
+"""Of its even share of the pairs, what one part is supposed to get where memory is predicted without data: routers are never
+quite even, least of all at the beginning."""
 
 
 @dataclasses.dataclass(frozen=True)
