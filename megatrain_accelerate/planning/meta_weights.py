@@ -43,11 +43,11 @@ class MetaWeights:
         self._inner_first: list[nn.Module] = []
         self._note(model, None)
         of_layer: dict[int, int] = {}
+        units = 0
         for index, (_, layer) in enumerate(discovery.layers):
-            before = len(set(of_layer.values()))
-            of_layer |= {id(part): before for part in layer.modules()}
-            for place, spec in enumerate(discovery.experts_of(index), before + 1):
-                of_layer |= {id(part): place for part in spec.module.modules()}
+            for module in (layer, *(spec.module for spec in discovery.experts_of(index))):
+                of_layer |= {id(part): units for part in module.modules()}
+                units += 1
         self._units: list[list[nn.Module]] = [[] for _ in (*discovery.layers, *discovery.experts)]
         self._units += [[spec.modules[0]] for spec in discovery.residents]
         owners = {id(spec.modules[0]) for spec in discovery.residents}

@@ -176,7 +176,7 @@ class _Call:
                 weights_n1.requires_grad_(needs[1])
                 for context in (without_saving(), without_autocast_cache(), torch.enable_grad()):
                     stack.enter_context(context)
-            with record_function(f"megatrain::experts ({part.name})"):
+            with record_function(f"megatrain::forward ({part.name})"):
                 return _run_part(part, weights, rows_nD, rows.index_n1, weights_n1).detach()
 
     def _place(self, place: int) -> tuple[Tape, int] | None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_runs import attach
 from expert_models import EXPERTS, tiny_experts
+from peft import LoraConfig, get_peft_model
 from plain_torch import tiny_model, token_batches
 from torch import nn
 from transformers import PreTrainedModel
@@ -16,13 +17,17 @@ from transformers import PreTrainedModel
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.errors import ConfigError, StateError, UnsupportedError
+from megatrain_accelerate.estimate.forecast import Forecaster
 from megatrain_accelerate.memory.expert_range import expert_ranges
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.planning import expert_split
 from megatrain_accelerate.planning.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.planning.expert_split import SLOTS_SHARE
+from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.step_memory import LiveBytes
 from megatrain_accelerate.units import GIB
+
+MACHINE = Machine(h2d_bytes=5e10, d2h_bytes=5e10, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
 
 
 def test_ranges_cover_all_experts_and_differ_by_one_at_most() -> None:
@@ -225,3 +230,79 @@ def test_a_part_of_a_parameter_is_counted_in_elements_of_its_experts() -> None:
         assert bounds[-1][1] == entry.spec.numel
         assert all(one[1] == other[0] for one, other in itertools.pairwise(bounds))
     engine.close()
+
+
+def test_experts_under_an_adapter_stay_whole_and_are_refused_by_name() -> None:
+    model = get_peft_model(tiny_experts(), LoraConfig(target_modules=[], target_parameters=["mlp.experts.down_proj"]))
+    with pytest.raises(UnsupportedError, match="target_parameters"):
+        attach(model, expert_parts=2)
+
+
+def test_adapters_on_attention_train_beside_frozen_experts_in_parts() -> None:
+    losses = []
+    for parts in (1, 3):
+        model = get_peft_model(tiny_experts(), LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+        engine = attach(model, bf16=False, expert_parts=parts)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        adopt_optimizer(optimizer, engine.runtime, "deferred")
+        losses.append([])
+        for ids in token_batches(4):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+        assert engine.device_bytes_by_kind()["gradient_slots"] < 2 * engine.runtime.layers[0].unit.layout.weight_bytes
+        engine.close()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_model_without_weights_gets_them_part_by_part() -> None:
+    with torch.device("meta"):
+        model = tiny_experts()
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    engine = attach(model, bf16=False, expert_parts=3)
+    ids = token_batches(1)[0]
+    model(input_ids=ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert bool(parameter.isfinite().all()), name
+        assert bool(parameter.grad.isfinite().all()), name
+    experts = model.model.layers[0].mlp.experts.down_proj.detach()
+    assert float(experts.std()) == pytest.approx(model.config.initializer_range, rel=0.1)
+    engine.close()
+
+
+def forecaster(gpu_bytes: int, **settings: Any) -> Forecaster:
+    with torch.device("meta"):
+        model = tiny_experts("grouped_mm", hidden_size=512, moe_intermediate_size=1024, num_experts=16).to(torch.bfloat16)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    fixed = {"keep_layers": 0, "device_layers": 0, "resident_layers": 0, "offload_layers": 0, "token_tile": 0}
+    config = MegatrainConfig.from_mapping({**fixed, "compile_layers": False, **settings})
+    return Forecaster(model, config, MACHINE, gpu_bytes, 8 * GIB)
+
+
+def test_an_estimate_reckons_with_parts_where_a_plan_would_make_them() -> None:
+    small, large = forecaster(GIB // 2), forecaster(16 * GIB)
+    assert {len(experts.parts) for experts in small.engine.runtime.experts} == {2}
+    assert large.engine.runtime.experts == []
+    # Both hold the same on the host, and the slots of whole layers don't fit the smaller GPU.
+    assert small.host_store_bytes == pytest.approx(large.host_store_bytes, rel=0.001)
+    assert small.least_gpu_bytes(1, 256) < 0.7 * large.least_gpu_bytes(1, 256)
+
+
+@pytest.mark.parametrize("schedule", ["deferred", pytest.param("backward", marks=pytest.mark.long)])
+def test_a_step_of_parts_moves_what_whole_layers_move_and_waits_less_for_it(schedule: str) -> None:
+    found = []
+    for count in (1, 4):
+        of_count = forecaster(GIB, expert_parts=count, step_schedule=schedule)
+        runtime, forecast = of_count.engine.runtime, of_count.forecast(1, 256)
+        # What the last layers and parts left in the slots isn't fetched again in backward.
+        last = [layer.unit.layout.weight_bytes for layer in runtime.layers][-2:]
+        last += [part.unit.layout.weight_bytes for part in runtime.experts[-1].parts[-2:]] if runtime.experts else []
+        found.append((forecast.candidate.time, forecast.candidate.time.h2d + sum(last) / MACHINE.h2d_bytes))
+    (whole, whole_h2d), (parts, parts_h2d) = found
+    assert parts_h2d == pytest.approx(whole_h2d, rel=0.001)
+    assert parts.d2h == pytest.approx(whole.d2h, rel=0.001)
+    assert parts.host_step == pytest.approx(whole.host_step, rel=0.001)
+    # The host bounds both, and the first part is fetched when it alone is stepped.
+    assert parts.host_step < parts.seconds < whole.seconds
