@@ -140,7 +140,7 @@ class Engine:
                     forward = install_proxy(module, functools.partial(self._run_layer, index), self._drain_for_copy)
                     layers.append(StreamedLayer(index, name, module, forward, unit))
                     specs, proxy = discovery.experts_of(index), (self._run_experts, self._drain_for_copy)
-                    layers[-1].leave_to(adopt_experts(specs, adoption, self._dtypes, layers, *proxy))
+                    adopt_experts(specs, adoption, self._dtypes, layers, *proxy)
                     for part in (layers[-1], *layers[-1].experts):
                         part.show_host_weights()
                         part.unit.passes_gradients = config.passes_gradients

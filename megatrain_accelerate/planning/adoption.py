@@ -94,8 +94,8 @@ def adopt_experts(
     layers: Sequence[StreamedLayer],
     run: Callable[[int, tuple[Any, ...], dict[str, Any]], Any],
     before_copy: Callable[[], None],
-) -> list[StreamedExperts]:
-    """Makes the units of a layer's experts that stream in parts, and proxies of their modules.
+) -> None:
+    """Makes the units of the last layer's experts that stream in parts, and proxies of their modules; the layer gets them.
 
     Args:
         specs: the experts of the last of ``layers``.
@@ -105,14 +105,11 @@ def adopt_experts(
         run: what a proxy's forward does, with the number of the experts among the model's.
         before_copy: see :func:`install_proxy`.
     """
-    earlier = [experts for layer in layers for experts in layer.experts]
-    made: list[StreamedExperts] = []
     for spec in specs:
+        earlier = [experts for layer in layers for experts in layer.experts]
         parameters = list(spec.module.named_parameters())
         unit = adoption.unit(spec.name, parameters, [dtypes[id(parameter)] for _, parameter in parameters])
-        before = [*earlier, *made]
-        forward = install_proxy(spec.module, functools.partial(run, len(before)), before_copy)
-        first = sum(len(experts.parts) for experts in before)
+        forward = install_proxy(spec.module, functools.partial(run, len(earlier)), before_copy)
+        first = sum(len(experts.parts) for experts in earlier)
         at = (spec.layer, spec.name, spec.module, forward, unit)
-        made.append(StreamedExperts(*at, parts=spec.parts, first_part=first))
-    return made
+        layers[-1].leave_to(StreamedExperts(*at, parts=spec.parts, first_part=first))

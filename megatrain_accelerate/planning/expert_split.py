@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,6 +16,8 @@ from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.planning.device_plan import USABLE_SHARE_OF_DEVICE
 from megatrain_accelerate.planning.layer_discovery import Discovery, ExpertsSpec
 from megatrain_accelerate.units import GIB, MIB
+
+logger = logging.getLogger(__name__)
 
 SLOTS_SHARE = 0.25
 """Of the GPU memory that a plan may fill: more than that for slots of whole layers, and their experts stream in parts."""
@@ -142,7 +145,7 @@ def split_experts(
         if not found or placed or in_pieces:
             return discovery
         parts = _chosen_parts(_Sizes(discovery.layers, found, dtypes, config), budget_bytes)
-        return discovery if parts == 1 else _with(discovery, found, parts)
+        return discovery if parts == 1 else _with(discovery, found, parts, config)
     if not found:
         raise UnsupportedError(
             f"megatrain_config.expert_parts is {asked}, and the model has no experts that can stream in parts"
@@ -152,10 +155,12 @@ def split_experts(
     fewest = min(int(module.num_experts) for _, _, module in found)  # type: ignore[arg-type]
     if int(asked) > fewest:
         raise ConfigError(f"megatrain_config.expert_parts is {asked}, but a layer has {fewest} experts; lower it")
-    return _with(discovery, found, int(asked))
+    return _with(discovery, found, int(asked), config)
 
 
-def _with(discovery: Discovery, found: Sequence[tuple[int, str, nn.Module]], parts: int) -> Discovery:
+def _with(discovery: Discovery, found: Sequence[tuple[int, str, nn.Module]], parts: int, config: MegatrainConfig) -> Discovery:
+    if config.compile_layers is True:
+        logger.warning("megatrain: layers whose experts stream in parts aren't compiled, and run as they are")
     specs = (ExpertsSpec(index, name, module, min(parts, int(module.num_experts))) for index, name, module in found)  # type: ignore[arg-type]
     return dataclasses.replace(discovery, experts=tuple(specs))
 

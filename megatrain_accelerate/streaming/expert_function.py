@@ -205,6 +205,8 @@ class _Call:
             )
         routing = self.routing
         gradients = self.source.gradients(self.is_last)
+        if gradients is None and not any(needs):
+            return None, None  # all were frozen since the model was prepared
         hidden_SD = routing.pair_buffer(hidden_TD, hidden_TD.shape[1]) if needs[0] else None
         weights_S = routing.pair_buffer(weights_TK) if needs[1] else None
         for place, part in reversed(list(enumerate(self.experts.parts))):

@@ -84,11 +84,11 @@ class StreamedLayer:
             if parameter is not None and id(parameter) in position
         ]
 
-    def leave_to(self, experts: Sequence[StreamedExperts]) -> None:
-        """Parameters of the layer that aren't in its unit are these experts'."""
-        self.experts = tuple(experts)
-        self.has_trainable |= any(part.has_trainable for part in experts)
-        self._known |= {id(state.parameter) for part in experts for state in part.unit.states}
+    def leave_to(self, experts: StreamedExperts) -> None:
+        """Parameters of the layer that aren't in its unit are in that of these experts."""
+        self.experts = (*self.experts, experts)
+        self.has_trainable |= experts.has_trainable
+        self._known |= {id(state.parameter) for state in experts.unit.states}
 
     @property
     def parameter_count(self) -> int:

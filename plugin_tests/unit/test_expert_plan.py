@@ -148,6 +148,16 @@ def test_a_number_of_parts_that_is_none_is_refused(value: object) -> None:
         MegatrainConfig.from_mapping({"expert_parts": value})
 
 
+def test_a_log_line_says_that_layers_with_parts_are_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_experts()
+    engine = attach(model, expert_parts=2, compile_layers=True)
+    assert "experts stream in parts aren't compiled" in caplog.text
+    ids = token_batches(1)[0]
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert engine.runtime.compiled.compilations == 0
+    engine.close()
+
+
 def test_gradients_that_pass_cannot_be_added_up_by_pieces() -> None:
     with pytest.raises(ConfigError, match="micro_batch_size"):
         MegatrainConfig(expert_parts=2, micro_batch_size=1, host_gradients="passing")
