@@ -21,7 +21,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
-from megatrain_accelerate.errors import StateError, UnsupportedError
+from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.streaming.ambient_state import AutocastState
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache, without_saving
@@ -54,12 +54,13 @@ class ExpertResults:
         self.keeps = keeps
         self.is_last = is_last
         self.replays = False
-        self._results: dict[int, _Result] = {}
+        self._results: dict[tuple[int, int], _Result] = {}
+        self._calls: dict[int, int] = {}
 
     @contextlib.contextmanager
     def at_work(self, layer: StreamedLayer, replays: bool) -> Iterator[None]:
         """The layer runs in the body: for the first time, or, with ``replays``, again."""
-        self.replays = replays
+        self.replays, self._calls = replays, {}
         for experts in layer.experts:
             experts.results = self
         try:
@@ -73,23 +74,19 @@ class ExpertResults:
         """Bytes of what waits."""
         return sum(result.output_TD.nbytes for result in self._results.values() if result.output_TD is not None)
 
-    def note(self, experts: StreamedExperts, output_TD: torch.Tensor, places: Places) -> None:
-        """A call in forward gave this; whoever gets the original may write to it.
+    def number(self, experts: StreamedExperts) -> int:
+        """A call of these experts begins: how many there were before it in this run."""
+        self._calls[id(experts)] = self._calls.get(id(experts), -1) + 1
+        return self._calls[id(experts)]
 
-        Raises:
-            UnsupportedError: the layer calls the same experts twice.
-        """
-        if id(experts) in self._results:
-            raise UnsupportedError(
-                f"experts {experts.name} are called more than once by their layer, and can't stream in parts; set "
-                "megatrain_config.expert_parts to 1"
-            )
+    def note(self, experts: StreamedExperts, number: int, output_TD: torch.Tensor, places: Places) -> None:
+        """A call in forward gave this; whoever gets the original may write to it."""
         kept = output_TD.clone() if self.keeps else None
-        self._results[id(experts)] = _Result(kept, places, experts.unit.version)
+        self._results[id(experts), number] = _Result(kept, places, experts.unit.version)
 
-    def of(self, experts: StreamedExperts) -> _Result:
-        """The result of the call in forward; its output is given away by the first that asks."""
-        found = self._results[id(experts)]
+    def of(self, experts: StreamedExperts, number: int) -> _Result:
+        """The result of the call in forward; its output is given away to the first that asks."""
+        found = self._results[id(experts), number]
         output_TD, found.output_TD = found.output_TD, None
         return _Result(output_TD, found.places, found.version)
 
@@ -111,7 +108,8 @@ class _Call:
         self.source: Source = streams.source(experts)
         self.routing = Routing.of(experts, index_TK, lambda: streams.begins(experts, index_TK.device))
         self.version = experts.unit.version
-        self.is_last = results.is_last if results is not None else True
+        self._number = results.number(experts) if results is not None else 0
+        self.is_last = self._number == 0 and (results is None or results.is_last)
         self.places: Places | None = None
         self._results = results
         self._streams = streams
@@ -126,7 +124,7 @@ class _Call:
         """
         results = self._results
         if results is not None and results.replays:
-            found = results.of(self.experts)
+            found = results.of(self.experts, self._number)
             self.places, self.version = found.places, found.version
             if found.output_TD is not None:
                 return found.output_TD
@@ -134,7 +132,7 @@ class _Call:
             self.places = self._streams.record(self.experts)
         output_TD = self._compute(hidden_TD, weights_TK, needs)
         if results is not None and not results.replays:
-            results.note(self.experts, output_TD, self.places or [])
+            results.note(self.experts, self._number, output_TD, self.places or [])
         return output_TD
 
     def enters_autocast(self, device: torch.device) -> None:

@@ -150,8 +150,8 @@ def test_the_peak_falls_by_what_was_predicted() -> None:
     peak, predicted, slots = peak_of(8)
     assert slots < 0.2 * whole_slots
     assert whole - peak > 0.9 * (whole_slots - slots)
-    # What the libraries take (128 MiB) is in the prediction, and in the peak only as far as torch allocated it.
-    assert peak == pytest.approx(predicted - LIBRARY_WORKSPACE_BYTES, rel=0.05, abs=LIBRARY_WORKSPACE_BYTES)
+    # What the libraries may take is in the prediction, and in the peak only as far as torch allocated it.
+    assert 0.95 * (predicted - LIBRARY_WORKSPACE_BYTES) <= peak <= predicted
     assert whole - peak == pytest.approx(whole_predicted - predicted, rel=0.1)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import attach, train_streamed
+from engine_runs import Training, assert_equal_states, attach, train_streamed
 from expert_models import EXPERTS, family_with, tiny_experts
 from family_parity import Outcome, assert_parity, train_plainly
 from family_parity import train_streamed as train_family_streamed
@@ -183,6 +183,44 @@ def test_what_is_frozen_stays_and_the_rest_trains_as_in_plain_pytorch(trained: s
     engine.close()
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(mine, other, rtol=1e-5, atol=1e-6), name
+
+
+class Twice(nn.Module):
+    """Experts that are called twice, on other inputs."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.inner = experts
+
+    def forward(self, hidden: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
+        first: torch.Tensor = self.inner(hidden, *routing)
+        return first + self.inner(hidden + first, *routing)
+
+
+@pytest.mark.parametrize("schedule", ["deferred", "backward"])
+def test_experts_that_their_layer_calls_twice_train_as_in_whole_layers(schedule: str) -> None:
+    model = tiny_experts(num_hidden_layers=2)
+    for layer in model.model.layers:
+        layer.mlp.experts = Twice(layer.mlp.experts)
+    settings = {"bf16": False, "max_norm": None, "schedule": schedule}
+    whole, ours = (train_streamed(model, token_batches(3), expert_parts=parts, **settings) for parts in (1, 3))
+    assert_close(ours, whole, TOLERANCE[FP32])
+
+
+def test_the_rest_of_a_layer_may_live_on_the_device() -> None:
+    states = []
+    for on_device in ((), (0, 1)):
+        model = tiny_experts()
+        engine = attach(model, expert_parts=3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+        driver = adopt_optimizer(optimizer, engine.runtime, "deferred")
+        engine.runtime.place((), on_device, groups_on_device=bool(on_device))
+        training = Training(model, engine, optimizer, driver)
+        for ids in token_batches(3):
+            training.step(ids)
+        states.append(training.state())
+        engine.close()
+    assert_equal_states(*states)
 
 
 def test_a_second_backward_through_the_same_graph_doubles_the_gradients() -> None:

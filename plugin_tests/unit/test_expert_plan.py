@@ -12,7 +12,6 @@ from expert_models import EXPERTS, tiny_experts
 from peft import LoraConfig, get_peft_model
 from plain_torch import tiny_model, token_batches
 from torch import nn
-from transformers import PreTrainedModel
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine
@@ -191,30 +190,6 @@ def test_experts_that_cannot_be_cut_are_refused_with_the_reason(change: Any, rea
         change(layer.mlp.experts)
     with pytest.raises(UnsupportedError, match=reason):
         attach(model, expert_parts=2)
-
-
-def _called_twice(model: PreTrainedModel) -> None:
-    experts = model.model.layers[0].mlp.experts
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = experts
-
-        def forward(self, *args: torch.Tensor) -> torch.Tensor:
-            return self.inner(*args) + self.inner(*args)
-
-    model.model.layers[0].mlp.experts = Twice()
-
-
-def test_experts_that_their_layer_calls_twice_are_refused() -> None:
-    model = tiny_experts()
-    _called_twice(model)
-    engine = attach(model, expert_parts=2)
-    ids = token_batches(1)[0]
-    with pytest.raises(UnsupportedError, match="more than once"):
-        model(input_ids=ids, labels=ids)
-    engine.close()
 
 
 def test_a_step_between_forward_and_backward_is_refused() -> None:
