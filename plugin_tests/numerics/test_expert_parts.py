@@ -41,7 +41,12 @@ def plain(name: str, implementation: str, dtype: torch.dtype, accumulation: int 
 def check(name: str, implementation: str, dtype: torch.dtype, parts: int, accumulation: int = 1) -> None:
     family = family_with(name, implementation)
     ours = train_family_streamed(family, dtype, accumulation, expert_parts=parts)
-    assert_parity(ours, plain(name, implementation, dtype, accumulation), TOLERANCE[dtype])
+    tolerance = TOLERANCE[dtype]
+    if (name, implementation, dtype) == ("gpt_oss", "grouped_mm", BF16):
+        # Biases' gradients are sums over tokens that are rounded to bf16 at each addition, in the order of a sort of the experts'
+        # numbers that isn't stable.
+        tolerance *= 4
+    assert_parity(ours, plain(name, implementation, dtype, accumulation), tolerance)
 
 
 @pytest.mark.parametrize(
