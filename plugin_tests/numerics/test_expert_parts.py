@@ -43,8 +43,8 @@ def check(name: str, implementation: str, dtype: torch.dtype, parts: int, accumu
     ours = train_family_streamed(family, dtype, accumulation, expert_parts=parts)
     tolerance = TOLERANCE[dtype]
     if (name, implementation, dtype) == ("gpt_oss", "grouped_mm", BF16):
-        # Biases' gradients are sums over tokens that are rounded to bf16 at each addition, in the order of a sort of the experts'
-        # numbers that isn't stable.
+        # Biases' gradients are sums over tokens that are rounded to bf16 at each addition, in the order of a sort of the
+        # experts' numbers that isn't stable.
         tolerance *= 4
     assert_parity(ours, plain(name, implementation, dtype, accumulation), tolerance)
 
