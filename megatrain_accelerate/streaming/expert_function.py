@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
 from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.streaming import tile_loops
 from megatrain_accelerate.streaming.ambient_state import AutocastState
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache, without_saving
@@ -141,7 +142,7 @@ class _Call:
 
     def _compute(self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor, needs: Sequence[bool] | None) -> torch.Tensor:
         made_SD: torch.Tensor | None = None
-        for place, part in enumerate(self.experts.parts):
+        for place, part in tile_loops.tiles(list(enumerate(self.experts.parts))):
             rows = self.routing.rows(place, part)
             if rows is None:
                 continue
@@ -207,7 +208,7 @@ class _Call:
             return None, None  # all were frozen since the model was prepared
         hidden_SD = routing.pair_buffer(hidden_TD, hidden_TD.shape[1]) if needs[0] else None
         weights_S = routing.pair_buffer(weights_TK) if needs[1] else None
-        for place, part in reversed(list(enumerate(self.experts.parts))):
+        for place, part in tile_loops.tiles(list(enumerate(self.experts.parts))[::-1]):
             rows = routing.rows(place, part)
             if rows is None:
                 if gradients is not None:
