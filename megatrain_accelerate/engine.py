@@ -34,9 +34,9 @@ from megatrain_accelerate.streaming.caches import caching_modules, decide_agains
 from megatrain_accelerate.streaming.expert_function import run_experts
 from megatrain_accelerate.streaming.fp32_sums import BF16_REMEDY
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.layer_function import OutputRecorder
 from megatrain_accelerate.streaming.meter import Meter
 from megatrain_accelerate.streaming.model_hook import ModelHook
+from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.outside_norms import run_norms_by_tiles
 from megatrain_accelerate.streaming.proxy import install_proxy, note_checkpointing_ignored, remove_proxy
 from megatrain_accelerate.streaming.resident import ResidentGroup

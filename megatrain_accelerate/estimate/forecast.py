@@ -34,9 +34,8 @@ from megatrain_accelerate.planning.step_simulation import sent_bytes
 from megatrain_accelerate.planning.tile_choice import outline_with_tiles
 from megatrain_accelerate.streaming.compiled_layer import SMALLEST_LAYER_PARAMETERS
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.layer_function import OutputRecorder
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
-from megatrain_accelerate.streaming.model_hook import has_hooks_inside
+from megatrain_accelerate.streaming.output_recorder import Captures, OutputRecorder
 from megatrain_accelerate.streaming.token_tiles import AUTO_TILE_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -308,7 +307,7 @@ class Forecaster:
     def _is_compiled(self, layer: StreamedLayer) -> bool:
         """See :meth:`CompiledLayers.wants <megatrain_accelerate.streaming.compiled_layer.CompiledLayers.wants>`."""
         wanted = self.config.compile_layers
-        if layer.experts or has_hooks_inside(layer.module):
+        if layer.experts or Captures.inside(layer.module, self.engine.runtime.recorder) is None:
             return False
         return layer.unit.layout.parameter_count >= SMALLEST_LAYER_PARAMETERS if wanted == "auto" else bool(wanted)
 

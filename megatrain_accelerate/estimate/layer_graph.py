@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
-from megatrain_accelerate.planning.step_memory import grouped_flops, is_grouped_product
+from megatrain_accelerate.planning.step_memory import grouped_flops, is_grouped_product, workspace_bytes
 from megatrain_accelerate.streaming.layer import StreamedLayer
 
 _CAUSAL_SHARE = 0.5
@@ -260,11 +260,18 @@ class _Kernels:
         for node in self._nodes:
             if node.op == "call_function" and not _is_view(node) and self._in_memory(node):
                 live += _bytes(node)
-                peak = max(peak, live)
+                peak = max(peak, live + _bytes_while_it_runs(node))
             for dead in dying.get(node, []):
                 if dead.op == "placeholder" or self._in_memory(dead):
                     live -= _bytes(dead)
         return peak
+
+
+def _bytes_while_it_runs(node: fx.Node) -> int:
+    """Of a kernel's workspace, and of its results where they are nodes of their own, later in the graph."""
+    made = _values(node)
+    later = sum(tensor.nbytes for tensor in made) - _bytes(node)
+    return later + workspace_bytes(_name(node), made) if made else 0
 
 
 def _results(graph: fx.Graph) -> Sequence[Any]:

@@ -21,7 +21,7 @@ from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.placement_search import Candidate, PlacementSearch
 from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.planning.step_simulation import Model
-from megatrain_accelerate.streaming.layer_function import OutputRecorder
+from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.units import GIB
 
 META = torch.device("meta")

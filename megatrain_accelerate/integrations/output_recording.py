@@ -7,10 +7,15 @@ a streamed layer's graph-less forward they would carry no gradient, and an auxil
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from megatrain_accelerate.streaming.output_recorder import Capture
+
+_HOOK = ("transformers.utils.output_capturing", "output_capturing_hook")
+_HOOK_VARIABLES = frozenset({"key", "index", "capture_initial_hidden_state"})
 
 
 @dataclasses.dataclass
@@ -44,7 +49,7 @@ class CapturedOutputs:
         return cls(collector) if collector is not None else None
 
     def start(self, replay_of: _Token | None) -> _Token | None:
-        """See :class:`~megatrain_accelerate.streaming.layer_function.OutputRecorder`."""
+        """See :class:`~megatrain_accelerate.streaming.output_recorder.OutputRecorder`."""
         if replay_of is not None:
             token = _Token(replay_of.keys, {key: [] for key in replay_of.keys}, {})
             token.reset = self._collector.set(token.collected)
@@ -57,7 +62,7 @@ class CapturedOutputs:
         return _Token(keys, collected, {key: len(collected[key]) for key in keys})
 
     def finish(self, token: _Token | None) -> list[torch.Tensor]:
-        """See :class:`~megatrain_accelerate.streaming.layer_function.OutputRecorder`."""
+        """See :class:`~megatrain_accelerate.streaming.output_recorder.OutputRecorder`."""
         if token is None:
             return []
         if token.reset is not None:
@@ -73,28 +78,45 @@ class CapturedOutputs:
         return recorded
 
     def publish(self, token: _Token | None, tensors: list[torch.Tensor]) -> None:
-        """See :class:`~megatrain_accelerate.streaming.layer_function.OutputRecorder`."""
+        """See :class:`~megatrain_accelerate.streaming.output_recorder.OutputRecorder`."""
         if token is not None:
             for (values, place), tensor in zip(token.places, tensors, strict=True):
                 values[place] = tensor
             self._let_go(token)
 
     def discard(self, token: _Token | None) -> None:
-        """See :class:`~megatrain_accelerate.streaming.layer_function.OutputRecorder`."""
+        """See :class:`~megatrain_accelerate.streaming.output_recorder.OutputRecorder`."""
         if token is not None:
             for key in token.keys:
                 del token.collected[key][token.lengths[key] :]
             self._let_go(token)
 
     def channels(self, token: _Token | None) -> list[str]:
-        """See :class:`~megatrain_accelerate.streaming.layer_function.OutputRecorder`."""
+        """See :class:`~megatrain_accelerate.streaming.output_recorder.OutputRecorder`."""
         return [] if token is None else list(token.channels)
 
     def enter(self, channels: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """See :class:`~megatrain_accelerate.streaming.layer_function.OutputRecorder`."""
+        """See :class:`~megatrain_accelerate.streaming.output_recorder.OutputRecorder`."""
         collected = self._collector.get()
         for channel, tensor in zip(channels, tensors, strict=True):
             collected[channel].append(tensor)
+
+    def capture_of(self, hook: Callable[..., Any]) -> Capture | None:
+        """See :class:`~megatrain_accelerate.streaming.output_recorder.OutputRecorder`."""
+        if (getattr(hook, "__module__", None), getattr(hook, "__name__", None)) != _HOOK:
+            return None
+        cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
+        variables = {name: cell.cell_contents for name, cell in cells}
+        # One that knows more may do more than this class was written for.
+        if not {"key", "index"} <= variables.keys() <= _HOOK_VARIABLES:
+            return None
+        # Of hidden states it may take the module's input as well, or leave some out.
+        return Capture(variables["key"], variables["index"], is_plain=variables["key"] != "hidden_states")
+
+    def is_recording(self, channel: str) -> bool:
+        """See :class:`~megatrain_accelerate.streaming.output_recorder.OutputRecorder`."""
+        collected = self._collector.get()
+        return collected is not None and channel in collected
 
     def _let_go(self, token: _Token) -> None:
         # The node holds the token: its outputs must not hang on it, or activations live until the next collection.

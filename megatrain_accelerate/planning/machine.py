@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import platform
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -25,6 +27,8 @@ _COPY_BYTES = 256 * MIB
 _STEP_ELEMENTS = 96 * 1024 * 1024
 """1.3 GiB of states: of a few hundred MiB a large part would stay in the caches of a server's processor."""
 _ROUNDS = 3
+_ROUNDS_AT_ONCE = 16
+"""Copies of half the size each way while the host steps: several steps long."""
 STEP_BYTES = 26
 """Memory traffic of the fused AdamW on split masters with moments in fp32, a parameter: what is measured here."""
 _SHARE_IN_A_STEP = 0.9
@@ -49,6 +53,10 @@ class Machine:
     """bf16 matrix products on the device."""
     step_overhead: float = 0.0
     """Seconds of a step in which the device has nothing to do since the launcher steps, logs and fetches the next batch."""
+    h2d_share_in_step: float = 1.0
+    """Of :attr:`h2d_bytes`, what is left while the other direction copies and the host steps: all three share its memory."""
+    d2h_share_in_step: float = 1.0
+    """The same of :attr:`d2h_bytes`."""
 
     @property
     def host_step_traffic(self) -> float:
@@ -60,7 +68,7 @@ def speeds_path(device: torch.device, kernels: HostKernels, register: bool) -> P
     """Where the speeds are kept that are measured under these circumstances; see :func:`measured_machine`."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     circumstances: list[object] = [platform.node(), name, os.cpu_count(), kernels.threads, register, torch.__version__]
-    circumstances += [_ROUNDS, _SHARE_IN_A_STEP, STEP_OVERHEAD]
+    circumstances += [_ROUNDS, _SHARE_IN_A_STEP, STEP_OVERHEAD, [field.name for field in dataclasses.fields(Machine)]]
     key = hashlib.sha256(json.dumps(circumstances).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     # A user without a home: the tilde stays.
@@ -125,21 +133,70 @@ def _measure(device: torch.device, kernels: HostKernels, register: bool) -> Mach
         other = torch.empty_like(on_device)
         h2d = _seconds(device, lambda: on_device.copy_(host, non_blocking=True))
         d2h = _seconds(device, lambda: host.copy_(on_device, non_blocking=True))
+        step_work = _host_step(kernels, elements)
+        step = _seconds(torch.device("cpu"), step_work)
+        h2d_in_step, d2h_in_step = h2d, d2h
+        if device.type == "cuda":
+            with _repeated(step_work):
+                h2d_in_step, d2h_in_step = _seconds_of_both(on_device, host)
         within = _seconds(device, lambda: other.copy_(on_device))
         host_memory.close()
         side = 8192 if device.type == "cuda" else 512
         # Products of zeros take less power and are faster.
         left = torch.randn(side, side, dtype=torch.bfloat16, device=device)
         product = _seconds(device, lambda: left @ left)
-        step = _seconds(torch.device("cpu"), _host_step(kernels, elements))
     return Machine(
         h2d_bytes=size / h2d,
         d2h_bytes=size / d2h,
         host_step_parameters=_SHARE_IN_A_STEP * elements / step,
         device_bytes=2 * size / within,
         device_flops=2 * side**3 / product,
+        h2d_share_in_step=min(1.0, h2d / h2d_in_step),
+        d2h_share_in_step=min(1.0, d2h / d2h_in_step),
         step_overhead=STEP_OVERHEAD if device.type == "cuda" else 0.0,
     )
+
+
+@contextlib.contextmanager
+def _repeated(work: Callable[[], object]) -> Iterator[None]:
+    """Does the work again and again on a thread of its own until the body ends."""
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        while not is_over.is_set():
+            work()
+
+    thread = threading.Thread(target=repeat, name="megatrain-step-speed")
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _seconds_of_both(on_device: torch.Tensor, host: torch.Tensor) -> tuple[float, float]:
+    """The medians of copies to the device and to the host that run at once, each many times; halves of the same buffers.
+
+    Returns:
+        Seconds of a copy of as many bytes as the buffers have, to the device and to the host.
+    """
+    middle = host.numel() // 2
+    streams = (torch.cuda.Stream(on_device.device), torch.cuda.Stream(on_device.device))
+    copies = ((on_device[:middle], host[:middle]), (host[middle:], on_device[middle:]))
+    marks: tuple[list[torch.cuda.Event], list[torch.cuda.Event]] = ([], [])
+    torch.cuda.synchronize(on_device.device)
+    for _ in range(_ROUNDS_AT_ONCE + 1):
+        for stream, (target, source), events in zip(streams, copies, marks, strict=True):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+                events.append(torch.cuda.Event(enable_timing=True))
+                events[-1].record(stream)
+    torch.cuda.synchronize(on_device.device)
+    h2d, d2h = (
+        statistics.median(earlier.elapsed_time(later) for earlier, later in itertools.pairwise(events)) for events in marks
+    )
+    return 2 * h2d / 1e3, 2 * d2h / 1e3
 
 
 def _host_step(kernels: HostKernels, elements: int) -> Callable[[], None]:

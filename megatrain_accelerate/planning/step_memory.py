@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,12 +99,38 @@ class LiveBytes(TorchDispatchMode):
             self.costs = OpCosts(self.costs.flops, self.costs.traffic_bytes + times * moved)
 
     def _add_temporary(self, func: Any, made: list[torch.Tensor]) -> None:
-        """What a GPU's kernel allocates while it runs: softmax's backward multiplies gradient and result first, into a tensor
-        of their size (``softmax_backward_cuda_out``, aten/src/ATen/native/cuda/SoftMax.cu)."""
-        if str(func.__name__).startswith("_softmax_backward_data") and runs_on_gpu(made[0]):
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes + made[0].nbytes)
+        if not made or not runs_on_gpu(made[0]):
+            return
+        name = str(func.__name__)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes(name, made))
+        if _is_softmax_backward(name):
             read_and_written = 3 * made[0].nbytes * tile_loops.times()
             self.costs = OpCosts(self.costs.flops, self.costs.traffic_bytes + read_and_written)
+
+
+def workspace_bytes(name: str, made: Sequence[torch.Tensor]) -> int:
+    """What a GPU's kernel allocates while it runs, where that is as large as its results.
+
+    Softmax's backward multiplies gradient and result first, into a tensor of their size (``softmax_backward_cuda_out``,
+    aten/src/ATen/native/cuda/SoftMax.cu). Backward of attention sums the queries' gradient in fp32, and makes those of keys
+    and values for each head of the queries (``dq_accum``, ``dk_expanded``, ``dv_expanded``,
+    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp; cuDNN's kernel takes as much).
+
+    Args:
+        name: the operation's.
+        made: its results.
+    """
+    if _is_softmax_backward(name):
+        return made[0].nbytes
+    if not ("attention" in name and "backward" in name) or len(made) < 3 or made[0].dim() != 4 or made[0].element_size() != 2:
+        return 0
+    query, key, value = made[:3]
+    groups = query.numel() // query.shape[-2] * key.shape[-2] // max(1, key.numel())
+    return 2 * query.nbytes + (groups * (key.nbytes + value.nbytes) if groups > 1 else 0)
+
+
+def _is_softmax_backward(name: str) -> bool:
+    return name.startswith("_softmax_backward_data")
 
 
 def is_grouped_product(name: str) -> bool:

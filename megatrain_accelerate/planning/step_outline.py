@@ -25,8 +25,8 @@ from megatrain_accelerate.streaming.compiled_layer import without_saving
 from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.kept_graph import edges_of
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.layer_function import OutputRecorder
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
+from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.streaming.token_tiles import tokens_of
 

@@ -14,6 +14,7 @@ from megatrain_accelerate.planning.machine import STEP_BYTES, Machine
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
+from megatrain_accelerate.planning.step_resources import HostOptimizer, Link, Resource
 
 _NORM_BYTES = 2
 """Device memory traffic of a norm, a parameter: on the device it is taken apart from the step."""
@@ -131,20 +132,6 @@ def op_seconds(costs: OpCosts, machine: Machine) -> float:
     return costs.flops / machine.device_flops + costs.traffic_bytes / machine.device_bytes
 
 
-class _Resource:
-    """Does one thing at a time."""
-
-    def __init__(self) -> None:
-        self.free_at = 0.0
-        self.busy = 0.0
-
-    def work(self, seconds: float, not_before: float = 0.0) -> float:
-        """Queues work; returns when it is over."""
-        self.free_at = max(self.free_at, not_before) + seconds
-        self.busy += seconds
-        return self.free_at
-
-
 class _Pipeline:
     def __init__(self, outline: StepOutline, model: Model, placement: Placement, machine: Machine) -> None:
         self.outline, self.model, self.placement, self.machine = outline, model, placement, machine
@@ -153,7 +140,9 @@ class _Pipeline:
         self.experts = {kind: _experts_seconds(profile, machine) for kind, profile in outline.profiles.items()}
         self.sent = sent_bytes(outline, placement)
         self.parts = _Parts(self)
-        self.compute, self.h2d, self.d2h, self.host = _Resource(), _Resource(), _Resource(), _Resource()
+        self.compute, self.host = Resource(), HostOptimizer()
+        self.h2d = Link(machine.h2d_bytes, machine.h2d_share_in_step, self.host)
+        self.d2h = Link(machine.d2h_bytes, machine.d2h_share_in_step, self.host)
         self.applied = [0.0] * len(model.layers)
         self.resident_at = [0.0] * len(model.layers)
         self.before_at = self.after_at = 0.0
@@ -167,13 +156,13 @@ class _Pipeline:
         size = self.model.layers[layer].weight_bytes
         if layer in self.placement.resident:
             if self.resident_at[layer] < 0.0:  # stale since its last step
-                self.resident_at[layer] = self.h2d.work(size / self.machine.h2d_bytes, self.applied[layer])
+                self.resident_at[layer] = self.h2d.copy(size, self.applied[layer])
             return self.resident_at[layer]
         if any(held == layer for held, _ in self.slot_users):
             return 0.0
         # The slot is free when the layer that used it last has computed.
         free_at = self.slot_users[0][1] if len(self.slot_users) == self.model.slots else 0.0
-        return self.h2d.work(size / self.machine.h2d_bytes, max(self.applied[layer], free_at))
+        return self.h2d.copy(size, max(self.applied[layer], free_at))
 
     def _uses_slot(self, layer: int, until: float) -> None:
         if layer in self.placement.on_device or layer in self.placement.resident:
@@ -224,7 +213,7 @@ class _Pipeline:
         self.compute.work(op_seconds(self.outline.tail_costs, machine))
         if is_last and not placement.groups_on_device:
             for unit in [*self.model.groups_after, *self.model.groups_before]:
-                self.d2h.work((unit.gradient_bytes + unit.sum_bytes) / machine.d2h_bytes, self.compute.free_at)
+                self.d2h.copy(unit.gradient_bytes + unit.sum_bytes, self.compute.free_at)
 
     def _gradient_leaves(self, layer: int, computed_at: float, is_last: bool) -> None:
         unit = self.model.layers[layer]
@@ -234,7 +223,7 @@ class _Pipeline:
 
     def send_gradients(self, unit: UnitSizes, computed_at: float) -> float:
         """A unit's gradients go to the host; returns when they are there."""
-        out = self.d2h.work(unit.gradient_bytes / self.machine.d2h_bytes, computed_at)
+        out = self.d2h.copy(unit.gradient_bytes, computed_at)
         self.gradients_out.append(out)
         if self.model.micro_batches > 1:
             # Added to those before: 6 bytes a parameter, 10 with the sums' residuals.
@@ -252,6 +241,7 @@ class _Pipeline:
     def step(self) -> None:
         """Called when every gradient is on the host: what ``optimizer.step()`` does."""
         model, placement = self.model, self.placement
+        self.host.forget_before(min(self.h2d.free_at, self.d2h.free_at))
         now = self.compute.work(0.0, self.d2h.free_at)
         on_device = [model.layers[i] for i in placement.on_device]
         on_device += [*model.groups_before, *model.groups_after] if placement.groups_on_device else []
@@ -275,7 +265,7 @@ class _Pipeline:
         for unit in groups:
             stepped = self.step_unit(unit, now)
             # Issued when its step is over, between copies of layers that were issued before and after.
-            seconds = unit.weight_bytes / self.machine.h2d_bytes
+            seconds = self.h2d.seconds(unit.weight_bytes)
             self.h2d.busy += seconds
             ready = stepped + seconds
         return ready
@@ -318,8 +308,7 @@ class _Parts:
         if any(held == key for held, _ in self._users):
             return 0.0
         free_at = self._users[0][1] if len(self._users) == self._users.maxlen else 0.0
-        seconds = part.weight_bytes / self._pipeline.machine.h2d_bytes
-        return self._pipeline.h2d.work(seconds, max(self._applied.get(key, 0.0), free_at))
+        return self._pipeline.h2d.copy(part.weight_bytes, max(self._applied.get(key, 0.0), free_at))
 
     def step(self, layer: int, now: float) -> None:
         """``optimizer.step()`` comes to the layer."""
@@ -351,7 +340,7 @@ class _ActivationCopies:
         """The call's activations begin to leave."""
         sent = self._pipeline.sent[self._call]
         if sent:
-            self._gone[self._call] = self._pipeline.d2h.work(sent / self._pipeline.machine.d2h_bytes, computed_at)
+            self._gone[self._call] = self._pipeline.d2h.copy(sent, computed_at)
             self._leaving.append((self._call, self._gone[self._call]))
 
     def back_at(self, layer: int, issued_at: float) -> float:
@@ -370,8 +359,7 @@ class _ActivationCopies:
         if any(leaving == call for leaving, _ in self._leaving):
             return  # still there
         if call in self._gone and call not in self._back:
-            seconds = self._pipeline.sent[call] / self._pipeline.machine.h2d_bytes
-            self._back[call] = self._pipeline.h2d.work(seconds, max(self._gone[call], issued_at))
+            self._back[call] = self._pipeline.h2d.copy(self._pipeline.sent[call], max(self._gone[call], issued_at))
 
 
 def simulate_step(outline: StepOutline, model: Model, placement: Placement, machine: Machine) -> StepTime:

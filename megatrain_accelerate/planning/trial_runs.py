@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatrain_accelerate.streaming.layer_function import OutputRecorder
+from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,9 @@ function, whose arguments are the module and its inputs: dynamo lifts the weight
 graph, so that neither the layer nor the slot matters. What else the code reads of a module (a window, a flag) is guarded,
 and layers that differ in it get graphs of their own.
 
+What is recorded inside a layer (router logits) leaves the compiled function beside its output (:mod:`.output_recorder`);
+layers that record and layers that don't are of different kinds.
+
 A compiled layer always runs the graph that can be differentiated, also in a forward that is recomputed later: forward and
 recompute then round alike, keeping a layer changes no bit, and there is one graph to compile instead of two.
 """
@@ -23,7 +26,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.model_hook import has_hooks_inside
+from megatrain_accelerate.streaming.output_recorder import Captures, OutputRecorder, take_handed_out
 from megatrain_accelerate.streaming.shared_mappings import takes_mappings
 
 logger = logging.getLogger(__name__)
@@ -100,7 +103,8 @@ class _Kind:
         self.gave_up = False
 
         def run_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return forward(module, *args, **kwargs)
+            output = forward(module, *args, **kwargs)
+            return output, take_handed_out()
 
         # Dynamo keeps graphs and their limit by code object, and what it learnt of dynamic sizes by name. Were the two shared,
         # the second kind's weights would have dynamic sizes.
@@ -115,9 +119,11 @@ class CompiledLayers:
     Args:
         wanted: ``megatrain_config.compile_layers``.
         device: where the layers run.
+        recorder: what collects side outputs of layers.
     """
 
-    def __init__(self, wanted: bool | str, device: torch.device) -> None:
+    def __init__(self, wanted: bool | str, device: torch.device, recorder: OutputRecorder | None = None) -> None:
+        self._recorder = recorder
         self._smallest = SMALLEST_LAYER_PARAMETERS if wanted == "auto" else 0
         self._is_on = device.type == "cuda" if wanted == "auto" else bool(wanted)
         self._device = device
@@ -132,7 +138,7 @@ class CompiledLayers:
     def wants(self, layer: StreamedLayer) -> bool:
         """Whether this call of the layer should run compiled. The caller must then run it with gradients enabled.
 
-        Layers with hooks inside aren't: dynamo doesn't look whether hooks come and go.
+        Layers with hooks inside that aren't the recorder's aren't: dynamo doesn't look whether hooks come and go.
         """
         if not self._is_on or layer.unit.layout.parameter_count < self._smallest:
             return False
@@ -141,13 +147,9 @@ class CompiledLayers:
             return False
         if layer.tiles.tile_tokens:
             return False  # a compiled graph would hold all tokens at once
-        kind = self._kind_of(layer)
-        if kind is None or kind.gave_up:
-            return False
-        if has_hooks_inside(layer.module):
-            self._note_eager(kind.name, "hooks are registered inside it")
-            return False
-        return True
+        captures = self._captures_in(layer)
+        kind = self._kind_of(layer, captures) if captures is not None else None
+        return kind is not None and not kind.gave_up
 
     def run(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the layer's forward with the weights that are bound to it: compiled, or its own code if that fails.
@@ -157,14 +159,18 @@ class CompiledLayers:
         Raises:
             Exception: what the layer's own code raises.
         """
-        kind = self._kind_of(layer)
-        if kind is None or kind.gave_up or takes_mappings(args, kwargs):
+        captures = self._captures_in(layer)
+        kind = self._kind_of(layer, captures) if captures is not None else None
+        if captures is None or kind is None or kind.gave_up or takes_mappings(args, kwargs):
             return layer.run(args, kwargs)
         before = _RandomState(self._device)
         self._compiling = kind.name
         try:
-            with _run_settings():
-                return kind.function(layer.module, args, kwargs)
+            with _run_settings(), captures.replaced():
+                output, recorded = kind.function(layer.module, args, kwargs)
+            if self._recorder is not None and recorded:
+                self._recorder.enter([channel for channel, _ in recorded], [tensor for _, tensor in recorded])
+            return output
         except Exception as error:
             if not _comes_from_a_compiler(error):
                 raise
@@ -176,13 +182,19 @@ class CompiledLayers:
         self._note_eager(kind.name, reason)
         return output
 
-    def _kind_of(self, layer: StreamedLayer) -> _Kind | None:
+    def _captures_in(self, layer: StreamedLayer) -> Captures | None:
+        captures = Captures.inside(layer.module, self._recorder)
+        if captures is None:
+            self._note_eager(type(layer.module).__name__, "hooks are registered inside it")
+        return captures
+
+    def _kind_of(self, layer: StreamedLayer, captures: Captures) -> _Kind | None:
         forward = getattr(layer.forward, "__func__", None)
         name = type(layer.module).__name__
         if forward is None or getattr(layer.forward, "__self__", None) is not layer.module:
             self._note_eager(name, "its forward was replaced by something that isn't a method of it")
             return None
-        key = (forward, layer.unit.layout.key)
+        key = (forward, layer.unit.layout.key, captures.key)
         kind = self._kinds.get(key)
         if kind is None:
             reason = _missing_in_torch()

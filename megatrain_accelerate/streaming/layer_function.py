@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -29,32 +29,8 @@ from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.kept_graph import KeptGraph, edges_of
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchSplit, GradientSums, JoinedOutputs
+from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.shared_mappings import WatchedArguments, no_writes_to
-
-
-class OutputRecorder(Protocol):
-    """Collects what a layer's inner modules hand to a side channel (router logits, for one) while it runs.
-
-    Such tensors must become outputs of the layer's node, or their losses lose the layer's gradient.
-    """
-
-    def start(self, replay_of: Any) -> Any:
-        """Begins to record; in backward with the forward run's token. Returns a token for :meth:`finish`."""
-
-    def finish(self, token: Any) -> list[torch.Tensor]:
-        """Ends recording and returns the recorded tensors in order."""
-
-    def publish(self, token: Any, tensors: list[torch.Tensor]) -> None:
-        """Puts the node's outputs in the place of the tensors recorded in forward. Must let go of all tensors."""
-
-    def discard(self, token: Any) -> None:
-        """Takes back what was recorded in forward since ``token`` was made. Must let go of all tensors."""
-
-    def channels(self, token: Any) -> list[str]:
-        """Between ``finish`` and what lets go: for each recorded tensor, under which name it was."""
-
-    def enter(self, channels: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Records tensors under these names in the place of a layer that isn't run."""
 
 
 class RunContext:

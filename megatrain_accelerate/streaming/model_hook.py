@@ -10,15 +10,20 @@ from torch import nn
 
 from megatrain_accelerate.streaming.proxy import run_uncompiled
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The attributes of a module that hold its hooks."""
+
+
+def has_global_hooks() -> bool:
+    """Whether there are hooks that run on every module of the process."""
+    return any(getattr(nn.modules.module, f"_global{name}", None) for name in HOOKS)
 
 
 def has_hooks_inside(module: nn.Module) -> bool:
     """Whether hooks run inside the module (those on the module itself run outside of its forward)."""
-    if any(getattr(nn.modules.module, name, None) for name in _GLOBAL_HOOKS):
+    if has_global_hooks():
         return True
-    return any(getattr(child, name) for child in module.modules() if child is not module for name in _HOOKS)
+    return any(getattr(child, name) for child in module.modules() if child is not module for name in HOOKS)
 
 
 class ModelHook:

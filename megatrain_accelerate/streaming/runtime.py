@@ -29,10 +29,11 @@ from megatrain_accelerate.streaming.forward_order import UnitInOrder, in_forward
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.layer_function import LayerCall, LayerFunction, OutputRecorder, RunContext
+from megatrain_accelerate.streaming.layer_function import LayerCall, LayerFunction, RunContext
 from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.micro_batches import GradientSums
 from megatrain_accelerate.streaming.norm_table import NormTable
+from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.prefetch import Prefetcher
 from megatrain_accelerate.streaming.relocation import Part, relocate
 from megatrain_accelerate.streaming.resident import ResidentGroup, gradient_ready
@@ -119,7 +120,7 @@ class StreamingRuntime:
         """Optimizers without a kernel of their own, by their id, whose step works on masters on the host."""
         self.keep_states_on_host: Callable[[], None] = lambda: self.place((), (), groups_on_device=False)
         """Brings all states to the host; set by the plan."""
-        self.compiled = CompiledLayers(config.compile_layers, streams.device)
+        self.compiled = CompiledLayers(config.compile_layers, streams.device, recorder)
         self.recorder = recorder
         self._order = CallOrder(len(self.layers))
         self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
@@ -140,13 +141,12 @@ class StreamingRuntime:
             micro_batch_size=config.micro_batch_size,
             sums=self.gradient_sums,
         )
-        self._handles: list[Any] = []
         self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}
         self._group_of = {id(state.parameter): group for group in self.groups for state in group.unit.states}
         # Weakly, since the garbage collector doesn't see through the parameter's reference to its hook.
         hook = functools.partial(gradient_ready, weakref.ref(self))
         residents = [state for group in self.groups for state in group.unit.states if state.entry.spec.trainable]
-        self._handles += [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
+        self._handles: list[Any] = [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
         self._handles += self.sums.watch(residents)
         self._dry_run: LayerRunner | None = None
         self._in_backward = False
@@ -155,8 +155,8 @@ class StreamingRuntime:
         self._backward_tape: Tape | None = None
         self._clipping = Clipping(self.norms, self.sums, self._states)
         ways = GradientWays(self.offloader, streams, meter, worker, kernels, self.norms, self.sums)
-        about = (self._context.anchor, self._clipping, lambda: self._dry_run is not None)
-        self.expert_streams = ExpertStreams(self.experts, config.slots, ways, *about)
+        about = (config.slots, ways, self._context.anchor, self._clipping, lambda: self._dry_run is not None)
+        self.expert_streams = ExpertStreams(self.experts, *about)
 
     token_tile = TileOfLayers()
 

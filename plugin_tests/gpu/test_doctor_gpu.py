@@ -10,6 +10,8 @@ import torch
 
 from megatrain_accelerate.cli import main
 from megatrain_accelerate.doctor.speed_checks import measure_link
+from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.planning import machine
 
 pytestmark = pytest.mark.gpu
 
@@ -49,3 +51,11 @@ def test_an_estimate_for_this_machine_goes_by_its_measured_speeds(capsys: pytest
     assert found["gpu"] == torch.cuda.get_device_name()
     assert any("measured" in note for note in found["notes"])
     assert found["rows"][0]["gpu_gib"] <= found["gpu_planned_gib"]
+
+
+def test_copies_are_no_faster_while_the_host_steps() -> None:
+    kernels = HostKernels()
+    device = torch.device("cuda", torch.cuda.current_device())
+    speeds = machine._measure(device, kernels, register=True)
+    assert 0.05 < speeds.h2d_share_in_step <= 1.0
+    assert 0.05 < speeds.d2h_share_in_step <= 1.0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import attach, train_streamed
-from expert_models import tiny_experts
+from part_models import tiny_experts
 from plain_torch import PlainRun, token_batches
 
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer

@@ -152,9 +152,10 @@ def test_attention_that_is_kept_takes_what_is_predicted() -> None:
 def test_inputs_leave_for_as_many_layers_as_must(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_choice, "LONG_TOKENS", 1 << 30)
     length, hidden = 1 << 16, (1 << 16) * 512 * 2
-    all_here, predicted, _ = peak_of_step(length, keep_layers=0, token_tile=8192, offload_inputs=False)
+    settings = {"keep_layers": 0, "keep_attention": 0, "token_tile": 8192}
+    all_here, predicted, _ = peak_of_step(length, **settings, offload_inputs=False)
     budget = predicted - 2 * hidden
-    peak, _, run = peak_of_step(length, keep_layers=0, token_tile=8192, gpu_memory_gib=budget / GIB)
+    peak, _, run = peak_of_step(length, **settings, gpu_memory_gib=budget / GIB)
     away = run.engine.device_plan.placement.inputs_offloaded
     assert 2 <= len(away) < 6
     assert peak <= budget

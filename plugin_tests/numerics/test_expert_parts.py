@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import Training, assert_equal_states, attach, train_streamed
-from expert_models import EXPERTS, family_with, tiny_experts
 from family_parity import Outcome, assert_parity, train_plainly
 from family_parity import train_streamed as train_family_streamed
+from part_models import EXPERTS, family_with, tiny_experts
 from plain_torch import PlainRun, token_batches, train_bf16_with_masters
 from torch import nn
 from trainer_runs import examples, make_arguments, plugin

@@ -247,17 +247,19 @@ def test_a_run_that_just_fits_is_accepted_and_one_byte_more_is_refused(monkeypat
 @pytest.mark.parametrize(
     ("settings", "accumulates", "named"),
     [
-        ({}, False, ["host_gradients: passing", "moments_dtype: bf16"]),
-        ({}, True, ["moments_dtype: bf16"]),
-        ({"moments_dtype": "bf16"}, False, ["host_gradients: passing"]),
-        ({"moments_dtype": "bf16", "host_gradients": "passing"}, False, []),
+        ({}, False, ["host_gradients: passing", "moments_dtype: bf16", "moments_dtype: int8"]),
+        ({}, True, ["moments_dtype: bf16", "moments_dtype: int8"]),
+        ({"moments_dtype": "bf16"}, False, ["host_gradients: passing", "moments_dtype: int8"]),
+        ({"moments_dtype": "int8"}, True, []),
+        ({"moments_dtype": "int8", "host_gradients": "passing"}, False, []),
     ],
 )
 def test_a_refusal_names_the_settings_that_would_take_less(
     settings: dict[str, str], accumulates: bool, named: list[str]
 ) -> None:
     said = settings_that_take_less(MegatrainConfig.from_mapping(settings), accumulates=accumulates)
-    assert [text for text in ("host_gradients: passing", "moments_dtype: bf16") if text in said] == named
+    texts = ("host_gradients: passing", "moments_dtype: bf16", "moments_dtype: int8")
+    assert [text for text in texts if text in said] == named
     assert bool(said) == bool(named)
 
 

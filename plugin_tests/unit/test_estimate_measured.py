@@ -66,13 +66,16 @@ H200 = Machine(
 )
 CORES_16 = {"h2d_bytes": 54.8e9, "d2h_bytes": 54.8e9, "device_bytes": 3.66e12, "device_flops": 790.6e12}
 CORES_32 = {"h2d_bytes": 54.5e9, "d2h_bytes": 55.2e9, "device_bytes": 3.80e12, "device_flops": 787e12}
-"""Two machines of another day."""
-
-
-def long_sequence(length: int, seconds: float, host_memory_gib: float, attention: int, layers: int | None = None) -> Measured:
-    # What leaves for the host was decided by another rule then: neither memory is that of today's plan.
-    kept = {"keep_attention": attention}
-    return Measured("7b", 1, length, 7.08, seconds, None, None, 125.1, host_memory_gib, kept, layers, CORES_32)
+CORES_64 = {"h2d_bytes": 55.1e9, "d2h_bytes": 55.3e9, "device_bytes": 3.86e12, "device_flops": 791.9e12}
+BUSY_CORES_64 = {
+    "h2d_bytes": 55.1e9,
+    "d2h_bytes": 55.1e9,
+    "device_bytes": 3.53e12,
+    "device_flops": 749.3e12,
+    "h2d_share_in_step": 0.352,
+    "d2h_share_in_step": 0.478,
+}
+"""Machines of other days, by the cores that they have in all."""
 
 
 FITTED = [
@@ -83,7 +86,11 @@ FITTED = [
         marks=pytest.mark.long,
         id="7b-1x262144",
     ),
-    pytest.param(long_sequence(1048576, 253.25, 40.0, 2, layers=4), marks=pytest.mark.long, id="7b-4layers-1x1048576"),
+    pytest.param(
+        Measured("7b", 1, 1048576, 8.12, 250.2, 122.21, 35.1, 125.1, 40.0, layers=4, other_speeds=CORES_64),
+        marks=pytest.mark.long,
+        id="7b-4layers-1x1048576",
+    ),
     pytest.param(
         Measured("7b", 32, 1024, 7.1, 3.921, 66.52, 100.91, settings=PLAIN), marks=pytest.mark.long, id="7b-32x1024-plain"
     ),
@@ -94,12 +101,17 @@ KEPT_OUT = [
     Measured("3b", 2, 4096, 5.7, 0.559, 23.32, 41.8, gpu_planned_gib=24.0),
     Measured("3b", 2, 4096, 4.01, 0.648, 23.32, 41.8, gpu_planned_gib=24.0),
     Measured("7b", 32, 1024, 5.7, 2.737, 123.68, 104.6),
+    Measured("14b", 8, 4096, 6.71, 5.863, 124.16, 195.4, host_memory_gib=199.0, other_speeds=BUSY_CORES_64),
     # Its plan offloaded nothing; today's would.
     Measured("14b", 8, 4096, 8.2, 6.139, 124.47, 196.8, host_memory_gib=503.0, settings={"offload_layers": 0}),
-    long_sequence(524288, 483.0, 205.0, 17),
+    Measured("7b", 1, 524288, 8.12, 433.8, 121.06, 235.0, 125.1, 240.0, other_speeds=CORES_64),
     Measured("llama_70b", 8, 4096, 7.08, 3.604, 124.81, 142.6, 125.1, 150.0, layers=10, other_speeds=CORES_32),
-    # Looked at to find out what was missing; no share was fitted to it.
-    Measured("gpt_oss_120b", 32, 1024, 7.08, 3.042, 112.25, 226.4, 125.1, 238.0, layers=5, other_speeds=CORES_32),
+    # Looked at to find out what was missing; no share was fitted to it. Routers that are recorded kept layers uncompiled then.
+    Measured(
+        *("gpt_oss_120b", 32, 1024, 7.08, 3.042, 112.25, 226.4, 125.1, 238.0, {"compile_layers": False}),
+        layers=5,
+        other_speeds=CORES_32,
+    ),
 ]
 PURE_STREAMING = [
     Measured("7b", 4, 1024, 7.1, 1.559, 11.67, 100.95, settings=PLAIN),

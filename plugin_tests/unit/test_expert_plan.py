@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import attach
-from expert_models import EXPERTS, tiny_experts
+from part_models import EXPERTS, tiny_experts
 from peft import LoraConfig, get_peft_model
 from plain_torch import tiny_model, token_batches
 from torch import nn

@@ -149,6 +149,23 @@ def test_copies_of_offloaded_layers_hide_behind_those_between_them() -> None:
     assert seconds_of[1] > seconds_of[0] + 2.0
 
 
+def test_fewer_layers_are_offloaded_where_copies_are_slow_beside_the_host_step() -> None:
+    # The host steps as long as the forward takes; alone, the link is done with every second layer's activations in time.
+    alone = dataclasses.replace(MACHINE, d2h_bytes=30.0, h2d_bytes=1e3, host_step_parameters=10.0)
+    beside = dataclasses.replace(alone, d2h_share_in_step=0.4)
+    every_second = [seconds(machine, offloaded=5).seconds for machine in (alone, beside)]
+    assert every_second[1] > every_second[0] + 2.0
+    # A link that is only slow to the device has no part in it.
+    assert seconds(dataclasses.replace(alone, h2d_share_in_step=0.4), offloaded=5).seconds == pytest.approx(
+        every_second[0], rel=0.01
+    )
+    best = [found(SLOTS + 9 * 5 + 200, machine, offloaded=None, resident=0, on_device=0) for machine in (alone, beside)]
+    assert best[0] is not None
+    assert best[1] is not None
+    assert 0 < len(best[1].placement.offloaded) < len(best[0].placement.offloaded)
+    assert best[1].time.seconds < every_second[1] - 2.0
+
+
 @pytest.mark.parametrize(("offloaded", "spacing"), [(0, 1), (1, 8), (2, 5), (3, 3), (5, 2), (6, 1), (99, 1)])
 def test_offloaded_layers_are_spread_over_those_that_are_not_kept(offloaded: int, spacing: int) -> None:
     placement = Placement.of_counts(12, kept=2, offloaded=offloaded)

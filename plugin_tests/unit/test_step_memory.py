@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_runs import attach
 from plain_torch import tiny_model, token_batches
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain_accelerate.loss.products import standing_for_a_gpu
@@ -53,6 +54,21 @@ def test_a_gpus_softmax_backward_takes_a_temporary_of_its_gradients_size() -> No
     size = 2 * 64 * 1024
     assert there.peak_bytes - here.peak_bytes == size
     assert there.costs.traffic_bytes - here.costs.traffic_bytes == 3 * size
+
+
+@pytest.mark.parametrize(("key_heads", "extra"), [(8, 2), (2, 4)])
+def test_a_gpus_backward_of_attention_sums_in_fp32_and_by_the_heads_of_queries(key_heads: int, extra: int) -> None:
+    def peak(stands_for_gpu: bool) -> int:
+        with FakeTensorMode(), standing_for_a_gpu() if stands_for_gpu else contextlib.nullcontext():
+            shapes = [(2, 8, 256, 64), *[(2, key_heads, 256, 64)] * 2]
+            inputs = [torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+            result = nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=key_heads != 8)
+            with LiveBytes([*inputs, result]) as live:
+                torch.autograd.grad(result, inputs, torch.empty_like(result))
+        return live.peak_bytes
+
+    # An fp32 query's gradient is as much as two in bf16; expanded keys' and values' gradients are one each.
+    assert peak(True) - peak(False) == extra * 2 * 2 * 8 * 256 * 64
 
 
 def test_products_with_the_matrices_of_experts_are_operations_and_no_traffic() -> None:
