@@ -91,6 +91,12 @@ class MegatrainConfig:
     there, counted from the model's start; -1 stands for all layers, and the embeddings and the head with them. ``auto``: what
     the plan finds fastest."""
 
+    expert_parts: int | str = "auto"
+    """Into how many parts the experts of a layer are cut, each fetched, computed and stepped for itself, for mixtures of
+    experts whose layers are large. Such experts always stream, are computed again in backward, and aren't compiled, nor is the
+    rest of their layer. 1: layers stream whole; ``auto``: the fewest parts with which slots take no more than a quarter of the
+    GPU memory."""
+
     micro_batch_size: int | None = None
     """Samples that a layer computes at once in training: a larger batch runs in pieces inside each layer, which is fetched
     once for all of them and whose gradients are summed in fp32 (4 bytes for each parameter of one layer on the GPU). By
@@ -137,6 +143,10 @@ class MegatrainConfig:
         for name in ("keep_layers", "keep_attention", "offload_layers", "resident_layers", "device_layers", "token_tile"):
             if getattr(self, name) != "auto":
                 self._check_int(name, minimum=-1 if name == "device_layers" else 0)
+        if self.expert_parts != "auto":
+            self._check_int("expert_parts", minimum=1)
+        if self.expert_parts not in ("auto", 1):
+            self._check_parts_stream()
         for name in ("host_memory_gib", "gpu_memory_gib"):
             value = getattr(self, name)
             if value is None:
@@ -179,6 +189,20 @@ class MegatrainConfig:
         if not is_list or not all(isinstance(name, str) for name in self.layer_classes):
             raise ConfigError(f"megatrain_config.layer_classes must be a list of class names, got {self.layer_classes!r}")
         object.__setattr__(self, "layer_classes", tuple(self.layer_classes))
+
+    def _check_parts_stream(self) -> None:
+        for name in ("device_layers", "resident_layers"):
+            if getattr(self, name) not in ("auto", 0):
+                raise ConfigError(
+                    f"megatrain_config.{name} is {getattr(self, name)}, but experts in {self.expert_parts} parts stream; "
+                    f"leave out one of {name} and expert_parts"
+                )
+        if self.host_gradients == "passing" and self.micro_batch_size is not None:
+            raise ConfigError(
+                f"megatrain_config.micro_batch_size is {self.micro_batch_size}, and gradients of experts in parts are added "
+                "on the host for each piece of a batch, which those that pass can't be; leave out one of expert_parts, "
+                "micro_batch_size and host_gradients"
+            )
 
     @property
     def passes_gradients(self) -> bool:

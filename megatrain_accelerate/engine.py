@@ -23,13 +23,15 @@ from megatrain_accelerate.memory.host_store import HostUnit, held_host_bytes, pl
 from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
-from megatrain_accelerate.planning.adoption import Adoption
+from megatrain_accelerate.planning.adoption import Adoption, adopt_experts
 from megatrain_accelerate.planning.device_plan import DevicePlan
+from megatrain_accelerate.planning.expert_split import split_experts
 from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers, find_module
 from megatrain_accelerate.planning.own_precision import compute_dtypes
 from megatrain_accelerate.planning.placement import require_layers
 from megatrain_accelerate.streaming.attention_results import require_attention_to_keep
 from megatrain_accelerate.streaming.caches import caching_modules, decide_against_a_cache
+from megatrain_accelerate.streaming.expert_function import run_experts
 from megatrain_accelerate.streaming.fp32_sums import BF16_REMEDY
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Meter
@@ -105,11 +107,11 @@ class Engine:
         self.device = device
         self.bf16 = bf16
         self.optimizer_drivers: list[HostStep] = []
-        discovery = discover_layers(model, config.layer_classes)
         self._handles: list[Any] = []
         self._tiled_head: TiledHead | None = None
         self._resident_places: list[tuple[str, str, nn.Parameter]] = []
         self._dtypes = compute_dtypes(model, bf16)
+        discovery = split_experts(discover_layers(model, config.layer_classes), config, self._dtypes, device)
         rounds = any(p.requires_grad and p.dtype != self._dtypes[id(p)] for p in model.parameters())
         self._holds_masters = training or rounds
         counts_sums = training and accumulates and config.accumulation_dtype == "fp32"
@@ -132,14 +134,17 @@ class Engine:
             adoption = self.adoption_class(model, discovery, make_unit, device=device, store_bytes=store_bytes)
             with adoption, self._progress(discovery, show_progress) as progress:
                 for name, module in discovery.layers:
-                    parameters = list(module.named_parameters())
-                    unit = adoption.unit(name, parameters, [self._dtypes[id(parameter)] for _, parameter in parameters])
                     index = len(layers)
+                    parameters = discovery.parameters_of(index)
+                    unit = adoption.unit(name, parameters, [self._dtypes[id(parameter)] for _, parameter in parameters])
                     forward = install_proxy(module, functools.partial(self._run_layer, index), self._drain_for_copy)
                     layers.append(StreamedLayer(index, name, module, forward, unit))
-                    layers[-1].show_host_weights()
-                    unit.passes_gradients = config.passes_gradients
-                    progress.update(unit.layout.parameter_count)
+                    specs, proxy = discovery.experts_of(index), (self._run_experts, self._drain_for_copy)
+                    adopt_experts(specs, adoption, self._dtypes, layers, *proxy)
+                    for part in (layers[-1], *layers[-1].experts):
+                        part.show_host_weights()
+                        part.unit.passes_gradients = config.passes_gradients
+                        progress.update(part.unit.layout.parameter_count)
                 for spec in discovery.residents:
                     unit = adoption.unit(spec.name, spec.parameters, [self._dtypes[id(p)] for _, p in spec.parameters])
                     before = spec.layers_before
@@ -189,8 +194,7 @@ class Engine:
         for unit in self.runtime.units:
             unit.allocate_masters()
             unit.allocate_gradients()
-        streams = any(not layer.unit.is_on_device for layer in self.runtime.layers)
-        self.runtime.offloader.allocate_slots(streams, self.config.passes_gradients)
+        self.runtime.offloader.allocate_slots(self.runtime.gradients_leave, self.config.passes_gradients)
 
     def _move_buffers(self, model: nn.Module) -> None:
         moved: dict[int, torch.Tensor] = {}
@@ -214,9 +218,10 @@ class Engine:
             self.runtime.worker.close()
         if self._tiled_head is not None:
             self._tiled_head.remove()
-        for layer in layers:
+        streamed = [*layers, *(experts for layer in layers for experts in layer.experts)]
+        for layer in streamed:
             remove_proxy(layer.module, layer.forward)
-        for unit in [layer.unit for layer in layers] + [group.unit for group in groups]:
+        for unit in [layer.unit for layer in streamed] + [group.unit for group in groups]:
             unit.release()
         self.kernels.close()
 
@@ -234,14 +239,16 @@ class Engine:
     def _run_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.runtime.run_layer(self.runtime.layers[index], args, kwargs)
 
+    def _run_experts(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return run_experts(self.runtime.expert_streams, self.runtime.experts[number], args, kwargs)
+
     def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> int:
-        groups = [list(module.named_parameters()) for _, module in discovery.layers]
-        groups += [list(spec.parameters) for spec in discovery.residents]
+        groups = discovery.parameter_groups()
         layouts = [
             FlatLayout(ParameterSpec(name, tuple(p.shape), self._dtypes[id(p)], p.requires_grad) for name, p in group)
             for group in groups
         ]
-        self._layer_count = len(discovery.layers)
+        self._streamed_units = len(discovery.layers) + len(discovery.experts)
         parts = self._planned_bytes(layouts, training, fp32_sums)
         parts["residuals"] *= self._holds_masters
         own = anonymous_bytes(p for group in groups for _, p in group if p.device.type == "cpu")
@@ -252,7 +259,7 @@ class Engine:
         return sum(parts.values())
 
     def _planned_bytes(self, layouts: list[FlatLayout], training: bool = True, fp32_sums: bool = False) -> dict[str, int]:
-        passing = self._layer_count if self.config.passes_gradients else 0
+        passing = self._streamed_units if self.config.passes_gradients else 0
         return planned_host_bytes(layouts, training, fp32_sums, passing, _MOMENTS[self.config.moments_dtype])
 
     def _progress(self, discovery: Discovery, show: bool) -> Any:
@@ -370,15 +377,15 @@ class Engine:
         self.is_closed = True
         with contextlib.suppress(StepWorkerError):
             self.runtime.drain()
-        parts: list[StreamedLayer | ResidentGroup] = [*self.runtime.layers, *self.runtime.groups]
-        for part in parts:
+        streamed = [*self.runtime.layers, *self.runtime.experts]
+        for part in self.runtime.parts:
             with contextlib.suppress(StepWorkerError, StateError):  # a parameter of another shape stays as it is
                 part.refresh_if_written()
         for handle in self._handles:
             handle.remove()
         if self._tiled_head is not None:
             self._tiled_head.remove()
-        for layer in self.runtime.layers:
+        for layer in streamed:
             remove_proxy(layer.module, layer.forward)
         self.runtime.close()
         self.kernels.close()

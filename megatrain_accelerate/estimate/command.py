@@ -19,6 +19,7 @@ from megatrain_accelerate.estimate.machine_description import MachineOptions, de
 from megatrain_accelerate.estimate.meta_model import active_parameters, load_config, model_on_meta
 from megatrain_accelerate.integrations.accelerate_backend import require_passing_possible
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
+from megatrain_accelerate.planning.plan_table import experts_text
 from megatrain_accelerate.units import GB, GIB, KIB, MIB
 
 _MOST_BATCH = 1 << 14
@@ -186,7 +187,8 @@ def _estimated(options: argparse.Namespace, forecaster: Forecaster, machine: Any
         parameters=forecaster.parameters,
         active_parameters=forecaster.active_parameters,
         layers=len(forecaster.engine.runtime.layers),
-        layer_parameters=max(layer.unit.layout.parameter_count for layer in forecaster.engine.runtime.layers),
+        layer_parameters=max(layer.parameter_count for layer in forecaster.engine.runtime.layers),
+        experts=experts_text(forecaster.engine.runtime) if forecaster.engine.runtime.experts else None,
         stated_positions=getattr(text, "max_position_embeddings", None),
         machine=machine,
         length=length,

@@ -140,7 +140,7 @@ class Forecaster:
         self.gpu_bytes = gpu_bytes
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.active_parameters = self.parameters if active_parameters is None else active_parameters
-        self.engine = MetaEngine(model, config, recorder)
+        self.engine = MetaEngine(model, config, recorder, gpu_bytes)
         require_layers(len(self.engine.runtime.layers), config.keep_layers, config.offload_layers)
         for_states = None if host_bytes is None else host_bytes - CONSTANT_OVERHEAD_BYTES
         self.plan = ForecastPlan(self.engine, config, machine, gpu_bytes, for_states, micro_batches)
@@ -307,11 +307,13 @@ class Forecaster:
     def _is_compiled(self, layer: StreamedLayer) -> bool:
         """See :meth:`CompiledLayers.wants <megatrain_accelerate.streaming.compiled_layer.CompiledLayers.wants>`."""
         wanted = self.config.compile_layers
-        if Captures.inside(layer.module, self.engine.runtime.recorder) is None:
+        if layer.experts or Captures.inside(layer.module, self.engine.runtime.recorder) is None:
             return False
         return layer.unit.layout.parameter_count >= SMALLEST_LAYER_PARAMETERS if wanted == "auto" else bool(wanted)
 
     def _graph(self, kind: Hashable, layer: StreamedLayer, args: Any, kwargs: Any) -> LayerGraph | None:
+        if layer.experts:
+            return None  # runs as it is, and parts of it run again in backward
         if kind not in self._graphs:
             tile, layer.tiles.tile_tokens = layer.tiles.tile_tokens, 0
             try:

@@ -14,6 +14,7 @@ from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.memory.host_store import PASSING_BUFFERS, HostUnit, ParameterState
 from megatrain_accelerate.planning.adoption import Adoption
 from megatrain_accelerate.planning.device_plan import DevicePlan
+from megatrain_accelerate.planning.engine_sizes import unit_sizes
 from megatrain_accelerate.planning.layer_discovery import Discovery
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Placement
@@ -21,6 +22,7 @@ from megatrain_accelerate.planning.placement_search import Candidate, PlacementS
 from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.planning.step_simulation import Model
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
+from megatrain_accelerate.units import GIB
 
 META = torch.device("meta")
 _STAGING_BUFFERS = 2
@@ -73,6 +75,7 @@ class MetaEngine(Engine):
         model: on the meta device, in training mode.
         config: the settings; what they place is left to :class:`ForecastPlan`.
         recorder: see :class:`OutputRecorder`.
+        gpu_bytes: device memory that a step may take, by which experts are cut into parts; None leaves them whole.
 
     Raises:
         UnsupportedError: the model can't stream; the message says why.
@@ -81,9 +84,21 @@ class MetaEngine(Engine):
     unit_class = _MetaUnit
     adoption_class = _MetaAdoption
 
-    def __init__(self, model: nn.Module, config: MegatrainConfig, recorder: OutputRecorder | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: MegatrainConfig,
+        recorder: OutputRecorder | None = None,
+        gpu_bytes: int | None = None,
+    ) -> None:
         nothing_placed = dataclasses.replace(
-            config, keep_layers=0, offload_layers=0, resident_layers=0, device_layers=0, host_threads=1
+            config,
+            keep_layers=0,
+            offload_layers=0,
+            resident_layers=0,
+            device_layers=0,
+            host_threads=1,
+            gpu_memory_gib=None if gpu_bytes is None else gpu_bytes / GIB,
         )
         super().__init__(model, META, nothing_placed, bf16=True, training=True, show_progress=False, recorder=recorder)
 
@@ -125,11 +140,14 @@ class ForecastPlan(DevicePlan):
         super().__init__(engine.runtime, config, torch.device("cpu"))
         self.micro_batches = micro_batches
         sizes = self.model_sizes()
-        self.store_bytes = sum(unit.host_bytes for unit in [*sizes.layers, *sizes.groups_before, *sizes.groups_after])
+        every = [unit_sizes(unit, engine.runtime, micro_batches) for unit in engine.runtime.units]
+        self.store_bytes = sum(unit.host_bytes for unit in every)
         """Host memory of the store if all units live on the host, bytes; with it the buffers in which gradients wait that are
         to be added to others, or pass through."""
-        self.store_bytes += PASSING_BUFFERS * max(unit.gradient_bytes * unit.gradients_pass for unit in sizes.layers)
-        self.store_bytes += _STAGING_BUFFERS * max(unit.gradient_bytes for unit in sizes.layers) * (micro_batches > 1)
+        self.store_bytes += PASSING_BUFFERS * max(unit.gradient_bytes * unit.gradients_pass for unit in every)
+        parts = [part for parts in sizes.parts.values() for part in parts]
+        largest = max(unit.gradient_bytes for unit in [*sizes.layers, *parts])
+        self.store_bytes += _STAGING_BUFFERS * largest * (micro_batches > 1)
         self._host_bytes = self.store_bytes if host_bytes is None else host_bytes
 
     @property

@@ -37,6 +37,8 @@ class Estimate:
     layers: int
     layer_parameters: int
     """Of the largest layer."""
+    experts: str | None
+    """How they stream in parts; None if they don't."""
     stated_positions: int | None
     """The longest sequence that the configuration names."""
     machine: MachineDescription
@@ -74,6 +76,7 @@ def table(estimate: Estimate) -> str:
     facts = [
         ("model", f"{estimate.model}: {estimate.model_class}, {estimate.parameters / 1e9:.2f} G parameters{active}"),
         ("layers", f"{estimate.layers}, the largest of {estimate.layer_parameters / 1e6:,.0f} M parameters"),
+        *([("experts", estimate.experts)] if estimate.experts else []),
         ("GPU", f"{machine.gpu}, {machine.gpu_total_bytes / GIB:.1f} GiB, planned with {machine.gpu_bytes / GIB:.1f}"),
         (
             "speeds",
@@ -149,6 +152,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         "active_parameters": estimate.active_parameters,
         "layers": estimate.layers,
         "layer_parameters": estimate.layer_parameters,
+        "experts": estimate.experts,
         "stated_positions": estimate.stated_positions,
         "gpu": estimate.machine.gpu,
         "gpu_memory_gib": estimate.machine.gpu_total_bytes / GIB,

@@ -190,6 +190,8 @@ class Joiner:
             return None
         model.train()
         try:
+            if engine.runtime.experts:
+                raise CannotJoinError("experts stream in parts, which are fetched for each piece of a batch all the same")
             if not self._is_proven:
                 _require_exact(trainer, model, num_items)
             joined = JoinedBatch.of(self._micro_batches)

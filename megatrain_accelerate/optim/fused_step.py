@@ -11,12 +11,13 @@ import torch
 from torch.optim import AdamW, Optimizer
 
 from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.memory.expert_range import ExpertRange
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, expose, take_over
-from megatrain_accelerate.optim.segments import apply_segments, plan_segments, step_each
+from megatrain_accelerate.optim.segments import apply_segments, plan_segments, segments_of_experts, step_each
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause
 from megatrain_accelerate.streaming.passing_gradients import refuse_unstepped
@@ -142,11 +143,15 @@ class FusedStep(HostStep):
         group: ResidentGroup | None,
         steps: list[tuple[ParameterState, AdamArguments]],
         before: Callable[[], bool] | None = None,
+        experts: ExpertRange | None = None,
     ) -> Any:
-        segments = plan_segments(steps)
+        """Hands a unit's step to the worker, or that of some of its experts; returns the ticket."""
+        segments, parameters = plan_segments(steps), sum(state.parameter.numel() for state, _ in steps)
+        if experts is not None:
+            segments = segments_of_experts(segments, unit, experts)
+            parameters = sum(segment.elements for segment in segments)
         runtime = self.runtime
         kernels, meter = runtime.kernels, runtime.meter
-        parameters = sum(state.parameter.numel() for state, _ in steps)
         readers_finished_event = group.announce_push() if group is not None else None
         # In backward gradients may still be added up by the worker; step() checks those.
         versions = [] if before is not None else [(state, *_versions(state)) for state, _ in steps]
@@ -182,7 +187,7 @@ class FusedStep(HostStep):
         self._refuse_rewritten(optimizer, done)
         found = self.with_gradients(optimizer)
         if runtime.config.passes_gradients:
-            refuse_unstepped(runtime.layers, {id(state.parameter) for state, _ in found} - done.keys())
+            refuse_unstepped([*runtime.layers, *runtime.experts], {id(state.parameter) for state, _ in found} - done.keys())
         norm = float(runtime.total_norm([state.parameter for state, _ in found]))
         factors = runtime.take_clip_factors(self.parameters(optimizer))
         if done:
@@ -206,7 +211,8 @@ class FusedStep(HostStep):
 
         for unit, gate, resident in runtime.in_forward_order():
             if not unit.is_on_device and (steps := settings(unit)):
-                gate.close_until(self._submit(unit, resident, steps))
+                for piece, experts in gate.pieces():
+                    piece.close_until(self._submit(unit, resident, steps, experts=experts))
         # Last, since the worker has begun meanwhile.
         try:
             for unit in runtime.units:

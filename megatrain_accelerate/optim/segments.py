@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatrain_accelerate.memory.expert_range import ExpertRange
 from megatrain_accelerate.memory.flat_layout import ALIGNMENT_ELEMENTS
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
@@ -58,6 +59,30 @@ def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list
         )
         assert (segments[-1].weight_offset % size) == 0
     return segments
+
+
+def segments_of_experts(segments: Sequence[Segment], unit: HostUnit, experts: ExpertRange) -> list[Segment]:
+    """What of a unit's segments are the parameters of these experts; those of all parts are the whole.
+
+    A parameter in 8-bit moments whose experts don't begin with a block of theirs is stepped whole with the first part.
+    """
+    of_part: list[Segment] = []
+    for state in unit.states:
+        offset = state.entry.state_offset
+        if offset is None:
+            continue
+        begin, end = experts.elements(state.entry)
+        if state.int8_moments is not None and state.entry.spec.numel // experts.count % ALIGNMENT_ELEMENTS:
+            begin, end = (0, 0) if experts.first else (0, state.entry.spec.numel)
+        begin, end = offset + begin, offset + end
+        for segment in segments:
+            first = max(begin, segment.state_offset)
+            elements = min(end, segment.state_offset + segment.elements) - first
+            if elements > 0:
+                skipped = segment.dtype.itemsize * (first - segment.state_offset)
+                moved = dataclasses.replace(segment, weight_offset=segment.weight_offset + skipped, state_offset=first)
+                of_part.append(dataclasses.replace(moved, elements=elements))
+    return of_part
 
 
 def step_each(steps: Sequence[tuple[ParameterState, AdamArguments]], kernels: StepKernels) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ from torch import nn
 from megatrain_accelerate.memory.file_mappings import FileMappings, page_out, read_ahead, trim_heap
 from megatrain_accelerate.memory.host_limits import unused_host_bytes
 from megatrain_accelerate.memory.host_store import HostUnit
-from megatrain_accelerate.planning.layer_discovery import Discovery
+from megatrain_accelerate.planning.layer_discovery import Discovery, ExpertsSpec
 from megatrain_accelerate.planning.meta_weights import MetaWeights, is_without_weights
+from megatrain_accelerate.streaming.expert_parts import StreamedExperts
+from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.proxy import install_proxy
 from megatrain_accelerate.units import MIB
 
 TRIM_BYTES = 64 * MIB
@@ -45,8 +49,7 @@ class Adoption:
     ) -> None:
         self._make_unit = make_unit
         self._meta_weights = MetaWeights(model, discovery, device) if is_without_weights(model) else None
-        groups: list[list[torch.Tensor]] = [list(module.parameters()) for _, module in discovery.layers]
-        groups += [[parameter for _, parameter in spec.parameters] for spec in discovery.residents]
+        groups = [[parameter for _, parameter in group] for group in discovery.parameter_groups()]
         files = FileMappings()
         self._pages = [files.pages(group) for group in groups]
         mapped = sum(end - start for ranges in self._pages for start, end in ranges)
@@ -82,3 +85,31 @@ class Adoption:
     def _trim(self) -> None:
         trim_heap()
         self._freed_bytes = 0
+
+
+def adopt_experts(
+    specs: Iterable[ExpertsSpec],
+    adoption: Adoption,
+    dtypes: Mapping[int, torch.dtype],
+    layers: Sequence[StreamedLayer],
+    run: Callable[[int, tuple[Any, ...], dict[str, Any]], Any],
+    before_copy: Callable[[], None],
+) -> None:
+    """Makes the units of the last layer's experts that stream in parts, and proxies of their modules; the layer gets them.
+
+    Args:
+        specs: the experts of the last of ``layers``.
+        adoption: whose next units theirs are.
+        dtypes: in which parameters compute, by ``id``.
+        layers: the model's so far.
+        run: what a proxy's forward does, with the number of the experts among the model's.
+        before_copy: see :func:`install_proxy`.
+    """
+    for spec in specs:
+        earlier = [experts for layer in layers for experts in layer.experts]
+        parameters = list(spec.module.named_parameters())
+        unit = adoption.unit(spec.name, parameters, [dtypes[id(parameter)] for _, parameter in parameters])
+        forward = install_proxy(spec.module, functools.partial(run, len(earlier)), before_copy)
+        first = sum(len(experts.parts) for experts in earlier)
+        at = (spec.layer, spec.name, spec.module, forward, unit)
+        layers[-1].leave_to(StreamedExperts(*at, parts=spec.parts, first_part=first))

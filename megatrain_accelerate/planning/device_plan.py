@@ -19,12 +19,13 @@ from megatrain_accelerate.planning.engine_sizes import engine_model, state_bytes
 from megatrain_accelerate.planning.evaluation_weights import EvaluationWeights, has_cache, is_next_token
 from megatrain_accelerate.planning.layer_measurement import measure_layers
 from megatrain_accelerate.planning.machine import Machine, measured_machine
+from megatrain_accelerate.planning.peak_memory import peak_bytes
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.placement_search import Candidate, Choices, PlacementSearch
 from megatrain_accelerate.planning.plan_table import plan_table
 from megatrain_accelerate.planning.step_outline import evaluation_bytes, outline_step
 from megatrain_accelerate.planning.step_profile import StepOutline
-from megatrain_accelerate.planning.step_simulation import Model, StepTime, peak_bytes
+from megatrain_accelerate.planning.step_simulation import Model, StepTime
 from megatrain_accelerate.planning.tile_choice import measured_to_fit, outline_with_tiles
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.units import GIB, MIB
@@ -113,7 +114,9 @@ class DevicePlan:
 
     def _fixed_bytes_by_kind(self, with_sums: bool) -> dict[str, int]:
         """Those under any placement; ``with_sums`` the sums of a batch's pieces too."""
+        part_slots = self._runtime.expert_streams.slot_bytes
         return {
+            **({"expert_slots": part_slots} if part_slots else {}),
             "resident": sum(group.device_bytes for group in self._runtime.groups),
             **({"gradient_sums": self._runtime.gradient_sums.planned_bytes} if with_sums else {}),
         }

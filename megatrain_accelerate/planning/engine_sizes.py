@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.planning.machine import STEP_BYTES
 from megatrain_accelerate.planning.step_simulation import Model, UnitSizes
+from megatrain_accelerate.streaming.expert_parts import ExpertPart
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 _STEP_BYTES_BUT_FOR_MOMENTS = STEP_BYTES - 2 * 8
@@ -30,6 +33,23 @@ def unit_sizes(unit: HostUnit, runtime: StreamingRuntime, micro_batches: int) ->
     return UnitSizes(*sizes, gradients_pass=unit.passes_gradients, step_bytes=step_bytes)
 
 
+def part_sizes(part: ExpertPart, whole: UnitSizes) -> UnitSizes:
+    """The sizes of a part of experts, of which all have the sizes ``whole``."""
+    layout = part.unit.layout
+
+    def share(size: int) -> int:
+        return size * part.experts.experts // part.experts.count
+
+    return dataclasses.replace(
+        whole,
+        weight_bytes=layout.weight_bytes,
+        gradient_bytes=layout.gradient_bytes,
+        parameters=layout.state_elements,
+        state_bytes=share(whole.state_bytes),
+        sum_bytes=share(whole.sum_bytes),
+    )
+
+
 def engine_model(runtime: StreamingRuntime, config: MegatrainConfig, micro_batches: int) -> Model:
     """What the simulation has to know of the engine in such a run."""
 
@@ -46,4 +66,9 @@ def engine_model(runtime: StreamingRuntime, config: MegatrainConfig, micro_batch
         gradient_slot_bytes=runtime.offloader.slot_bytes,
         steps_in_backward=bool(runtime.offloader.layer_done_listeners),
         micro_batches=micro_batches,
+        parts={
+            layer.index: [part_sizes(part, sizes(part.owner.unit)) for experts in layer.experts for part in experts.parts]
+            for layer in runtime.layers
+            if layer.experts
+        },
     )

@@ -31,11 +31,47 @@ class ResidentSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertsSpec:
+    """The experts of a layer that stream in parts.
+
+    Attributes:
+        layer: the layer's index.
+        name: the module's.
+        module: their module.
+        parts: in how many.
+    """
+
+    layer: int
+    name: str
+    module: nn.Module
+    parts: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Discovery:
-    """The model, taken apart: (name, module) of each layer in model order, and the resident parameters."""
+    """The model, taken apart: (name, module) of each layer in model order, the resident parameters, and those experts of the
+    layers that have units of their own, in the order of the layers."""
 
     layers: tuple[tuple[str, nn.Module], ...]
     residents: tuple[ResidentSpec, ...]
+    experts: tuple[ExpertsSpec, ...] = ()
+
+    def experts_of(self, layer: int) -> list[ExpertsSpec]:
+        """Those of one layer."""
+        return [spec for spec in self.experts if spec.layer == layer]
+
+    def parameters_of(self, layer: int) -> list[tuple[str, nn.Parameter]]:
+        """The parameters of a layer's own unit, by name in the layer."""
+        others = {id(parameter) for spec in self.experts_of(layer) for parameter in spec.module.parameters()}
+        return [(key, p) for key, p in self.layers[layer][1].named_parameters() if id(p) not in others]
+
+    def parameter_groups(self) -> list[list[tuple[str, nn.Parameter]]]:
+        """The parameters of each unit, in the order in which units are made: each layer and its experts, then residents."""
+        groups = []
+        for layer in range(len(self.layers)):
+            groups.append(self.parameters_of(layer))
+            groups += [list(spec.module.named_parameters()) for spec in self.experts_of(layer)]
+        return groups + [list(spec.parameters) for spec in self.residents]
 
 
 def _declared_classes(model: nn.Module) -> set[str]:

@@ -205,6 +205,8 @@ def _measure(
         backward=dry.backward.times(1 / share),
         attention=dry.attention.times(1 / share),
         attention_bytes=round(dry.attention_bytes / share),
+        experts=dry.experts.times(1 / share),
+        expert_bytes=round(dry.expert_bytes / share),
         # A compiled layer saves less than one that runs without data; its large tensors are the same share.
         offloaded_bytes=round(kept_bytes * min(1.0, dry.offloaded_bytes / max(1, dry.kept_bytes))),
         kept_bytes=kept_bytes,
@@ -277,7 +279,7 @@ class _Measurement:
         self._layer, self._slot, self._inputs = layer, slot, inputs
         self._recorder = runtime.recorder
         self._attention = timer
-        self._compiled = runtime.compiled if runtime.compiled.wants(layer) else None
+        self._compiled = runtime.compiled if not layer.experts and runtime.compiled.wants(layer) else None
         self.given_up_bytes = 0
         """Of what the layer returns and its graph doesn't hold."""
 

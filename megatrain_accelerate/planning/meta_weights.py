@@ -42,8 +42,13 @@ class MetaWeights:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._inner_first: list[nn.Module] = []
         self._note(model, None)
-        of_layer = {id(part): index for index, (_, layer) in enumerate(discovery.layers) for part in layer.modules()}
-        self._units: list[list[nn.Module]] = [[] for _ in discovery.layers]
+        of_layer: dict[int, int] = {}
+        units = 0
+        for index, (_, layer) in enumerate(discovery.layers):
+            for module in (layer, *(spec.module for spec in discovery.experts_of(index))):
+                of_layer |= {id(part): units for part in module.modules()}
+                units += 1
+        self._units: list[list[nn.Module]] = [[] for _ in (*discovery.layers, *discovery.experts)]
         self._units += [[spec.modules[0]] for spec in discovery.residents]
         owners = {id(spec.modules[0]) for spec in discovery.residents}
         self._others: list[nn.Module] = []
@@ -71,7 +76,7 @@ class MetaWeights:
         """Makes and initialises the parameters of a unit, on the device, and the buffers of its modules.
 
         Args:
-            index: of the unit: layers, then resident parameters, in the order of the discovery.
+            index: of the unit, in the order of :meth:`Discovery.parameter_groups`.
             parameters: the unit's.
 
         Raises:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.planning.machine import Machine
+from megatrain_accelerate.planning.peak_memory import peak_bytes
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_profile import StepOutline
-from megatrain_accelerate.planning.step_simulation import Model, StepTime, peak_bytes, sent_bytes, simulate_step
+from megatrain_accelerate.planning.step_simulation import Model, StepTime, sent_bytes, simulate_step
 
 WORTH_IT = 0.005
 """Share of a step that a move of weights or states must gain; less isn't worth the memory."""

@@ -38,6 +38,7 @@ def plan_table(
             f"{streamed} of {count} layers streamed, {len(placement.resident)} resident, "
             f"{len(placement.on_device)} on the GPU with their states",
         ),
+        *([("experts", experts_text(runtime))] if runtime.experts else []),
         ("states outside the layers", f"on the {groups}"),
         (
             "activations",
@@ -58,3 +59,11 @@ def plan_table(
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(["megatrain: plan", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+def experts_text(runtime: StreamingRuntime) -> str:
+    """How the experts of layers stream in parts."""
+    counts = sorted({len(experts.parts) for experts in runtime.experts})
+    largest = max(part.unit.layout.weight_bytes for experts in runtime.experts for part in experts.parts)
+    parts = " or ".join(str(count) for count in counts)
+    return f"those of {len(runtime.experts)} layers streamed in {parts} parts, of up to {largest / GIB:.2f} GiB"

@@ -6,8 +6,9 @@ follow from it by arithmetic (:mod:`.step_simulation`), so that hundreds of plac
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from megatrain_accelerate.planning.trial_runs import Trial, enter_recorded, run_
 from megatrain_accelerate.streaming import activation_offload
 from megatrain_accelerate.streaming.attention_results import AttentionResults
 from megatrain_accelerate.streaming.compiled_layer import without_saving
+from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.kept_graph import edges_of
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
@@ -59,7 +61,8 @@ def call_kind(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any
         for key, value in sorted(module.__dict__.items())
         if isinstance(value, (bool, int, float, str)) and "idx" not in key and "index" not in key and "layer_id" not in key
     )
-    return CallKind((type(layer.module).__qualname__, layer.unit.layout.key, attributes, shapes, str(spec)))
+    layouts = (layer.unit.layout.key, *((len(experts.parts), experts.unit.layout.key) for experts in layer.experts))
+    return CallKind((type(layer.module).__qualname__, layouts, attributes, shapes, str(spec)))
 
 
 class _LeavingStorages:
@@ -215,6 +218,7 @@ class _Outliner:
             del gradients
         del edges, of_outputs, wanted, cut_args, cut_kwargs
         attention, attention_bytes = self._attention(layer, args, kwargs, needs)
+        experts, expert_bytes = self._experts(layer, args, kwargs, needs)
         self.profiles[kind] = LayerProfile(
             forward=forward,
             backward=backward,
@@ -228,6 +232,8 @@ class _Outliner:
             inputs_need_grad=needs,
             attention=attention,
             attention_bytes=attention_bytes,
+            experts=experts,
+            expert_bytes=expert_bytes,
             length=length,
         ).of_pieces(split, whole_bytes)
         live.take_peak()
@@ -237,14 +243,43 @@ class _Outliner:
         self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], needs: Sequence[bool]
     ) -> tuple[OpCosts, int]:
         """What attention's kernels cost in a forward, and the bytes of their results."""
-        costs = [self._live.costs]
         results = AttentionResults()
-        for mode in (results.recording(), results.replaying()):
+        return self._saved_by(layer, args, kwargs, needs, (results.recording(), results.replaying())), results.size_bytes
+
+    def _experts(
+        self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], needs: Sequence[bool]
+    ) -> tuple[OpCosts, int]:
+        """What experts that stream in parts cost in a forward, and the bytes of their results."""
+        if not layer.experts:
+            return OpCosts(), 0
+        results, size_bytes = ExpertResults(), 0
+
+        @contextlib.contextmanager
+        def recording() -> Iterator[None]:
+            nonlocal size_bytes
+            with results.at_work(layer, replays=False):
+                yield
+            size_bytes = results.size_bytes
+
+        modes = (recording(), results.at_work(layer, replays=True))
+        return self._saved_by(layer, args, kwargs, needs, modes), size_bytes
+
+    def _saved_by(
+        self,
+        layer: StreamedLayer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        needs: Sequence[bool],
+        modes: Sequence[contextlib.AbstractContextManager[Any]],
+    ) -> OpCosts:
+        """What a forward in the first mode costs more than one in the second."""
+        costs = [self._live.costs]
+        for mode in modes:
             cut_args, cut_kwargs = as_leaves(args, kwargs, needs)
             with torch.enable_grad(), without_saving(), mode:
                 self._run(layer, cut_args, cut_kwargs)
             costs.append(self._live.costs)
-        return (costs[1] - costs[0]) - (costs[2] - costs[1]), results.size_bytes
+        return (costs[1] - costs[0]) - (costs[2] - costs[1])
 
 
 def _tensors(trial: Trial) -> list[torch.Tensor]:

@@ -36,6 +36,10 @@ class LayerProfile:
     """Of the forward, what attention's kernels cost."""
     attention_bytes: int = 0
     """Of their results."""
+    experts: OpCosts = dataclasses.field(default_factory=OpCosts)
+    """Of the forward, what experts that stream in parts cost: a recomputed layer keeps their results."""
+    expert_bytes: int = 0
+    """Of those."""
     pieces: int = 1
     """In which the batch runs."""
     length: int = 0
@@ -72,6 +76,8 @@ class LayerProfile:
             recomputed_bytes=output_bytes + max(output_bytes, self.recomputed_bytes),
             attention=self.attention.times(share),
             attention_bytes=round(share * self.attention_bytes),
+            experts=self.experts.times(share),
+            expert_bytes=round(share * self.expert_bytes),
             pieces=split.count,
             **times,
         )

@@ -1,6 +1,6 @@
-"""Peak memory and duration of a step under a placement, by arithmetic on its outline.
+"""The duration of a step under a placement, by arithmetic on its outline.
 
-Time is a small simulation of the pipeline: the device's compute, the two directions of the link, and the host's
+It is a small simulation of the pipeline: the device's compute, the two directions of the link, and the host's
 optimizer, each a resource that does one thing at a time, over three steps of which the last counts.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatrain_accelerate.planning.machine import STEP_BYTES, Machine
 from megatrain_accelerate.planning.placement import Placement
@@ -66,6 +66,13 @@ class Model:
     steps_in_backward: bool
     micro_batches: int
     """Backwards before a step."""
+    parts: Mapping[int, Sequence[UnitSizes]] = dataclasses.field(default_factory=dict)
+    """By layer, those of its experts that stream in parts, which :attr:`layers` leaves out."""
+
+    @property
+    def gradients_of_parts_leave(self) -> bool:
+        """Whether experts in parts have gradients."""
+        return any(part.gradient_bytes for parts in self.parts.values() for part in parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,101 +107,18 @@ def sent_bytes(outline: StepOutline, placement: Placement) -> list[int]:
     return sent
 
 
-class _Away:
-    """What of a step's activations is on the device besides, or less than, what the outline and kept layers hold.
-
-    Of the calls whose activations or inputs go to the host those of two are on the device at a time: in forward this one and,
-    for as many calls as there are from one offloaded layer to the next, the one before it; in backward the one that follows.
-    """
-
-    def __init__(self, outline: StepOutline, placement: Placement) -> None:
-        self._calls = [event.layer for event in outline.forward_calls]
-        self._spacing = placement.offload_spacing
-        self._sent = sent_bytes(outline, placement)
-        # Of a batch that runs in pieces, two pieces are on the device.
-        pieces = [outline.profiles[event.kind].pieces for event in outline.forward_calls]
-        self._at_once = [sent // count for sent, count in zip(self._sent, pieces, strict=True)]
-        # An outline's inputs are all there, and results of attention count as kept; what an offloaded layer saved doesn't.
-        self._is_input = [layer not in placement.offloaded for layer in self._calls]
-        self._inputs_before = [0]
-        for sent, is_input in zip(self._sent, self._is_input, strict=True):
-            self._inputs_before.append(self._inputs_before[-1] + (sent if is_input else 0))
-        self._forward, self._backward = -1, len(self._calls)
-        self.extra_bytes = 0
-        """To be added to what lives outside the layers now; negative if more is away."""
-
-    def forward_begins(self) -> None:
-        """The next call begins: the call before the last gives up its memory."""
-        self._forward += 1
-        self._set(self._forward, makes=False)
-
-    def forward_ends(self) -> None:
-        """The call's activations are made and begin to leave."""
-        self._set(self._forward, makes=True)
-
-    def backward_begins(self, layer: int) -> None:
-        """A layer's backward begins: its activations are back, those of the call before it come."""
-        self._backward -= 1
-        while self._backward > 0 and self._calls[self._backward] != layer:
-            self._backward -= 1
-        self._set(self._backward, makes=True)
-
-    def _set(self, call: int, makes: bool) -> None:
-        before = max(0, call - self._spacing)
-        there = sum(self._at_once[i] for i in range(before, call + makes) if not self._is_input[i])
-        self.extra_bytes = there - self._inputs_before[before]
-
-
-def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
-    """The most that a step has alive on the device, besides what the engine holds there in any case."""
-    peak = kept = grown = 0
-    held = sum(model.layers[i].state_bytes for i in placement.on_device)
-    held += sum(model.layers[i].weight_bytes for i in placement.resident)
-    held += model.slot_bytes if len(placement.on_device | placement.resident) < len(model.layers) else 0
-    held += model.gradient_slot_bytes if len(placement.on_device) < len(model.layers) else 0
-    groups = [*model.groups_before, *model.groups_after]
-    held += sum(unit.state_bytes - unit.weight_bytes for unit in groups) if placement.groups_on_device else 0
-    if model.micro_batches > 1:
-        # From the second on, the gradients of the first are there.
-        held += sum(model.layers[i].gradient_bytes + model.layers[i].sum_bytes for i in placement.on_device)
-        held += sum(unit.gradient_bytes + unit.sum_bytes for unit in groups)
-    away = _Away(outline, placement)
-    for event in outline.events:
-        profile = outline.profiles[event.kind]
-        peak = max(peak, event.peak_bytes + kept + grown + away.extra_bytes)
-        keeps = event.layer in placement.kept
-        offloads = event.layer in placement.offloaded
-        attention_bytes = profile.attention_bytes if event.layer in placement.attention_kept else 0
-        # What is too small to go to the host stays.
-        staying = (
-            profile.kept_bytes if keeps else profile.kept_bytes - profile.offloaded_bytes if offloads else attention_bytes
-        )
-        if event.is_backward:
-            away.backward_begins(event.layer)
-            # The recomputed graph holds attention's results themselves.
-            above = profile.kept_backward_bytes if keeps or offloads else profile.recomputed_bytes - attention_bytes
-            peak = max(peak, event.live_bytes + kept + grown + above + away.extra_bytes)
-            kept -= staying
-            if event.layer in placement.on_device and model.micro_batches == 1:
-                grown += model.layers[event.layer].gradient_bytes
-        else:
-            away.forward_begins()
-            # Kept results of attention stay while the rest of the layer runs.
-            above = profile.kept_forward_bytes if keeps or offloads else profile.forward_bytes + attention_bytes
-            if offloads and profile.pieces > 2:  # the earlier pieces' have left
-                above -= profile.offloaded_bytes * (profile.pieces - 2) // profile.pieces
-            peak = max(peak, event.live_bytes + kept + above + away.extra_bytes)
-            kept += staying
-            away.forward_ends()
-    return held + max(peak, outline.tail_peak_bytes + kept + grown)
-
-
 def _profile_seconds(profile: LayerProfile, machine: Machine) -> tuple[float, float, float]:
     """Forward, forward that keeps, and backward from what was kept."""
     forward, backward = op_seconds(profile.forward, machine), op_seconds(profile.backward, machine)
     measured = (profile.forward_seconds, profile.kept_forward_seconds, profile.backward_seconds)
     reckoned = (forward, forward, backward)
     return tuple(m if m is not None else r for m, r in zip(measured, reckoned, strict=True))  # type: ignore[return-value]
+
+
+def _experts_seconds(profile: LayerProfile, machine: Machine) -> float:
+    """Of a forward, what isn't computed again since the results of experts in parts are kept: their share of its costs."""
+    forward = op_seconds(profile.forward, machine)
+    return _profile_seconds(profile, machine)[1] * op_seconds(profile.experts, machine) / forward if forward else 0.0
 
 
 def _attention_seconds(profile: LayerProfile, machine: Machine) -> float:
@@ -213,7 +137,9 @@ class _Pipeline:
         self.outline, self.model, self.placement, self.machine = outline, model, placement, machine
         self.seconds = {kind: _profile_seconds(profile, machine) for kind, profile in outline.profiles.items()}
         self.attention = {kind: _attention_seconds(profile, machine) for kind, profile in outline.profiles.items()}
+        self.experts = {kind: _experts_seconds(profile, machine) for kind, profile in outline.profiles.items()}
         self.sent = sent_bytes(outline, placement)
+        self.parts = _Parts(self)
         self.compute, self.host = Resource(), HostOptimizer()
         self.h2d = Link(machine.h2d_bytes, machine.h2d_share_in_step, self.host)
         self.d2h = Link(machine.d2h_bytes, machine.d2h_share_in_step, self.host)
@@ -266,16 +192,16 @@ class _Pipeline:
             if event.is_backward:
                 ready = max(ready, copies.back_at(event.layer, issued_at))
                 if event.layer not in placement.on_device and unit.gradient_bytes:
-                    full = len(self.gradients_out) == self.model.gradient_slots
-                    ready = max(ready, self.gradients_out[0] if full else 0.0)
+                    ready = max(ready, self.gradient_slot_at())
                 again = kept_forward - (self.attention[event.kind] if event.layer in placement.attention_kept else 0.0)
+                again -= self.experts[event.kind]
                 seconds = backward if keeps or offloads else again + backward
-                end = self.compute.work(seconds, ready)
+                end = self.parts.compute(event.layer, seconds, ready, is_last)
                 if event.layer not in placement.on_device and unit.gradient_bytes:
                     self._gradient_leaves(event.layer, end, is_last)
             else:
                 copies.make_room()
-                end = self.compute.work(kept_forward if keeps or offloads else forward, ready)
+                end = self.parts.compute(event.layer, kept_forward if keeps or offloads else forward, ready)
                 copies.leave(end)
                 if position == last_forward:
                     self.compute.work(0.0, self.after_at)
@@ -290,14 +216,27 @@ class _Pipeline:
                 self.d2h.copy(unit.gradient_bytes + unit.sum_bytes, self.compute.free_at)
 
     def _gradient_leaves(self, layer: int, computed_at: float, is_last: bool) -> None:
-        unit, model = self.model.layers[layer], self.model
+        unit = self.model.layers[layer]
+        out = self.send_gradients(unit, computed_at)
+        if is_last and self.model.steps_in_backward:
+            self.applied[layer] = self.step_unit(unit, out)
+
+    def send_gradients(self, unit: UnitSizes, computed_at: float) -> float:
+        """A unit's gradients go to the host; returns when they are there."""
         out = self.d2h.copy(unit.gradient_bytes, computed_at)
         self.gradients_out.append(out)
-        if model.micro_batches > 1:
+        if self.model.micro_batches > 1:
             # Added to those before: 6 bytes a parameter, 10 with the sums' residuals.
             self.host.work(unit.parameters * (10 if unit.sum_bytes else 6) / self.machine.host_step_traffic, out)
-        if is_last and model.steps_in_backward:
-            self.applied[layer] = self.host.work(unit.step_traffic / self.machine.host_step_traffic, out)
+        return out
+
+    def gradient_slot_at(self) -> float:
+        """When a gradient slot is free."""
+        return self.gradients_out[0] if len(self.gradients_out) == self.model.gradient_slots else 0.0
+
+    def step_unit(self, unit: UnitSizes, not_before: float) -> float:
+        """The host steps a unit; returns when it has."""
+        return self.host.work(unit.step_traffic / self.machine.host_step_traffic, not_before)
 
     def step(self) -> None:
         """Called when every gradient is on the host: what ``optimizer.step()`` does."""
@@ -310,8 +249,9 @@ class _Pipeline:
         for layer, unit in enumerate(model.layers):
             if layer not in placement.on_device:
                 if not model.steps_in_backward:
-                    self.applied[layer] = self.host.work(unit.step_traffic / self.machine.host_step_traffic, now)
+                    self.applied[layer] = self.step_unit(unit, now)
                 self.resident_at[layer] = -1.0
+            self.parts.step(layer, now)
         after = [] if placement.groups_on_device else self._step_groups(model.groups_after, now)
         # Issued when its step is over, between copies of layers that were issued before and after, while layers are stepped.
         self.before_at, self.after_at = (
@@ -325,7 +265,54 @@ class _Pipeline:
 
     def _step_groups(self, groups: Sequence[UnitSizes], now: float) -> list[tuple[UnitSizes, float]]:
         """Each of them, and when it is stepped."""
-        return [(unit, self.host.work(unit.step_traffic / self.machine.host_step_traffic, now)) for unit in groups]
+        return [(unit, self.step_unit(unit, now)) for unit in groups]
+
+
+class _Parts:
+    """The experts of layers that stream in parts: a layer's compute is spread evenly over them."""
+
+    def __init__(self, pipeline: _Pipeline) -> None:
+        self._pipeline = pipeline
+        self._applied: dict[tuple[int, int], float] = {}
+        self._users: collections.deque[tuple[tuple[int, int], float]] = collections.deque(maxlen=pipeline.model.slots)
+
+    def compute(self, layer: int, seconds: float, ready: float, is_last: bool | None = None) -> float:
+        """A layer computes once its own weights are there; returns when it has.
+
+        Args:
+            layer: its index.
+            seconds: in all.
+            ready: when its weights, and what else it waits for, are on the device.
+            is_last: of a backward, whether it is the last before a step; None for a forward.
+        """
+        pipeline, parts = self._pipeline, self._pipeline.model.parts.get(layer, ())
+        places = range(len(parts)) if is_last is None else range(len(parts) - 1, -1, -1)
+        end = pipeline.compute.work(0.0 if parts else seconds, ready)
+        for place in places:
+            part, key = parts[place], (layer, place)
+            ready = max(self._weights_at(key, part), pipeline.gradient_slot_at() if is_last is not None else 0.0)
+            end = pipeline.compute.work(seconds / len(parts), ready)
+            others = [(held, until) for held, until in self._users if held != key]
+            self._users.clear()
+            self._users.extend([*others, (key, end)])
+            if is_last is not None and part.gradient_bytes:
+                out = pipeline.send_gradients(part, end)
+                if is_last and pipeline.model.steps_in_backward:
+                    self._applied[key] = pipeline.step_unit(part, out)
+        return end
+
+    def _weights_at(self, key: tuple[int, int], part: UnitSizes) -> float:
+        if any(held == key for held, _ in self._users):
+            return 0.0
+        free_at = self._users[0][1] if len(self._users) == self._users.maxlen else 0.0
+        return self._pipeline.h2d.copy(part.weight_bytes, max(self._applied.get(key, 0.0), free_at))
+
+    def step(self, layer: int, now: float) -> None:
+        """``optimizer.step()`` comes to the layer."""
+        self._users.clear()
+        for place, part in enumerate(self._pipeline.model.parts.get(layer, ())):
+            if not self._pipeline.model.steps_in_backward:
+                self._applied[layer, place] = self._pipeline.step_unit(part, now)
 
 
 class _ActivationCopies:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -185,6 +186,18 @@ class Fp32Sums:
             norms = gradient_norms([gradient for _, gradient in plain])
             found |= {position: norm for (position, _), norm in zip(plain, norms, strict=True)}
         return [found[position] for position in range(len(states))]
+
+    def host_norm(self, gradient: torch.Tensor, residual: torch.Tensor | None) -> float:
+        """2-norm of a gradient on the host, or of the fp32 sum that it is the bf16 half of."""
+        # torch's own norm on the CPU makes an fp32 copy and runs on threads of its own, several times slower; the stand-in
+        # takes it all the same, so that its bits can be compared with plain PyTorch's.
+        if self._device.type == "cuda" and residual is not None:
+            return math.sqrt(self._kernels.square_sum_split(gradient, residual))
+        if self._device.type == "cuda" and gradient.is_contiguous():
+            return math.sqrt(self._kernels.square_sum(gradient))
+        if residual is not None:
+            gradient = joined_sum(gradient, residual, self._kernels)
+        return float(gradient_norms([gradient])[0])
 
     # ------------------------------------------------------------------ gradients that autograd accumulates
 

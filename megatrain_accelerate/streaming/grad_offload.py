@@ -6,7 +6,6 @@ the global norm is known on the host when backward ends, without another pass ov
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,31 +14,17 @@ import torch
 from torch.profiler import record_function
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
-from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker, Ticket
 from megatrain_accelerate.streaming.device_slots import GradientSlot
-from megatrain_accelerate.streaming.fp32_sums import Fp32Sums, gradient_norms, joined_sum
+from megatrain_accelerate.streaming.fp32_sums import Fp32Sums, gradient_norms
+from megatrain_accelerate.streaming.gradient_buffers import Staging, of_their_own
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.norm_table import NormTable
 from megatrain_accelerate.streaming.passing_gradients import PassingBuffers, gradient_that_passed, require_stepped
 from megatrain_accelerate.streaming.streams import Streams
-
-
-def _of_their_own(gradients: list[torch.Tensor], others: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """The gradients, contiguous, each in memory of its own: autograd may hand out one tensor twice (of a sum of two
-    parameters, or a parameter and the hidden states), or views of something larger."""
-    seen = {other.untyped_storage().data_ptr() for other in others if other is not None}
-    owned = []
-    for gradient in gradients:
-        storage = gradient.untyped_storage()
-        is_shared = storage.data_ptr() in seen or storage.nbytes() != gradient.nbytes
-        seen.add(storage.data_ptr())
-        keeps = gradient.is_contiguous() and not is_shared
-        owned.append(gradient if keeps else gradient.clone(memory_format=torch.contiguous_format))
-    return owned
 
 
 def _refuse_hooked(layer: StreamedLayer, state: ParameterState) -> None:
@@ -55,24 +40,11 @@ def _refuse_hooked(layer: StreamedLayer, state: ParameterState) -> None:
         )
 
 
-class _Staging:
-    """A host buffer for gradients that are to be added to earlier ones. Owner: the offloader. Writer: the d2h stream.
-
-    Reader: the step worker, until ``ticket`` is done.
-    """
-
-    def __init__(self, size_bytes: int, huge_pages: bool, register: bool) -> None:
-        self.memory = HostMemory(size_bytes, huge_pages=huge_pages, register=register)
-        self.memory.register()
-        self.buffer = self.memory.tensor(0, (size_bytes,), torch.uint8)
-        self.ticket: Ticket | None = None
-
-
 class GradientOffloader:
     """Owner of the gradient slots and of the way from a layer's backward to ``parameter.grad`` on the host.
 
     Args:
-        layers: all streamed layers.
+        layers: all streamed layers; experts in parts share the slots (:mod:`.expert_gradients`).
         slots: number of gradient slots.
         streams, worker, kernels, meter: the engine's.
         norms: table that gets the norms.
@@ -101,13 +73,18 @@ class GradientOffloader:
         self._norms = norms
         self._sums = sums
         self._memory_settings = {"huge_pages": huge_pages, "register": register}
-        self._largest = max((layer.unit.layout.gradient_bytes for layer in layers), default=0)
-        self._most_parameters = max((len(layer.unit.layout.trainable_entries) for layer in layers), default=0)
+        experts = [whole for layer in layers for whole in layer.experts]
+        layouts = [layer.unit.layout for layer in layers]
+        # Those that pass through the host do so experts by experts, since that is how they are stepped.
+        self._largest_unit = max(layout.gradient_bytes for layout in [*layouts, *(whole.unit.layout for whole in experts)])
+        layouts += [part.unit.layout for whole in experts for part in whole.parts]
+        self._largest = max((layout.gradient_bytes for layout in layouts), default=0)
+        self._most_parameters = max((len(layout.trainable_entries) for layout in layouts), default=0)
         self._slot_count = slots if self._largest else 0
         self.slots: list[GradientSlot] = []
         self._takes_gradients = False
         self._next_slot = 0
-        self._staging: list[_Staging] = []
+        self._staging: list[Staging] = []
         self._next_staging = 0
         self._last_copied_event = streams.event()
         self._last_ticket: Ticket | None = None
@@ -128,7 +105,7 @@ class GradientOffloader:
         """
         self._takes_gradients = True
         if passes and self._passing is None and self._largest:
-            self._passing = PassingBuffers(self._largest, meter=self._meter, **self._memory_settings)
+            self._passing = PassingBuffers(self._largest_unit, meter=self._meter, **self._memory_settings)
         if not needed:
             self.slots, self._next_slot = [], 0
         elif not self.slots:
@@ -183,8 +160,7 @@ class GradientOffloader:
             return
         # WAR: a step that is still to be applied reads the gradients of the pass before.
         self._meter.wait_for_step(layer.name, layer.gate.is_open, layer.gate.wait)
-        slot = self.slots[self._next_slot]
-        self._next_slot = (self._next_slot + 1) % len(self.slots)
+        slot = self.take_slot()
         with record_function(f"megatrain::offload_gradients ({layer.name})"):
             # WAR: the copy of the layer that used this slot last may still read it.
             self._meter.compute_waits_for(slot.grads_copied_event, Cause.D2H)
@@ -192,31 +168,68 @@ class GradientOffloader:
             torch._foreach_copy_([views[i] for i in present], arrived)
             # All of them, and nothing to add to: they go straight to their place, with their norms. So do those that pass.
             is_fresh = len(present) == len(trainable) and all(state.parameter.grad is None for state in trainable)
-            is_fresh = is_fresh or self._passing is not None
+            is_fresh = is_fresh or self.passes
             if is_fresh:
                 slot.norms[: len(trainable)].copy_(torch.stack(gradient_norms(views)))
             slot.grads_ready_event.record(self._streams.compute_stream)
-        if self._passing is not None:
-            unit.gradients = self._passing.take(layer)
+        self.begin_passing(layer)
         if is_fresh:
             assert unit.gradients is not None
             wait = self._copy_out(slot, layer, unit.gradients, self._norms.of_unit(unit)).synchronize
         else:
             ticket = self._add_on_host(slot, layer, [trainable[i] for i in present], present)
-            self._last_ticket = ticket
+            self.note_ticket(ticket)
             wait = ticket.wait
-        for i in present:
-            _refuse_hooked(layer, trainable[i])
-            if trainable[i].parameter.grad is None:
-                place = trainable[i].gradient
-                trainable[i].parameter.grad = gradient_that_passed(trainable[i]) if place is None else place
-                trainable[i].forget_fp32_sum()
-            gradient = trainable[i].parameter.grad
-            assert gradient is not None
+        self.show(layer, [trainable[i] for i in present], is_fresh, wait)
+
+    def take_slot(self) -> GradientSlot:
+        """The next slot; the compute stream must wait for its ``grads_copied_event`` before it is written."""
+        slot = self.slots[self._next_slot]
+        self._next_slot = (self._next_slot + 1) % len(self.slots)
+        return slot
+
+    @property
+    def passes(self) -> bool:
+        """Whether gradients are consumed in backward."""
+        return self._passing is not None
+
+    def begin_passing(self, layer: StreamedLayer) -> None:
+        """Where gradients pass, the layer's unit gets a buffer for them."""
+        if self._passing is not None:
+            layer.unit.gradients = self._passing.take(layer)
+
+    def note_ticket(self, ticket: Ticket) -> None:
+        """The worker's last addition is this one: :meth:`wait` waits for it."""
+        self._last_ticket = ticket
+
+    def show(
+        self,
+        layer: StreamedLayer,
+        states: list[ParameterState],
+        is_fresh: bool,
+        wait: Callable[[], None],
+        may_be_stepped: bool = True,
+    ) -> None:
+        """A layer's gradients are on their way: ``parameter.grad`` is the host's view, and steps in backward may begin.
+
+        Args:
+            layer: the layer.
+            states: its parameters that got a gradient.
+            is_fresh: whether there was nothing to add to, so that their norms come along.
+            wait: blocks until they have arrived.
+            may_be_stepped: whether this backward of the layer brings no others.
+        """
+        for state in states:
+            _refuse_hooked(layer, state)
+            if state.parameter.grad is None:
+                state.parameter.grad = gradient_that_passed(state) if state.gradient is None else state.gradient
+                state.forget_fp32_sum()
             if is_fresh or self.gradients_complete():
-                self._norms.note(trainable[i].parameter, gradient)
+                self._norms.note(state.parameter, state.parameter.grad)
             else:
-                self._norms.forget(trainable[i].parameter)
+                self._norms.forget(state.parameter)
+        if not may_be_stepped:
+            return
         stepped = [listener(layer, wait) for listener in self.layer_done_listeners.values()]
         if self._passing is not None:
             require_stepped(layer, stepped)
@@ -229,7 +242,7 @@ class GradientOffloader:
         others: Sequence[torch.Tensor | None],
     ) -> None:
         """Gradients of a unit on the device stay where they are; their norms go to the host."""
-        for state, gradient in zip(states, _of_their_own(gradients, others), strict=True):
+        for state, gradient in zip(states, of_their_own(gradients, others), strict=True):
             _refuse_hooked(layer, state)
             self._add_in_place(state, gradient)
             self._norms.forget(state.parameter)
@@ -272,14 +285,29 @@ class GradientOffloader:
             state.note_fp32_sum()
 
     def _copy_out(self, slot: GradientSlot, layer: StreamedLayer, target: torch.Tensor, norms: torch.Tensor | None) -> Any:
-        """Issues the copy; returns an event of its own, since the slot's may be recorded again before it is waited for."""
-        d2h_stream = self._streams.d2h_stream
         size = layer.unit.layout.gradient_bytes
-        with self._streams.on(d2h_stream), record_function(f"megatrain::copy_gradients ({layer.name})"):
+        return self.send(slot, layer.name, size, [(target[:size], slot.buffer[:size])], norms)
+
+    def send(
+        self, slot: GradientSlot, name: str, size: int, pieces: Sequence[tuple[torch.Tensor, ...]], norms: torch.Tensor | None
+    ) -> Any:
+        """Issues the copies of a slot's gradients; returns an event of its own, since the slot's may be recorded again before
+        it is waited for.
+
+        Args:
+            slot: the slot.
+            name: whose gradients they are.
+            size: bytes of all of them.
+            pieces: views of the host's memory, and those of the slot's that go there.
+            norms: where the slot's norms go; None if they stay.
+        """
+        d2h_stream = self._streams.d2h_stream
+        with self._streams.on(d2h_stream), record_function(f"megatrain::copy_gradients ({name})"):
             # RAW: the copy must see the finished gradients.
             d2h_stream.wait_event(slot.grads_ready_event)
             with self._meter.copying(Cause.D2H, size):
-                target[:size].copy_(slot.buffer[:size], non_blocking=True)
+                for target, source in pieces:
+                    target.copy_(source, non_blocking=True)
             if norms is not None:
                 norms.copy_(slot.norms[: norms.numel()], non_blocking=True)
             slot.grads_copied_event.record(d2h_stream)
@@ -289,7 +317,7 @@ class GradientOffloader:
         return self._last_copied_event
 
     def _add_on_host(self, slot: GradientSlot, layer: StreamedLayer, states: list[ParameterState], rows: list[int]) -> Ticket:
-        staging = self._take_staging()
+        staging = self.take_staging()
         copied_event = self._copy_out(slot, layer, staging.buffer, None)
         views = layer.unit.layout.views(staging.buffer, trainable_only=True)
         sums = [self._sums.running(state) for state in states]
@@ -317,24 +345,14 @@ class GradientOffloader:
                     earlier.add_(new)
                 if is_last:
                     total = state.gradient if earlier is None else earlier
-                    norms[row] = self._host_norm(total, None if running is None else running.residual)
+                    norms[row] = self._sums.host_norm(total, None if running is None else running.residual)
                     self._norms.note(state.parameter, total)
 
         staging.ticket = self._worker.submit(f"accumulate ({layer.name})", add)
         return staging.ticket
 
-    def _host_norm(self, gradient: torch.Tensor, residual: torch.Tensor | None) -> float:
-        # torch's own norm on the CPU makes an fp32 copy and runs on threads of its own, several times slower; the stand-in
-        # takes it all the same, so that its bits can be compared with plain PyTorch's.
-        if self._streams.is_cuda and residual is not None:
-            return math.sqrt(self._kernels.square_sum_split(gradient, residual))
-        if self._streams.is_cuda and gradient.is_contiguous():
-            return math.sqrt(self._kernels.square_sum(gradient))
-        if residual is not None:
-            gradient = joined_sum(gradient, residual, self._kernels)
-        return float(gradient_norms([gradient])[0])
-
-    def _take_staging(self) -> _Staging:
+    def take_staging(self) -> Staging:
+        """A host buffer for gradients that are to be added to earlier ones; waits until it is free."""
         self.prepare_accumulation()
         staging = self._staging[self._next_staging]
         self._next_staging = (self._next_staging + 1) % len(self._staging)
@@ -353,7 +371,7 @@ class GradientOffloader:
         """
         self._sums.prepare(0 if self._staging else 2 * self._largest)
         if not self._staging and self._largest:
-            self._staging = [_Staging(self._largest, **self._memory_settings) for _ in range(2)]
+            self._staging = [Staging(self._largest, **self._memory_settings) for _ in range(2)]
 
     def wait(self) -> None:
         """Blocks until every gradient is on the host and added up.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,6 +15,10 @@ from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.optim.step_worker import Ticket
 from megatrain_accelerate.streaming.shared_mappings import run_with_mappings
 from megatrain_accelerate.streaming.token_tiles import TokenTiles
+
+if TYPE_CHECKING:
+    from megatrain_accelerate.memory.expert_range import ExpertRange
+    from megatrain_accelerate.streaming.expert_parts import StreamedExperts
 
 
 class UpdateGate:
@@ -42,6 +46,10 @@ class UpdateGate:
             self._ticket.wait()
             self._ticket = None
 
+    def pieces(self) -> Iterator[tuple[UpdateGate, ExpertRange | None]]:
+        """What is stepped for itself: the gate that guards it, and the experts that it is, or None for the whole unit."""
+        yield self, None
+
 
 class StreamedLayer:
     """A layer (streaming unit) of the model: its module, its host unit, and how weights are bound to it.
@@ -65,14 +73,27 @@ class StreamedLayer:
         """Weights, by place, that the layer was seen to parametrize while it ran; see :func:`bound_weights`."""
         self.tiles = TokenTiles.of_layer(module)
         self.has_trainable = any(state.entry.spec.trainable for state in unit.states)
+        self.experts: tuple[StreamedExperts, ...] = ()
+        """What of the layer streams in parts, with units of its own; see :meth:`leave_to`."""
         self._known = {id(state.parameter) for state in unit.states}
         position = {id(state.parameter): i for i, state in enumerate(unit.states)}
         self._bindings: list[tuple[nn.Module, str, int, nn.Parameter]] = [
             (owner, attribute, position[id(parameter)], parameter)
             for owner in module.modules()
             for attribute, parameter in owner._parameters.items()
-            if parameter is not None
+            if parameter is not None and id(parameter) in position
         ]
+
+    def leave_to(self, experts: StreamedExperts) -> None:
+        """Parameters of the layer that aren't in its unit are in that of these experts."""
+        self.experts = (*self.experts, experts)
+        self.has_trainable |= experts.has_trainable
+        self._known |= {id(state.parameter) for state in experts.unit.states}
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters of the layer, those of its experts among them."""
+        return sum(part.unit.layout.parameter_count for part in (self, *self.experts))
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the layer's own forward with the weights that are bound to it; see :class:`SharedMappings`."""
@@ -135,6 +156,8 @@ class StreamedLayer:
                 f"parameter {self.name}.{added} was added or replaced after the model was prepared and has no place for a "
                 "gradient; change the model (adapters, heads, tokens) before accelerator.prepare(), or prepare it anew"
             )
+        for experts in self.experts:
+            experts.refuse_unfrozen()
         for state in self.unit.states:
             if state.parameter.requires_grad and not state.entry.spec.trainable:
                 raise StateError(

@@ -24,6 +24,7 @@ from megatrain_accelerate.streaming.attention_results import AttentionResults
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers, without_autocast_cache, without_saving
 from megatrain_accelerate.streaming.device_slots import WeightSlot
+from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.kept_graph import KeptGraph, edges_of
 from megatrain_accelerate.streaming.layer import StreamedLayer
@@ -110,6 +111,8 @@ class LayerCall:
         """Places of the node's outputs that depend on something with a gradient."""
         self.tokens: list[Any] = []
         """The recorder's, one for each piece of the batch."""
+        self.expert_results: list[ExpertResults] = []
+        """Likewise."""
         self.split = BatchSplit.of_call(layer.name, args, kwargs, context.micro_batch_size)
         self.is_compiled = False
         """Whether the layer should run compiled; decided once for forward and recompute."""
@@ -128,9 +131,13 @@ class LayerCall:
         recorder = self.context.recorder
         token = recorder.start(self.tokens[piece] if replay else None) if recorder is not None else None
         recorded: list[torch.Tensor] = []
+        if not replay:
+            keeps = not (self.context.keeps(self.layer) or self.context.offloads(self.layer))
+            self.expert_results.append(ExpertResults(keeps, is_last=piece == 0))
         try:
             run = self.context.compiled.run if self.is_compiled else StreamedLayer.run
-            output = run(self.layer, args, kwargs)
+            with self.expert_results[piece].at_work(self.layer, replay):
+                output = run(self.layer, args, kwargs)
         finally:
             if recorder is not None:
                 recorded = recorder.finish(token)
@@ -214,7 +221,7 @@ class LayerFunction(torch.autograd.Function):
         slot = context.acquire_forward(layer, tape, position, True)
         ctx.weights_version = layer.unit.version
         # Attention inside a compiled graph isn't seen.
-        call.is_compiled = context.compiled.wants(layer) and not context.keeps_attention(layer)
+        call.is_compiled = not layer.experts and context.compiled.wants(layer) and not context.keeps_attention(layer)
         ctx.runs, made = [], []
         try:
             with record_function(f"megatrain::forward ({layer.name})"), no_writes_to(tensors, layer.name):
@@ -322,6 +329,8 @@ class LayerFunction(torch.autograd.Function):
             tensors = _cut_off(call.split.pieces(ctx.saved_tensors)[piece], ctx.needs_input_grad[4:])
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
         weights, leaves = bound_weights(call.layer, slot)
+        # Gradients of experts in parts are no results of this graph: their nodes must run all the same.
+        anchors = [call.context.anchor] if any(experts.has_trainable for experts in call.layer.experts) else []
         with call.layer.bound(weights):
             if kept is not None:
                 edges, leaves = kept.edges, kept.weight_leaves
@@ -340,11 +349,11 @@ class LayerFunction(torch.autograd.Function):
                 if edge is not None and gradient is not None
             ]
             gradients: tuple[torch.Tensor | None, ...] = (None,) * (len(wanted) + len(leaves))
-            if pairs and (wanted or leaves):
+            if pairs and (wanted or leaves or anchors):
                 with record_function(f"megatrain::backward ({call.layer.name})"):
                     gradients = torch.autograd.grad(
                         [edge for edge, _ in pairs],
-                        [*wanted, *leaves],
+                        [*wanted, *leaves, *anchors],
                         [gradient for _, gradient in pairs],
                         allow_unused=True,
                     )

@@ -4,14 +4,59 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from typing import Protocol
 
 import torch
 from torch.profiler import record_function
 
+from megatrain_accelerate.memory.flat_layout import FlatLayout
 from megatrain_accelerate.streaming.device_slots import SlotState, WeightSlot
-from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.layer import UpdateGate
 from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.streams import Streams
+
+
+class FetchedUnit(Protocol):
+    """The memory of what is fetched, as far as it matters here: a host unit, or a part of one."""
+
+    @property
+    def layout(self) -> FlatLayout:
+        """How it lies in a slot."""
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """Flat weights of the unit at its home, uint8."""
+
+    @property
+    def version(self) -> int:
+        """Changes whenever a copy becomes stale."""
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether it needs no slot."""
+
+
+class Fetched(Protocol):
+    """What is fetched as a whole: a layer, or a part of its experts."""
+
+    @property
+    def index(self) -> int:
+        """Its place among all that share the slots."""
+
+    @property
+    def name(self) -> str:
+        """For traces."""
+
+    @property
+    def gate(self) -> UpdateGate:
+        """Guards its weights."""
+
+    @property
+    def unit(self) -> FetchedUnit:
+        """Its memory."""
+
+    def refresh_if_written(self) -> None:
+        """See :meth:`StreamedLayer.refresh_if_written`."""
 
 
 class Prefetcher:
@@ -29,7 +74,7 @@ class Prefetcher:
         meter: counts bytes and stalls.
     """
 
-    def __init__(self, layers: Sequence[StreamedLayer], slots: int, streams: Streams, meter: Meter) -> None:
+    def __init__(self, layers: Sequence[Fetched], slots: int, streams: Streams, meter: Meter) -> None:
         self._layers = layers
         self._streams = streams
         self._meter = meter
@@ -128,7 +173,7 @@ class Prefetcher:
         """Those of them that have it by the placement, and not for a while only."""
         return len(self._own) - len(self._held)
 
-    def acquire(self, layer: StreamedLayer, upcoming: Sequence[int]) -> WeightSlot:
+    def acquire(self, layer: Fetched, upcoming: Sequence[int]) -> WeightSlot:
         """Makes the layer's weights usable by kernels issued from now on, and starts the next copies.
 
         Args:
@@ -162,7 +207,7 @@ class Prefetcher:
         slot.compute_finished_event.record(self._streams.compute_stream)
         slot.move_to(SlotState.FILLED)
 
-    def _holding(self, layer: StreamedLayer) -> WeightSlot | None:
+    def _holding(self, layer: Fetched) -> WeightSlot | None:
         own = self._own.get(layer.index)
         if own is not None and layer.unit.is_on_device:
             return own
@@ -171,11 +216,11 @@ class Prefetcher:
                 return slot
         return None
 
-    def _slots_for(self, layer: StreamedLayer) -> list[WeightSlot]:
+    def _slots_for(self, layer: Fetched) -> list[WeightSlot]:
         own = self._own.get(layer.index)
         return self.slots if own is None else [own]
 
-    def _wait_for_step(self, layer: StreamedLayer) -> None:
+    def _wait_for_step(self, layer: Fetched) -> None:
         if layer.gate.is_open:
             layer.gate.wait()
             return
@@ -190,7 +235,7 @@ class Prefetcher:
         index, version = slot.holder
         return self._layers[index].unit.version != version
 
-    def _victim(self, layer: StreamedLayer, wanted: set[int]) -> WeightSlot:
+    def _victim(self, layer: Fetched, wanted: set[int]) -> WeightSlot:
         """The slot to overwrite: the layer's own, a stale one, else the least recently used; none in use or wanted."""
         free = [slot for slot in self._slots_for(layer) if slot.state is not SlotState.IN_USE]
         stale = [slot for slot in free if self._is_stale(slot)]
@@ -218,22 +263,26 @@ class Prefetcher:
             layer.gate.wait()
             self._fill(self._victim(layer, set(wanted)), layer)
 
-    def _is_held(self, layer: StreamedLayer) -> bool:
+    def _is_held(self, layer: Fetched) -> bool:
         return any(slot.holder == (layer.index, layer.unit.version) for slot in self._slots_for(layer))
 
-    def _fill(self, slot: WeightSlot, layer: StreamedLayer) -> None:
+    def _fill(self, slot: WeightSlot, layer: Fetched) -> None:
         slot.move_to(SlotState.FILLED)
         slot.holder = None  # until the copy is issued: an interrupt must not leave a slot that claims to hold it
         now = time.perf_counter()
         slot.late_ms = 1e3 * (now - self._refused_at.pop(layer.index, now))
-        weights = layer.unit.weights
+        size_bytes = layer.unit.layout.weight_bytes
         h2d_stream = self._streams.h2d_stream
         with self._streams.on(h2d_stream), record_function(f"megatrain::prefetch ({layer.name})"):
             # WAR: kernels of the layer that the slot held may still read it.
             h2d_stream.wait_event(slot.compute_finished_event)
-            with self._meter.copying(Cause.H2D, weights.numel()):
-                slot.buffer[: weights.numel()].copy_(weights, non_blocking=True)
+            with self._meter.copying(Cause.H2D, size_bytes):
+                self._copy(layer, slot)
             slot.params_copied_event.record(h2d_stream)
         slot.holder = (layer.index, layer.unit.version)
-        self._meter.counters.h2d_bytes += weights.numel()
+        self._meter.counters.h2d_bytes += size_bytes
         self._meter.counters.weight_fetches += 1
+
+    def _copy(self, layer: Fetched, slot: WeightSlot) -> None:
+        weights = layer.unit.weights
+        slot.buffer[: weights.numel()].copy_(weights, non_blocking=True)

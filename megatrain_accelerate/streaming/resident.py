@@ -7,7 +7,8 @@ gradients are autograd's own, on the device, and leave it when the optimizer ste
 from __future__ import annotations
 
 import time
-from typing import Any
+import weakref
+from typing import Any, Protocol
 
 import torch
 from torch.profiler import record_function
@@ -188,3 +189,16 @@ class ResidentGroup:
                         self._device_weights[id(state)].copy_(state.weight)
                     state.parameter.data = self._device_weights[id(state)]
                 state.seen_version = state.parameter._version
+
+
+class Runtime(Protocol):
+    """What is told of the gradients of resident parameters."""
+
+    def resident_gradient_ready(self, parameter: torch.Tensor) -> None:
+        """A gradient is complete."""
+
+
+def gradient_ready(runtime: weakref.ref[Runtime], parameter: torch.Tensor) -> None:
+    """Hook of a resident parameter: tells the engine, if it is alive."""
+    if (found := runtime()) is not None:
+        found.resident_gradient_ready(parameter)

@@ -23,9 +23,12 @@ from megatrain_accelerate.streaming.call_order import CallOrder, OpenForward, Ta
 from megatrain_accelerate.streaming.clipping import Clipping
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
 from megatrain_accelerate.streaming.device_slots import WeightSlot
+from megatrain_accelerate.streaming.expert_gradients import GradientWays
+from megatrain_accelerate.streaming.expert_streams import ExpertStreams
+from megatrain_accelerate.streaming.forward_order import UnitInOrder, in_forward_order
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
-from megatrain_accelerate.streaming.layer import StreamedLayer, UpdateGate
+from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import LayerCall, LayerFunction, RunContext
 from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.micro_batches import GradientSums
@@ -33,7 +36,7 @@ from megatrain_accelerate.streaming.norm_table import NormTable
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.prefetch import Prefetcher
 from megatrain_accelerate.streaming.relocation import Part, relocate
-from megatrain_accelerate.streaming.resident import ResidentGroup
+from megatrain_accelerate.streaming.resident import ResidentGroup, gradient_ready
 from megatrain_accelerate.streaming.shared_mappings import SharedMappings
 from megatrain_accelerate.streaming.streams import Streams
 from megatrain_accelerate.streaming.token_tiles import TileOfLayers, TokenTiles
@@ -45,7 +48,7 @@ class StreamingRuntime:
     """Streams, slots, worker and gradients of one model.
 
     Args:
-        layers: streamed layers, by index.
+        layers: streamed layers, by index, with those of their experts that stream in parts.
         groups: resident groups, in model order.
         streams, meter, kernels, worker: made by the engine.
         config: the settings.
@@ -67,7 +70,9 @@ class StreamingRuntime:
         recorder: OutputRecorder | None = None,
     ) -> None:
         self.layers = list(layers)
+        self.experts = [experts for layer in self.layers for experts in layer.experts]
         self.groups = list(groups)
+        self.parts: list[Part] = [*self.layers, *self.experts, *self.groups]
         self.streams = streams
         self.meter = meter
         self.kernels = kernels
@@ -76,7 +81,7 @@ class StreamingRuntime:
         self.register = register
         self.norms = NormTable(self.units, register)
         self.sums = Fp32Sums(
-            [*self.layers, *self.groups],
+            self.parts,
             device=streams.device,
             kernels=kernels,
             is_wanted=config.accumulation_dtype == "fp32",
@@ -136,13 +141,12 @@ class StreamingRuntime:
             micro_batch_size=config.micro_batch_size,
             sums=self.gradient_sums,
         )
-        self._handles: list[Any] = []
         self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}
         self._group_of = {id(state.parameter): group for group in self.groups for state in group.unit.states}
         # Weakly, since the garbage collector doesn't see through the parameter's reference to its hook.
-        hook = functools.partial(_resident_gradient_ready, weakref.ref(self))
+        hook = functools.partial(gradient_ready, weakref.ref(self))
         residents = [state for group in self.groups for state in group.unit.states if state.entry.spec.trainable]
-        self._handles += [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
+        self._handles: list[Any] = [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
         self._handles += self.sums.watch(residents)
         self._dry_run: LayerRunner | None = None
         self._in_backward = False
@@ -150,6 +154,9 @@ class StreamingRuntime:
         self._in_this_backward: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         self._backward_tape: Tape | None = None
         self._clipping = Clipping(self.norms, self.sums, self._states)
+        ways = GradientWays(self.offloader, streams, meter, worker, kernels, self.norms, self.sums)
+        about = (config.slots, ways, self._context.anchor, self._clipping, lambda: self._dry_run is not None)
+        self.expert_streams = ExpertStreams(self.experts, *about)
 
     token_tile = TileOfLayers()
 
@@ -164,14 +171,17 @@ class StreamingRuntime:
 
     @property
     def units(self) -> list[HostUnit]:
-        """All host units: layers, then resident groups."""
-        return [layer.unit for layer in self.layers] + [group.unit for group in self.groups]
+        """All host units: layers, experts that stream in parts, then resident groups."""
+        return [part.unit for part in self.parts]
 
-    def in_forward_order(self) -> Iterable[tuple[HostUnit, UpdateGate, ResidentGroup | None]]:
-        """Units in the order in which the next forward needs them: groups between the layers that they stand between."""
-        parts = [(group.layers_before, 0, (group.unit, group.gate, group)) for group in self.groups]
-        layers = [(layer.index, 1, (layer.unit, layer.gate, None)) for layer in self.layers]
-        return [part for _, _, part in sorted([*parts, *layers], key=lambda item: item[:2])]
+    def in_forward_order(self) -> Iterable[UnitInOrder]:
+        """Units in the order in which the next forward needs them."""
+        return in_forward_order(self.layers, self.groups)
+
+    @property
+    def gradients_leave(self) -> bool:
+        """Whether any gradient of a layer goes to the host."""
+        return any(not layer.unit.is_on_device for layer in self.layers) or any(at.has_trainable for at in self.experts)
 
     def state_of(self, parameter: torch.Tensor) -> ParameterState | None:
         """The parameter's place in the host store, or None if it isn't this model's."""
@@ -261,6 +271,7 @@ class StreamingRuntime:
         self._in_this_backward.clear()
         self._backward_tape = None
         self._order.end_pass()
+        self.expert_streams.end_pass()
         self.activations.settle()
         self.worker.raise_if_failed()
         if self.gradients_complete():
@@ -310,13 +321,12 @@ class StreamingRuntime:
             self.drain()
             self.refresh_if_written()
             self.offloader.wait()
-            if self.streams.is_cuda:
-                torch.cuda.synchronize(self.streams.device)
+            self.streams.synchronize()
             targets: list[tuple[Part, bool]] = [(layer, layer.index in on_device) for layer in self.layers]
             targets += [(group, groups_on_device) for group in self.groups]
             relocate(targets, resident, self.prefetcher, self.streams.device, self.kernels, self._moved)
             if self.offloader.takes_gradients:
-                self.offloader.allocate_slots(any(not layer.unit.is_on_device for layer in self.layers))
+                self.offloader.allocate_slots(self.gradients_leave)
 
     def _moved(self, unit: HostUnit) -> None:
         for state in unit.states:
@@ -374,16 +384,13 @@ class StreamingRuntime:
 
     def refresh_if_written(self) -> None:
         """Takes over weights that somebody wrote to any parameter since they were last seen."""
-        for layer in self.layers:
-            layer.refresh_if_written()
-        for group in self.groups:
-            group.refresh_if_written()
+        for part in self.parts:
+            part.refresh_if_written()
 
     def close(self) -> None:
         """Ends the worker and gives the parameters back to ordinary host memory, masters in full precision."""
         self.worker.close()
-        if self.streams.is_cuda:
-            torch.cuda.synchronize(self.streams.device)
+        self.streams.synchronize()
         for handle in self._handles:
             handle.remove()
         self.offloader.close()
@@ -391,8 +398,3 @@ class StreamingRuntime:
         self.norms.close()
         for unit in self.units:
             unit.release()
-
-
-def _resident_gradient_ready(runtime: weakref.ref[StreamingRuntime], parameter: torch.Tensor) -> None:
-    if (found := runtime()) is not None:
-        found.resident_gradient_ready(parameter)

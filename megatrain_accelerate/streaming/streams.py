@@ -72,3 +72,8 @@ class Streams:
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         """Runs the body's device work on ``stream``."""
         return torch.cuda.stream(stream) if self.is_cuda else contextlib.nullcontext()
+
+    def synchronize(self) -> None:
+        """Blocks until everything that was issued to the device is over. Between steps only."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)

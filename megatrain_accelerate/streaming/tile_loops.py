@@ -1,4 +1,4 @@
-"""Loops over tiles, and how few of them a run without data needs.
+"""Loops over tiles, or parts of experts, and how few of them a run without data needs.
 
 An operation on tensors without data takes as long as launching a real one, and a sequence of a million tokens has hundreds of
 tiles with hundreds of operations each. Tiles are alike, so a few are run, and one of them counts for those that aren't.

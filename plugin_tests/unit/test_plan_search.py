@@ -7,11 +7,12 @@ import dataclasses
 import pytest
 
 from megatrain_accelerate.planning.machine import Machine
+from megatrain_accelerate.planning.peak_memory import peak_bytes
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.placement_search import Candidate, Choices, PlacementSearch
 from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
-from megatrain_accelerate.planning.step_simulation import Model, StepTime, UnitSizes, peak_bytes, sent_bytes, simulate_step
+from megatrain_accelerate.planning.step_simulation import Model, StepTime, UnitSizes, sent_bytes, simulate_step
 
 LAYERS = 10
 MACHINE = Machine(h2d_bytes=100.0, d2h_bytes=100.0, host_step_parameters=100.0, device_bytes=28e6, device_flops=1e3)

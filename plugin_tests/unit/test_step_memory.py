@@ -12,10 +12,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain_accelerate.loss.products import standing_for_a_gpu
+from megatrain_accelerate.planning.peak_memory import peak_bytes
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_memory import LiveBytes, buffers_put_back
 from megatrain_accelerate.planning.step_outline import outline_step
-from megatrain_accelerate.planning.step_simulation import peak_bytes
 
 
 def predicted(length: int = 32, **changes: object) -> int:

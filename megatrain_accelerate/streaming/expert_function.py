@@ -1,0 +1,315 @@
+"""A call of a layer's experts, part by part: the stock forward of their module on the tokens of each part's experts.
+
+T tokens, K choices of each, S = T K pairs, D hidden. A part's rows are its pairs, as tokens with one choice each, so that
+whatever implementation the model uses runs on the part as on a module of fewer experts. Each row's result goes to its pair's
+place, and a token's K rows are added up at the end: no sum depends on how many parts there are, and nothing is added by
+atomics.
+
+In backward each part is fetched again and computed again, like a layer. A recomputed layer doesn't run its experts twice in
+between: what they gave in forward, as large as the hidden states, waits with the layer's inputs (:class:`ExpertResults`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.profiler import record_function
+
+from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.streaming import tile_loops
+from megatrain_accelerate.streaming.ambient_state import AutocastState
+from megatrain_accelerate.streaming.call_order import Tape
+from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache, without_saving
+from megatrain_accelerate.streaming.expert_parts import ExpertPart, StreamedExperts
+from megatrain_accelerate.streaming.expert_routing import Routing, Rows, require_flat
+from megatrain_accelerate.streaming.expert_streams import ExpertStreams, Places, Source
+from megatrain_accelerate.streaming.layer import StreamedLayer
+
+
+@dataclasses.dataclass
+class _Result:
+    """What a call of experts gave, and what its backward has to know of it."""
+
+    output_TD: torch.Tensor | None
+    places: Places
+    version: int
+
+
+class ExpertResults:
+    """The results of the experts in one run of a layer.
+
+    Owner: the layer's autograd node, from forward to the first backward. Reader: the recompute.
+
+    Args:
+        keeps: whether the layer will be recomputed.
+        is_last: whether the backward of this run comes last among those of the layer's call.
+    """
+
+    def __init__(self, keeps: bool = True, is_last: bool = True) -> None:
+        self.keeps = keeps
+        self.is_last = is_last
+        self.replays = False
+        self._results: dict[tuple[int, int], _Result] = {}
+        self._calls: dict[int, int] = {}
+
+    @contextlib.contextmanager
+    def at_work(self, layer: StreamedLayer, replays: bool) -> Iterator[None]:
+        """The layer runs in the body: for the first time, or, with ``replays``, again."""
+        self.replays, self._calls = replays, {}
+        for experts in layer.experts:
+            experts.results = self
+        try:
+            yield
+        finally:
+            for experts in layer.experts:
+                experts.results = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of what waits."""
+        return sum(result.output_TD.nbytes for result in self._results.values() if result.output_TD is not None)
+
+    def number(self, experts: StreamedExperts) -> int:
+        """A call of these experts begins: how many there were before it in this run."""
+        self._calls[id(experts)] = self._calls.get(id(experts), -1) + 1
+        return self._calls[id(experts)]
+
+    def note(self, experts: StreamedExperts, number: int, output_TD: torch.Tensor, places: Places) -> None:
+        """A call in forward gave this; whoever gets the original may write to it."""
+        kept = output_TD.clone() if self.keeps else None
+        self._results[id(experts), number] = _Result(kept, places, experts.unit.version)
+
+    def of(self, experts: StreamedExperts, number: int) -> _Result:
+        """The result of the call in forward; its output is given away to the first that asks."""
+        found = self._results[id(experts), number]
+        output_TD, found.output_TD = found.output_TD, None
+        return _Result(output_TD, found.places, found.version)
+
+
+class _Call:
+    """One call of the experts.
+
+    Args:
+        streams: the engine's.
+        experts: whose call it is.
+        index_TK: the expert of each pair.
+        results: of the layer's run, if it has a graph.
+    """
+
+    def __init__(
+        self, streams: ExpertStreams, experts: StreamedExperts, index_TK: torch.Tensor, results: ExpertResults | None
+    ) -> None:
+        self.experts = experts
+        self.source: Source = streams.source(experts)
+        self.routing = Routing.of(experts, index_TK, lambda: streams.begins(experts, index_TK.device))
+        self.version = experts.unit.version
+        self._number = results.number(experts) if results is not None else 0
+        self.is_last = self._number == 0 and (results is None or results.is_last)
+        self.places: Places | None = None
+        self._results = results
+        self._streams = streams
+        self._autocast: AutocastState | None = None
+
+    def forward(self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor, needs: Sequence[bool] | None) -> torch.Tensor:
+        """The experts' output (T, D), computed or remembered.
+
+        Args:
+            hidden_TD, weights_TK: the call's.
+            needs: which of the two will get a gradient; None without a graph.
+        """
+        results = self._results
+        if results is not None and results.replays:
+            found = results.of(self.experts, self._number)
+            self.places, self.version = found.places, found.version
+            if found.output_TD is not None:
+                return found.output_TD
+        elif self.source.streams_parts:
+            self.places = self._streams.record(self.experts)
+        output_TD = self._compute(hidden_TD, weights_TK, needs)
+        if results is not None and not results.replays:
+            results.note(self.experts, self._number, output_TD, self.places or [])
+        return output_TD
+
+    def enters_autocast(self, device: torch.device) -> None:
+        """Backward is to run under the autocast of now."""
+        self._autocast = AutocastState(device.type)
+
+    def _compute(self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor, needs: Sequence[bool] | None) -> torch.Tensor:
+        made_SD: torch.Tensor | None = None
+        for place, part in tile_loops.tiles(list(enumerate(self.experts.parts))):
+            rows = self.routing.rows(place, part)
+            if rows is None:
+                continue
+            made_nD = self._compute_part(place, part, rows, hidden_TD, weights_TK, needs)
+            if made_SD is None:
+                made_SD = self.routing.pair_buffer(made_nD, made_nD.shape[1])
+            made_SD[rows.pairs_n] = made_nD
+        if made_SD is None:
+            return torch.zeros_like(hidden_TD)
+        return self.routing.sum_of_choices(made_SD).to(hidden_TD.dtype)
+
+    def _compute_part(
+        self,
+        place: int,
+        part: ExpertPart,
+        rows: Rows,
+        hidden_TD: torch.Tensor,
+        weights_TK: torch.Tensor,
+        needs: Sequence[bool] | None,
+    ) -> torch.Tensor:
+        rows_nD, weights_n1 = hidden_TD[rows.tokens_n], weights_TK.reshape(-1)[rows.pairs_n].unsqueeze(1)
+        with (
+            self.source.weights(part, self._place(place), False, needs is not None) as weights,
+            contextlib.ExitStack() as stack,
+        ):
+            if needs is not None:
+                # The graph that backward will make, dropped at once: under no_grad torch may run other kernels.
+                weights = self._leaves(weights)[0]
+                rows_nD.requires_grad_(needs[0])
+                weights_n1.requires_grad_(needs[1])
+                for context in (without_saving(), without_autocast_cache(), torch.enable_grad()):
+                    stack.enter_context(context)
+            with record_function(f"megatrain::forward ({part.name})"):
+                return _run_part(part, weights, rows_nD, rows.index_n1, weights_n1).detach()
+
+    def _place(self, place: int) -> tuple[Tape, int] | None:
+        return self.places[place] if self.places else None
+
+    def _leaves(self, weights: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """All of a part's weights, and those that are trained, as leaves."""
+        cut = [weight.detach() for weight in weights]
+        pairs = zip(cut, self.experts.unit.states, strict=True)
+        return cut, [w.requires_grad_() for w, s in pairs if s.entry.spec.trainable and s.parameter.requires_grad]
+
+    def backward(
+        self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor, gradient_TD: torch.Tensor, needs: Sequence[bool]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The gradients of hidden states and weights; those of the parts leave.
+
+        Raises:
+            StateError: the weights aren't those of the forward.
+        """
+        if self.source.streams_parts and self.experts.unit.version != self.version:
+            raise StateError(
+                f"the weights of the experts {self.experts.name} were changed between their forward and their backward (by "
+                "optimizer.step(), a write, or the step that an earlier backward through the same graph took); run backward "
+                "before the step, or, for a second one, set megatrain_config.step_schedule to 'deferred' (and host_gradients "
+                "to 'kept')"
+            )
+        routing = self.routing
+        gradients = self.source.gradients(self.is_last)
+        if gradients is None and not any(needs):
+            return None, None  # all were frozen since the model was prepared
+        hidden_SD = routing.pair_buffer(hidden_TD, hidden_TD.shape[1]) if needs[0] else None
+        weights_S = routing.pair_buffer(weights_TK) if needs[1] else None
+        for place, part in tile_loops.tiles(list(enumerate(self.experts.parts))[::-1]):
+            rows = routing.rows(place, part)
+            if rows is None:
+                if gradients is not None:
+                    gradients.take(part, None)
+                continue
+            rows_nD = hidden_TD[rows.tokens_n].requires_grad_(needs[0])
+            weights_n1 = weights_TK.reshape(-1)[rows.pairs_n].unsqueeze(1).requires_grad_(needs[1])
+            of_hidden, of_choice, of_weights = self._differentiate_part(place, part, rows, rows_nD, weights_n1, gradient_TD)
+            if hidden_SD is not None:
+                hidden_SD[rows.pairs_n] = torch.zeros_like(rows_nD) if of_hidden is None else of_hidden
+            if weights_S is not None:
+                weights_S[rows.pairs_n] = (
+                    torch.zeros_like(weights_n1).squeeze(1) if of_choice is None else of_choice.squeeze(1)
+                )
+            if gradients is not None:
+                gradients.take(part, of_weights)
+            # Gone before the next part makes its own.
+            del rows_nD, weights_n1, of_hidden, of_choice, of_weights
+        return (
+            None if hidden_SD is None else routing.sum_of_choices(hidden_SD),
+            None if weights_S is None else weights_S.view(weights_TK.shape),
+        )
+
+    def _differentiate_part(
+        self,
+        place: int,
+        part: ExpertPart,
+        rows: Rows,
+        rows_nD: torch.Tensor,
+        weights_n1: torch.Tensor,
+        gradient_TD: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Sequence[torch.Tensor | None]]:
+        """Computes a part again; returns the gradients of its rows, of their weights, and of its trained parameters."""
+        with self.source.weights(part, self._place(place), True, False) as weights:
+            cut, leaves = self._leaves(weights)
+            wanted = [tensor for tensor in (rows_nD, weights_n1) if tensor.requires_grad]
+            assert self._autocast is not None
+            with self._autocast.entered(), torch.enable_grad(), record_function(f"megatrain::recompute ({part.name})"):
+                made_nD = _run_part(part, cut, rows_nD, rows.index_n1, weights_n1)
+            with record_function(f"megatrain::backward ({part.name})"):
+                of_rows_nD = gradient_TD[rows.tokens_n].to(made_nD.dtype)
+                found = torch.autograd.grad(made_nD, [*wanted, *leaves], of_rows_nD, allow_unused=True)
+        of_wanted = iter(found[: len(wanted)])
+        of_hidden, of_choice = (next(of_wanted) if t.requires_grad else None for t in (rows_nD, weights_n1))
+        return of_hidden, of_choice, found[len(wanted) :]
+
+
+class _ExpertsFunction(torch.autograd.Function):
+    """The node of one call: keeps its inputs, and computes part by part."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Call, anchor: torch.Tensor, hidden_TD: torch.Tensor, weights_TK: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.call = call
+        ctx.save_for_backward(hidden_TD, weights_TK)
+        call.enters_autocast(hidden_TD.device)
+        return call.forward(hidden_TD, weights_TK, ctx.needs_input_grad[2:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_TD: torch.Tensor) -> Any:
+        hidden_TD, weights_TK = ctx.saved_tensors
+        return (None, None, *ctx.call.backward(hidden_TD, weights_TK, gradient_TD, ctx.needs_input_grad[2:]))
+
+
+def run_experts(streams: ExpertStreams, experts: StreamedExperts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the proxy of an experts' module does: ``experts(hidden_states, top_k_index, top_k_weights)``.
+
+    Raises:
+        UnsupportedError: the call can't be cut into parts.
+    """
+    hidden_TD, index_TK, weights_TK = inspect.signature(experts.forward).bind(*args, **kwargs).args
+    require_flat(experts, hidden_TD, index_TK, weights_TK)
+    with torch.no_grad():
+        call = _Call(streams, experts, index_TK, experts.results)
+    if not torch.is_grad_enabled():
+        return call.forward(hidden_TD, weights_TK, None)
+    anchor = streams.anchor if experts.has_trainable else streams.anchor.detach()
+    return _ExpertsFunction.apply(call, anchor, hidden_TD, weights_TK)
+
+
+def _run_part(
+    part: ExpertPart,
+    weights: Sequence[torch.Tensor],
+    rows_nD: torch.Tensor,
+    index_n1: torch.Tensor,
+    weights_n1: torch.Tensor,
+) -> torch.Tensor:
+    """The module's own forward, as if it had the part's experts alone, times the weights: (n, D), in the wider dtype."""
+    experts = part.owner
+    module, names = experts.module, [state.name for state in experts.unit.states]
+    before = experts.shown
+    try:
+        module.__dict__["num_experts"] = part.experts.experts
+        for name, weight in zip(names, weights, strict=True):
+            module._parameters[name] = weight  # type: ignore[assignment]
+        # Weights of one, and the product here: with those of fp32 the implementation would round each choice before their sum.
+        made_nD: torch.Tensor = experts.forward(rows_nD, index_n1, torch.ones_like(weights_n1, dtype=rows_nD.dtype))
+        return made_nD * weights_n1
+    finally:
+        module.__dict__["num_experts"] = experts.count
+        for name, parameter in zip(names, before, strict=True):
+            module._parameters[name] = parameter  # type: ignore[assignment]
