@@ -22,8 +22,8 @@ MEMORY_SHARE = 0.777
 """Of the stated speed of device memory: 3.73 of 4.8 TB/s, a copy on H200."""
 H2D_SHARE, D2H_SHARE = 0.841, 0.862
 """Of the link's stated speed: 53.0 and 54.3 of 63.0 GB/s, PCIe Gen5 on H200."""
-H2D_SHARE_IN_STEP, D2H_SHARE_IN_STEP = 0.35, 0.48
-"""Of those, what is left while the host steps: measured on a server with 64 cores."""
+H2D_SHARE_IN_STEP, D2H_SHARE_IN_STEP = 0.37, 0.52
+"""Of those, what is left while the host steps: 35 and 48% on one server with 64 cores, 39 and 57% on another."""
 STEP_PARAMETERS_PER_THREAD = 0.41e9
 """A second, of the host's AdamW: 5.7 G/s with 14 threads in training, on a server's cores with AVX-512."""
 CONTEXT_BYTES = GIB // 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from typing import Any
 
 import pytest
@@ -129,6 +130,7 @@ def peak_of(parts: int, **settings: Any) -> tuple[int, int, int]:
     """The measured and the predicted peak of device memory of three steps, and the bytes of all slots."""
     model = tiny_experts("grouped_mm", **LARGE).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    gc.collect()  # what a run before left in cycles would leave in the middle of this one
     torch.cuda.empty_cache()
     base = torch.cuda.memory_allocated()
     engine = attach(model, device="cuda", expert_parts=parts, compile_layers=False, keep_layers=0, **settings)
@@ -159,6 +161,7 @@ def test_a_plan_cuts_experts_whose_slots_would_fill_the_gpu_and_trains_within_it
     torch.use_deterministic_algorithms(False)
     model = tiny_experts("grouped_mm", **LARGE).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    gc.collect()  # what a run before left in cycles would leave in the middle of this one
     torch.cuda.empty_cache()
     base = torch.cuda.memory_allocated()
     engine = attach(model, device="cuda", gpu_memory_gib=1.25, device_layers="auto")

@@ -67,7 +67,7 @@ H200 = Machine(
 CORES_16 = {"h2d_bytes": 54.8e9, "d2h_bytes": 54.8e9, "device_bytes": 3.66e12, "device_flops": 790.6e12}
 CORES_32 = {"h2d_bytes": 54.5e9, "d2h_bytes": 55.2e9, "device_bytes": 3.80e12, "device_flops": 787e12}
 CORES_64 = {"h2d_bytes": 55.1e9, "d2h_bytes": 55.3e9, "device_bytes": 3.86e12, "device_flops": 791.9e12}
-BUSY_CORES_64 = {
+COPIES_BESIDE_A = {
     "h2d_bytes": 55.1e9,
     "d2h_bytes": 55.1e9,
     "device_bytes": 3.53e12,
@@ -75,7 +75,15 @@ BUSY_CORES_64 = {
     "h2d_share_in_step": 0.352,
     "d2h_share_in_step": 0.478,
 }
-"""Machines of other days, by the cores that they have in all."""
+COPIES_BESIDE_B = {
+    "h2d_bytes": 54.0e9,
+    "d2h_bytes": 54.5e9,
+    "device_bytes": 3.70e12,
+    "device_flops": 777.4e12,
+    "h2d_share_in_step": 0.389,
+    "d2h_share_in_step": 0.567,
+}
+"""Machines of other days, by their cores; two of them with what the host's step leaves to copies."""
 
 
 FITTED = [
@@ -101,7 +109,8 @@ KEPT_OUT = [
     Measured("3b", 2, 4096, 5.7, 0.559, 23.32, 41.8, gpu_planned_gib=24.0),
     Measured("3b", 2, 4096, 4.01, 0.648, 23.32, 41.8, gpu_planned_gib=24.0),
     Measured("7b", 32, 1024, 5.7, 2.737, 123.68, 104.6),
-    Measured("14b", 8, 4096, 6.71, 5.863, 124.16, 195.4, host_memory_gib=199.0, other_speeds=BUSY_CORES_64),
+    Measured("14b", 8, 4096, 6.71, 5.863, 124.16, 195.4, host_memory_gib=199.0, other_speeds=COPIES_BESIDE_A),
+    Measured("32b", 8, 4096, 7.04, 13.64, 120.8, 430.8, 124.9, 442.0, other_speeds=COPIES_BESIDE_B),
     # Its plan offloaded nothing; today's would.
     Measured("14b", 8, 4096, 8.2, 6.139, 124.47, 196.8, host_memory_gib=503.0, settings={"offload_layers": 0}),
     Measured("7b", 1, 524288, 8.12, 433.8, 121.06, 235.0, 125.1, 240.0, other_speeds=CORES_64),
