@@ -79,7 +79,13 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
+SIMILAR = ("accelerate", "launcher", "parser, then arguments", "trl config", "peft")
+"""Orders that differ little from another one."""
+
+
+@pytest.mark.parametrize(
+    "order", [pytest.param(order, marks=pytest.mark.long) if order in SIMILAR else order for order in ORDERS]
+)
 def test_every_target_is_patched_right_after_its_import(order: str) -> None:
     run_python(f"{PROBE}\nrun(*{ORDERS[order]!r})")
 

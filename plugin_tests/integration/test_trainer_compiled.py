@@ -66,6 +66,7 @@ def test_the_trainer_compiles_experts_with_their_auxiliary_loss(tmp_path: Path) 
     assert_same_run(ours, theirs, tolerance=3e-2)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("quick_backend")
 def test_ragged_batches_of_the_trainer_compile_few_graphs(tmp_path: Path) -> None:
     runs = [

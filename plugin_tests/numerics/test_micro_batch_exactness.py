@@ -109,7 +109,7 @@ def test_bf16_gradients_in_pieces_are_rounded_once() -> None:
 @pytest.mark.parametrize(
     "shared",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.long),
         {"slots": 3, "schedule": "serial", "accumulation": 2},
         {"max_norm": None, "schedule": "backward", "gradient_slots": 1},
     ],

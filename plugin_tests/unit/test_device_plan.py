@@ -103,7 +103,9 @@ def long_batch(length: int = 2048) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kept", "offload_inputs"), [(0, False), (0, True), pytest.param(2, False, marks=pytest.mark.long)], ids=str
+    ("kept", "offload_inputs"),
+    [pytest.param(0, False, marks=pytest.mark.long), (0, True), pytest.param(2, False, marks=pytest.mark.long)],
+    ids=str,
 )
 def test_attention_that_is_kept_takes_what_is_predicted(
     monkeypatch: pytest.MonkeyPatch, kept: int, offload_inputs: bool

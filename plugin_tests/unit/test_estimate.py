@@ -151,7 +151,9 @@ def test_pieces_of_a_batch_take_less_memory_and_no_less_time() -> None:
     assert of_pieces.forward_seconds >= of_whole.forward_seconds  # weights are read for each piece
 
 
-@pytest.mark.parametrize("settings", [{"host_gradients": "passing"}, {"step_schedule": "backward"}])
+@pytest.mark.parametrize(
+    "settings", [{"host_gradients": "passing"}, pytest.param({"step_schedule": "backward"}, marks=pytest.mark.long)]
+)
 def test_a_step_in_backward_hides_under_more_than_one_after_it(settings: dict[str, str]) -> None:
     slow_host = dataclasses.replace(MACHINE, host_step_parameters=2e7)
     seconds = [
