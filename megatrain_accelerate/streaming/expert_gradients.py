@@ -117,7 +117,8 @@ class ExpertGradients:
         if not self._left:
             for addition in self._additions:
                 addition.note()
-        staging = copied_event = None
+        # RAW, WAW: what was sent in an earlier backward may still be on its way to where zeros are added.
+        staging, copied_event = None, ways.offloader.last_copied_event
         views: Sequence[torch.Tensor | None] = [None] * len(self._experts.trainable)
         if slot is not None:
             staging = ways.offloader.take_staging()
@@ -128,8 +129,7 @@ class ExpertGradients:
         takes_norms = not self._left and self._is_last and ways.offloader.gradients_complete()
 
         def add() -> None:
-            if copied_event is not None:
-                copied_event.synchronize()
+            copied_event.synchronize()
             for addition, row in zip(self._additions, self._rows, strict=True):
                 addition.add(views[row], ways.kernels, part.experts.of)
                 if takes_norms:

@@ -198,6 +198,11 @@ class GradientOffloader:
         return slot
 
     @property
+    def last_copied_event(self) -> Any:
+        """Complete when all gradients that were sent so far have arrived."""
+        return self._last_copied_event
+
+    @property
     def passes(self) -> bool:
         """Whether gradients are consumed in backward."""
         return self._passing is not None
