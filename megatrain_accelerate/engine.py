@@ -283,7 +283,7 @@ class Engine:
             # Whoever reads the weights as a whole sees all steps that were taken.
             self._handles.append(module.register_state_dict_pre_hook(ModelHook(self.runtime.drain)))
             self._handles.append(module.register_load_state_dict_pre_hook(ModelHook(self.runtime.drain)))
-        in_layers = {id(state.parameter) for layer in self.runtime.layers for state in layer.unit.states}
+        in_layers = {id(state.parameter) for at in (*self.runtime.layers, *self.runtime.experts) for state in at.unit.states}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if id(parameter) not in in_layers:
                 owner, _, key = name.rpartition(".")

@@ -33,24 +33,34 @@ class CallOrder:
 
     Args:
         layer_count: number of layers; before the first pass they are expected in index order.
+        leader: for parts of layers, the order of the layers: a pass begins with one of theirs. A layer may call its parts
+            several times, so that the first part again tells nothing.
     """
 
-    def __init__(self, layer_count: int) -> None:
+    def __init__(self, layer_count: int, leader: CallOrder | None = None) -> None:
         self._expected = list(range(layer_count))
         self._tape = Tape()
         self._first: int | None = None
         self._ended = False
+        self._leader = leader
+        self._led_by: Tape | None = None
 
     def record(self, index: int) -> tuple[Tape, int]:
         """Notes a forward call; returns the pass's tape and the call's position on it."""
-        if not self._tape.calls or index == self._first or self._ended:
+        if not self._tape.calls or self._begins_pass(index):
             self._ended = False
             if self._tape.calls:
                 self._expected = self._tape.calls
             self._tape = Tape()
             self._first = index
+            self._led_by = None if self._leader is None else self._leader._tape
         self._tape.calls.append(index)
         return self._tape, len(self._tape.calls) - 1
+
+    def _begins_pass(self, index: int) -> bool:
+        if self._leader is not None:
+            return self._led_by is not self._leader._tape
+        return index == self._first or self._ended
 
     def end_pass(self) -> None:
         """The next call begins a new pass, whichever layer it is (a backward ended)."""

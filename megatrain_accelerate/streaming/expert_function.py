@@ -6,7 +6,8 @@ place, and a token's K rows are added up at the end: no sum depends on how many 
 atomics.
 
 In backward each part is fetched again and computed again, like a layer. A recomputed layer doesn't run its experts twice in
-between: what they gave in forward, as large as the hidden states, waits with the layer's inputs (:class:`ExpertResults`).
+between: what they gave in forward, as large as the hidden states, waits with the layer's inputs, and so does the order of the
+pairs (:class:`ExpertResults`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class _Result:
     """What a call of experts gave, and what its backward has to know of it."""
 
     output_TD: torch.Tensor | None
+    routing: Routing | None
+    """Of the output: None where that isn't kept."""
     places: Places
     version: int
 
@@ -73,23 +76,39 @@ class ExpertResults:
     @property
     def size_bytes(self) -> int:
         """Bytes of what waits."""
-        return sum(result.output_TD.nbytes for result in self._results.values() if result.output_TD is not None)
+        results = self._results.values()
+        of_outputs = sum(result.output_TD.nbytes for result in results if result.output_TD is not None)
+        return of_outputs + sum(result.routing.size_bytes for result in results if result.routing is not None)
 
     def number(self, experts: StreamedExperts) -> int:
         """A call of these experts begins: how many there were before it in this run."""
         self._calls[id(experts)] = self._calls.get(id(experts), -1) + 1
         return self._calls[id(experts)]
 
-    def note(self, experts: StreamedExperts, number: int, output_TD: torch.Tensor, places: Places) -> None:
+    def note(
+        self, experts: StreamedExperts, number: int, output_TD: torch.Tensor, routing: Routing, places: Places, version: int
+    ) -> None:
         """A call in forward gave this; whoever gets the original may write to it."""
         kept = output_TD.clone() if self.keeps else None
-        self._results[id(experts), number] = _Result(kept, places, experts.unit.version)
+        self._results[id(experts), number] = _Result(kept, routing if self.keeps else None, places, version)
 
     def of(self, experts: StreamedExperts, number: int) -> _Result:
-        """The result of the call in forward; its output is given away to the first that asks."""
-        found = self._results[id(experts), number]
-        output_TD, found.output_TD = found.output_TD, None
-        return _Result(output_TD, found.places, found.version)
+        """The result of the call in forward; its output is given away to the first that asks.
+
+        Raises:
+            StateError: forward had no such call.
+        """
+        found = self._results.get((id(experts), number))
+        if found is None:
+            in_forward = sum(1 for key, _ in self._results if key == id(experts))
+            raise StateError(
+                f"experts {experts.name} are called {number + 1} times or more when their layer is computed again, and were "
+                f"called {in_forward} times in its forward; make the layer call them alike in both, or set "
+                "megatrain_config.expert_parts to 1"
+            )
+        output_TD, routing = found.output_TD, found.routing
+        found.output_TD = found.routing = None
+        return _Result(output_TD, routing, found.places, found.version)
 
 
 class _Call:
@@ -98,8 +117,11 @@ class _Call:
     Args:
         streams: the engine's.
         experts: whose call it is.
-        index_TK: the expert of each pair.
+        index_TK: the expert of each pair; where the result waits, its order does.
         results: of the layer's run, if it has a graph.
+
+    Raises:
+        StateError: see :meth:`ExpertResults.of`, :meth:`ExpertStreams.source`.
     """
 
     def __init__(
@@ -107,9 +129,12 @@ class _Call:
     ) -> None:
         self.experts = experts
         self.source: Source = streams.source(experts)
-        self.routing = Routing.of(experts, index_TK, lambda: streams.begins(experts, index_TK.device))
-        self.version = experts.unit.version
         self._number = results.number(experts) if results is not None else 0
+        self._found = results.of(experts, self._number) if results is not None and results.replays else None
+        routing = None if self._found is None else self._found.routing
+        # Sorted once: it waits for the device.
+        self.routing = routing or Routing.of(experts, index_TK, lambda: streams.begins(experts, index_TK.device))
+        self.version: int | None = None
         self.is_last = self._number == 0 and (results is None or results.is_last)
         self.places: Places | None = None
         self._results = results
@@ -123,17 +148,19 @@ class _Call:
             hidden_TD, weights_TK: the call's.
             needs: which of the two will get a gradient; None without a graph.
         """
-        results = self._results
-        if results is not None and results.replays:
-            found = results.of(self.experts, self._number)
+        found, self._found = self._found, None
+        if found is not None:
             self.places, self.version = found.places, found.version
             if found.output_TD is not None:
                 return found.output_TD
         elif self.source.streams_parts:
             self.places = self._streams.record(self.experts)
         output_TD = self._compute(hidden_TD, weights_TK, needs)
-        if results is not None and not results.replays:
-            results.note(self.experts, self._number, output_TD, self.places or [])
+        if found is None:
+            # Not before: the first fetch takes over what somebody wrote.
+            self.version = self.experts.unit.version
+            if self._results is not None:
+                self._results.note(self.experts, self._number, output_TD, self.routing, self.places or [], self.version)
         return output_TD
 
     def enters_autocast(self, device: torch.device) -> None:
@@ -195,13 +222,8 @@ class _Call:
         Raises:
             StateError: the weights aren't those of the forward.
         """
-        if self.source.streams_parts and self.experts.unit.version != self.version:
-            raise StateError(
-                f"the weights of the experts {self.experts.name} were changed between their forward and their backward (by "
-                "optimizer.step(), a write, or the step that an earlier backward through the same graph took); run backward "
-                "before the step, or, for a second one, set megatrain_config.step_schedule to 'deferred' (and host_gradients "
-                "to 'kept')"
-            )
+        if self.source.streams_parts:
+            self.experts.require_version(self.version)
         routing = self.routing
         gradients = self.source.gradients(self.is_last)
         if gradients is None and not any(needs):
@@ -281,8 +303,8 @@ def run_experts(streams: ExpertStreams, experts: StreamedExperts, args: tuple[An
     Raises:
         UnsupportedError: the call can't be cut into parts.
     """
-    hidden_TD, index_TK, weights_TK = inspect.signature(experts.forward).bind(*args, **kwargs).args
-    require_flat(experts, hidden_TD, index_TK, weights_TK)
+    bound = inspect.signature(experts.forward).bind(*args, **kwargs)
+    hidden_TD, index_TK, weights_TK = require_flat(experts, [*bound.args, *bound.kwargs.values()])
     with torch.no_grad():
         call = _Call(streams, experts, index_TK, experts.results)
     if not torch.is_grad_enabled():

@@ -1,25 +1,25 @@
 """Gradients of a layer's experts to the host, part by part, in the slots of the layers' gradients.
 
 A parameter of the experts has one gradient, of which each part brings a range. Those of one backward belong together: whether
-they are added to earlier ones is decided before the first, and ``parameter.grad`` shows them behind the last.
+they are added to earlier ones is decided before the first, and ``parameter.grad`` shows them behind the last. A part's
+ranges lie apart on the host: they are one copy a parameter; what is added to earlier gradients goes to a buffer in one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.profiler import record_function
 
-from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
-from megatrain_accelerate.optim.step_worker import StepWorker, Ticket
+from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.streaming.device_slots import GradientSlot
 from megatrain_accelerate.streaming.expert_parts import ExpertPart, StreamedExperts
-from megatrain_accelerate.streaming.fp32_sums import Fp32Sums, RunningSum, gradient_norms
+from megatrain_accelerate.streaming.fp32_sums import Fp32Sums, gradient_norms
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
+from megatrain_accelerate.streaming.gradient_buffers import Addition
 from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.norm_table import NormTable
 from megatrain_accelerate.streaming.streams import Streams
@@ -51,11 +51,7 @@ class ExpertGradients:
     """
 
     def __init__(self, ways: GradientWays, experts: StreamedExperts, is_last: bool) -> None:
-        if not ways.offloader.takes_gradients:
-            raise StateError(
-                f"experts {experts.name} got a gradient but the model was prepared for evaluation only; prepare it with "
-                "accelerator.prepare(model) (evaluation_mode=False) to train it"
-            )
+        ways.offloader.require_training(experts)
         self._ways, self._experts, self._is_last = ways, experts, is_last
         trainable = experts.trainable
         # One that was frozen since it was prepared gets none.
@@ -65,7 +61,7 @@ class ExpertGradients:
         self._is_fresh = is_fresh or ways.offloader.passes
         self._left = len(experts.parts)
         self._norms = torch.zeros(len(trainable), dtype=torch.float32, device=ways.streams.device)
-        self._earlier: list[tuple[torch.Tensor | None, RunningSum | None]] = []
+        self._additions: list[Addition] = []
         ways.offloader.begin_passing(experts)
 
     def take(self, part: ExpertPart, gradients: Sequence[torch.Tensor | None] | None) -> None:
@@ -77,6 +73,10 @@ class ExpertGradients:
                 had no token: plain PyTorch's gradient has zeros there.
         """
         ways, layout = self._ways, part.unit.layout
+        self._left -= 1
+        if gradients is None and not self._is_fresh:
+            self._show(self._add_on_host(part, None))  # zeros needn't travel
+            return
         # WAR: a step that is still to be applied reads the gradients of the pass before.
         ways.meter.wait_for_step(part.name, part.gate.is_open, part.gate.wait)
         slot = ways.offloader.take_slot()
@@ -94,65 +94,50 @@ class ExpertGradients:
                 self._norms = torch.hypot(self._norms, torch.stack(gradient_norms(views)))
                 slot.norms[: len(views)].copy_(self._norms)
             slot.grads_ready_event.record(ways.streams.compute_stream)
-        self._left -= 1
-        if self._is_fresh:
-            unit = self._experts.unit
-            assert unit.gradients is not None
-            pieces = part.unit.pieces(unit.gradients, slot.buffer, trainable_only=True)
-            norms = None if self._left else ways.norms.of_unit(unit)
-            wait = ways.offloader.send(slot, part.name, layout.gradient_bytes, pieces, norms).synchronize
-        else:
-            ticket = self._add_on_host(slot, part)
-            ways.offloader.note_ticket(ticket)
-            wait = ticket.wait
-        if not self._left:
-            ways.offloader.show(self._experts, self._states, self._is_fresh, wait, may_be_stepped=self._is_last)
+        if not self._is_fresh:
+            self._show(self._add_on_host(part, slot))
+            return
+        unit = self._experts.unit
+        assert unit.gradients is not None
+        pieces = part.unit.pieces(unit.gradients, slot.buffer, trainable_only=True)
+        norms = None if self._left else ways.norms.of_unit(unit)
+        self._show(ways.offloader.send(slot, part.name, layout.gradient_bytes, pieces, norms).synchronize)
 
-    def _add_on_host(self, slot: GradientSlot, part: ExpertPart) -> Ticket:
-        ways, layout = self._ways, part.unit.layout
-        staging = ways.offloader.take_staging()
-        if not self._earlier:  # not before: the first staging buffers come with the sums' memory
-            self._earlier = [(state.parameter.grad, ways.sums.running(state)) for state in self._states]
-        size = layout.gradient_bytes
-        copied_event = ways.offloader.send(slot, part.name, size, [(staging.buffer[:size], slot.buffer[:size])], None)
-        views = layout.views(staging.buffer, trainable_only=True)
-        targets = [
-            (state, earlier, running, views[row])
-            for state, (earlier, running), row in zip(self._states, self._earlier, self._rows, strict=True)
-        ]
+    def _show(self, wait: Callable[[], None]) -> None:
+        """Behind the last part ``parameter.grad`` shows the gradients; ``wait`` blocks until they have arrived."""
         if not self._left:
-            for state, _, running, _ in targets:
-                if running is not None:
-                    state.note_fp32_sum()
+            self._ways.offloader.show(self._experts, self._states, self._is_fresh, wait, may_be_stepped=self._is_last)
+
+    def _add_on_host(self, part: ExpertPart, slot: GradientSlot | None) -> Callable[[], None]:
+        """Adds what the slot holds, or zeros without one; returns what blocks until that is done."""
+        ways, size = self._ways, part.unit.layout.gradient_bytes
+        if not self._additions:
+            ways.offloader.prepare_accumulation()  # before the sums are asked for: it makes their memory
+            self._additions = [Addition.of(state, ways.sums) for state in self._states]
+        if not self._left:
+            for addition in self._additions:
+                addition.note()
+        # RAW, WAW: what was sent in an earlier backward may still be on its way to where zeros are added.
+        staging, copied_event = None, ways.offloader.last_copied_event
+        views: Sequence[torch.Tensor | None] = [None] * len(self._experts.trainable)
+        if slot is not None:
+            staging = ways.offloader.take_staging()
+            pieces = [(staging.buffer[:size], slot.buffer[:size])]
+            copied_event = ways.offloader.send(slot, part.name, size, pieces, None)
+            views = part.unit.layout.views(staging.buffer, trainable_only=True)
         norms = ways.norms.of_unit(self._experts.unit)
-        takes_norms = not self._left and ways.offloader.gradients_complete()
-        of_part = part.experts.of
+        takes_norms = not self._left and self._is_last and ways.offloader.gradients_complete()
 
         def add() -> None:
             copied_event.synchronize()
-            for state, earlier, running, new in targets:
-                assert state.gradient is not None
-                if earlier is None:
-                    of_part(state.gradient.data).copy_(new)  # unseen by the version that the launching thread takes
-                elif running is not None:
-                    sums = of_part(running.gradient), of_part(running.residual)
-                    dataclasses.replace(running, gradient=sums[0], residual=sums[1]).add(new)
-                elif earlier.data_ptr() == state.gradient.data_ptr():
-                    ways.kernels.accumulate(of_part(state.gradient), new)
-                else:  # somebody assigned a tensor of their own
-                    of_part(earlier).add_(new)
-            if takes_norms:
-                self._take_norms([(state, *before) for state, before in zip(self._states, self._earlier, strict=True)], norms)
+            for addition, row in zip(self._additions, self._rows, strict=True):
+                addition.add(views[row], ways.kernels, part.experts.of)
+                if takes_norms:
+                    total, norms[row] = addition.total_and_norm(ways.sums)
+                    ways.norms.note(addition.state.parameter, total)
 
-        staging.ticket = ways.worker.submit(f"accumulate ({part.name})", add)
-        return staging.ticket
-
-    def _take_norms(
-        self, sums: Sequence[tuple[ParameterState, torch.Tensor | None, RunningSum | None]], norms: torch.Tensor
-    ) -> None:
-        """The norms of the whole gradients, when the last part is added."""
-        for (state, earlier, running), row in zip(sums, self._rows, strict=True):
-            total = state.gradient if earlier is None else earlier
-            assert total is not None
-            norms[row] = self._ways.sums.host_norm(total, None if running is None else running.residual)
-            self._ways.norms.note(state.parameter, total)
+        ticket = ways.worker.submit(f"accumulate ({part.name})", add)
+        if staging is not None:
+            staging.ticket = ticket
+        ways.offloader.note_ticket(ticket)
+        return ticket.wait

@@ -129,6 +129,8 @@ class StreamedExperts(StreamedLayer):
         first_part: index of the first of them.
     """
 
+    kind = "experts"
+
     def __init__(
         self,
         index: int,
@@ -157,7 +159,7 @@ class StreamedExperts(StreamedLayer):
     def shown(self) -> list[torch.Tensor]:
         """What the module's parameters are now, in entry order: others than the store's where a run without data, or one on
         made-up numbers, has put its own in their place."""
-        return [self.module._parameters[state.name] for state in self.unit.states]  # type: ignore[misc]
+        return [self.module._parameters.get(state.name) for state in self.unit.states]  # type: ignore[misc]
 
     @property
     def shows_its_own(self) -> bool:

@@ -6,7 +6,8 @@ T tokens, K choices of each, S = T K pairs, D hidden. Pair number s is choice s 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -57,6 +58,11 @@ class Routing:
         return cls(index_TK.shape[0], index_TK.shape[1], order_S, sorted_S, tuple(bounds))
 
     @property
+    def size_bytes(self) -> int:
+        """Bytes that it holds on the device."""
+        return self._order_S.nbytes + self._experts_S.nbytes
+
+    @property
     def all_have_an_expert(self) -> bool:
         """Whether no pair goes to none."""
         return self._bounds[-1] - self._bounds[0] == self._order_S.numel()
@@ -77,7 +83,7 @@ class Routing:
 
     def sum_of_choices(self, pairs_SD: torch.Tensor) -> torch.Tensor:
         """The sum over each token's choices, added in fp32 and rounded once: (T, D)."""
-        return pairs_SD.view(self.tokens, self.choices, -1).sum(dim=1)
+        return pairs_SD.view(self.tokens, self.choices, *pairs_SD.shape[1:]).sum(dim=1)
 
 
 def _supposed_bounds(pairs: int, experts: StreamedExperts) -> list[int]:
@@ -89,17 +95,19 @@ def _supposed_bounds(pairs: int, experts: StreamedExperts) -> list[int]:
     return [0, *ends]
 
 
-def require_flat(experts: StreamedExperts, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> None:
-    """Checks the arguments of a call of the experts.
+def require_flat(experts: StreamedExperts, given: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Checks the arguments of a call of the experts, and returns them: hidden states (T, D), indices and weights (T, K).
 
     Raises:
         UnsupportedError: they aren't those that the parts can be cut by.
     """
-    shapes = (hidden_TD.shape, index_TK.shape, weights_TK.shape)
-    fits = hidden_TD.dim() == index_TK.dim() == 2 and index_TK.shape == weights_TK.shape
-    if not fits or hidden_TD.shape[0] != index_TK.shape[0]:
-        raise UnsupportedError(
-            f"experts {experts.name} are called with hidden states, indices and weights of the shapes "
-            f"{', '.join(str(tuple(shape)) for shape in shapes)}, and can't stream in parts; set "
-            "megatrain_config.expert_parts to 1"
-        )
+    if len(given) == 3 and all(isinstance(argument, torch.Tensor) for argument in given):
+        hidden_TD, index_TK, weights_TK = given
+        fits = hidden_TD.dim() == index_TK.dim() == 2 and index_TK.shape == weights_TK.shape
+        if fits and hidden_TD.shape[0] == index_TK.shape[0]:
+            return hidden_TD, index_TK, weights_TK
+    what = (str(tuple(arg.shape)) if isinstance(arg, torch.Tensor) else type(arg).__name__ for arg in given)
+    raise UnsupportedError(
+        f"experts {experts.name} are called with {', '.join(what)}, where hidden states (tokens, width), indices and weights "
+        "(tokens, choices) are expected, and can't stream in parts; set megatrain_config.expert_parts to 1"
+    )

@@ -44,6 +44,7 @@ class ExpertStreams:
         anchor: see :attr:`RunContext.anchor`.
         clipping: the engine's.
         runs_dry: whether layers run on trial, for a plan or a probe.
+        layers: in which order the layers are called.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class ExpertStreams:
         anchor: torch.Tensor,
         clipping: Clipping,
         runs_dry: Callable[[], bool],
+        layers: CallOrder,
     ) -> None:
         self.experts = list(experts)
         self.anchor = anchor
@@ -63,12 +65,8 @@ class ExpertStreams:
         self._runs_dry = runs_dry
         parts = [part for whole in experts for part in whole.parts]
         self._prefetcher = _PartPrefetcher(parts, slots, ways) if parts else None
-        self._order = CallOrder(len(parts))
+        self._order = CallOrder(len(parts), leader=layers)
         self._begins: dict[tuple[int, torch.device], torch.Tensor] = {}
-
-    def end_pass(self) -> None:
-        """A backward ended."""
-        self._order.end_pass()
 
     def begins(self, experts: StreamedExperts, device: torch.device) -> torch.Tensor:
         """For :meth:`Routing.of <megatrain_accelerate.streaming.expert_routing.Routing.of>`."""
@@ -89,10 +87,10 @@ class ExpertStreams:
             StateError: a parameter of the module isn't the one that was adopted.
         """
         if not experts.shows_its_own:
-            if any(isinstance(shown, nn.Parameter) for shown in experts.shown):
+            if any(shown is None or isinstance(shown, nn.Parameter) for shown in experts.shown):
                 raise StateError(
-                    f"a parameter of the experts {experts.name} was replaced after the model was prepared; change the model "
-                    "(adapters, heads, tokens) before accelerator.prepare()"
+                    f"a parameter of the experts {experts.name} was replaced or removed after the model was prepared; change "
+                    "the model (adapters, heads, tokens) before accelerator.prepare()"
                 )
             return Shown(experts)
         return OnTrial(self, experts) if self._runs_dry() else Streaming(self, experts)

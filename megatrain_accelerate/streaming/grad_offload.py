@@ -1,4 +1,5 @@
-"""Gradients to the host: device slots, one copy a layer, accumulation over micro-batches, and their norms.
+"""Gradients to the host: device slots, one copy a layer (of a part of its experts one a parameter, :mod:`.expert_gradients`),
+accumulation over micro-batches, and their norms.
 
 The norms are taken on the device, gradient by gradient, while the gradients are still there, and travel with them; so
 the global norm is known on the host when backward ends, without another pass over the gradients.
@@ -19,7 +20,7 @@ from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker, Ticket
 from megatrain_accelerate.streaming.device_slots import GradientSlot
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums, gradient_norms
-from megatrain_accelerate.streaming.gradient_buffers import Staging, of_their_own
+from megatrain_accelerate.streaming.gradient_buffers import Addition, Staging, of_their_own
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.norm_table import NormTable
@@ -116,6 +117,18 @@ class GradientOffloader:
         """Whether the run trains."""
         return self._takes_gradients
 
+    def require_training(self, layer: StreamedLayer) -> None:
+        """Raises where a layer, or its experts, got a gradient that nobody takes.
+
+        Raises:
+            StateError: the model was prepared for evaluation only.
+        """
+        if not self._takes_gradients:
+            raise StateError(
+                f"{layer.kind} {layer.name} got a gradient but the model was prepared for evaluation only; prepare it with "
+                "accelerator.prepare(model) (evaluation_mode=False) to train it"
+            )
+
     @property
     def slot_bytes(self) -> int:
         """Bytes of the gradient slots, where any layer needs them."""
@@ -150,11 +163,7 @@ class GradientOffloader:
         arrived = [gradient for gradient in gradients if gradient is not None]
         if not present:
             return
-        if not self._takes_gradients:
-            raise StateError(
-                f"layer {layer.name} got a gradient but the model was prepared for evaluation only; prepare it with "
-                "accelerator.prepare(model) (evaluation_mode=False) to train it"
-            )
+        self.require_training(layer)
         if unit.is_on_device:
             self._leave_on_device(layer, [trainable[i] for i in present], arrived, others)
             return
@@ -189,6 +198,11 @@ class GradientOffloader:
         return slot
 
     @property
+    def last_copied_event(self) -> Any:
+        """Complete when all gradients that were sent so far have arrived."""
+        return self._last_copied_event
+
+    @property
     def passes(self) -> bool:
         """Whether gradients are consumed in backward."""
         return self._passing is not None
@@ -215,7 +229,8 @@ class GradientOffloader:
         Args:
             layer: the layer.
             states: its parameters that got a gradient.
-            is_fresh: whether there was nothing to add to, so that their norms come along.
+            is_fresh: whether there was nothing to add to, so that their norms come along; else those of the sums do with the
+                last before a step.
             wait: blocks until they have arrived.
             may_be_stepped: whether this backward of the layer brings no others.
         """
@@ -224,7 +239,7 @@ class GradientOffloader:
             if state.parameter.grad is None:
                 state.parameter.grad = gradient_that_passed(state) if state.gradient is None else state.gradient
                 state.forget_fp32_sum()
-            if is_fresh or self.gradients_complete():
+            if is_fresh or (may_be_stepped and self.gradients_complete()):
                 self._norms.note(state.parameter, state.parameter.grad)
             else:
                 self._norms.forget(state.parameter)
@@ -320,33 +335,19 @@ class GradientOffloader:
         staging = self.take_staging()
         copied_event = self._copy_out(slot, layer, staging.buffer, None)
         views = layer.unit.layout.views(staging.buffer, trainable_only=True)
-        sums = [self._sums.running(state) for state in states]
-        targets = [
-            (state, state.parameter.grad, running, views[row], row)
-            for state, running, row in zip(states, sums, rows, strict=True)
-        ]
-        for state, running in zip(states, sums, strict=True):
-            if running is not None:
-                state.note_fp32_sum()
+        additions = [Addition.of(state, self._sums) for state in states]
+        for addition in additions:
+            addition.note()
         norms = self._norms.of_unit(layer.unit)
         is_last = self.gradients_complete()
 
         def add() -> None:
             copied_event.synchronize()
-            for state, earlier, running, new, row in targets:
-                assert state.gradient is not None
-                if earlier is None:
-                    state.gradient.data.copy_(new)  # unseen by the version that the launching thread takes
-                elif running is not None:
-                    running.add(new)
-                elif earlier.data_ptr() == state.gradient.data_ptr():
-                    self._kernels.accumulate(state.gradient, new)
-                else:  # somebody assigned a tensor of their own
-                    earlier.add_(new)
+            for addition, row in zip(additions, rows, strict=True):
+                addition.add(views[row], self._kernels)
                 if is_last:
-                    total = state.gradient if earlier is None else earlier
-                    norms[row] = self._sums.host_norm(total, None if running is None else running.residual)
-                    self._norms.note(state.parameter, total)
+                    total, norms[row] = addition.total_and_norm(self._sums)
+                    self._norms.note(addition.state.parameter, total)
 
         staging.ticket = self._worker.submit(f"accumulate ({layer.name})", add)
         return staging.ticket

@@ -62,6 +62,9 @@ class StreamedLayer:
         unit: the host memory of its parameters.
     """
 
+    kind = "layer"
+    """In messages, before the name."""
+
     def __init__(self, index: int, name: str, module: nn.Module, forward: Callable[..., Any], unit: HostUnit) -> None:
         self.index = index
         self.name = name
@@ -164,6 +167,22 @@ class StreamedLayer:
                     f"parameter {self.name}.{state.name} was unfrozen after the model was prepared and has no place for a "
                     "gradient; set requires_grad before accelerator.prepare(), or prepare again"
                 )
+
+    def require_version(self, version: int | None) -> None:
+        """Raises in a backward whose forward saw other weights.
+
+        Args:
+            version: the unit's in forward.
+
+        Raises:
+            StateError: it is another now.
+        """
+        if self.unit.version != version:
+            raise StateError(
+                f"the weights of {self.kind} {self.name} were changed between forward and backward (by optimizer.step(), a "
+                "write, or the step that an earlier backward through the same graph took); run backward before the step, or, "
+                "for a second one, set megatrain_config.step_schedule to 'deferred' (and host_gradients to 'kept')"
+            )
 
     def refresh_if_written(self) -> None:
         """Takes over weights that somebody wrote to the parameters since they were last seen (``load_state_dict``)."""

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from megatrain_accelerate.errors import StateError, UnsupportedError
+from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.streaming.activation_offload import ActivationOffloader
 from megatrain_accelerate.streaming.ambient_state import AmbientState
 from megatrain_accelerate.streaming.attention_results import AttentionResults
@@ -289,13 +289,7 @@ class LayerFunction(torch.autograd.Function):
         weight_gradients: list[torch.Tensor | None] = []
         input_gradients: list[list[torch.Tensor | None]] = [[]] * split.count
         try:
-            if layer.unit.version != ctx.weights_version:
-                raise StateError(
-                    f"the weights of layer {layer.name} were changed between its forward and its backward (by "
-                    "optimizer.step(), a write, or the step that an earlier backward through the same graph took); run "
-                    "backward before the step, or, for a second one, set megatrain_config.step_schedule to 'deferred' (and "
-                    "host_gradients to 'kept')"
-                )
+            layer.require_version(ctx.weights_version)
             if split.count > 1:
                 context.sums.begin(layer.unit.layout)
             grads_of = ctx.joined.gradients_of_pieces(grad_outputs, split)

@@ -155,7 +155,7 @@ class StreamingRuntime:
         self._backward_tape: Tape | None = None
         self._clipping = Clipping(self.norms, self.sums, self._states)
         ways = GradientWays(self.offloader, streams, meter, worker, kernels, self.norms, self.sums)
-        about = (config.slots, ways, self._context.anchor, self._clipping, lambda: self._dry_run is not None)
+        about = (config.slots, ways, self._context.anchor, self._clipping, lambda: self._dry_run is not None, self._order)
         self.expert_streams = ExpertStreams(self.experts, *about)
 
     token_tile = TileOfLayers()
@@ -271,7 +271,6 @@ class StreamingRuntime:
         self._in_this_backward.clear()
         self._backward_tape = None
         self._order.end_pass()
-        self.expert_streams.end_pass()
         self.activations.settle()
         self.worker.raise_if_failed()
         if self.gradients_complete():

@@ -4,8 +4,9 @@
 stream          carries                                              overlaps
 =============== ==================================================== =============================================
 compute_stream  the model's own kernels; always the current stream   both copy streams
-h2d_stream      weights, host to device, one copy a layer            compute of the layer before
-d2h_stream      gradients, device to host, one copy a layer          compute of the layer that follows in backward
+h2d_stream      weights, host to device, one copy a layer;           compute of the layer before, of the part before
+                of a part of its experts one copy a parameter
+d2h_stream      gradients, device to host, as many                   compute of the layer that follows in backward
 =============== ==================================================== =============================================
 
 Streams are made here only. Events live on the objects that they protect.

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from megatrain_accelerate.streaming import tile_loops
 from megatrain_accelerate.streaming.ambient_state import AutocastState
 from megatrain_accelerate.streaming.model_hook import has_hooks_inside
+from megatrain_accelerate.streaming.proxy import is_proxy
 from megatrain_accelerate.streaming.token_wise import examine, kind_of
 
 AUTO_TILE_TOKENS = 8192
@@ -105,6 +106,10 @@ class TokenTiles:
         # Who watches modules within it should see whole tensors, and each once.
         if has_hooks_inside(part):
             self.found[name] = "hooks are registered inside it"
+            return self.found[name]
+        # A trial of theirs would be taken for a call of the layer's, whose result its recompute asks for.
+        if any(is_proxy(child) for child in part.modules()):
+            self.found[name] = "its experts stream in parts"
             return self.found[name]
         # Anew each time: a rate of dropout may have been set since.
         kind = kind_of(part, call.signature(dim))

@@ -126,6 +126,34 @@ def test_gradients_of_a_part_are_not_overwritten_while_a_slow_copy_reads_them(
     assert_same(trained(3, **settings), expected)
 
 
+def test_zeros_of_a_part_without_tokens_are_written_behind_slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (ids.cuda() for ids in token_batches(2, batch=1, length=2))
+    send = grad_offload.GradientOffloader.send
+
+    def slow(self: Any, *args: Any) -> Any:
+        with self._streams.on(self._streams.d2h_stream):
+            torch.cuda._sleep(SLEEP_CYCLES)
+        return send(self, *args)
+
+    def gradients(*batches: torch.Tensor) -> list[torch.Tensor]:
+        engine = attach(model := tiny_experts(attn_implementation="eager"), device="cuda", expert_parts=6)
+        engine.runtime.gradients_complete = lambda: False  # so that backward doesn't wait for them
+        weights = [layer.mlp.experts.down_proj for layer in model.model.layers]
+        for ids in batches:
+            for weight in weights:
+                weight.grad = None
+            model(input_ids=ids, labels=ids).loss.backward()
+        engine.runtime.collect_gradients()
+        found = [weight.grad.clone() for weight in weights]
+        engine.close()
+        return found
+
+    expected = gradients(second)
+    monkeypatch.setattr(grad_offload.GradientOffloader, "send", slow)
+    for ours, theirs in zip(gradients(first, second), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def peak_of(parts: int, **settings: Any) -> tuple[int, int, int]:
     """The measured and the predicted peak of device memory of three steps, and the bytes of all slots."""
     model = tiny_experts("grouped_mm", **LARGE).train()

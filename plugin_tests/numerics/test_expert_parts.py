@@ -228,9 +228,10 @@ def test_the_rest_of_a_layer_may_live_on_the_device() -> None:
     assert_equal_states(*states)
 
 
-def test_a_second_backward_through_the_same_graph_doubles_the_gradients() -> None:
+@pytest.mark.parametrize("keep_layers", [0, 3])
+def test_a_second_backward_through_the_same_graph_doubles_the_gradients(keep_layers: int) -> None:
     model = tiny_experts()
-    engine = attach(model, bf16=False, expert_parts=3)
+    engine = attach(model, bf16=False, expert_parts=3, keep_layers=keep_layers)
     ids = token_batches(1)[0]
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward(retain_graph=True)

@@ -109,3 +109,20 @@ def test_never_more_are_expected_than_asked_for(count: int) -> None:
         assert all(len(each) <= count for each in expected)
         assert all(len(order.after_backward(tape, p, count, True)) <= count for p in range(3))
         order.end_pass()
+
+
+def test_a_pass_of_parts_is_one_of_their_layers_however_often_the_first_part_is_called() -> None:
+    layers = CallOrder(2)
+    parts = CallOrder(4, leader=layers)
+    passes = []
+    for _ in range(2):
+        tapes = []
+        for layer in range(2):
+            layers.record(layer)
+            tapes += [parts.record(part)[0] for part in (2 * layer, 2 * layer + 1) * 2]
+        assert all(tape is tapes[0] for tape in tapes)
+        passes.append(tapes[0])
+    assert passes[0] is not passes[1]
+    assert passes[1].calls == [0, 1, 0, 1, 2, 3, 2, 3]
+    # The second pass was foreseen from the first.
+    assert [list(parts.after_forward(passes[1], place, 2, False)) for place in (1, 3, 5)] == [[0, 1], [2, 3], [2, 3]]
