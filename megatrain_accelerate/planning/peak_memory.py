@@ -73,9 +73,9 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
         peak = max(peak, event.peak_bytes + kept + grown + away.extra_bytes)
         keeps = event.layer in placement.kept
         offloads = event.layer in placement.offloaded
-        # Kept results of attention, and of experts that stream in parts.
+        # Kept results of attention, and of experts that stream in parts unless inputs leave.
         result_bytes = profile.attention_bytes if event.layer in placement.attention_kept else 0
-        result_bytes += profile.expert_bytes
+        result_bytes += 0 if event.layer in placement.inputs_offloaded else profile.expert_bytes
         # What is too small to go to the host stays.
         staying = profile.kept_bytes if keeps else profile.kept_bytes - profile.offloaded_bytes if offloads else result_bytes
         if event.is_backward:

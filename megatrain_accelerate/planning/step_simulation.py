@@ -116,7 +116,7 @@ def _profile_seconds(profile: LayerProfile, machine: Machine) -> tuple[float, fl
 
 
 def _experts_seconds(profile: LayerProfile, machine: Machine) -> float:
-    """Of a forward, what isn't computed again since the results of experts in parts are kept: their share of its costs."""
+    """Of a forward, what isn't computed again where the results of experts in parts are kept: their share of its costs."""
     forward = op_seconds(profile.forward, machine)
     return _profile_seconds(profile, machine)[1] * op_seconds(profile.experts, machine) / forward if forward else 0.0
 
@@ -194,9 +194,15 @@ class _Pipeline:
                 if event.layer not in placement.on_device and unit.gradient_bytes:
                     ready = max(ready, self.gradient_slot_at())
                 again = kept_forward - (self.attention[event.kind] if event.layer in placement.attention_kept else 0.0)
-                again -= self.experts[event.kind]
-                seconds = backward if keeps or offloads else again + backward
-                end = self.parts.compute(event, seconds, ready, is_last)
+                if keeps or offloads:
+                    again = 0.0
+                elif event.layer not in placement.inputs_offloaded:
+                    again -= self.experts[event.kind]
+                elif event.layer in self.model.parts:
+                    # Experts' results don't wait: all parts come once more.
+                    self.parts.compute(event, again, ready)
+                    again = 0.0
+                end = self.parts.compute(event, again + backward, ready, is_last)
                 if event.layer not in placement.on_device and unit.gradient_bytes:
                     self._gradient_leaves(event.layer, end, is_last)
             else:

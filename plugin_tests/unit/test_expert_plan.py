@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -28,6 +29,7 @@ from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_memory import LiveBytes, OpCosts
 from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
 from megatrain_accelerate.planning.step_simulation import Model, UnitSizes, simulate_step
+from megatrain_accelerate.streaming import activation_offload
 from megatrain_accelerate.units import GIB, MIB
 
 MACHINE = Machine(h2d_bytes=5e10, d2h_bytes=5e10, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
@@ -88,22 +90,32 @@ def test_slots_shrink_to_one_part(parts: int) -> None:
 
 
 def test_the_predicted_peak_is_what_is_alive() -> None:
-    settings: dict[str, Any] = {"hidden_size": 128, "moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4}
-    peaks = []
-    for parts in (1, 4):
-        model = tiny_experts("grouped_mm", **settings)
-        engine = attach(model, expert_parts=parts, tiled_loss=False)
-        ids = token_batches(1, batch=8, length=128)[0]
+    sizes: dict[str, Any] = {"hidden_size": 128, "moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4}
+    whole, in_parts = (peak_as_predicted(tiny_experts("grouped_mm", **sizes), expert_parts=parts) for parts in (1, 4))
+    assert in_parts < 0.8 * whole
+
+
+def test_where_inputs_leave_the_results_of_experts_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_offload, "MIN_OFFLOADED_BYTES", 1)
+    model = functools.partial(tiny_experts, "grouped_mm", hidden_size=128, num_hidden_layers=8)
+    stay, leave = (peak_as_predicted(model(), expert_parts=3, offload_inputs=offload) for offload in (False, True))
+    # Inputs and results, of as many layers as aren't at work.
+    assert stay - leave > 6 * 8 * 128 * 128 * (2 + 2)
+
+
+def peak_as_predicted(model: nn.Module, **settings: Any) -> int:
+    """The most that a step of 8 x 128 tokens has alive besides what the engine holds, after a look at the prediction."""
+    engine = attach(model, tiled_loss=False, **settings)
+    ids = token_batches(1, batch=8, length=128)[0]
+    model(input_ids=ids, labels=ids).loss.backward()
+    predicted = engine.predicted_device_bytes - LIBRARY_WORKSPACE_BYTES - sum(engine.device_bytes_by_kind().values())
+    model.zero_grad()
+    with LiveBytes(_present(model, engine)) as live:
         model(input_ids=ids, labels=ids).loss.backward()
-        predicted = engine.predicted_device_bytes - LIBRARY_WORKSPACE_BYTES - sum(engine.device_bytes_by_kind().values())
-        model.zero_grad()
-        with LiveBytes(_present(model, engine)) as live:
-            model(input_ids=ids, labels=ids).loss.backward()
-        # The routing of a step differs from the supposed one, and by it what a part takes.
-        assert predicted == pytest.approx(live.peak_bytes, rel=0.05)
-        peaks.append(live.peak_bytes)
-        engine.close()
-    assert peaks[1] < 0.8 * peaks[0]
+    engine.close()
+    # The routing of a step differs from the supposed one, and by it what a part takes.
+    assert predicted == pytest.approx(live.peak_bytes, rel=0.05)
+    return live.peak_bytes
 
 
 def _present(model: nn.Module, engine: Engine) -> list[torch.Tensor]:
@@ -115,7 +127,7 @@ def _present(model: nn.Module, engine: Engine) -> list[torch.Tensor]:
     for unit in runtime.units:
         found += [unit.weights, *([unit.gradients] if unit.gradients is not None else [])]
         found += [t for state in unit.states for t in (state.weight, state.gradient, state.residual) if t is not None]
-    return [*model.parameters(), *found, runtime.norms.norms]
+    return [*model.parameters(), *found, *runtime.activations.pool._buffers, runtime.norms.norms]
 
 
 def test_a_plan_cuts_experts_only_where_whole_layers_take_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,10 +350,8 @@ def test_an_estimate_cuts_nothing_where_the_engine_would_not(monkeypatch: pytest
     assert forecaster(GIB // 2, resident_layers=1).engine.runtime.experts == []
 
 
-@pytest.mark.parametrize("accumulation_dtype", ["fp32", "bf16"])
-def test_a_simulated_step_in_pieces_moves_what_the_engine_moves(accumulation_dtype: str) -> None:
-    model = tiny_experts("grouped_mm")
-    engine = attach(model, expert_parts=4, micro_batch_size=2, accumulation_dtype=accumulation_dtype)
+def moved_bytes(model: nn.Module, engine: Engine) -> tuple[int, int, StepOutline, Model]:
+    """What the third step moves to the device and back, and what a plan knows of it."""
     optimizer = torch.optim.AdamW(model.parameters())
     adopt_optimizer(optimizer, engine.runtime, "deferred")
     counters, moved = engine.runtime.meter.counters, [(0, 0)]
@@ -352,17 +362,39 @@ def test_a_simulated_step_in_pieces_moves_what_the_engine_moves(accumulation_dty
         optimizer.zero_grad()
         engine.drain()
         moved.append((counters.h2d_bytes, counters.d2h_bytes))
+    h2d, d2h = (after - before for after, before in zip(moved[-1], moved[-2], strict=True))
     plan = engine.device_plan
-    outline = plan.foresee(model, {"input_ids": batches[0], "labels": batches[0]})
-    sizes = plan.model_sizes()
+    return h2d, d2h, plan.foresee(model, {"input_ids": batches[0], "labels": batches[0]}), plan.model_sizes()
+
+
+def test_parts_that_are_computed_again_with_their_layer_are_fetched_a_third_time() -> None:
+    model = tiny_experts("grouped_mm")
+    engine = attach(model, expert_parts=4, offload_inputs=True)  # which stay, since they are small
+    h2d, _, outline, sizes = moved_bytes(model, engine)
+    of_part = engine.runtime.experts[0].parts[0].unit.layout.weight_bytes
+    engine.close()
+    again, once = (
+        simulate_step(outline, sizes, Placement.of_counts(3, inputs_offloaded=count), MACHINE).h2d * MACHINE.h2d_bytes
+        for count in (3, 0)
+    )
+    # In each layer, what the slots hold at the turn isn't fetched.
+    assert again - once >= 3 * 2 * of_part
+    # The engine expects the backward of the layer where its experts are computed again, and another layer behind them.
+    assert again <= h2d <= again + 3 * 2 * of_part
+
+
+@pytest.mark.parametrize("accumulation_dtype", ["fp32", "bf16"])
+def test_a_simulated_step_in_pieces_moves_what_the_engine_moves(accumulation_dtype: str) -> None:
+    model = tiny_experts("grouped_mm")
+    engine = attach(model, expert_parts=4, micro_batch_size=2, accumulation_dtype=accumulation_dtype)
+    h2d, d2h, outline, sizes = moved_bytes(model, engine)
     in_pieces = simulate_step(outline, sizes, Placement(), MACHINE)
     whole_profiles = {kind: dataclasses.replace(profile, pieces=1) for kind, profile in outline.profiles.items()}
     whole = simulate_step(dataclasses.replace(outline, profiles=whole_profiles), sizes, Placement(), MACHINE)
     of_part = engine.runtime.experts[0].parts[0].unit.layout.weight_bytes
     engine.close()
-    h2d, d2h = (after - before for after, before in zip(moved[-1], moved[-2], strict=True))
-    # After the first piece in the first layer the engine expects the next layer, and fetches a part for nothing.
-    assert in_pieces.h2d * MACHINE.h2d_bytes == pytest.approx(h2d - of_part, rel=1e-3)
+    # A part may be fetched for nothing, where the engine takes the first piece for the whole batch.
+    assert in_pieces.h2d * MACHINE.h2d_bytes == pytest.approx(h2d, abs=1.1 * of_part)
     assert in_pieces.d2h * MACHINE.d2h_bytes == pytest.approx(d2h, rel=1e-3)  # the padding of resident groups stays
     # Two of three pieces are added to those before them.
     added = 2 * sum(p.numel() for layer in model.model.layers for p in layer.mlp.experts.parameters())
