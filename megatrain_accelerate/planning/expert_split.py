@@ -100,10 +100,8 @@ class _Sizes:
 
     @property
     def most_parts(self) -> int:
-        """In how many parts each is still worth a copy."""
-        # Of uneven parts the smallest counts.
-        fewest_in_part = [-(-SMALLEST_PART_BYTES * count // layout.weight_bytes) for count, layout in self._experts]
-        return max(1, min(count // fewest for (count, _), fewest in zip(self._experts, fewest_in_part, strict=True)))
+        """In how many parts each is still worth a copy, on average: their sizes differ by one expert."""
+        return max(1, min(min(count, layout.weight_bytes // SMALLEST_PART_BYTES) for count, layout in self._experts))
 
     def slot_bytes(self, parts: int) -> int:
         """Of all slots, for weights and for gradients."""
