@@ -92,10 +92,10 @@ class MegatrainConfig:
     the plan finds fastest."""
 
     expert_parts: int | str = "auto"
-    """Into how many parts the experts of a layer are cut, each fetched, computed and stepped for itself, for mixtures of
-    experts whose layers are large. Such experts always stream, are computed again in backward, and aren't compiled, nor is the
-    rest of their layer. 1: layers stream whole; ``auto``: the fewest parts with which slots take no more than a quarter of the
-    GPU memory."""
+    """Into how many parts the experts of a layer are cut, each fetched and computed for itself, and stepped so after backward,
+    for mixtures of experts whose layers are large. Such experts always stream, are computed again in backward, and aren't
+    compiled, nor is the rest of their layer. 1: layers stream whole; ``auto``: the fewest parts with which slots take no more
+    than a quarter of the GPU memory, or, where none do, hardly more than with parts of 64 MiB."""
 
     micro_batch_size: int | None = None
     """Samples that a layer computes at once in training: a larger batch runs in pieces inside each layer, which is fetched

@@ -111,7 +111,7 @@ class Engine:
         self._tiled_head: TiledHead | None = None
         self._resident_places: list[tuple[str, str, nn.Parameter]] = []
         self._dtypes = compute_dtypes(model, bf16)
-        discovery = split_experts(discover_layers(model, config.layer_classes), config, self._dtypes, device)
+        discovery = split_experts(discover_layers(model, config.layer_classes), config, self._dtypes, device, training)
         rounds = any(p.requires_grad and p.dtype != self._dtypes[id(p)] for p in model.parameters())
         self._holds_masters = training or rounds
         counts_sums = training and accumulates and config.accumulation_dtype == "fp32"

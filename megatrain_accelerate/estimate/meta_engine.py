@@ -14,7 +14,8 @@ from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.memory.host_store import PASSING_BUFFERS, HostUnit, ParameterState
 from megatrain_accelerate.planning.adoption import Adoption
 from megatrain_accelerate.planning.device_plan import DevicePlan
-from megatrain_accelerate.planning.engine_sizes import unit_sizes
+from megatrain_accelerate.planning.engine_sizes import adds_on_host, unit_sizes
+from megatrain_accelerate.planning.expert_split import wants_whole_layers
 from megatrain_accelerate.planning.layer_discovery import Discovery
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Placement
@@ -91,8 +92,11 @@ class MetaEngine(Engine):
         recorder: OutputRecorder | None = None,
         gpu_bytes: int | None = None,
     ) -> None:
+        # What the settings place says whether experts are cut.
+        whole = config.expert_parts == "auto" and wants_whole_layers(config)
         nothing_placed = dataclasses.replace(
             config,
+            expert_parts=1 if whole else config.expert_parts,
             keep_layers=0,
             offload_layers=0,
             resident_layers=0,
@@ -147,7 +151,7 @@ class ForecastPlan(DevicePlan):
         self.store_bytes += PASSING_BUFFERS * max(unit.gradient_bytes * unit.gradients_pass for unit in every)
         parts = [part for parts in sizes.parts.values() for part in parts]
         largest = max(unit.gradient_bytes for unit in [*sizes.layers, *parts])
-        self.store_bytes += _STAGING_BUFFERS * largest * (micro_batches > 1)
+        self.store_bytes += _STAGING_BUFFERS * largest * adds_on_host(engine.runtime, micro_batches)
         self._host_bytes = self.store_bytes if host_bytes is None else host_bytes
 
     @property

@@ -216,10 +216,10 @@ class DevicePlan:
 
     def _fixed_bytes(self, outline: StepOutline) -> int:
         """What such a step takes under any placement."""
-        # What the others that wait for their backward hold isn't more than what one takes that is recomputed.
-        every = Placement.of_counts(len(self._runtime.layers), on_device=len(self._runtime.layers))
-        sizes = self.model_sizes()
-        waiting = peak_bytes(outline, sizes, every) - sum(layer.state_bytes for layer in sizes.layers)
+        # What others that wait for their backward hold isn't more than what one takes that is recomputed; they share slots.
+        every = Placement.of_counts(len(self._runtime.layers), resident=len(self._runtime.layers))
+        sizes = dataclasses.replace(self.model_sizes(), gradient_slot_bytes=0)
+        waiting = peak_bytes(outline, sizes, every) - sum(layer.weight_bytes for layer in sizes.layers)
         held = sum(self._planned_fixed_bytes_by_kind().values()) + LIBRARY_WORKSPACE_BYTES
         return held + (self._forwards_at_once - 1) * waiting
 

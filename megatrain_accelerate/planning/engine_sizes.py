@@ -21,10 +21,17 @@ def state_bytes(unit: HostUnit) -> int:
     return layout.weight_bytes + 2 * layout.split_elements + unit.moment_bytes
 
 
+def adds_on_host(runtime: StreamingRuntime, micro_batches: int) -> bool:
+    """Whether gradients are added up on the host: those of several backwards, or of pieces of a batch, which experts in parts
+    bring one by one."""
+    return micro_batches > 1 or (runtime.micro_batch_size is not None and any(at.has_trainable for at in runtime.experts))
+
+
 def unit_sizes(unit: HostUnit, runtime: StreamingRuntime, micro_batches: int) -> UnitSizes:
     """The sizes of one unit in a run with ``micro_batches`` backwards before each optimizer step."""
     layout = unit.layout
-    sum_bytes = 2 * layout.split_elements if runtime.sums.is_wanted and micro_batches > 1 else 0
+    # The first addition makes room for all units' sums.
+    sum_bytes = 2 * layout.split_elements if runtime.sums.is_wanted and adds_on_host(runtime, micro_batches) else 0
     sizes = (layout.weight_bytes, layout.gradient_bytes, layout.state_elements, state_bytes(unit), sum_bytes)
     step_bytes = _STEP_BYTES_BUT_FOR_MOMENTS + 2 * unit.moment_bytes // max(1, layout.state_elements)
     if runtime.config.moments_dtype == "int8":

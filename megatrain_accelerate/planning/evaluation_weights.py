@@ -73,7 +73,7 @@ class EvaluationWeights:
         self._runtime = runtime
         self._setting = setting
         self._forwards = self._tokens = self._cache_bytes = 0
-        self._is_full = self._is_warned = False
+        self._is_full = self._is_warned = self._is_warned_of_experts = False
 
     @property
     def may_be_held(self) -> bool:
@@ -98,6 +98,7 @@ class EvaluationWeights:
         if spare is None:
             if self._setting == "resident":
                 self._hold(None)
+                self._say_what_streams()
             return
         # Twice where the cache isn't allocated yet or grows by being copied; what free memory lacks it has already.
         self._cache_bytes = max(self._cache_bytes, cache_bytes(inputs))
@@ -124,9 +125,19 @@ class EvaluationWeights:
             spare_bytes = None if spare_bytes is None else spare_bytes - size_bytes
 
     def _say_what_streams(self) -> None:
-        layers, prefetcher = self._runtime.layers, self._runtime.prefetcher
+        if self._setting != "resident":
+            return
+        layers, prefetcher, experts = self._runtime.layers, self._runtime.prefetcher, self._runtime.experts
         missing = [layer for layer in layers if not prefetcher.has_own_slot(layer.index)]
-        if missing and self._setting == "resident" and not self._is_warned:
+        if experts and not self._is_warned_of_experts:
+            self._is_warned_of_experts = True
+            logger.warning(
+                "megatrain: evaluation_weights is 'resident', but the experts of %d layers (%.1f GiB) stream in parts in "
+                "every forward; set megatrain_config.expert_parts to 1 to have them held with their layers",
+                len({at.index for at in experts}),
+                sum(at.unit.layout.weight_bytes for at in experts) / GIB,
+            )
+        if missing and not self._is_warned:
             self._is_warned = True
             logger.warning(
                 "megatrain: evaluation_weights is 'resident', but %d of %d layers (%.1f GiB) don't fit the GPU memory beside "

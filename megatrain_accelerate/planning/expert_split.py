@@ -25,6 +25,9 @@ SLOTS_SHARE = 0.25
 SMALLEST_PART_BYTES = 64 * MIB
 """Smaller parts don't fill the link, and their products don't fill a GPU."""
 
+_LITTLE_MORE = 1.05
+"""Where no number of parts reaches the share, fewer of them do whose slots are this much larger than those of the most."""
+
 _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts", "config")
 """What ``use_experts_implementation`` of transformers (integrations/moe.py) leaves on a module of experts."""
 
@@ -73,6 +76,7 @@ class _Sizes:
         found: their experts.
         dtypes: in which parameters compute, by ``id``.
         config: the settings.
+        training: whether there are slots for gradients.
     """
 
     def __init__(
@@ -81,8 +85,9 @@ class _Sizes:
         found: Sequence[tuple[int, str, nn.Module]],
         dtypes: Mapping[int, torch.dtype],
         config: MegatrainConfig,
+        training: bool,
     ) -> None:
-        self._config = config
+        self._slots, self._gradient_slots = config.slots, config.gradient_slots * training
         of_experts = {id(parameter) for _, _, module in found for parameter in module.parameters()}
 
         def layout(parameters: Sequence[tuple[str, nn.Parameter]]) -> FlatLayout:
@@ -95,32 +100,37 @@ class _Sizes:
 
     @property
     def most_parts(self) -> int:
-        """In how many parts experts are still worth a copy each."""
-        smallest = min(layout.weight_bytes for _, layout in self._experts)
-        return max(2, min(min(count for count, _ in self._experts), smallest // SMALLEST_PART_BYTES))
+        """In how many parts each is still worth a copy, on average: their sizes differ by one expert."""
+        return max(1, min(min(count, layout.weight_bytes // SMALLEST_PART_BYTES) for count, layout in self._experts))
 
     def slot_bytes(self, parts: int) -> int:
         """Of all slots, for weights and for gradients."""
         if parts == 1:
             return self._of(self._whole, self._whole)
-        largest = [expert_ranges(count, min(parts, count))[0].layout(layout) for count, layout in self._experts]
-        of_parts = self._config.slots * max(layout.weight_bytes for layout in largest)
+        largest = [expert_ranges(count, parts)[0].layout(layout) for count, layout in self._experts]
+        of_parts = self._slots * max(layout.weight_bytes for layout in largest)
         return of_parts + self._of(self._rest, [*self._rest, *largest])
 
     def _of(self, weights: Sequence[FlatLayout], gradients: Sequence[FlatLayout]) -> int:
-        config = self._config
-        of_gradients = config.gradient_slots * max(layout.gradient_bytes for layout in gradients)
-        return config.slots * max(layout.weight_bytes for layout in weights) + of_gradients
+        of_gradients = self._gradient_slots * max(layout.gradient_bytes for layout in gradients)
+        return self._slots * max(layout.weight_bytes for layout in weights) + of_gradients
 
 
 def _chosen_parts(sizes: _Sizes, budget_bytes: int) -> int:
-    """The fewest parts whose slots don't take more than their share of the budget."""
+    """The fewest parts whose slots don't take more than their share of the budget, or hardly more than those of the most."""
     most = sizes.most_parts
-    return next((parts for parts in range(1, most) if sizes.slot_bytes(parts) <= SLOTS_SHARE * budget_bytes), most)
+    enough_bytes = max(SLOTS_SHARE * budget_bytes, _LITTLE_MORE * sizes.slot_bytes(most))
+    return next(parts for parts in range(1, most + 1) if sizes.slot_bytes(parts) <= enough_bytes)
+
+
+def wants_whole_layers(config: MegatrainConfig) -> bool:
+    """Whether other settings say of whole layers where they are to be, so that ``auto`` cuts nothing."""
+    placed = config.device_layers not in ("auto", 0) or config.resident_layers not in ("auto", 0)
+    return placed or config.evaluation_weights == "resident"
 
 
 def split_experts(
-    discovery: Discovery, config: MegatrainConfig, dtypes: Mapping[int, torch.dtype], device: torch.device
+    discovery: Discovery, config: MegatrainConfig, dtypes: Mapping[int, torch.dtype], device: torch.device, training: bool
 ) -> Discovery:
     """The discovery with the experts that are to stream in parts.
 
@@ -129,9 +139,10 @@ def split_experts(
         config: the settings; ``expert_parts`` above all. Where GPU memory isn't planned with, ``auto`` cuts nothing.
         dtypes: in which the parameters compute, by ``id``.
         device: where the model computes.
+        training: whether the engine trains.
 
     Raises:
-        UnsupportedError: parts are asked for, and the model has no experts that can be cut.
+        UnsupportedError: parts are asked for, and the model has no experts that can be cut, or others that can't.
         ConfigError: more parts are asked for than there are experts.
     """
     asked, budget_bytes = config.expert_parts, planned_device_bytes(config, device)
@@ -139,18 +150,21 @@ def split_experts(
         return discovery
     found, reasons = _find(discovery.layers)
     if asked == "auto":
-        # Both say of whole layers where they are to be.
-        placed = config.device_layers not in ("auto", 0) or config.resident_layers not in ("auto", 0)
         in_pieces = config.passes_gradients and config.micro_batch_size is not None
-        if not found or placed or in_pieces:
+        if not found or wants_whole_layers(config) or in_pieces:
             return discovery
-        parts = _chosen_parts(_Sizes(discovery.layers, found, dtypes, config), budget_bytes)
+        parts = _chosen_parts(_Sizes(discovery.layers, found, dtypes, config, training), budget_bytes)
         return discovery if parts == 1 else _with(discovery, found, parts, config)
     if not found:
         raise UnsupportedError(
             f"megatrain_config.expert_parts is {asked}, and the model has no experts that can stream in parts"
             + (f" ({reasons[0]})" if reasons else " (modules under transformers' use_experts_implementation)")
             + "; leave it out"
+        )
+    if reasons:  # the slots would be as large as those
+        raise UnsupportedError(
+            f"megatrain_config.expert_parts is {asked}, and the experts of {len(found)} layers could stream in parts, but not "
+            f"all of the model's ({reasons[0]}); leave it out"
         )
     fewest = min(int(module.num_experts) for _, _, module in found)  # type: ignore[arg-type]
     if int(asked) > fewest:
@@ -161,8 +175,7 @@ def split_experts(
 def _with(discovery: Discovery, found: Sequence[tuple[int, str, nn.Module]], parts: int, config: MegatrainConfig) -> Discovery:
     if config.compile_layers is True:
         logger.warning("megatrain: layers whose experts stream in parts aren't compiled, and run as they are")
-    specs = (ExpertsSpec(index, name, module, min(parts, int(module.num_experts))) for index, name, module in found)  # type: ignore[arg-type]
-    return dataclasses.replace(discovery, experts=tuple(specs))
+    return dataclasses.replace(discovery, experts=tuple(ExpertsSpec(*of_layer, parts) for of_layer in found))
 
 
 def planned_device_bytes(config: MegatrainConfig, device: torch.device) -> int:

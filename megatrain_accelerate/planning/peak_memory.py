@@ -62,19 +62,20 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
     held += model.gradient_slot_bytes if leave else 0
     groups = [*model.groups_before, *model.groups_after]
     held += sum(unit.state_bytes - unit.weight_bytes for unit in groups) if placement.groups_on_device else 0
+    there = [*(model.layers[i] for i in placement.on_device), *groups]
+    held += sum(unit.sum_bytes for unit in there)
     if model.micro_batches > 1:
         # From the second on, the gradients of the first are there.
-        held += sum(model.layers[i].gradient_bytes + model.layers[i].sum_bytes for i in placement.on_device)
-        held += sum(unit.gradient_bytes + unit.sum_bytes for unit in groups)
+        held += sum(unit.gradient_bytes for unit in there)
     away = _Away(outline, placement)
     for event in outline.events:
         profile = outline.profiles[event.kind]
         peak = max(peak, event.peak_bytes + kept + grown + away.extra_bytes)
         keeps = event.layer in placement.kept
         offloads = event.layer in placement.offloaded
-        # Kept results of attention, and of experts that stream in parts.
+        # Kept results of attention, and of experts that stream in parts unless inputs leave.
         result_bytes = profile.attention_bytes if event.layer in placement.attention_kept else 0
-        result_bytes += profile.expert_bytes
+        result_bytes += 0 if event.layer in placement.inputs_offloaded else profile.expert_bytes
         # What is too small to go to the host stays.
         staying = profile.kept_bytes if keeps else profile.kept_bytes - profile.offloaded_bytes if offloads else result_bytes
         if event.is_backward:

@@ -37,7 +37,7 @@ class LayerProfile:
     attention_bytes: int = 0
     """Of their results."""
     experts: OpCosts = dataclasses.field(default_factory=OpCosts)
-    """Of the forward, what experts that stream in parts cost: a recomputed layer keeps their results."""
+    """Of the forward, what experts that stream in parts cost: a recomputed layer keeps their results if its inputs stay."""
     expert_bytes: int = 0
     """Of those."""
     pieces: int = 1

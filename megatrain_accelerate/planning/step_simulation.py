@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from megatrain_accelerate.planning.machine import STEP_BYTES, Machine
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_memory import OpCosts
-from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
+from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
 from megatrain_accelerate.planning.step_resources import HostOptimizer, Link, Resource
 
 _NORM_BYTES = 2
@@ -33,7 +33,7 @@ class UnitSizes:
     state_bytes: int
     """Weights, residuals and moments."""
     sum_bytes: int = 0
-    """Residuals of gradients that are summed in fp32, in a run with several backwards before a step."""
+    """Residuals of gradients that are summed in fp32, in a run in which some are added up."""
     gradients_pass: bool = False
     """Whether gradients have no place of their own on the host."""
     step_bytes: int = STEP_BYTES
@@ -116,7 +116,7 @@ def _profile_seconds(profile: LayerProfile, machine: Machine) -> tuple[float, fl
 
 
 def _experts_seconds(profile: LayerProfile, machine: Machine) -> float:
-    """Of a forward, what isn't computed again since the results of experts in parts are kept: their share of its costs."""
+    """Of a forward, what isn't computed again where the results of experts in parts are kept: their share of its costs."""
     forward = op_seconds(profile.forward, machine)
     return _profile_seconds(profile, machine)[1] * op_seconds(profile.experts, machine) / forward if forward else 0.0
 
@@ -194,14 +194,20 @@ class _Pipeline:
                 if event.layer not in placement.on_device and unit.gradient_bytes:
                     ready = max(ready, self.gradient_slot_at())
                 again = kept_forward - (self.attention[event.kind] if event.layer in placement.attention_kept else 0.0)
-                again -= self.experts[event.kind]
-                seconds = backward if keeps or offloads else again + backward
-                end = self.parts.compute(event.layer, seconds, ready, is_last)
+                if keeps or offloads:
+                    again = 0.0
+                elif event.layer not in placement.inputs_offloaded:
+                    again -= self.experts[event.kind]
+                elif event.layer in self.model.parts:
+                    # Experts' results don't wait: all parts come once more.
+                    self.parts.compute(event, again, ready)
+                    again = 0.0
+                end = self.parts.compute(event, again + backward, ready, is_last)
                 if event.layer not in placement.on_device and unit.gradient_bytes:
                     self._gradient_leaves(event.layer, end, is_last)
             else:
                 copies.make_room()
-                end = self.parts.compute(event.layer, kept_forward if keeps or offloads else forward, ready)
+                end = self.parts.compute(event, kept_forward if keeps or offloads else forward, ready)
                 copies.leave(end)
                 if position == last_forward:
                     self.compute.work(0.0, self.after_at)
@@ -213,7 +219,8 @@ class _Pipeline:
         self.compute.work(op_seconds(self.outline.tail_costs, machine))
         if is_last and not placement.groups_on_device:
             for unit in [*self.model.groups_after, *self.model.groups_before]:
-                self.d2h.copy(unit.gradient_bytes + unit.sum_bytes, self.compute.free_at)
+                sum_bytes = unit.sum_bytes if self.model.micro_batches > 1 else 0
+                self.d2h.copy(unit.gradient_bytes + sum_bytes, self.compute.free_at)
 
     def _gradient_leaves(self, layer: int, computed_at: float, is_last: bool) -> None:
         unit = self.model.layers[layer]
@@ -221,11 +228,11 @@ class _Pipeline:
         if is_last and self.model.steps_in_backward:
             self.applied[layer] = self.step_unit(unit, out)
 
-    def send_gradients(self, unit: UnitSizes, computed_at: float) -> float:
-        """A unit's gradients go to the host; returns when they are there."""
+    def send_gradients(self, unit: UnitSizes, computed_at: float, is_added: bool = False) -> float:
+        """A unit's gradients go to the host, ``is_added`` to some of the same backward; returns when they are there."""
         out = self.d2h.copy(unit.gradient_bytes, computed_at)
         self.gradients_out.append(out)
-        if self.model.micro_batches > 1:
+        if is_added or self.model.micro_batches > 1:
             # Added to those before: 6 bytes a parameter, 10 with the sums' residuals.
             self.host.work(unit.parameters * (10 if unit.sum_bytes else 6) / self.machine.host_step_traffic, out)
         return out
@@ -269,36 +276,43 @@ class _Pipeline:
 
 
 class _Parts:
-    """The experts of layers that stream in parts: a layer's compute is spread evenly over them."""
+    """The experts of layers that stream in parts: a layer's compute is spread evenly over them, for each piece of a batch."""
 
     def __init__(self, pipeline: _Pipeline) -> None:
         self._pipeline = pipeline
         self._applied: dict[tuple[int, int], float] = {}
         self._users: collections.deque[tuple[tuple[int, int], float]] = collections.deque(maxlen=pipeline.model.slots)
 
-    def compute(self, layer: int, seconds: float, ready: float, is_last: bool | None = None) -> float:
+    def compute(self, event: Event, seconds: float, ready: float, is_last: bool | None = None) -> float:
         """A layer computes once its own weights are there; returns when it has.
 
         Args:
-            layer: its index.
+            event: its call.
             seconds: in all.
             ready: when its weights, and what else it waits for, are on the device.
             is_last: of a backward, whether it is the last before a step; None for a forward.
         """
-        pipeline, parts = self._pipeline, self._pipeline.model.parts.get(layer, ())
+        pipeline, parts = self._pipeline, self._pipeline.model.parts.get(event.layer, ())
+        if not parts:
+            return pipeline.compute.work(seconds, ready)
+        pieces = pipeline.outline.profiles[event.kind].pieces
         places = range(len(parts)) if is_last is None else range(len(parts) - 1, -1, -1)
-        end = pipeline.compute.work(0.0 if parts else seconds, ready)
-        for place in places:
-            part, key = parts[place], (layer, place)
-            ready = max(self._weights_at(key, part), pipeline.gradient_slot_at() if is_last is not None else 0.0)
-            end = pipeline.compute.work(seconds / len(parts), ready)
-            others = [(held, until) for held, until in self._users if held != key]
-            self._users.clear()
-            self._users.extend([*others, (key, end)])
-            if is_last is not None and part.gradient_bytes:
-                out = pipeline.send_gradients(part, end)
-                if is_last and pipeline.model.steps_in_backward:
-                    self._applied[key] = pipeline.step_unit(part, out)
+        end, out = pipeline.compute.work(0.0, ready), 0.0
+        for piece in range(pieces):
+            for place in places:
+                part, key = parts[place], (event.layer, place)
+                ready = max(self._weights_at(key, part), pipeline.gradient_slot_at() if is_last is not None else 0.0)
+                end = pipeline.compute.work(seconds / (pieces * len(parts)), ready)
+                others = [(held, until) for held, until in self._users if held != key]
+                self._users.clear()
+                self._users.extend([*others, (key, end)])
+                if is_last is not None and part.gradient_bytes:
+                    out = pipeline.send_gradients(part, end, is_added=piece > 0)
+        if is_last and pipeline.model.steps_in_backward and any(part.gradient_bytes for part in parts):
+            # One step of all, when the last gradients have come.
+            for part in parts:
+                out = pipeline.step_unit(part, out)
+            self._applied.update(dict.fromkeys(((event.layer, place) for place in places), out))
         return end
 
     def _weights_at(self, key: tuple[int, int], part: UnitSizes) -> float:

@@ -132,7 +132,9 @@ class LayerCall:
         token = recorder.start(self.tokens[piece] if replay else None) if recorder is not None else None
         recorded: list[torch.Tensor] = []
         if not replay:
-            keeps = not (self.context.keeps(self.layer) or self.context.offloads(self.layer))
+            context = self.context
+            # Where inputs make room, results as large mustn't take it.
+            keeps = not any(of(self.layer) for of in (context.keeps, context.offloads, context.offloads_inputs))
             self.expert_results.append(ExpertResults(keeps, is_last=piece == 0))
         try:
             run = self.context.compiled.run if self.is_compiled else StreamedLayer.run

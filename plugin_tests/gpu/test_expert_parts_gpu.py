@@ -62,6 +62,7 @@ def test_the_number_of_parts_changes_no_bit() -> None:
         {"schedule": "backward", "host_gradients": "passing"},
         {"keep_layers": 3},
         {"offload_layers": 1},
+        {"offload_inputs": True},
         {"gradient_slots": 1},
         {"slots": 4},
     ],
