@@ -383,7 +383,7 @@ def test_parts_that_are_computed_again_with_their_layer_are_fetched_a_third_time
     assert again <= h2d <= again + 3 * 2 * of_part
 
 
-@pytest.mark.parametrize("accumulation_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulation_dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 def test_a_simulated_step_in_pieces_moves_what_the_engine_moves(accumulation_dtype: str) -> None:
     model = tiny_experts("grouped_mm")
     engine = attach(model, expert_parts=4, micro_batch_size=2, accumulation_dtype=accumulation_dtype)
