@@ -116,3 +116,18 @@ def train_bf16_with_masters(
                 masters[name].grad = None
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return PlainRun(losses, norms, {name: master.detach() for name, master in masters.items()}, weights)
+
+
+def train_fp32(model: nn.Module, batches: list[torch.Tensor]) -> PlainRun:
+    """What :func:`train_bf16_with_masters` does, in fp32."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, foreach=False)
+    losses, norms = [], []
+    for ids in batches:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return PlainRun(losses, norms, weights, weights)

@@ -7,6 +7,7 @@ copies go at a share of their speed (``machine.py`` measures it, and takes a fix
 from __future__ import annotations
 
 import collections
+from collections.abc import Hashable
 
 
 class Resource:
@@ -95,3 +96,33 @@ class Link(Resource):
         """Queues a copy; returns when it is over."""
         start = max(self.free_at, not_before)
         return self.work(self._optimizer.end_beside(start, self.seconds(size_bytes), self._share) - start, start)
+
+
+class Slots:
+    """Slots for weights, which take turns: each is free when what used it last has computed.
+
+    Args:
+        count: how many.
+        link: brings the weights.
+    """
+
+    def __init__(self, count: int, link: Link) -> None:
+        self._link = link
+        self._users: collections.deque[tuple[Hashable, float]] = collections.deque(maxlen=count)
+
+    def filled_at(self, holder: Hashable, size_bytes: int, not_before: float) -> float:
+        """When the holder's weights are in a slot, the copy queued if they aren't yet; 0 if they are."""
+        if any(held == holder for held, _ in self._users):
+            return 0.0
+        free_at = self._users[0][1] if len(self._users) == self._users.maxlen else 0.0
+        return self._link.copy(size_bytes, max(not_before, free_at))
+
+    def use(self, holder: Hashable, until: float) -> None:
+        """The holder computes with its slot until then."""
+        others = [user for user in self._users if user[0] != holder]
+        self._users.clear()
+        self._users.extend([*others, (holder, until)])
+
+    def forget(self) -> None:
+        """All slots are stale."""
+        self._users.clear()

@@ -14,7 +14,7 @@ from megatrain_accelerate.planning.machine import STEP_BYTES, Machine
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
-from megatrain_accelerate.planning.step_resources import HostOptimizer, Link, Resource
+from megatrain_accelerate.planning.step_resources import HostOptimizer, Link, Resource, Slots
 
 _NORM_BYTES = 2
 """Device memory traffic of a norm, a parameter: on the device it is taken apart from the step."""
@@ -139,14 +139,14 @@ class _Pipeline:
         self.attention = {kind: _attention_seconds(profile, machine) for kind, profile in outline.profiles.items()}
         self.experts = {kind: _experts_seconds(profile, machine) for kind, profile in outline.profiles.items()}
         self.sent = sent_bytes(outline, placement)
-        self.parts = _Parts(self)
         self.compute, self.host = Resource(), HostOptimizer()
         self.h2d = Link(machine.h2d_bytes, machine.h2d_share_in_step, self.host)
         self.d2h = Link(machine.d2h_bytes, machine.d2h_share_in_step, self.host)
         self.applied = [0.0] * len(model.layers)
         self.resident_at = [0.0] * len(model.layers)
         self.before_at = self.after_at = 0.0
-        self.slot_users: collections.deque[tuple[int, float]] = collections.deque(maxlen=model.slots)
+        self.slots = Slots(model.slots, self.h2d)
+        self.parts = _Parts(self)
         self.gradients_out: collections.deque[float] = collections.deque(maxlen=model.gradient_slots)
 
     def _weights_at(self, layer: int) -> float:
@@ -158,18 +158,7 @@ class _Pipeline:
             if self.resident_at[layer] < 0.0:  # stale since its last step
                 self.resident_at[layer] = self.h2d.copy(size, self.applied[layer])
             return self.resident_at[layer]
-        if any(held == layer for held, _ in self.slot_users):
-            return 0.0
-        # The slot is free when the layer that used it last has computed.
-        free_at = self.slot_users[0][1] if len(self.slot_users) == self.model.slots else 0.0
-        return self.h2d.copy(size, max(self.applied[layer], free_at))
-
-    def _uses_slot(self, layer: int, until: float) -> None:
-        if layer in self.placement.on_device or layer in self.placement.resident:
-            return
-        others = [(held, end) for held, end in self.slot_users if held != layer]
-        self.slot_users.clear()
-        self.slot_users.extend([*others, (layer, until)])
+        return self.slots.filled_at(layer, size, self.applied[layer])
 
     def forward_and_backward(self, is_last: bool) -> None:
         placement, machine = self.placement, self.machine
@@ -211,7 +200,8 @@ class _Pipeline:
                 copies.leave(end)
                 if position == last_forward:
                     self.compute.work(0.0, self.after_at)
-            self._uses_slot(event.layer, end)
+            if event.layer not in placement.on_device and event.layer not in placement.resident:
+                self.slots.use(event.layer, end)
             # The next layer's weights are fetched before activations come back ahead of their time.
             fetched_at = self._weights_at(events[position + 1].layer) if position + 1 < len(events) else None
             if event.is_backward:
@@ -265,7 +255,7 @@ class _Pipeline:
             max((self.h2d.copy_between(unit.weight_bytes, stepped) for unit, stepped in groups), default=now)
             for groups in (before, after)
         )
-        self.slot_users.clear()  # all stale
+        self.slots.forget()
         self.compute.work(0.0, self.compute.free_at + self.machine.step_overhead)
         stepped_bytes = sum(unit.step_traffic + _NORM_BYTES * unit.parameters for unit in on_device)
         self.compute.work(stepped_bytes / self.machine.device_bytes)
@@ -281,7 +271,7 @@ class _Parts:
     def __init__(self, pipeline: _Pipeline) -> None:
         self._pipeline = pipeline
         self._applied: dict[tuple[int, int], float] = {}
-        self._users: collections.deque[tuple[tuple[int, int], float]] = collections.deque(maxlen=pipeline.model.slots)
+        self._slots = Slots(pipeline.model.slots, pipeline.h2d)
 
     def compute(self, event: Event, seconds: float, ready: float, is_last: bool | None = None) -> float:
         """A layer computes once its own weights are there; returns when it has.
@@ -301,11 +291,10 @@ class _Parts:
         for piece in range(pieces):
             for place in places:
                 part, key = parts[place], (event.layer, place)
-                ready = max(self._weights_at(key, part), pipeline.gradient_slot_at() if is_last is not None else 0.0)
+                filled_at = self._slots.filled_at(key, part.weight_bytes, self._applied.get(key, 0.0))
+                ready = max(filled_at, pipeline.gradient_slot_at() if is_last is not None else 0.0)
                 end = pipeline.compute.work(seconds / (pieces * len(parts)), ready)
-                others = [(held, until) for held, until in self._users if held != key]
-                self._users.clear()
-                self._users.extend([*others, (key, end)])
+                self._slots.use(key, end)
                 if is_last is not None and part.gradient_bytes:
                     out = pipeline.send_gradients(part, end, is_added=piece > 0)
         if is_last and pipeline.model.steps_in_backward and any(part.gradient_bytes for part in parts):
@@ -315,15 +304,9 @@ class _Parts:
             self._applied.update(dict.fromkeys(((event.layer, place) for place in places), out))
         return end
 
-    def _weights_at(self, key: tuple[int, int], part: UnitSizes) -> float:
-        if any(held == key for held, _ in self._users):
-            return 0.0
-        free_at = self._users[0][1] if len(self._users) == self._users.maxlen else 0.0
-        return self._pipeline.h2d.copy(part.weight_bytes, max(self._applied.get(key, 0.0), free_at))
-
     def step(self, layer: int, now: float) -> None:
         """``optimizer.step()`` comes to the layer."""
-        self._users.clear()
+        self._slots.forget()
         for place, part in enumerate(self._pipeline.model.parts.get(layer, ())):
             if not self._pipeline.model.steps_in_backward:
                 self._applied[layer, place] = self._pipeline.step_unit(part, now)

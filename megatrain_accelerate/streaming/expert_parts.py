@@ -14,7 +14,6 @@ from torch import nn
 
 from megatrain_accelerate.memory.expert_range import ExpertRange, expert_ranges
 from megatrain_accelerate.memory.host_store import HostUnit
-from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.step_worker import Ticket
 from megatrain_accelerate.streaming.layer import StreamedLayer, UpdateGate
 
@@ -149,11 +148,6 @@ class StreamedExperts(StreamedLayer):
         self.gate = _ExpertsGate(self)
         self.results: ExpertResults | None = None
         """Of the run of the layer that is under way, if it has a graph."""
-
-    @property
-    def trainable(self) -> list[ParameterState]:
-        """The parameters that were trained when the model was prepared, in entry order."""
-        return [state for state in self.unit.states if state.entry.spec.trainable]
 
     @property
     def shown(self) -> list[torch.Tensor]:

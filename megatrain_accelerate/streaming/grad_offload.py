@@ -158,7 +158,7 @@ class GradientOffloader:
             others: tensors of the outer graph whose memory a gradient may share.
         """
         unit = layer.unit
-        trainable = [state for state in unit.states if state.entry.spec.trainable]
+        trainable = layer.trainable
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         arrived = [gradient for gradient in gradients if gradient is not None]
         if not present:

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.host_store import HostUnit
+from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.optim.step_worker import Ticket
 from megatrain_accelerate.streaming.shared_mappings import run_with_mappings
@@ -92,6 +93,11 @@ class StreamedLayer:
         self.experts = (*self.experts, experts)
         self.has_trainable |= experts.has_trainable
         self._known |= {id(state.parameter) for state in experts.unit.states}
+
+    @property
+    def trainable(self) -> list[ParameterState]:
+        """The parameters of its unit that were trained when the model was prepared, in entry order."""
+        return [state for state in self.unit.states if state.entry.spec.trainable]
 
     @property
     def parameter_count(self) -> int:

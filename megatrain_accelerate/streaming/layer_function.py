@@ -354,9 +354,8 @@ class LayerFunction(torch.autograd.Function):
                         allow_unused=True,
                     )
         of_inputs, of_weights = iter(gradients[: len(wanted)]), iter(gradients[len(wanted) :])
-        trainable = [state for state in call.layer.unit.states if state.entry.spec.trainable]
         return (
             [next(of_inputs) if tensor.requires_grad else None for tensor in tensors],
             # One that was frozen since it was prepared has no leaf: its place stays empty.
-            [next(of_weights) if state.parameter.requires_grad else None for state in trainable],
+            [next(of_weights) if state.parameter.requires_grad else None for state in call.layer.trainable],
         )

@@ -6,7 +6,7 @@ import plain_torch
 import pytest
 import torch
 from engine_runs import train_streamed
-from plain_torch import PlainRun, tiny_model, token_batches, train_bf16_with_masters
+from plain_torch import PlainRun, tiny_model, token_batches, train_bf16_with_masters, train_fp32
 
 STEPS = 20
 pytestmark = [
@@ -121,16 +121,8 @@ def test_other_optimizers_step_on_fp32_masters_bit_equal(optimizer: object) -> N
 def test_fp32_training_is_bit_equal_to_plain_pytorch() -> None:
     model, batches = tiny_model(), token_batches(STEPS)
     streamed = train_streamed(model, batches, bf16=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, foreach=False)
-    losses, norms = [], []
-    for ids in batches:
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        losses.append(loss.item())
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)))
-        optimizer.step()
-        optimizer.zero_grad()
-    assert streamed.losses == losses
-    assert streamed.norms == norms
-    for name, parameter in model.named_parameters():
-        assert torch.equal(streamed.weights[name], parameter.detach()), name
+    plain = train_fp32(model, batches)
+    assert streamed.losses == plain.losses
+    assert streamed.norms == plain.norms
+    for name, weight in plain.weights.items():
+        assert torch.equal(streamed.weights[name], weight), name

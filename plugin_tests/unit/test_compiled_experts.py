@@ -17,7 +17,7 @@ import torch
 from decoder_models import LENGTH, VOCABULARY
 from engine_runs import attach, train_streamed
 from expert_models import EXPERTS, KINDS, ROUTER, error_of, gradients_of, ids_of, in_bf16, of_experts, one_pass, true_gradients
-from plain_torch import PlainRun, tiny_model, token_batches, train_bf16_with_masters
+from plain_torch import tiny_model, token_batches, train_bf16_with_masters, train_fp32
 from torch import nn
 
 from megatrain_accelerate.engine import Engine
@@ -120,21 +120,6 @@ def quick_backend(monkeypatch: pytest.MonkeyPatch) -> list[CompiledLayers]:
 
     monkeypatch.setattr(CompiledLayers, "__init__", with_a_quick_backend)
     return made
-
-
-def train_fp32(model: nn.Module, batches: list[torch.Tensor]) -> PlainRun:
-    """What ``train_bf16_with_masters`` does, in fp32."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, foreach=False)
-    losses, norms = [], []
-    for ids in batches:
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        losses.append(loss.item())
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)))
-        optimizer.step()
-        optimizer.zero_grad()
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return PlainRun(losses, norms, weights, weights)
 
 
 @pytest.mark.parametrize(

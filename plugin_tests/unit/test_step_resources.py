@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatrain_accelerate.planning.step_resources import HostOptimizer, Link, Resource
+from megatrain_accelerate.planning.step_resources import HostOptimizer, Link, Resource, Slots
 
 
 def stepping(*spans: tuple[float, float]) -> HostOptimizer:
@@ -52,3 +52,18 @@ def test_work_that_follows_at_once_is_one_span_and_what_is_over_is_forgotten() -
     optimizer.forget_before(4.5)
     assert optimizer.end_beside(0.0, 3.0, 0.5) == 3.0
     assert optimizer.end_beside(10.0, 1.0, 0.5) == 12.0
+
+
+def test_slots_take_turns_and_hold_what_used_them_last() -> None:
+    link = Link(10.0, 1.0, HostOptimizer())
+    slots = Slots(2, link)
+    assert slots.filled_at("a", 10, not_before=1.0) == 2.0
+    slots.use("a", until=7.0)
+    assert slots.filled_at("b", 10, not_before=0.0) == 3.0  # a free slot; the link is free at 2
+    slots.use("b", until=9.0)
+    assert slots.filled_at("a", 10, not_before=0.0) == 0.0
+    assert slots.filled_at("c", 10, not_before=0.0) == 8.0  # when `a` has computed
+    slots.use("c", until=12.0)
+    assert slots.filled_at("a", 10, not_before=0.0) == 10.0  # its slot is another's, and `b` computes until 9
+    slots.forget()
+    assert slots.filled_at("c", 10, not_before=0.0) == 11.0
