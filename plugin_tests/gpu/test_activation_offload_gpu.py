@@ -81,6 +81,12 @@ def test_the_race_tests_see_a_missing_wait(
     missing: str, small_tensors_leave: None, slow_copies: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = trained(keep_layers=0)
+    brought_back, copy = [], ActivationOffloader._copy
+
+    def copy_and_hold(self: Any, block: Any, storage: Any, to_host: bool) -> None:
+        # Memory that is given back too early would take its late copy in the place of token ids, which ends the CUDA context.
+        brought_back.append(None if to_host else storage)
+        copy(self, block, storage, to_host)
 
     def use_at_once(self: Any, arrival: Any) -> None:
         arrival.is_waited_for = True
@@ -89,6 +95,7 @@ def test_the_race_tests_see_a_missing_wait(
         for parcel in departure.parcels:
             parcel.leave_device()
 
+    monkeypatch.setattr(ActivationOffloader, "_copy", copy_and_hold)
     monkeypatch.setattr(ActivationOffloader, missing, use_at_once if missing == "_wait_for" else give_up_at_once)
     assert not same_bits(trained(keep_layers=0, offload_layers=4), reference)
 
