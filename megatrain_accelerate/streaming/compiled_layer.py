@@ -9,7 +9,8 @@ What is recorded inside a layer (router logits) leaves the compiled function bes
 layers that record and layers that don't are of different kinds.
 
 A compiled layer always runs the graph that can be differentiated, also in a forward that is recomputed later: forward and
-recompute then round alike, keeping a layer changes no bit, and there is one graph to compile instead of two.
+recompute then round alike, keeping a layer changes no bit, and there is one graph to compile instead of two. A recompute runs
+the kernels of that graph less those that only the layer's outputs need (:mod:`.recompute_graph`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.output_recorder import Captures, OutputRecorder, take_handed_out
+from megatrain_accelerate.streaming.recompute_graph import RecomputeGraphs
 from megatrain_accelerate.streaming.shared_mappings import takes_mappings
 
 logger = logging.getLogger(__name__)
@@ -132,6 +134,7 @@ class CompiledLayers:
         self._kinds: dict[Any, _Kind] = {}
         self._eager_noted: set[tuple[str, str]] = set()
         self._compiling = ""
+        self.recomputes = RecomputeGraphs()
         self.compilations = 0
         """Graphs compiled so far."""
 
@@ -149,10 +152,16 @@ class CompiledLayers:
             return False  # a compiled graph would hold all tokens at once
         return self._compilable(layer) is not None
 
-    def run(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool = False) -> Any:
         """Runs the layer's forward with the weights that are bound to it: compiled, or its own code if that fails.
 
         Called with gradients enabled, for a layer that :meth:`wants` approved.
+
+        Args:
+            layer: the layer.
+            args, kwargs: of its forward.
+            is_recompute: whether only the graph is wanted that leads to the outputs. Their values, and those of what is
+                recorded, may be anything then.
 
         Raises:
             Exception: what the layer's own code raises.
@@ -164,7 +173,7 @@ class CompiledLayers:
         before = _RandomState(self._device)
         self._compiling = kind.name
         try:
-            with _run_settings(), captures.replaced():
+            with _run_settings(), captures.replaced(), self.recomputes.entered(is_recompute):
                 output, recorded = kind.function(layer.module, args, kwargs)
             if self._recorder is not None and recorded:
                 self._recorder.enter([channel for channel, _ in recorded], [tensor for _, tensor in recorded])
@@ -216,14 +225,13 @@ class CompiledLayers:
         """Dynamo's backend: forward and backward of one graph, so that neither can fail later."""
         _announce(self._compiling)
         self.compilations += 1
-        options: dict[str, Any] = {}
-        if self.backend == "inductor":
-            # Dropout must draw the masks that the layer's own code draws: the run that follows a failure, or a recompute
-            # after one, has to repeat them.
-            options["config_patches"] = {"fallback_random": True}
-        compiler = torch._dynamo.lookup_backend(self.backend)
         with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-            compiled: Callable[..., Any] = compiler(graph, inputs, **options)
+            if self.backend == "inductor":
+                # Dropout must draw the masks that the layer's own code draws: the run that follows a failure, or a recompute
+                # after one, has to repeat them.
+                return self.recomputes.compile(graph, inputs, {"fallback_random": True})
+            compiler = torch._dynamo.lookup_backend(self.backend)
+            compiled: Callable[..., Any] = compiler(graph, inputs)
         return compiled
 
 

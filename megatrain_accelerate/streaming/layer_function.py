@@ -137,9 +137,11 @@ class LayerCall:
             keeps = not any(of(self.layer) for of in (context.keeps, context.offloads, context.offloads_inputs))
             self.expert_results.append(ExpertResults(keeps, is_last=piece == 0))
         try:
-            run = self.context.compiled.run if self.is_compiled else StreamedLayer.run
             with self.expert_results[piece].at_work(self.layer, replay):
-                output = run(self.layer, args, kwargs)
+                if self.is_compiled:
+                    output = self.context.compiled.run(self.layer, args, kwargs, is_recompute=replay)
+                else:
+                    output = self.layer.run(args, kwargs)
         finally:
             if recorder is not None:
                 recorded = recorder.finish(token)
