@@ -60,6 +60,7 @@ def extended_graph(once: LayerGraph | None, twice: LayerGraph | None, times: flo
         return None
     return LayerGraph(
         _extended_graph_costs(once.forward, twice.forward, times),
+        _extended_graph_costs(once.recompute, twice.recompute, times),
         _extended_graph_costs(once.backward, twice.backward, times),
         round(_extended(once.kept_bytes, twice.kept_bytes, times)),
         round(_extended(once.output_bytes, twice.output_bytes, times)),

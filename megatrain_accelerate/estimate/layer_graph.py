@@ -68,9 +68,10 @@ class GraphCosts:
 
 @dataclasses.dataclass(frozen=True)
 class LayerGraph:
-    """A layer's compiled forward and backward."""
+    """A layer's compiled forward, what a recompute runs of it (``streaming/recompute_graph.py``), and its backward."""
 
     forward: GraphCosts
+    recompute: GraphCosts
     backward: GraphCosts
     kept_bytes: int
     """What forward saves for backward, inputs, outputs and weights left out."""
@@ -79,7 +80,8 @@ class LayerGraph:
     def times(self, factor: float) -> LayerGraph:
         """The layer on ``factor`` times as many pieces of a batch, one after the other."""
         kept, output = round(factor * self.kept_bytes), round(factor * self.output_bytes)
-        return LayerGraph(self.forward.times(factor), self.backward.times(factor), kept, output)
+        runs = (run.times(factor) for run in (self.forward, self.recompute, self.backward))
+        return LayerGraph(*runs, kept, output)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,10 +191,20 @@ def _measured_graphs(forward: fx.Graph, backward: fx.Graph, outputs: int) -> Lay
     freed = {_source(node).name for node in results[outputs:] if isinstance(node, fx.Node)} & {node.name for node in saved}
     return LayerGraph(
         forward=_costs(forward, freed=set()),
+        recompute=_costs(_without_outputs(forward, outputs), freed=set()),
         backward=_costs(backward, freed=freed | {node.name for node in results[outputs:] if _source(node) in saved}),
         kept_bytes=sum(_bytes(node) for node in saved),
         output_bytes=sum(_bytes(node) for node in returned),
     )
+
+
+def _without_outputs(forward: fx.Graph, outputs: int) -> fx.Graph:
+    """What is saved, and what that is made of."""
+    shorter = fx.Graph()
+    results = shorter.graph_copy(forward, {})
+    shorter.output(tuple(results[outputs:]))  # type: ignore[index, arg-type]
+    shorter.eliminate_dead_code()
+    return shorter
 
 
 def _costs(graph: fx.Graph, freed: set[str]) -> GraphCosts:

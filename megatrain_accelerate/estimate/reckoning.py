@@ -70,6 +70,7 @@ def compiled_profile(dry: LayerProfile, graph: LayerGraph, machine: Machine, sha
         recomputed_bytes=max(graph.forward.peak_bytes, graph.kept_bytes + graph.backward.peak_bytes),
         forward_seconds=forward,
         kept_forward_seconds=forward,
+        recompute_seconds=graph_seconds(graph.recompute, machine, shares),
         backward_seconds=graph_seconds(graph.backward, machine, shares),
     )
 

@@ -216,6 +216,7 @@ def _measure(
         recomputed_bytes=max(kept_forward.peak_bytes, kept_bytes + backward.peak_bytes),
         forward_seconds=forward.seconds(),
         kept_forward_seconds=kept_forward.seconds(),
+        recompute_seconds=measurement.recompute_seconds,
         attention_seconds=measurement.attention_seconds,
         backward_seconds=backward.seconds(),
     ).of_pieces(split, _tensor_bytes(trial))
@@ -257,7 +258,8 @@ class _AttentionTimer(TorchDispatchMode):
 
 
 class _Measurement:
-    """Forward, forward with a graph, and backward of a layer, over and over: the phases of ``LayerFunction``.
+    """Forward, forward with a graph, backward and, of a compiled layer, recompute, over and over: the phases of
+    ``LayerFunction``.
 
     Args:
         runtime: the engine.
@@ -275,7 +277,9 @@ class _Measurement:
         inputs: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
         timer: _AttentionTimer | None = None,
     ) -> None:
-        self.forward, self.kept_forward, self.backward = (_Stopwatch(runtime.streams.device) for _ in range(3))
+        self.forward, self.kept_forward, self.recompute, self.backward = (
+            _Stopwatch(runtime.streams.device) for _ in range(4)
+        )
         self._layer, self._slot, self._inputs = layer, slot, inputs
         self._recorder = runtime.recorder
         self._attention = timer
@@ -288,7 +292,7 @@ class _Measurement:
         trial = self._round()  # compiles, and chooses kernels
         if self._compiled is not None or self._seconds() < _LONG_SECONDS:
             trial = self._round()
-        for stopwatch in (self.forward, self.kept_forward, self.backward):
+        for stopwatch in (self.forward, self.kept_forward, self.recompute, self.backward):
             stopwatch.counts_bytes = False
         seconds = self._seconds()
         fewest, most = _ROUNDS
@@ -302,13 +306,19 @@ class _Measurement:
         """Of a forward; None where it isn't measured, since the layer is compiled."""
         return None if self._attention is None else self._attention.seconds()
 
-    def _seconds(self) -> float:
-        return self.forward.seconds() + self.kept_forward.seconds() + self.backward.seconds()
+    @property
+    def recompute_seconds(self) -> float | None:
+        """None where a recompute is a forward that keeps its graph."""
+        return None if self._compiled is None else self.recompute.seconds()
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial:
+    def _seconds(self) -> float:
+        seconds = self.forward.seconds() + self.kept_forward.seconds() + self.backward.seconds()
+        return seconds + (self.recompute_seconds or 0.0)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool = False) -> Trial:
         compiled, layer = self._compiled, self._layer
         if compiled is not None:
-            return run_on_trial(self._recorder, lambda: compiled.run(layer, args, kwargs))
+            return run_on_trial(self._recorder, lambda: compiled.run(layer, args, kwargs, is_recompute))
         return run_on_trial(self._recorder, lambda: layer.run(args, kwargs))
 
     def _round(self) -> Trial:
@@ -344,4 +354,8 @@ class _Measurement:
             with self.backward.running():
                 if results and wanted:
                     torch.autograd.grad(results, wanted, gradients, allow_unused=True)
+            del results, gradients
+            if self._compiled is not None:
+                with kept.recording(), self.recompute.running():
+                    self._call(args, kwargs, is_recompute=True)
         return returned

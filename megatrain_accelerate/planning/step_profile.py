@@ -47,6 +47,8 @@ class LayerProfile:
     forward_seconds: float | None = None
     """Measured (:mod:`.layer_measurement`); None: to be reckoned from the costs."""
     kept_forward_seconds: float | None = None
+    recompute_seconds: float | None = None
+    """Of a forward in backward; None: it is one that keeps its graph. A compiled layer's leaves out what only outputs need."""
     backward_seconds: float | None = None
     attention_seconds: float | None = None
 
@@ -61,7 +63,7 @@ class LayerProfile:
             return self
         share = sum(split.sizes) / split.sizes[0]
         kept_bytes = round(share * self.kept_bytes)
-        names = ("forward_seconds", "kept_forward_seconds", "backward_seconds", "attention_seconds")
+        names = ("forward_seconds", "kept_forward_seconds", "recompute_seconds", "backward_seconds", "attention_seconds")
         times: dict[str, Any] = {name: None if getattr(self, name) is None else share * getattr(self, name) for name in names}
         return dataclasses.replace(
             self,

@@ -107,12 +107,13 @@ def sent_bytes(outline: StepOutline, placement: Placement) -> list[int]:
     return sent
 
 
-def _profile_seconds(profile: LayerProfile, machine: Machine) -> tuple[float, float, float]:
-    """Forward, forward that keeps, and backward from what was kept."""
+def _profile_seconds(profile: LayerProfile, machine: Machine) -> tuple[float, float, float, float]:
+    """Forward, forward that keeps, recompute, and backward from what was kept."""
     forward, backward = op_seconds(profile.forward, machine), op_seconds(profile.backward, machine)
     measured = (profile.forward_seconds, profile.kept_forward_seconds, profile.backward_seconds)
     reckoned = (forward, forward, backward)
-    return tuple(m if m is not None else r for m, r in zip(measured, reckoned, strict=True))  # type: ignore[return-value]
+    unkept, kept, backward = (m if m is not None else r for m, r in zip(measured, reckoned, strict=True))
+    return unkept, kept, kept if profile.recompute_seconds is None else profile.recompute_seconds, backward
 
 
 def _experts_seconds(profile: LayerProfile, machine: Machine) -> float:
@@ -174,7 +175,7 @@ class _Pipeline:
             elif position == last_forward + 1:
                 self.compute.work(measured)
             unit = self.model.layers[event.layer]
-            forward, kept_forward, backward = self.seconds[event.kind]
+            forward, kept_forward, recompute, backward = self.seconds[event.kind]
             keeps, offloads = event.layer in placement.kept, event.layer in placement.offloaded
             ready = self._weights_at(event.layer) if fetched_at is None else fetched_at
             issued_at = self.compute.free_at
@@ -182,7 +183,9 @@ class _Pipeline:
                 ready = max(ready, copies.back_at(event.layer, issued_at))
                 if event.layer not in placement.on_device and unit.gradient_bytes:
                     ready = max(ready, self.gradient_slot_at())
-                again = kept_forward - (self.attention[event.kind] if event.layer in placement.attention_kept else 0.0)
+                again = recompute
+                if event.layer in placement.attention_kept:  # such a layer isn't compiled
+                    again = kept_forward - self.attention[event.kind]
                 if keeps or offloads:
                     again = 0.0
                 elif event.layer not in placement.inputs_offloaded:

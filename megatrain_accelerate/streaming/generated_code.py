@@ -72,7 +72,8 @@ def without_outputs(source: str, outputs: int, unread: Collection[int]) -> Short
     returned = steps[-1].node.value.elts
     if len(returned) != outputs:
         raise UnknownCodeError(f"it returns {len(returned)} values, and the graph has {outputs}")
-    wanted = set().union(*(reader.locals_in(value) for place, value in enumerate(returned) if place not in unread))
+    read = (reader.locals_in(value) for place, value in enumerate(returned) if place not in unread)
+    wanted = reader.parameters.union(*read)
     kept = _needed(steps, reader.memory, wanted)
     left_out = tuple(step.kernel for step in steps if step.kernel and id(step.node) not in kept)
     return ShortCode(left_out, _Rewriter(kept, _still_defined(steps, kept, reader.parameters)).visit(functions[0]))
@@ -197,8 +198,11 @@ class _Reader:
             if schema is not None:
                 draws = torch.Tag.nondeterministic_seeded in schema.tags
                 return step(_Sort.OTHER) if draws else step(_Sort.KERNEL, kernel=callee)
+            if callee == "reinterpret_tensor" and isinstance(target, ast.Name):
+                self.memory.join(defines | self.locals_in(value.args[0]))
+                return step(_Sort.PLACE)
             self.memory.join(defines | mentions)
-            return step(_Sort.PLACE if callee == "reinterpret_tensor" else _Sort.OTHER)
+            return step(_Sort.OTHER)
         self.memory.join(defines | mentions)
         return step(_Sort.PLACE if isinstance(target, ast.Name) and _is_a_part(value) else _Sort.OTHER)
 
