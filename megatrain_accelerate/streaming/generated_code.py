@@ -135,7 +135,6 @@ class _Kernels:
             and isinstance(statement.value, ast.Call)
         }
 
-    @functools.cache  # noqa: B019  (dies with the module's text, a few lines below)
     def written_places(self, name: str) -> tuple[bool, ...] | None:
         """For each parameter whether it is written to; None for a kernel of another form."""
         call = self._calls.get(name)

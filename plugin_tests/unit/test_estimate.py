@@ -17,6 +17,7 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.estimate import forecast as forecast_module
 from megatrain_accelerate.estimate.command import parse_size
+from megatrain_accelerate.estimate.extrapolation import extended_graph
 from megatrain_accelerate.estimate.forecast import Forecaster
 from megatrain_accelerate.estimate.known_gpus import KNOWN_GPUS, known_gpu
 from megatrain_accelerate.estimate.layer_graph import GraphCosts, LayerGraph, Product, TensorShape, trace_layer
@@ -269,6 +270,18 @@ def test_products_and_causal_attention_are_counted_to_the_last() -> None:
     # Two products of all pairs of tokens, half of them: 2 sequences, hidden size 128.
     assert graph.forward.attention_flops == 0.5 * 2 * 2 * 2 * 128 * 128 * 128
     assert graph.backward.attention_flops == 2.5 * graph.forward.attention_flops
+
+
+def test_a_recompute_is_counted_without_the_last_product() -> None:
+    graph, layer = traced(length=128)
+    last = layer.mlp.down_proj.weight.numel()  # type: ignore[union-attr, operator]
+    assert graph.forward.product_flops - graph.recompute.product_flops == 2 * 2 * 128 * last
+    assert graph.recompute.attention_flops == graph.forward.attention_flops
+    assert 0 < graph.recompute.traffic_bytes < graph.forward.traffic_bytes
+    twice, _ = traced(batch=4, length=128)
+    extended = extended_graph(graph, twice, 2)
+    assert extended is not None
+    assert graph.times(2).recompute.product_flops == extended.recompute.product_flops == twice.recompute.product_flops
 
 
 def test_a_traced_layer_keeps_what_a_compiled_one_saves() -> None:

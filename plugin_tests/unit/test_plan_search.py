@@ -68,6 +68,18 @@ def test_a_recomputed_step_takes_forward_twice_and_backward_once() -> None:
     assert seconds(kept=4).compute == pytest.approx(LAYERS * 3 + 6, rel=0.01)
 
 
+def test_a_recompute_that_was_measured_takes_its_own_time_but_for_a_layer_whose_attention_is_kept() -> None:
+    step = outline(recompute_seconds=0.75, attention_seconds=0.125)
+
+    def compute(**counts: object) -> float:
+        return simulate_step(step, model(), Placement.of_counts(LAYERS, **counts), MACHINE).compute  # type: ignore[arg-type]
+
+    assert compute() == pytest.approx(LAYERS * (1 + 0.75 + 2), rel=0.01)
+    assert compute() - compute(kept=4) == pytest.approx(4 * 0.75)
+    # Its attention is watched, so that it isn't compiled.
+    assert compute(attention_kept=4) - compute() == pytest.approx(4 * (1 - 0.125 - 0.75))
+
+
 def test_what_was_measured_outside_the_layers_replaces_what_was_reckoned_until_backward_begins() -> None:
     events = [dataclasses.replace(event, costs=OpCosts(flops=1e3)) for event in outline().events]  # a second each
     reckoned = dataclasses.replace(outline(), events=tuple(events))
