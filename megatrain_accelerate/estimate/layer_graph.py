@@ -80,8 +80,8 @@ class LayerGraph:
     def times(self, factor: float) -> LayerGraph:
         """The layer on ``factor`` times as many pieces of a batch, one after the other."""
         kept, output = round(factor * self.kept_bytes), round(factor * self.output_bytes)
-        runs = (run.times(factor) for run in (self.forward, self.recompute, self.backward))
-        return LayerGraph(*runs, kept, output)
+        forward, recompute, backward = (run.times(factor) for run in (self.forward, self.recompute, self.backward))
+        return LayerGraph(forward, recompute, backward, kept, output)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -277,9 +277,7 @@ class _Measurement:
         inputs: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
         timer: _AttentionTimer | None = None,
     ) -> None:
-        self.forward, self.kept_forward, self.recompute, self.backward = (
-            _Stopwatch(runtime.streams.device) for _ in range(4)
-        )
+        self.forward, self.kept_forward, self.recompute, self.backward = (_Stopwatch(runtime.streams.device) for _ in range(4))
         self._layer, self._slot, self._inputs = layer, slot, inputs
         self._recorder = runtime.recorder
         self._attention = timer

@@ -294,7 +294,9 @@ def _still_defined(steps: Sequence[_Step], kept: set[int], parameters: Collectio
                 defined -= step.mentions
         elif id(step.node) in kept:
             if not step.mentions <= defined | step.defines:
-                raise UnknownCodeError(f"{ast.unparse(step.node)!r} would use {sorted(step.mentions - defined)}, which is gone")
+                raise UnknownCodeError(
+                    f"{ast.unparse(step.node)!r} would use {sorted(step.mentions - defined)}, which is gone"
+                )
             defined |= step.defines
     return left
 

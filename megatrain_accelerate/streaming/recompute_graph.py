@@ -44,7 +44,7 @@ class RecomputeGraphs:
             graph, inputs: dynamo's.
             config_patches: of Inductor's settings.
         """
-        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+        from torch._inductor.compile_fx import compile_fx_inner
 
         def inner(module: torch.fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
             is_training_forward = not options.get("is_backward") and not options.get("is_inference")
@@ -55,9 +55,10 @@ class RecomputeGraphs:
                 self._shorten_recompute(compiled, outputs, unread)
             return compiled
 
+        backend: Callable[..., Any] = torch._dynamo.lookup_backend("inductor")
         # What AOTAutograd finds in its cache doesn't pass through here; Inductor's own cache still has the kernels.
         with torch._functorch.config.patch(enable_autograd_cache=False):
-            made: Callable[..., Any] = compile_fx(graph, inputs, inner_compile=inner, config_patches=config_patches)
+            made: Callable[..., Any] = backend(graph, inputs, inner_compile=inner, config_patches=config_patches)
         return made
 
     def _shorten_recompute(self, compiled: Any, outputs: int, unread: set[int]) -> None:

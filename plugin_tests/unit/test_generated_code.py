@@ -150,44 +150,58 @@ def test_what_only_the_last_product_reads_goes_along_with_it() -> None:
 
 
 def test_a_product_whose_result_is_saved_stays() -> None:
-    body = MLP + """
+    body = (
+        MLP
+        + """
     output = empty_strided_cuda((4, 3), (3, 1), torch.float32)
     triton_poi_scale.run(down, output, 12, stream=stream0)
     """
+    )
     assert assert_saved_alike(body, "output, x, gate, up, down").left_out == ("triton_poi_scale",)
 
 
 def test_a_kernel_that_writes_something_saved_besides_the_output_stays_with_what_it_reads() -> None:
-    body = MLP + """
+    body = (
+        MLP
+        + """
     square = empty_strided_cuda((4, 3), (3, 1), torch.float32)
     triton_poi_add_and_square.run(down, x, square, 12, stream=stream0)
     """
+    )
     assert assert_saved_alike(body, "down, x, gate, up, square").left_out == ()
 
 
 def test_memory_that_is_used_again_before_and_after_changes_nothing() -> None:
-    body = MLP + """
+    body = (
+        MLP
+        + """
     output = reinterpret_tensor(down, (2, 6), (6, 1), 0); del down  # reuse
     triton_poi_add.run(output, reinterpret_tensor(x, (2, 6), (6, 1), 0), 12, stream=stream0)
     late = product; del product  # reuse
     triton_poi_scale.run(gate, late, 20, stream=stream0)
     """
+    )
     assert assert_saved_alike(body, "output, x, gate, up, late").left_out == LAST_PRODUCT
 
 
 def test_an_output_in_memory_that_a_saved_result_takes_later_is_computed() -> None:
     """By two names that share memory more is kept than must be, never less."""
-    body = MLP + """
+    body = (
+        MLP
+        + """
     last = empty_strided_cuda((4, 3), (3, 1), torch.float32)
     triton_poi_scale.run(down, last, 12, stream=stream0)
     late = reinterpret_tensor(down, (4, 3), (3, 1), 0); del down  # reuse
     triton_poi_scale.run(x, late, 12, stream=stream0)
     """
+    )
     assert assert_saved_alike(body, "last, x, gate, up, late").left_out == ("triton_poi_scale",)
 
 
 def test_parts_of_one_buffer_are_one() -> None:
-    body = MLP + """
+    body = (
+        MLP
+        + """
     both = empty_strided_cuda((8, 3), (3, 1), torch.float32)
     upper = reinterpret_tensor(both, (4, 3), (3, 1), 0)  # alias
     lower = reinterpret_tensor(both, (4, 3), (3, 1), 12)  # alias
@@ -196,45 +210,56 @@ def test_parts_of_one_buffer_are_one() -> None:
     del upper
     del lower
     """
+    )
     assert assert_saved_alike(body, "down, x, gate, up, both").left_out == ()
 
 
 def test_sizes_that_are_not_known_before_tie_nothing_together() -> None:
     body = f"s0 = x.size()[0]\n{textwrap.dedent(MLP.replace('(4,', '(s0,'))}" + textwrap.dedent("""
     output = reinterpret_tensor(down, (s0, 3), (3, 1), 0); del down  # reuse
-    triton_poi_add.run(output, x, 3*s0, stream=stream0)
+    triton_poi_add_xnumel = 3*s0
+    triton_poi_add.run(output, x, triton_poi_add_xnumel, stream=stream0)
     """)
     assert assert_saved_alike(body, "output, x, gate, up, product").left_out == LAST_PRODUCT
 
 
 def test_random_numbers_are_drawn_all_the_same() -> None:
-    body = MLP + """
+    body = (
+        MLP
+        + """
     dropped = torch.ops.aten.native_dropout.default(down, 0.5, True)
     output = dropped[0]
     assert_size_stride(output, (4, 3), (3, 1))
     del dropped
     triton_poi_add.run(output, x, 12, stream=stream0)
     """
+    )
     assert assert_saved_alike(body, "output, x, gate, up").left_out == ("triton_poi_add",)
 
 
 def test_operations_of_torch_that_draw_nothing_are_left_out() -> None:
-    body = MLP + """
+    body = (
+        MLP
+        + """
     sorted_ = torch.ops.aten.sort.default(down)
     values = sorted_[0]
     assert_size_stride(values, (4, 3), (3, 1))
     output = empty_strided_cuda((4, 3), (3, 1), torch.float32)
     triton_poi_scale.run(values, output, 12, stream=stream0)
     """
+    )
     code = assert_saved_alike(body, "output, x, gate, up, product")
     assert code.left_out == ("extern_kernels.mm", "torch.ops.aten.sort.default", "triton_poi_scale")
 
 
 def test_a_kernel_whose_arguments_are_unknown_stays_with_what_it_reads() -> None:
-    body = MLP + """
+    body = (
+        MLP
+        + """
     output = empty_strided_cuda((4, 3), (3, 1), torch.float32)
     their_kernel.run(down, output, 12, stream=stream0)
     """
+    )
     assert assert_saved_alike(body, "output, x, gate, up").left_out == ()
 
 
@@ -244,11 +269,17 @@ def test_inputs_that_are_written_to_are_written_to() -> None:
 
 
 def test_outputs_in_several_places_are_left_out_together() -> None:
-    body = MLP + """
+    body = (
+        MLP
+        + """
     twice = empty_strided_cuda((4, 3), (3, 1), torch.float32)
     triton_poi_scale.run(down, twice, 12, stream=stream0)
     """
-    assert assert_saved_alike(body, "down, twice, x, gate, up, product", 2).left_out == ("extern_kernels.mm", "triton_poi_scale")
+    )
+    assert assert_saved_alike(body, "down, twice, x, gate, up, product", 2).left_out == (
+        "extern_kernels.mm",
+        "triton_poi_scale",
+    )
 
 
 @pytest.mark.parametrize(
