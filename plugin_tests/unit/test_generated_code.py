@@ -99,6 +99,7 @@ def module_namespace() -> dict[str, Any]:
         "empty_strided_cuda": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype).fill_(float("nan")),
         "reinterpret_tensor": reinterpreted,
         "assert_size_stride": lambda tensor, size, stride: None,
+        "copy_if_misaligned": lambda tensor: tensor,
         "get_raw_stream": lambda index: index,
         "extern_kernels": SimpleNamespace(mm=lambda a, b, *, out: torch.mm(a, b, out=out)),
         **{name: run_of(kernel) for name, kernel in KERNELS.items()},
@@ -217,6 +218,7 @@ def test_parts_of_one_buffer_are_one() -> None:
 def test_sizes_that_are_not_known_before_tie_nothing_together() -> None:
     body = f"s0 = x.size()[0]\n{textwrap.dedent(MLP.replace('(4,', '(s0,'))}" + textwrap.dedent("""
     output = reinterpret_tensor(down, (s0, 3), (3, 1), 0); del down  # reuse
+    x = copy_if_misaligned(x)
     triton_poi_add_xnumel = 3*s0
     triton_poi_add.run(output, x, triton_poi_add_xnumel, stream=stream0)
     """)
