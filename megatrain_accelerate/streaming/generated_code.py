@@ -280,7 +280,7 @@ def _needed(steps: Sequence[_Step], memory: _Memory, wanted: Collection[str]) ->
 
 
 def _still_defined(steps: Sequence[_Step], kept: set[int], parameters: Collection[str]) -> dict[int, set[str]]:
-    """For each deletion and check the names in it that have a value there.
+    """For each deletion the names in it that have a value there; for each check those in it, if all of them have one.
 
     Raises:
         UnknownCodeError: a statement that stays uses a name that has none.
@@ -288,15 +288,15 @@ def _still_defined(steps: Sequence[_Step], kept: set[int], parameters: Collectio
     defined = set(parameters)
     left: dict[int, set[str]] = {}
     for step in steps:
-        if step.sort in (_Sort.DELETE, _Sort.CHECK):
+        if step.sort is _Sort.DELETE:
             left[id(step.node)] = set(step.mentions & defined)
-            if step.sort is _Sort.DELETE:
-                defined -= step.mentions
+            defined -= step.mentions
+        elif step.sort is _Sort.CHECK:
+            left[id(step.node)] = set(step.mentions) if step.mentions <= defined else set()
         elif id(step.node) in kept:
             if not step.mentions <= defined | step.defines:
-                raise UnknownCodeError(
-                    f"{ast.unparse(step.node)!r} would use {sorted(step.mentions - defined)}, which is gone"
-                )
+                gone = sorted(step.mentions - defined)
+                raise UnknownCodeError(f"{ast.unparse(step.node)!r} would use {gone}, which is gone")
             defined |= step.defines
     return left
 
@@ -321,9 +321,6 @@ class _Rewriter(ast.NodeTransformer):
                 defined = self._defined[id(statement)]
                 statement.targets = [t for t in statement.targets if isinstance(t, ast.Name) and t.id in defined]
                 shorter += [statement] if statement.targets else []
-            elif id(statement) in self._defined:
-                mentioned = {child.id for child in ast.walk(statement) if isinstance(child, ast.Name)}
-                shorter += [statement] if mentioned & self._defined[id(statement)] else []
-            elif id(statement) in self._kept:
+            elif id(statement) in self._kept or self._defined.get(id(statement)):
                 shorter.append(statement)
         return shorter
