@@ -16,9 +16,10 @@ from megatrain_accelerate.estimate import report
 from megatrain_accelerate.estimate.forecast import Forecaster
 from megatrain_accelerate.estimate.limits import MOST_TOKENS, largest
 from megatrain_accelerate.estimate.machine_description import MachineOptions, describe_machine
-from megatrain_accelerate.estimate.meta_model import active_parameters, load_config, model_on_meta
+from megatrain_accelerate.estimate.meta_model import load_config, model_on_meta
 from megatrain_accelerate.integrations.accelerate_backend import require_passing_possible
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
+from megatrain_accelerate.planning.active_parameters import active_parameters
 from megatrain_accelerate.planning.plan_table import experts_text
 from megatrain_accelerate.units import GB, GIB, KIB, MIB
 

@@ -10,8 +10,6 @@ from torch import nn
 
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
 
 def load_config(name: str, trust_remote_code: bool = False) -> Any:
     """The configuration of a model; nothing else is read or fetched, but for the code that comes with it if that is trusted.
@@ -63,20 +61,3 @@ def _causal(config: Any, trust_remote_code: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-
-
-def active_parameters(model: nn.Module, config: Any) -> int:
-    """Parameters that a token meets: all, but for the experts that it isn't sent to.
-
-    Args:
-        model: of the configuration.
-        config: names the experts of a layer and those that a token is sent to, where there are any.
-    """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    chosen = getattr(text, "num_experts_per_tok", None)
-    present = next((count for name in _EXPERT_COUNTS if (count := getattr(text, name, None))), None)
-    total = sum(parameter.numel() for parameter in model.parameters())
-    if not isinstance(chosen, int) or not isinstance(present, int):
-        return total
-    experts = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
-    return total - experts + experts * chosen // present

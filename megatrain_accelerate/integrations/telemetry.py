@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.engine import Engine
+from megatrain_accelerate.planning.active_parameters import active_parameters
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.streaming.meter import Cause, Counters
 from megatrain_accelerate.units import GB, GIB, KIB
@@ -99,6 +100,7 @@ class Telemetry:
 
     def __init__(self, engine: Engine, model: nn.Module) -> None:
         self._engine = engine
+        self._active_parameters = active_parameters(model, getattr(model, "config", None))
         self._tokens = TokenCounter(model)
         self._before = dataclasses.replace(engine.runtime.meter.counters)
         self._seconds = 0.0
@@ -158,7 +160,7 @@ class Telemetry:
             self.shares = bound_shares(wait_ms, 1e3 * seconds / steps)
             values |= {f"bound_share_{name}": share for name, share in self.shares.items()}
             values["tokens_per_second"] = tokens / seconds
-            values["tflops"] = 6e-12 * self._engine.parameter_count * tokens / seconds
+            values["tflops"] = 6e-12 * self._active_parameters * tokens / seconds
         planned, self._plan_seconds = self._engine.plan_seconds - self._plan_seconds, self._engine.plan_seconds
         if planned > _A_PLAN_SECONDS:
             values["plan_seconds"] = planned

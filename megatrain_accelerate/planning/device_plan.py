@@ -15,6 +15,7 @@ from torch import nn
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes
 from megatrain_accelerate.optim.device_kernel import can_step_on
+from megatrain_accelerate.planning.device_memory import USABLE_SHARE_OF_DEVICE, free_bytes, whole_free_bytes
 from megatrain_accelerate.planning.engine_sizes import engine_model, state_bytes, unit_sizes
 from megatrain_accelerate.planning.evaluation_weights import EvaluationWeights, has_cache, is_next_token
 from megatrain_accelerate.planning.layer_measurement import measure_layers
@@ -39,9 +40,6 @@ _NOT_PREDICTED = (
     "megatrain: a step can't be predicted for this model (%s: %s), so that its layers stream and are recomputed; set "
     "megatrain_config.keep_layers, resident_layers or device_layers to give them GPU memory"
 )
-
-USABLE_SHARE_OF_DEVICE = 0.9
-"""Share of the device's free memory that the plan fills: the caching allocator's blocks don't fit without gaps."""
 
 _CLEARLY_LARGER = 1.25
 
@@ -150,7 +148,7 @@ class DevicePlan:
         # Of a generation the first forward is the one to predict; of the others those that matter.
         if moves or (holds and has_cache(inputs) and self.has_budget):
             self._predict_evaluation(model, inputs)
-        if moves and self._evaluation_bytes > USABLE_SHARE_OF_DEVICE * self._free_bytes():
+        if moves and self._evaluation_bytes > USABLE_SHARE_OF_DEVICE * free_bytes(self._device):
             logger.info("megatrain: layers leave the GPU for an evaluation of %.1f GiB", self._evaluation_bytes / GIB)
             self._displaced = self.placement
             self._place(
@@ -369,7 +367,7 @@ class DevicePlan:
             return int(self._config.gpu_memory_gib * GIB)
         if self._device.type != "cuda":
             return 0
-        return int(USABLE_SHARE_OF_DEVICE * (self._free_bytes() + sum(self.held_bytes_by_kind().values())))
+        return int(USABLE_SHARE_OF_DEVICE * (free_bytes(self._device) + sum(self.held_bytes_by_kind().values())))
 
     def _spare_bytes(self, model: nn.Module, inputs: Mapping[str, Any]) -> int | None:
         """Bytes of the budget beside what the engine holds and an evaluation needs; None without a budget.
@@ -382,14 +380,8 @@ class DevicePlan:
         self._predict_evaluation(model, inputs)
         left = budget_bytes - sum(self.held_bytes_by_kind().values())
         if self._device.type == "cuda":
-            left = min(left, int(USABLE_SHARE_OF_DEVICE * self._free_bytes()))
+            left = min(left, int(USABLE_SHARE_OF_DEVICE * whole_free_bytes(self._device)))
         return left - self._evaluation_bytes if self._evaluation_bytes else left // 2
-
-    def _free_bytes(self) -> int:
-        """Bytes that nobody holds: neither another process, nor another model of this one, nor this engine."""
-        free, _ = torch.cuda.mem_get_info(self._device)
-        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return int(free + cached)
 
 
 def _on_host(placement: Placement) -> Placement:

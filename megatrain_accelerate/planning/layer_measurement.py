@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from megatrain_accelerate.planning.device_memory import raise_peak
 from megatrain_accelerate.planning.step_memory import buffers_put_back, without_hooks
 from megatrain_accelerate.planning.step_outline import as_leaves
 from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
@@ -34,6 +35,7 @@ from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import bound_weights
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
+from megatrain_accelerate.units import GIB
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +49,16 @@ _OUTSIDE_ROUNDS = 3
 
 class _Stopwatch:
     """Seconds on the device, and the most bytes that were alive meanwhile above those at the start, of a body that is run
-    again and again."""
+    again and again.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: a GPU.
+        limit_bytes: of the process' tensors; None for what is free.
+    """
+
+    def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
         self._device = device
+        self._limit_bytes = limit_bytes
         self._rounds: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.counts_bytes = True
         """Whether the last body's bytes are counted, between waits for the device."""
@@ -58,12 +66,15 @@ class _Stopwatch:
         self.left_bytes = 0
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, chooses_kernels: bool = False) -> Iterator[None]:
+        """Takes the body's time. Of one in which Inductor chooses among kernels the bytes aren't those of its tensors."""
         base = 0
         if self.counts_bytes:
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
             base = torch.cuda.memory_allocated(self._device)
+            if chooses_kernels:
+                raise_peak(self._device, self._limit_bytes)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         yield
@@ -277,7 +288,11 @@ class _Measurement:
         inputs: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
         timer: _AttentionTimer | None = None,
     ) -> None:
-        self.forward, self.kept_forward, self.recompute, self.backward = (_Stopwatch(runtime.streams.device) for _ in range(4))
+        gib = runtime.config.gpu_memory_gib
+        limit_bytes = None if gib is None else int(gib * GIB)
+        self.forward, self.kept_forward, self.recompute, self.backward = (
+            _Stopwatch(runtime.streams.device, limit_bytes) for _ in range(4)
+        )
         self._layer, self._slot, self._inputs = layer, slot, inputs
         self._recorder = runtime.recorder
         self._attention = timer
@@ -287,7 +302,7 @@ class _Measurement:
 
     def run(self) -> Trial:
         """Runs rounds until the device is warm; returns what the layer returns and records."""
-        trial = self._round()  # compiles, and chooses kernels
+        trial = self._round(chooses_kernels=self._compiled is not None)
         if self._compiled is not None or self._seconds() < _LONG_SECONDS:
             trial = self._round()
         for stopwatch in (self.forward, self.kept_forward, self.recompute, self.backward):
@@ -319,7 +334,7 @@ class _Measurement:
             return run_on_trial(self._recorder, lambda: compiled.run(layer, args, kwargs, is_recompute))
         return run_on_trial(self._recorder, lambda: layer.run(args, kwargs))
 
-    def _round(self) -> Trial:
+    def _round(self, chooses_kernels: bool = False) -> Trial:
         layer, slot = self._layer, self._slot
         args, kwargs = self._inputs()
         weights, leaves = bound_weights(layer, slot)
@@ -349,7 +364,7 @@ class _Measurement:
             gradients = [torch.randn_like(tensor) for tensor in results]
             wanted = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
             wanted = [t for t in [*wanted, *leaves] if t.requires_grad]
-            with self.backward.running():
+            with self.backward.running(chooses_kernels):
                 if results and wanted:
                     torch.autograd.grad(results, wanted, gradients, allow_unused=True)
             del results, gradients

@@ -12,8 +12,11 @@ import torch
 from engine_runs import attach, train_streamed
 from plain_torch import tiny_model, token_batches
 from torch import nn
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._inductor.utils import fresh_cache
 
 from megatrain_accelerate.engine import Engine
+from megatrain_accelerate.planning import layer_measurement
 from megatrain_accelerate.streaming import compiled_layer
 from megatrain_accelerate.streaming.device_slots import SlotState
 
@@ -113,6 +116,30 @@ def test_twenty_steps_agree_with_the_layers_own_code() -> None:
     ours = train_streamed(model, batches, device="cuda", compile_layers=True, keep_layers=2)
     # bf16 products round to 8 bits; the loss averages them down.
     torch.testing.assert_close(ours.losses, eager.losses, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("raised", [True, False])
+def test_kernels_are_chosen_without_copies_in_host_memory_if_the_peak_is_raised(
+    raised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[bool] = []
+    copy = CachingAutotuner.copy_args_to_cpu_if_needed
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        copies = copy(self, *args, **kwargs)
+        copied.append(bool(copies))
+        return copies
+
+    monkeypatch.setattr(CachingAutotuner, "copy_args_to_cpu_if_needed", watched)
+    if not raised:
+        monkeypatch.setattr(layer_measurement, "raise_peak", lambda *_: None)
+    # Attention of its own products: their softmax is computed in place, in backward too.
+    model, engine = prepared(changes={"attn_implementation": "eager", "max_position_embeddings": 1024})
+    ids = token_batches(1, 8, 1024)[0].cuda()
+    with fresh_cache():  # what was chosen before isn't tried again
+        engine.device_plan.foresee(model, {"input_ids": ids, "labels": ids})
+    assert copied
+    assert any(copied) != raised
 
 
 def test_a_compiler_that_fails_leaves_the_run_as_it_is(caplog: pytest.LogCaptureFixture) -> None:

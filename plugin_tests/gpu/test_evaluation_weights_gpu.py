@@ -115,7 +115,7 @@ def test_an_evaluation_right_after_a_step_waits_for_the_copies_of_its_layers(tra
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 
-def test_an_evaluation_that_fills_the_gpu_makes_held_layers_leave(trainings: Any) -> None:
+def test_an_evaluation_that_fills_the_gpu_makes_held_layers_leave_whatever_is_free_in_pieces(trainings: Any) -> None:
     run = trainings(evaluation_weights="auto")
     generate(run)
     prefetcher = run.engine.runtime.prefetcher
@@ -123,13 +123,16 @@ def test_an_evaluation_that_fills_the_gpu_makes_held_layers_leave(trainings: Any
     ids = token_batches(1, batch=4, length=256, vocabulary=2048)[0].cuda()
     with torch.no_grad():
         reference = run.model(input_ids=ids).logits
+        # Half of 320 MiB is free, but in pieces of 5 MiB.
+        blocks = [torch.empty(5 * MIB, dtype=torch.uint8, device="cuda") for _ in range(64)]
+        del blocks[::2]
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         taken = torch.empty(free - 16 * MIB, dtype=torch.uint8, device="cuda")
         try:
             squeezed = run.model(input_ids=ids).logits
         finally:
-            del taken
+            del taken, blocks
             torch.cuda.empty_cache()
     assert prefetcher.own_slot_count < LAYERS
     assert torch.equal(squeezed, reference)

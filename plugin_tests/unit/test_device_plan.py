@@ -328,7 +328,8 @@ def test_an_evaluation_that_would_not_fit_moves_layers_off_until_training_goes_o
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(device_plan, "evaluation_bytes", lambda *_: 10 * MIB)
     free = {"bytes": 100 * MIB}
-    monkeypatch.setattr(plan, "_free_bytes", lambda: free["bytes"])
+    for name in ("free_bytes", "whole_free_bytes"):
+        monkeypatch.setattr(device_plan, name, lambda _: free["bytes"])
     run.model.eval()
     with torch.no_grad():
         roomy = run.model(input_ids=batch()).logits

@@ -1,7 +1,8 @@
 """The estimate against trainings that were measured on one H200 (docs/benchmarks.md): memory within 5%, time within 10%.
 
 The speeds are those of the machines that the cases ran on. Five cases were looked at when the shares in ``reckoning.py`` were
-chosen, with the times of single layers (docs/estimate.md says which for what); the others were kept out.
+chosen, with the times of single layers (docs/estimate.md says which for what); the others were kept out. Two
+are known to be missed.
 
 When they were measured compiled layers computed their outputs again in backward, which they don't any more: the estimate is
 made to count that here.
@@ -41,6 +42,7 @@ class Measured:
     gpu_gib: float | None = None
     """None: of a plan that is made otherwise today."""
     host_gib: float | None = None
+    """None: not compared."""
     gpu_planned_gib: float = 125.0
     host_memory_gib: float = 125.9
     settings: dict[str, object] = dataclasses.field(default_factory=dict)
@@ -80,12 +82,12 @@ COPIES_BESIDE_A = {
     "d2h_share_in_step": 0.478,
 }
 COPIES_BESIDE_B = {
-    "h2d_bytes": 54.0e9,
-    "d2h_bytes": 54.5e9,
-    "device_bytes": 3.70e12,
-    "device_flops": 777.4e12,
-    "h2d_share_in_step": 0.389,
-    "d2h_share_in_step": 0.567,
+    "h2d_bytes": 55.08e9,
+    "d2h_bytes": 54.59e9,
+    "device_bytes": 3.816e12,
+    "device_flops": 769.8e12,
+    "h2d_share_in_step": 0.433,
+    "d2h_share_in_step": 0.651,
 }
 """Machines of other days, by their cores; two of them with what the host's step leaves to copies."""
 
@@ -114,7 +116,8 @@ KEPT_OUT = [
     Measured("3b", 2, 4096, 4.01, 0.648, 23.32, 41.8, gpu_planned_gib=24.0),
     Measured("7b", 32, 1024, 5.7, 2.737, 123.68, 104.6),
     Measured("14b", 8, 4096, 6.71, 5.863, 124.16, 195.4, host_memory_gib=199.0, other_speeds=COPIES_BESIDE_A),
-    Measured("32b", 8, 4096, 7.04, 13.64, 120.8, 430.8, 124.9, 442.0, other_speeds=COPIES_BESIDE_B),
+    Measured("32b", 8, 4096, 7.05, 13.599, 120.79, 430.8, 124.9, 442.0, other_speeds=COPIES_BESIDE_B),
+    Measured("30b_a3b", 8, 4096, 7.05, 4.810, 123.33, 400.9, 124.9, 412.0, other_speeds=COPIES_BESIDE_B),
     # Its plan offloaded nothing; today's would.
     Measured("14b", 8, 4096, 8.2, 6.139, 124.47, 196.8, host_memory_gib=503.0, settings={"offload_layers": 0}),
     Measured("7b", 1, 524288, 8.12, 433.8, 121.06, 235.0, 125.1, 240.0, other_speeds=CORES_64),
@@ -132,6 +135,13 @@ PURE_STREAMING = [
     Measured("7b", 48, 1024, 7.1, 5.486, 97.86, 101.07, settings=PLAIN),
     Measured("3b", 8, 4096, 7.1, 2.074, 61.87, 41.81, settings=PLAIN),
 ]
+MISSED = [
+    # The launching of kernels isn't counted.
+    Measured("3b", 2, 4096, 7.1, 0.946, 16.39, 41.80, settings=PLAIN),
+    # Its compiled backward has scores in memory that are reckoned as the inside of a kernel.
+    Measured("gpt_oss_120b", 32, 1024, 7.05, 2.638, 116.79, None, 125.0, 238.0, layers=5, other_speeds=COPIES_BESIDE_B),
+]
+"""docs/estimate.md says by how much."""
 
 
 @pytest.fixture(autouse=True)
@@ -164,6 +174,13 @@ def test_a_measured_training_is_predicted_that_the_shares_were_fitted_to(case: M
 @pytest.mark.long
 @pytest.mark.parametrize("case", [*KEPT_OUT, *PURE_STREAMING], ids=lambda case: case.name)
 def test_a_measured_training_is_predicted_that_was_kept_out_of_the_fit(case: Measured) -> None:
+    assert_predicted(case)
+
+
+@pytest.mark.long
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="docs/estimate.md names it among those that are missed")
+@pytest.mark.parametrize("case", MISSED, ids=lambda case: case.name)
+def test_a_measured_training_is_predicted_that_was_missed_so_far(case: Measured) -> None:
     assert_predicted(case)
 
 
