@@ -6,8 +6,14 @@ import contextlib
 
 import torch
 
+from megatrain_accelerate.units import MIB
+
 USABLE_SHARE_OF_DEVICE = 0.9
 """Share of the device's free memory that a plan fills: the caching allocator's blocks don't fit without gaps."""
+
+
+SEGMENT_BYTES = 64 * MIB
+"""What single tensors may take beyond their sizes: the caching allocator cuts small ones from pieces of 2 and of 20 MiB."""
 
 
 def free_bytes(device: torch.device) -> int:

@@ -15,7 +15,7 @@ from torch import nn
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes
 from megatrain_accelerate.optim.device_kernel import can_step_on
-from megatrain_accelerate.planning.device_memory import USABLE_SHARE_OF_DEVICE, free_bytes, whole_free_bytes
+from megatrain_accelerate.planning.device_memory import SEGMENT_BYTES, USABLE_SHARE_OF_DEVICE, free_bytes, whole_free_bytes
 from megatrain_accelerate.planning.engine_sizes import engine_model, state_bytes, unit_sizes
 from megatrain_accelerate.planning.evaluation_weights import EvaluationWeights, has_cache, is_next_token
 from megatrain_accelerate.planning.layer_measurement import measure_layers
@@ -380,7 +380,7 @@ class DevicePlan:
         self._predict_evaluation(model, inputs)
         left = budget_bytes - sum(self.held_bytes_by_kind().values())
         if self._device.type == "cuda":
-            left = min(left, int(USABLE_SHARE_OF_DEVICE * whole_free_bytes(self._device)))
+            left = min(left, int(USABLE_SHARE_OF_DEVICE * whole_free_bytes(self._device)) - SEGMENT_BYTES)
         return left - self._evaluation_bytes if self._evaluation_bytes else left // 2
 
 

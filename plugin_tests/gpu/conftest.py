@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -19,3 +20,10 @@ def deterministic_kernels() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_of_the_test_before() -> None:
+    """What it left in reference cycles would be given back in the middle of a measurement of memory."""
+    gc.collect()
+    torch.cuda.empty_cache()

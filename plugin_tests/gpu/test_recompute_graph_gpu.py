@@ -69,7 +69,7 @@ def test_a_recompute_saves_the_bits_of_forward_without_the_last_product(
 
 def products_in(engine: Engine, args: Any, kwargs: Any, is_recompute: bool) -> int:
     """Operations that are products, by the profiler."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         run_layer(engine, args, kwargs, is_recompute)
     names = ("aten::mm", "aten::addmm", "aten::bmm")
     return sum(event.count for event in profiler.key_averages() if event.key in names)
