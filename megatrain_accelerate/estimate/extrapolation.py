@@ -6,6 +6,7 @@ Seconds needn't: they are reckoned afterwards, since a product of few tokens may
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from megatrain_accelerate.estimate.layer_graph import GraphCosts, LayerGraph, Product
@@ -35,6 +36,16 @@ def extended_profile(once: LayerProfile, twice: LayerProfile, times: float) -> L
     return dataclasses.replace(twice, **changes)
 
 
+def _extended_alive(once: Sequence[int], twice: Sequence[int], times: float) -> tuple[int, ...]:
+    """Each operation's by itself: where the most is alive may be elsewhere with few sequences than with many.
+
+    If the partitioner cut the two otherwise, only their peaks are on a line.
+    """
+    if len(once) != len(twice):
+        return (round(_extended(max(once, default=0), max(twice, default=0), times)),)
+    return tuple(round(_extended(first, second, times)) for first, second in zip(once, twice, strict=True))
+
+
 def _extended_graph_costs(once: GraphCosts, twice: GraphCosts, times: float) -> GraphCosts:
     products = [
         Product(
@@ -49,7 +60,7 @@ def _extended_graph_costs(once: GraphCosts, twice: GraphCosts, times: float) -> 
         tuple(products),
         _extended(once.attention_flops, twice.attention_flops, times),
         _extended(once.traffic_bytes, twice.traffic_bytes, times),
-        round(_extended(once.peak_bytes, twice.peak_bytes, times)),
+        _extended_alive(once.alive_bytes, twice.alive_bytes, times),
     )
 
 

@@ -2,15 +2,13 @@
 
 The layer is traced by AOTAutograd on tensors without data and cut in forward and backward by the partitioner that
 ``torch.compile`` uses (torch/_functorch/partitioners.py), so what a compiled layer keeps for backward is known without
-compiling it. Products and attention are kernels of their own; what lies between two of them is taken as one fused kernel,
-which reads and writes only what it shares with others.
+compiling it. Which kernels run is guessed by ``fused_kernels.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +19,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
-from megatrain_accelerate.planning.step_memory import grouped_flops, is_grouped_product, workspace_bytes
+from megatrain_accelerate.estimate.fused_kernels import FusedKernels
+from megatrain_accelerate.estimate.graph_nodes import is_attention, is_kernel, operation, size_bytes, source, values
+from megatrain_accelerate.planning.step_memory import grouped_flops, is_grouped_product
 from megatrain_accelerate.streaming.layer import StreamedLayer
 
 _CAUSAL_SHARE = 0.5
@@ -52,13 +52,18 @@ class GraphCosts:
     """Of attention kernels, the causal half where they skip the rest."""
     traffic_bytes: float
     """Read and written by fused kernels."""
-    peak_bytes: int
-    """The most that is alive above what is there when it begins."""
+    alive_bytes: tuple[int, ...]
+    """At each operation: what is alive above what is there when it begins."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is alive above what is there when it begins."""
+        return max(self.alive_bytes, default=0)
 
     def times(self, factor: float) -> GraphCosts:
         """The costs of ``factor`` times as many runs, one after the other."""
         products = tuple(product.times(factor) for product in self.products)
-        return GraphCosts(products, factor * self.attention_flops, factor * self.traffic_bytes, self.peak_bytes)
+        return GraphCosts(products, factor * self.attention_flops, factor * self.traffic_bytes, self.alive_bytes)
 
     @property
     def product_flops(self) -> float:
@@ -130,7 +135,7 @@ def trace_layer(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, A
     def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         for node in joint.graph.nodes:
             # The partitioner knows attention kernels of GPUs, not the one that stands for them here.
-            if _is_attention(node):
+            if is_attention(node):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         options["compiler"] = "inductor"
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
@@ -184,17 +189,17 @@ def _fake_buffers(module: nn.Module) -> Iterator[None]:
 
 def _measured_graphs(forward: fx.Graph, backward: fx.Graph, outputs: int) -> LayerGraph:
     results = _results(forward)
-    returned = {_source(node) for node in results[:outputs] if isinstance(node, fx.Node)}
-    saved = {_source(node) for node in results[outputs:] if isinstance(node, fx.Node)}
+    returned = {source(node) for node in results[:outputs] if isinstance(node, fx.Node)}
+    saved = {source(node) for node in results[outputs:] if isinstance(node, fx.Node)}
     saved = {node for node in saved - returned if node.op != "placeholder"}
     # Placeholders of the backward graph bear the names of what forward saved.
-    freed = {_source(node).name for node in results[outputs:] if isinstance(node, fx.Node)} & {node.name for node in saved}
+    freed = {source(node).name for node in results[outputs:] if isinstance(node, fx.Node)} & {node.name for node in saved}
     return LayerGraph(
         forward=_costs(forward, freed=set()),
         recompute=_costs(_without_outputs(forward, outputs), freed=set()),
-        backward=_costs(backward, freed=freed | {node.name for node in results[outputs:] if _source(node) in saved}),
-        kept_bytes=sum(_bytes(node) for node in saved),
-        output_bytes=sum(_bytes(node) for node in returned),
+        backward=_costs(backward, freed=freed | {node.name for node in results[outputs:] if source(node) in saved}),
+        kept_bytes=sum(size_bytes(node) for node in saved),
+        output_bytes=sum(size_bytes(node) for node in returned),
     )
 
 
@@ -214,158 +219,16 @@ def _costs(graph: fx.Graph, freed: set[str]) -> GraphCosts:
         graph: flat, functional operations.
         freed: names of placeholders whose memory is given back after their last use.
     """
-    kernels = _Kernels(graph)
+    kernels = FusedKernels(graph)
     products = tuple(_product(node) for node in graph.nodes if _is_product(node))
-    attention = [_attention_flops(node) for node in graph.nodes if _is_attention(node)]
-    return GraphCosts(products, sum(attention), kernels.traffic_bytes(), kernels.peak_bytes(freed))
-
-
-class _Kernels:
-    """The graph's nodes as kernels: which values are in memory, and in which stretch between two products they are used."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self._nodes = list(graph.nodes)
-        self._stretch: dict[fx.Node, int] = {}
-        stretch = 0
-        for node in self._nodes:
-            stretch += _is_kernel(node)
-            self._stretch[node] = stretch
-            stretch += _is_kernel(node)
-        self._readers: dict[fx.Node, list[fx.Node]] = {}
-        for node in self._nodes:
-            if node.op == "call_function" and _is_view(node):
-                continue
-            for used in node.all_input_nodes:
-                self._readers.setdefault(_source(used), []).append(node)
-
-    def _in_memory(self, node: fx.Node) -> bool:
-        """Whether the value exists outside of a fused kernel."""
-        if node.op == "placeholder" or _is_kernel(node):
-            return True
-        readers = self._readers.get(node, [])
-        return any(
-            reader.op == "output" or _is_kernel(reader) or self._stretch[reader] != self._stretch[node] for reader in readers
-        )
-
-    def traffic_bytes(self) -> float:
-        """Bytes that fused kernels read and write: a value once in each stretch that reads it, once where it is made."""
-        total = 0
-        for node in self._nodes:
-            if node.op == "output" or _is_view(node) or not self._in_memory(node):
-                continue
-            fused = [reader for reader in self._readers.get(node, []) if reader.op != "output" and not _is_kernel(reader)]
-            total += len({self._stretch[reader] for reader in fused}) * _bytes(node)
-            total += _bytes(node) * (node.op == "call_function" and not _is_kernel(node))
-        return float(total)
-
-    def peak_bytes(self, freed: set[str]) -> int:
-        """The most that is alive while the nodes run in order."""
-        last: dict[fx.Node, fx.Node] = {}
-        for node in self._nodes:
-            for used in node.all_input_nodes:
-                last[_source(used)] = node
-        dying: dict[fx.Node, list[fx.Node]] = {}
-        for node, user in last.items():
-            if node.op != "placeholder" or node.name in freed:
-                dying.setdefault(user, []).append(node)
-        live = peak = 0
-        for node in self._nodes:
-            if node.op == "call_function" and not _is_view(node) and self._in_memory(node):
-                live += _bytes(node)
-                peak = max(peak, live + _bytes_while_it_runs(node))
-            for dead in dying.get(node, []):
-                if dead.op == "placeholder" or self._in_memory(dead):
-                    live -= _bytes(dead)
-        return peak
-
-
-def _bytes_while_it_runs(node: fx.Node) -> int:
-    """Of a kernel's workspace, and of its results where they are nodes of their own, later in the graph."""
-    made = _values(node)
-    later = sum(tensor.nbytes for tensor in made) - _bytes(node)
-    return later + workspace_bytes(_name(node), made) if made else 0
+    attention = [_attention_flops(node) for node in graph.nodes if is_attention(node)]
+    return GraphCosts(products, sum(attention), kernels.traffic_bytes(), kernels.alive_bytes(freed))
 
 
 def _results(graph: fx.Graph) -> Sequence[Any]:
     (output,) = (node for node in graph.nodes if node.op == "output")
     results: Sequence[Any] = output.args[0]
     return results
-
-
-_VIEWS = frozenset(
-    {
-        "alias",
-        "as_strided",
-        "detach",
-        "diagonal",
-        "expand",
-        "permute",
-        "select",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "t",
-        "transpose",
-        "unbind",
-        "unfold",
-        "unsqueeze",
-        "view",
-        "_unsafe_view",
-        "reshape",
-    }
-)
-
-
-def _name(node: fx.Node) -> str:
-    packet = getattr(node.target, "overloadpacket", None)
-    return packet.__name__ if packet is not None else getattr(node.target, "__name__", str(node.target))
-
-
-def _is_view(node: fx.Node) -> bool:
-    if node.op != "call_function":
-        return False
-    return _name(node) in _VIEWS or (_name(node) == "getitem" and not _has_several(node.args[0]))
-
-
-def _has_several(node: Any) -> bool:
-    """Whether the node is a kernel that makes several tensors of their own."""
-    return not (isinstance(node, fx.Node) and _name(node) in _VIEWS)
-
-
-def _source(node: fx.Node) -> fx.Node:
-    """The node whose memory this one shows."""
-    while _is_view(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _is_attention(node: fx.Node) -> bool:
-    return node.op == "call_function" and "attention" in _name(node)
-
-
-@functools.cache
-def _has_formula(name: str) -> bool:
-    return any(packet.__name__ == name for packet in flop_registry if hasattr(packet, "__name__"))
-
-
-def _is_kernel(node: fx.Node) -> bool:
-    """Whether the node runs as a kernel of its own, or is one of the tensors that such a kernel made."""
-    if node.op != "call_function":
-        return False
-    if _name(node) == "getitem" and isinstance(node.args[0], fx.Node):
-        return _is_kernel(node.args[0])
-    return _is_attention(node) or _has_formula(_name(node)) or is_grouped_product(_name(node))
-
-
-def _values(node: fx.Node) -> list[torch.Tensor]:
-    return [value for value in tree_flatten(node.meta.get("val"))[0] if isinstance(value, torch.Tensor)]
-
-
-def _bytes(node: fx.Node) -> int:
-    """Of the tensor that a node makes; nothing for a kernel that makes several, whose tensors are nodes of their own."""
-    value = node.meta.get("val")
-    return value.nbytes if isinstance(value, torch.Tensor) else 0
 
 
 def _numbers(node: fx.Node) -> tuple[Any, Any]:
@@ -375,14 +238,14 @@ def _numbers(node: fx.Node) -> tuple[Any, Any]:
 
 
 def _is_product(node: fx.Node) -> bool:
-    return _is_kernel(node) and not _is_attention(node) and _name(node) != "getitem"
+    return is_kernel(node) and not is_attention(node) and operation(node) != "getitem"
 
 
 def _product(node: fx.Node) -> Product:
     args, kwargs = _numbers(node)
     operands = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
-    moved_bytes = sum(tensor.nbytes for tensor in [*operands, *_values(node)])
-    if is_grouped_product(_name(node)):
+    moved_bytes = sum(tensor.nbytes for tensor in [*operands, *values(node)])
+    if is_grouped_product(operation(node)):
         return Product(grouped_flops(args[0], args[1]), moved_bytes, is_grouped=True)
     flops = flop_registry[node.target.overloadpacket](*args, **kwargs, out_val=node.meta["val"])  # type: ignore[union-attr]
     return Product(float(flops), moved_bytes)
@@ -392,7 +255,7 @@ def _attention_flops(node: fx.Node) -> float:
     """Two products of all pairs of tokens in forward, five in backward (FlashAttention-2, arXiv 2307.08691)."""
     args, kwargs = _numbers(node)
     tensors = [value for value in args if isinstance(value, torch.Tensor) and value.dim() == 4]
-    is_backward = "backward" in _name(node)
+    is_backward = "backward" in operation(node)
     query, key = tensors[1:3] if is_backward else tensors[:2]
     is_causal = any(value is True for value in [*args, *kwargs.values()])
     pairs = query.shape[-2] * key.shape[-2] * (_CAUSAL_SHARE if is_causal else 1.0)

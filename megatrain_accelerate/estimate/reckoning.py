@@ -86,7 +86,7 @@ def uncompiled_profile(dry: LayerProfile, graph: LayerGraph | None, machine: Mac
 
     def seconds(costs: OpCosts, compiled: GraphCosts | None) -> float:
         if compiled is None:
-            compiled = GraphCosts((Product(costs.flops),), 0.0, 0.0, 0)
+            compiled = GraphCosts((Product(costs.flops),), 0.0, 0.0, ())
         return graph_seconds(_uncompiled(compiled, costs, shares), machine, shares)
 
     forward = seconds(dry.forward, graph.forward if graph else None)

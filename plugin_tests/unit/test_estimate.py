@@ -308,7 +308,7 @@ def test_a_traced_layer_keeps_what_a_compiled_one_saves() -> None:
 
 def test_a_product_takes_as_long_as_its_operations_or_its_bytes() -> None:
     def seconds(flops: float, moved_bytes: float, is_grouped: bool = False) -> float:
-        return graph_seconds(GraphCosts((Product(flops, moved_bytes, is_grouped),), 0.0, 0.0, 0), MACHINE, Shares())
+        return graph_seconds(GraphCosts((Product(flops, moved_bytes, is_grouped),), 0.0, 0.0, ()), MACHINE, Shares())
 
     assert seconds(1e12, 1e6) == pytest.approx(1e12 / (Shares().products * 7e14))
     assert seconds(1e9, 4e9) == pytest.approx(1e-3)
