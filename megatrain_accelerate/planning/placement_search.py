@@ -1,4 +1,4 @@
-"""The fastest placement that fits: what lives where is varied one kind at a time, each candidate is simulated."""
+"""The fastest placement that fits: what lives where is varied one or two kinds at a time, each candidate is simulated."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ the first step, and their copies leave those of offloaded layers no pause."""
 
 NO_SLOWER = 0.001
 """Share of a step by which the simulation may be wrong about two placements that differ little."""
+
+_FEW_ON_DEVICE = 4
+"""Numbers of layers on the device, up to a quarter of all, that are tried with each number of offloaded ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +153,7 @@ class PlacementSearch:
                 self._near,
                 self._resident,
                 self._offloaded,
+                self._offloaded_for_layers,
             ):
                 for counts in variations(best):
                     candidate = self._try(counts)
@@ -249,6 +253,18 @@ class PlacementSearch:
             return ()
         near = _around(at.offloaded, 3, self._count)
         return [dataclasses.replace(at, offloaded=count) for count in sorted({*_spread(self._count), *near})]
+
+    def _offloaded_for_layers(self, at: _Counts) -> Iterable[_Counts]:
+        # Activations that leave make room for layers, layers that leave for activations: one may be worth nothing by itself.
+        if self._choices.on_device is not None:
+            return ()
+        few = _spread(self._count)[:_FEW_ON_DEVICE]
+        return [
+            dataclasses.replace(counts, on_device=count, groups_on_device=groups)
+            for counts in self._offloaded(at)
+            for count in few
+            for groups in {at.groups_on_device, count > 0}
+        ]
 
     def _try(self, counts: _Counts) -> Candidate | None:
         if counts not in self._seen:

@@ -259,6 +259,26 @@ def test_the_search_comes_within_two_percent_of_trying_everything(budget: int, h
     assert best.time.seconds <= 1.02 * optimum
 
 
+@pytest.mark.parametrize(("budget", "copies", "seconds"), [(650, 100.0, 0.5), (500, 50.0, 1.0)])
+def test_layers_on_the_device_and_offloaded_ones_are_found_where_neither_pays_alone(
+    budget: int, copies: float, seconds: float
+) -> None:
+    machine = dataclasses.replace(MACHINE, host_step_parameters=20.0, h2d_bytes=copies, d2h_bytes=copies)
+    step, sizes = outline(forward_seconds=seconds, kept_forward_seconds=seconds, backward_seconds=2 * seconds), model()
+    best = PlacementSearch(step, sizes, machine, budget, Choices(), host_budget_bytes=1000).best()
+    assert best is not None
+    candidates = [
+        Placement.of_counts(LAYERS, kept=kept, offloaded=offloaded, on_device=on_device, groups_on_device=groups)
+        for kept in range(LAYERS + 1)
+        for offloaded in range(LAYERS + 1)
+        for on_device in range(LAYERS + 1)
+        for groups in (False, True)
+    ]
+    fitting = [placement for placement in candidates if peak_bytes(step, sizes, placement) <= budget]
+    optimum = min(simulate_step(step, sizes, placement, machine).seconds for placement in fitting)
+    assert best.time.seconds <= 1.02 * optimum
+
+
 def test_what_the_user_fixed_stays() -> None:
     best = found(10**6, kept=3, resident=2, on_device=1)
     assert best is not None
