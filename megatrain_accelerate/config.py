@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatrain_accelerate.errors import ConfigError
+from megatrain_accelerate.units import GIB
 
 STEP_SCHEDULES = ("auto", "deferred", "backward", "serial")
 
@@ -208,6 +209,11 @@ class MegatrainConfig:
     def passes_gradients(self) -> bool:
         """Whether streamed layers' gradients are consumed in backward, see :attr:`host_gradients`."""
         return self.host_gradients == "passing"
+
+    @property
+    def gpu_memory_bytes(self) -> int | None:
+        """:attr:`gpu_memory_gib` in bytes."""
+        return None if self.gpu_memory_gib is None else int(self.gpu_memory_gib * GIB)
 
     def _check_int(self, name: str, minimum: int) -> None:
         value = getattr(self, name)

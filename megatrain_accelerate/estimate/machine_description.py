@@ -71,8 +71,8 @@ def describe_machine(options: MachineOptions, config: MegatrainConfig) -> Machin
         ConfigError: there is no GPU here and none is described, or a description isn't complete.
     """
     found = _described(options) if options.describes_a_gpu else _this_machine(options, config)
-    if config.gpu_memory_gib is not None:
-        found = dataclasses.replace(found, gpu_bytes=int(config.gpu_memory_gib * GIB))
+    if config.gpu_memory_bytes is not None:
+        found = dataclasses.replace(found, gpu_bytes=config.gpu_memory_bytes)
     if config.host_memory_gib is not None and options.host_memory_bytes is None:
         found = dataclasses.replace(found, host_bytes=int(config.host_memory_gib * GIB))
     return found

@@ -363,8 +363,8 @@ class DevicePlan:
 
     def _budget_bytes(self) -> int:
         """Bytes of the device that a step may take, what the engine holds included; 0 without a GPU."""
-        if self._config.gpu_memory_gib is not None:
-            return int(self._config.gpu_memory_gib * GIB)
+        if self._config.gpu_memory_bytes is not None:
+            return self._config.gpu_memory_bytes
         if self._device.type != "cuda":
             return 0
         return int(USABLE_SHARE_OF_DEVICE * (free_bytes(self._device) + sum(self.held_bytes_by_kind().values())))

@@ -15,7 +15,7 @@ from megatrain_accelerate.memory.expert_range import expert_ranges
 from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.planning.device_memory import USABLE_SHARE_OF_DEVICE
 from megatrain_accelerate.planning.layer_discovery import Discovery, ExpertsSpec
-from megatrain_accelerate.units import GIB, MIB
+from megatrain_accelerate.units import MIB
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +180,6 @@ def _with(discovery: Discovery, found: Sequence[tuple[int, str, nn.Module]], par
 
 def planned_device_bytes(config: MegatrainConfig, device: torch.device) -> int:
     """GPU memory that a plan will fill, before anything is on the GPU; 0 without one."""
-    if config.gpu_memory_gib is not None:
-        return int(config.gpu_memory_gib * GIB)
+    if config.gpu_memory_bytes is not None:
+        return config.gpu_memory_bytes
     return int(USABLE_SHARE_OF_DEVICE * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0

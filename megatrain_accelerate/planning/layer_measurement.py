@@ -35,7 +35,6 @@ from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import bound_weights
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
-from megatrain_accelerate.units import GIB
 
 logger = logging.getLogger(__name__)
 
@@ -288,8 +287,7 @@ class _Measurement:
         inputs: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
         timer: _AttentionTimer | None = None,
     ) -> None:
-        gib = runtime.config.gpu_memory_gib
-        limit_bytes = None if gib is None else int(gib * GIB)
+        limit_bytes = runtime.config.gpu_memory_bytes
         self.forward, self.kept_forward, self.recompute, self.backward = (
             _Stopwatch(runtime.streams.device, limit_bytes) for _ in range(4)
         )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,14 +21,6 @@ pytestmark = [
     # Of transformers' cached questions about torch's version, while it is traced.
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def memory_is_given_back() -> Iterator[None]:
-    """Other tests measure the device's memory."""
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def prepared(name: str, **settings: Any) -> tuple[nn.Module, Engine]:

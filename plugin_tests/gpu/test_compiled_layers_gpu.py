@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,14 +23,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 LAYERS = 4
 GRADIENT_TOLERANCE = 3e-2
 """bf16 gradients, relative to the largest: eager kernels round to 8 bits where fused ones keep fp32."""
-
-
-@pytest.fixture(autouse=True)
-def memory_is_given_back() -> Iterator[None]:
-    """Other tests measure the device's memory."""
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def prepared(**settings: Any) -> tuple[nn.Module, Engine]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,14 +21,6 @@ pytestmark = [
     # Of transformers' cached questions about torch's version, while it is traced.
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def memory_is_given_back() -> Iterator[None]:
-    """Other tests measure the device's memory."""
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def prepared(device_layers: int | str = 0, **changes: Any) -> tuple[nn.Module, Engine]:
