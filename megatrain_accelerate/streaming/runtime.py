@@ -273,6 +273,7 @@ class StreamingRuntime:
         self._order.end_pass()
         self.activations.settle()
         self.worker.raise_if_failed()
+        self.meter.harvest()  # while the GPU is at work; without logs its events would pile up over the steps
         if self.gradients_complete():
             # From here on anybody may read `parameter.grad`, or let go of it.
             with self.meter.blocked_by(Cause.BACKWARD_END), record_function("megatrain::wait_for_gradients"):
