@@ -32,13 +32,15 @@ class KnownGpu:
     """A second, each way."""
     host_dram_bytes: float = SERVER_DRAM
     host_cores: int = 16
+    sustained_flops: float | None = None
+    """Of large bf16 products in a training, at the GPU's power limit; None where no training was measured."""
 
 
 KNOWN_GPUS = {
     gpu.name: gpu
     for gpu in (
         KnownGpu("B200", 178.4, 2250e12, 8.0e12),
-        KnownGpu("H200", 139.8, 989.4e12, 4.8e12),
+        KnownGpu("H200", 139.8, 989.4e12, 4.8e12, sustained_flops=716e12),
         KnownGpu("H100", 79.2, 989.4e12, 3.35e12),
         KnownGpu("GH200", 94.5, 989.4e12, 4.0e12, NVLINK_C2C, GRACE_DRAM, 72),
         KnownGpu("A100-80", 79.2, 312e12, 2.039e12, PCIE4),
@@ -57,14 +59,24 @@ def known_gpu(name: str) -> KnownGpu:
     Raises:
         ConfigError: it isn't in the table.
     """
-    wanted = _plain(name)
-    for known in KNOWN_GPUS.values():
-        if _plain(known.name) == wanted:
-            return known
+    found = _found(name)
+    if found is not None:
+        return found
     raise ConfigError(
         f"--gpu {name!r} isn't known; known are {', '.join(KNOWN_GPUS)}. Describe another by --gpu-memory, --dense-tflops, "
         "--memory-gb-per-second and --link-gb-per-second, without --gpu"
     )
+
+
+def sustained_flops(name: str) -> float | None:
+    """What a GPU keeps up in trainings (:attr:`KnownGpu.sustained_flops`), by the name that torch gives it."""
+    found = _found(name)
+    return None if found is None else found.sustained_flops
+
+
+def _found(name: str) -> KnownGpu | None:
+    wanted = _plain(name)
+    return next((known for known in KNOWN_GPUS.values() if _plain(known.name) == wanted), None)
 
 
 def _plain(name: str) -> str:

@@ -19,11 +19,11 @@ class Shares:
     """What share of the machine's speed each sort of work reaches."""
 
     products: float = 0.98
-    """Matrix products of layers, of the measured speed of a large product."""
-    grouped: float = 0.72
+    """Matrix products of layers, of the speed of a large product that the GPU keeps up."""
+    grouped: float = 0.79
     """Products with the matrices of many experts in one kernel, of the same: tiles that groups fill in part, and no kernel
     chosen for each."""
-    attention: float = 0.65
+    attention: float = 0.74
     """Attention kernels, of the same; counted without the half that a causal one skips."""
     single: float = 0.70
     """What isn't compiled, but for products and attention: of the speed of a copy within device memory. Kernels of one

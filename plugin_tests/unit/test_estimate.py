@@ -16,6 +16,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.estimate import forecast as forecast_module
+from megatrain_accelerate.estimate import machine_description
 from megatrain_accelerate.estimate.command import parse_size
 from megatrain_accelerate.estimate.extrapolation import extended_graph
 from megatrain_accelerate.estimate.forecast import Forecaster
@@ -365,6 +366,23 @@ def test_an_unknown_gpu_must_be_described_whole() -> None:
     whole = MachineOptions(dense_flops=1e14, gpu_memory_bytes=GIB, device_bytes=1e12, link_bytes=2e10)
     speeds = describe_machine(whole, MegatrainConfig()).machine
     assert (speeds.device_flops, speeds.device_bytes, speeds.h2d_bytes) == (1e14, 1e12, 2e10)
+
+
+def test_a_short_products_speed_is_not_taken_for_what_a_gpu_keeps_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Machine(5e10, 5e10, 7e9, 3.8e12, 794e12, 0.010)
+    monkeypatch.setattr(machine_description, "measured_machine", lambda *_: measured)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (130 * GIB, 140 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    found = describe_machine(MachineOptions(), MegatrainConfig())
+    assert found.machine == dataclasses.replace(measured, device_flops=716e12)
+    assert any("794 TFLOPS" in note for note in found.notes)
+    assert not any("options" in note for note in found.notes)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce RTX 4090")
+    unknown = describe_machine(MachineOptions(), MegatrainConfig())
+    assert unknown.machine == measured, "no training was measured on that one"
+    assert not any("TFLOPS" in note for note in unknown.notes)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU to measure")
