@@ -32,7 +32,7 @@ from megatrain_accelerate.streaming.compiled_layer import without_saving
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.kept_graph import KeptGraph
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.layer_function import bound_weights
+from megatrain_accelerate.streaming.layer_function import bound_weights, trained_now
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
@@ -335,7 +335,7 @@ class _Measurement:
     def _round(self, chooses_kernels: bool = False) -> Trial:
         layer, slot = self._layer, self._slot
         args, kwargs = self._inputs()
-        weights, leaves = bound_weights(layer, slot)
+        weights, leaves = bound_weights(layer, slot, trained_now(layer))
         # As in LayerFunction: the graph that recompute makes, dropped at once.
         timer = self._attention or contextlib.nullcontext()
         with layer.bound(weights), torch.enable_grad(), without_saving(), self.forward.running(), timer:

@@ -62,6 +62,8 @@ class ExpertGradients:
         self._left = len(experts.parts)
         self._norms = torch.zeros(len(trainable), dtype=torch.float32, device=ways.streams.device)
         self._additions: list[Addition] = []
+        if self._is_fresh:
+            ways.offloader.wait_for_addition(experts.unit)
         ways.offloader.begin_passing(experts)
 
     def take(self, part: ExpertPart, gradients: Sequence[torch.Tensor | None] | None) -> None:
@@ -139,5 +141,5 @@ class ExpertGradients:
         ticket = ways.worker.submit(f"accumulate ({part.name})", add)
         if staging is not None:
             staging.ticket = ticket
-        ways.offloader.note_ticket(ticket)
+        ways.offloader.note_addition(self._experts.unit, ticket)
         return ticket.wait

@@ -15,6 +15,7 @@ import torch
 from torch.profiler import record_function
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
+from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker, Ticket
@@ -34,10 +35,10 @@ def _refuse_hooked(layer: StreamedLayer, state: ParameterState) -> None:
     Raises:
         UnsupportedError: it has one.
     """
-    if state.parameter._backward_hooks:
+    if state.parameter._backward_hooks or state.parameter._post_accumulate_grad_hooks:
         raise UnsupportedError(
-            f"parameter {layer.name}.{state.name} has a gradient hook (register_hook, wandb.watch), which a "
-            "streamed parameter's gradient never passes; remove it, or hook the layer's outputs instead"
+            f"parameter {layer.name}.{state.name} has a gradient hook (register_hook, register_post_accumulate_grad_hook, "
+            "wandb.watch), which a streamed parameter's gradient never passes; remove it, or hook the layer's outputs instead"
         )
 
 
@@ -88,7 +89,7 @@ class GradientOffloader:
         self._staging: list[Staging] = []
         self._next_staging = 0
         self._last_copied_event = streams.event()
-        self._last_ticket: Ticket | None = None
+        self._additions: dict[int, Ticket] = {}
         self._in_flight: list[torch.Tensor] = []
         self.gradients_complete: Callable[[], bool] = lambda: True
         """Whether the backward in progress is the last before a step; norms are needed only then."""
@@ -176,18 +177,18 @@ class GradientOffloader:
             views = slot.views(unit.layout)
             torch._foreach_copy_([views[i] for i in present], arrived)
             # All of them, and nothing to add to: they go straight to their place, with their norms. So do those that pass.
-            is_fresh = len(present) == len(trainable) and all(state.parameter.grad is None for state in trainable)
-            is_fresh = is_fresh or self.passes
+            is_fresh = self.passes or (len(present) == len(trainable) and all(s.parameter.grad is None for s in trainable))
             if is_fresh:
                 slot.norms[: len(trainable)].copy_(torch.stack(gradient_norms(views)))
             slot.grads_ready_event.record(self._streams.compute_stream)
         self.begin_passing(layer)
         if is_fresh:
             assert unit.gradients is not None
+            self.wait_for_addition(unit)
             wait = self._copy_out(slot, layer, unit.gradients, self._norms.of_unit(unit)).synchronize
         else:
             ticket = self._add_on_host(slot, layer, [trainable[i] for i in present], present)
-            self.note_ticket(ticket)
+            self.note_addition(unit, ticket)
             wait = ticket.wait
         self.show(layer, [trainable[i] for i in present], is_fresh, wait)
 
@@ -212,9 +213,14 @@ class GradientOffloader:
         if self._passing is not None:
             layer.unit.gradients = self._passing.take(layer)
 
-    def note_ticket(self, ticket: Ticket) -> None:
-        """The worker's last addition is this one: :meth:`wait` waits for it."""
-        self._last_ticket = ticket
+    def note_addition(self, unit: HostUnit, ticket: Ticket) -> None:
+        """The worker's last addition to this unit's gradients: :meth:`wait` waits for it."""
+        self._additions[id(unit)] = ticket
+
+    def wait_for_addition(self, unit: HostUnit) -> None:
+        """Before new gradients take their place: WAW, an addition to dropped ones may still be queued."""
+        if (ticket := self._additions.pop(id(unit), None)) is not None:
+            ticket.wait()
 
     def show(
         self,
@@ -382,9 +388,9 @@ class GradientOffloader:
         """
         self._last_copied_event.synchronize()
         self._in_flight = []
-        if self._last_ticket is not None:
-            self._last_ticket.wait()
-            self._last_ticket = None
+        for ticket in self._additions.values():
+            ticket.wait()
+        self._additions.clear()
 
     def close(self) -> None:
         """Unregisters the staging buffers."""

@@ -16,6 +16,7 @@ from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.optim.step_worker import Ticket
 from megatrain_accelerate.streaming.shared_mappings import run_with_mappings
 from megatrain_accelerate.streaming.token_tiles import TokenTiles
+from megatrain_accelerate.streaming.written_buffers import WrittenBuffers
 
 if TYPE_CHECKING:
     from megatrain_accelerate.memory.expert_range import ExpertRange
@@ -76,6 +77,7 @@ class StreamedLayer:
         self.parametrized: set[int] = set()
         """Weights, by place, that the layer was seen to parametrize while it ran; see :func:`bound_weights`."""
         self.tiles = TokenTiles.of_layer(module)
+        self.buffers = WrittenBuffers(module)
         self.has_trainable = any(state.entry.spec.trainable for state in unit.states)
         self.experts: tuple[StreamedExperts, ...] = ()
         """What of the layer streams in parts, with units of its own; see :meth:`leave_to`."""

@@ -31,6 +31,7 @@ from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchSplit, GradientSums, JoinedOutputs
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.shared_mappings import WatchedArguments, no_writes_to
+from megatrain_accelerate.streaming.written_buffers import BufferValues, buffers_as_before
 
 
 class RunContext:
@@ -113,6 +114,8 @@ class LayerCall:
         """The recorder's, one for each piece of the batch."""
         self.expert_results: list[ExpertResults] = []
         """Likewise."""
+        self.buffers: list[BufferValues] = []
+        """What the layer writes of its buffers, as each piece found it."""
         self.split = BatchSplit.of_call(layer.name, args, kwargs, context.micro_batch_size)
         self.is_compiled = False
         """Whether the layer should run compiled; decided once for forward and recompute."""
@@ -137,7 +140,8 @@ class LayerCall:
             keeps = not any(of(self.layer) for of in (context.keeps, context.offloads, context.offloads_inputs))
             self.expert_results.append(ExpertResults(keeps, is_last=piece == 0))
         try:
-            with self.expert_results[piece].at_work(self.layer, replay):
+            buffers = buffers_as_before(self.buffers[piece]) if replay else self.layer.buffers.watched(self.buffers)
+            with self.expert_results[piece].at_work(self.layer, replay), buffers:
                 if self.is_compiled:
                     output = self.context.compiled.run(self.layer, args, kwargs, is_recompute=replay)
                 else:
@@ -184,17 +188,19 @@ def _cut_off(tensors: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[to
     ]
 
 
-def bound_weights(layer: StreamedLayer, slot: WeightSlot) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """All weights in the slot, in entry order, and those of them that are trained, as leaves."""
+def trained_now(layer: StreamedLayer) -> list[bool]:
+    """Which of the layer's weights are trained, in entry order: scripts freeze and unfreeze them at any time."""
+    return [state.entry.spec.trainable and state.parameter.requires_grad for state in layer.unit.states]
+
+
+def bound_weights(
+    layer: StreamedLayer, slot: WeightSlot, trained: Sequence[bool]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """All weights in the slot, in entry order, and those of them that are ``trained``, as leaves."""
     views = slot.views(layer.unit.layout)
     # What torch parametrizes counts as written, and with it all of the slot, unless it has a version of its own (`data`).
     weights = [view.data if place in layer.parametrized else view.detach() for place, view in enumerate(views)]
-    leaves = [
-        weight.requires_grad_()
-        for weight, state in zip(weights, layer.unit.states, strict=True)
-        if state.entry.spec.trainable and state.parameter.requires_grad
-    ]
-    return weights, leaves
+    return weights, [weight.requires_grad_() for weight, flag in zip(weights, trained, strict=True) if flag]
 
 
 @dataclasses.dataclass
@@ -223,7 +229,7 @@ class LayerFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         slot = context.acquire_forward(layer, tape, position, True)
-        ctx.weights_version = layer.unit.version
+        ctx.weights_version, ctx.trained = layer.unit.version, trained_now(layer)
         # Attention inside a compiled graph isn't seen.
         call.is_compiled = not layer.experts and context.compiled.wants(layer) and not context.keeps_attention(layer)
         ctx.runs, made = [], []
@@ -255,12 +261,12 @@ class LayerFunction(torch.autograd.Function):
                 leaving = context.activations.record(layer.name) if context.offloads_inputs(layer) else None
                 attention = ctx.runs[piece].attention = AttentionResults(leaving)
             with attention.recording() if attention is not None else contextlib.nullcontext():
-                outputs = LayerFunction._run_unkept(call, slot, _cut_off(tensors, ctx.needs_input_grad[4:]), piece)
+                outputs = LayerFunction._run_unkept(ctx, slot, _cut_off(tensors, ctx.needs_input_grad[4:]), piece)
             if leaving is not None:
                 context.activations.send(leaving, ctx.tape, ctx.position, piece)
             return outputs
         kept = ctx.runs[piece].kept = KeptGraph(slot, offloaded)
-        weights, kept.weight_leaves = bound_weights(layer, slot)
+        weights, kept.weight_leaves = bound_weights(layer, slot, ctx.trained)
         kept.inputs = _cut_off(tensors, ctx.needs_input_grad[4:])
         with layer.bound(weights), kept.recording(), torch.enable_grad():
             outputs = call.run(kept.inputs, replay=False, piece=piece)
@@ -271,9 +277,10 @@ class LayerFunction(torch.autograd.Function):
         return call.cut_outputs(outputs)
 
     @staticmethod
-    def _run_unkept(call: LayerCall, slot: WeightSlot, inputs: list[torch.Tensor], piece: int) -> list[torch.Tensor]:
+    def _run_unkept(ctx: Any, slot: WeightSlot, inputs: list[torch.Tensor], piece: int) -> list[torch.Tensor]:
         """The graph that recompute will make, dropped at once: under no_grad torch and compilers run other kernels."""
-        weights, _ = bound_weights(call.layer, slot)
+        call: LayerCall = ctx.call
+        weights, _ = bound_weights(call.layer, slot, ctx.trained)
         with call.layer.bound(weights), without_saving(), without_autocast_cache(), torch.enable_grad():
             return call.cut_outputs(call.run(inputs, replay=False, piece=piece))
 
@@ -326,7 +333,7 @@ class LayerFunction(torch.autograd.Function):
         else:
             tensors = _cut_off(call.split.pieces(ctx.saved_tensors)[piece], ctx.needs_input_grad[4:])
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
-        weights, leaves = bound_weights(call.layer, slot)
+        weights, leaves = bound_weights(call.layer, slot, ctx.trained)
         # Gradients of experts in parts are no results of this graph: their nodes must run all the same.
         anchors = [call.context.anchor] if any(experts.has_trainable for experts in call.layer.experts) else []
         with call.layer.bound(weights):
@@ -356,8 +363,13 @@ class LayerFunction(torch.autograd.Function):
                         allow_unused=True,
                     )
         of_inputs, of_weights = iter(gradients[: len(wanted)]), iter(gradients[len(wanted) :])
+        # One frozen before forward has no leaf, and one frozen since takes no gradient: so it is in autograd's own graphs.
+        of_all = [next(of_weights) if was_trained else None for was_trained in ctx.trained]
         return (
             [next(of_inputs) if tensor.requires_grad else None for tensor in tensors],
-            # One that was frozen since it was prepared has no leaf: its place stays empty.
-            [next(of_weights) if state.parameter.requires_grad else None for state in call.layer.trainable],
+            [
+                gradient if state.parameter.requires_grad else None
+                for gradient, state in zip(of_all, call.layer.unit.states, strict=True)
+                if state.entry.spec.trainable
+            ],
         )
