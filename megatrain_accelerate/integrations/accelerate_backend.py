@@ -14,7 +14,7 @@ from megatrain_accelerate.activation import active_config
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine, all_engines, engine_of
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
-from megatrain_accelerate.integrations import step_trace
+from megatrain_accelerate.integrations import foreign_optimizers, step_trace
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 from megatrain_accelerate.optim.fused_step import FusedStep
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
@@ -123,6 +123,7 @@ def prepare_model(
         engine.expect_accumulation(accelerator.gradient_accumulation_steps)
     if engine not in _engines(accelerator):
         _engines(accelerator).append(engine)
+    foreign_optimizers.watch()
     prepared = original(accelerator, model, device_placement=False, evaluation_mode=True)
     _adopt_waiting(accelerator)
     return prepared
