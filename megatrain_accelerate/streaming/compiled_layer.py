@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatrain_accelerate.streaming.kept_graph import entered_from_elsewhere
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.output_recorder import Captures, OutputRecorder, take_handed_out
 from megatrain_accelerate.streaming.recompute_graph import RecomputeGraphs
@@ -271,8 +272,12 @@ def without_autocast_cache() -> Iterator[None]:
 
 def without_saving() -> saved_tensors_hooks:
     """Autograd saves nothing of what the body computes: for a graph that is dropped at once."""
-    return saved_tensors_hooks(_forget, _forget)
+    return saved_tensors_hooks(_forget, _remember)
 
 
 def _forget(_: Any) -> Any:
     return None
+
+
+def _remember(_: Any) -> Any:
+    raise entered_from_elsewhere()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.streaming.activation_offload import ParcelPlace, Recording
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 
@@ -26,6 +27,15 @@ def edges_of(outputs: Sequence[torch.Tensor]) -> list[GradientEdge | None]:
     """
     # Of a view, whose node is torch's own and holds the graph: one written in Python doesn't keep itself alive in torch 2.5.
     return [get_gradient_edge(output.view_as(output)) if output.requires_grad else None for output in outputs]
+
+
+def entered_from_elsewhere() -> UnsupportedError:
+    """For who finds that backward is in a layer's inner graph while the layer's node isn't."""
+    return UnsupportedError(
+        "backward went into a streamed layer's forward from elsewhere than its outputs: through torch.autograd.grad() within "
+        "it, or a loss that it leaves in an attribute. A layer that streams has no graph there; let it return the loss with "
+        "its output, or name other layers in megatrain_config.layer_classes"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +74,8 @@ class _SavedTensors:
 
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _SlotPlace):
-            assert self.slot is not None, "a kept layer's graph is used outside its backward"
+            if self.slot is None:
+                raise entered_from_elsewhere()
             return packed.view(self.slot)
         return packed.tensor() if isinstance(packed, ParcelPlace) else packed
 
