@@ -16,7 +16,7 @@ from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.host_step import HostStep
-from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, expose, take_over
+from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, expose, shows, take_over, views_of
 from megatrain_accelerate.optim.segments import apply_segments, plan_segments, segments_of_experts, step_each
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause
@@ -43,6 +43,12 @@ def _adam_arguments(group: dict[str, Any], step: int, clip_factor: float, decoup
         decoupled=decoupled,
         maximize=bool(group["maximize"]),
     )
+
+
+def _next_step(entry: dict[str, Any]) -> int:
+    """Counts a parameter's step up and returns it."""
+    entry["step"] += 1
+    return int(entry["step"])
 
 
 def _versions(state: ParameterState) -> tuple[int, int]:
@@ -75,8 +81,9 @@ class FusedStep(HostStep):
         self._decoupled = isinstance(optimizer, AdamW) or any(
             group.get("decoupled_weight_decay") for group in optimizer.param_groups
         )
-        self._optimizer_groups = optimizer.param_groups
-        self._optimizer_state = optimizer.state
+        self._optimizer = optimizer
+        self._shown: dict[int, dict[str, int]] = {}
+        """The ``id`` of each view that stands in the optimizer's state of a parameter, by the parameter's ``id``."""
         self._group_of: dict[int, dict[str, Any]] = {}
         self._stepped_in_backward: dict[int, AdamArguments] = {}
         self._skipped_in_backward: list[str] = []
@@ -95,13 +102,18 @@ class FusedStep(HostStep):
             return
         take_over(state, values)
         if not values:
+            self._shown.pop(id(state.parameter), None)
             return
         residual = values.get(RESIDUAL_KEY)
         if state.residual is not None and residual is not None and residual.dtype == torch.int16:
             state.residual.copy_(residual)
-        entry = self._optimizer_state[state.parameter]
+        entry = self._optimizer.state[state.parameter]
         entry["step"] = torch.tensor(float(values["step"]), dtype=torch.float32)
+        self._show(entry, state)
+
+    def _show(self, entry: dict[str, Any], state: ParameterState) -> None:
         expose(entry, state)
+        self._shown[id(state.parameter)] = {key: id(view) for key, view in views_of(state).items()}
 
     def set_schedule(self, schedule: str) -> None:
         """Chooses when the arithmetic runs, from the next backward on: ``deferred``, ``backward`` or ``serial``."""
@@ -118,24 +130,31 @@ class FusedStep(HostStep):
         self.runtime.moved_listeners.pop(id(self), None)
 
     def _unit_moved(self, unit: HostUnit) -> None:
-        """The unit's moments are other tensors now."""
+        """The unit's moments are other tensors now; what the user put in their place stays for the next step to take."""
         for state in unit.states:
-            entry = self._optimizer_state.get(state.parameter)
-            if entry:
-                expose(entry, state)
+            shown = self._shown.get(id(state.parameter))
+            if shown is None:
+                continue
+            entry, views = self._optimizer.state.get(state.parameter) or {}, views_of(state)
+            self._shown[id(state.parameter)] = {key: id(view) for key, view in views.items()}
+            # By id: the store held the old views until now, so that no tensor of the user's can have one of theirs.
+            entry.update({key: view for key, view in views.items() if id(entry.get(key)) == shown.get(key)})
 
-    def bind(self, optimizer: Optimizer) -> None:
-        """Follows an optimizer whose state or groups were replaced (``load_state_dict``)."""
-        self._optimizer_groups, self._optimizer_state = optimizer.param_groups, optimizer.state
+    def _entry(self, state: ParameterState) -> dict[str, Any]:
+        """The optimizer's state of a parameter as it is now; the store follows where somebody emptied or changed it.
 
-    def _next_step(self, state: ParameterState) -> int:
-        """Counts the parameter's step up and returns it; makes its optimizer state at the first."""
-        entry = self._optimizer_state[state.parameter]
+        Costs a few look-ups where nobody did. Otherwise it waits for the steps that still write the moments.
+        """
+        entry: dict[str, Any] = self._optimizer.state[state.parameter]
+        if entry and shows(entry, state):
+            return entry
+        if entry or id(state.parameter) in self._shown:
+            self.runtime.worker.drain()
+            self.import_state(state, entry)
         if not entry:
             entry["step"] = torch.zeros((), dtype=torch.float32)
-            expose(entry, state)
-        entry["step"] += 1
-        return int(entry["step"].item())
+            self._show(entry, state)
+        return entry
 
     def _submit(
         self,
@@ -200,13 +219,13 @@ class FusedStep(HostStep):
         self.forget_norms(optimizer)
         if not allowed:
             return
-        by_parameter = {id(state.parameter): group for state, group in found}
+        by_parameter = {id(state.parameter): (group, self._entry(state)) for state, group in found}
 
         def settings(unit: HostUnit) -> list[tuple[ParameterState, AdamArguments]]:
             return [
-                (state, _adam_arguments(group, self._next_step(state), factors.get(id(state.parameter), 1.0), self._decoupled))
+                (state, _adam_arguments(at[0], _next_step(at[1]), factors.get(id(state.parameter), 1.0), self._decoupled))
                 for state in unit.states
-                if (group := by_parameter.get(id(state.parameter))) is not None
+                if (at := by_parameter.get(id(state.parameter))) is not None
             ]
 
         for unit, gate, resident in runtime.in_forward_order():
@@ -251,6 +270,13 @@ class FusedStep(HostStep):
             used = done.get(id(state.parameter))
             if used is None:
                 continue
+            entry = self._optimizer.state.get(state.parameter)
+            if not entry or not shows(entry, state):
+                raise StateError(
+                    "the optimizer's state was emptied or replaced between backward and step(), but layers were stepped in "
+                    "backward already, since max_grad_norm is 0; do it after step(), or set megatrain_config.step_schedule to "
+                    "'deferred' (and host_gradients to 'kept')"
+                )
             factor = factors.get(id(state.parameter), 1.0)
             if used != _adam_arguments(group, used.step, factor, self._decoupled):
                 raise StateError(
@@ -267,18 +293,19 @@ class FusedStep(HostStep):
         if layer.unit.is_on_device or not self.runtime.may_step_in_backward(layer):
             return False
         if not self._stepped_in_backward:  # once a backward: a model of experts has thousands of parameters
-            self._group_of = {id(p): group for group in self._optimizer_groups for p in group["params"]}
+            self._group_of = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         if any(id(state.parameter) in self._stepped_in_backward for state in layer.unit.states):
             raise StateError(
                 f"layer {layer.name} was stepped in an earlier backward, and another one came before optimizer.step() (an "
                 "accumulation that Accelerate doesn't know of, or a failed backward that was tried again); set "
                 "megatrain_config.step_schedule to 'deferred' (and host_gradients to 'kept'), or use accelerator.accumulate()"
             )
-        steps = []
+        steps, entries = [], []
         for state in layer.unit.states:
             group = self._group_of.get(id(state.parameter))
             if state.parameter.grad is not None and group is not None:
-                steps.append((state, _adam_arguments(group, self._next_step(state), 1.0, self._decoupled)))
+                entries.append(self._entry(state))
+                steps.append((state, _adam_arguments(group, _next_step(entries[-1]), 1.0, self._decoupled)))
         rows = [self.runtime.norms.row(state.parameter) for state, _ in steps]
 
         def gradients_are_finite() -> bool:
@@ -286,8 +313,8 @@ class FusedStep(HostStep):
             finite = bool(self.runtime.norms.norms[torch.tensor(rows)].isfinite().all())
             if not finite:
                 self._skipped_in_backward.append(layer.name)
-                for state, _ in steps:
-                    self._optimizer_state[state.parameter]["step"] -= 1
+                for entry in entries:
+                    entry["step"] -= 1
             return finite
 
         if steps:

@@ -117,7 +117,6 @@ def _adopt_fused(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str)
         runtime.refresh_if_written()
         # torch's own way would cast the moments to the weights' dtype and device, and hold a second copy.
         original.load_state_dict(self, {"state": {}, "param_groups": state_dict["param_groups"]})
-        driver.bind(self)
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         for key, parameter in zip(saved, driver.parameters(self), strict=True):
             state = runtime.state_of(parameter)
