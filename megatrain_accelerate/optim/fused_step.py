@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import AdamW, Optimizer
 
-from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.memory.expert_range import ExpertRange
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
@@ -24,6 +24,9 @@ from megatrain_accelerate.streaming.passing_gradients import refuse_unstepped
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
+UNFUSED_OPTIONS = ("amsgrad", "differentiable")
+"""Options of a group of Adam or AdamW that the fused kernel hasn't."""
+
 
 @functools.lru_cache(maxsize=256)
 def _shared_arguments(**values: Any) -> AdamArguments:
@@ -31,7 +34,7 @@ def _shared_arguments(**values: Any) -> AdamArguments:
     return AdamArguments(**values)
 
 
-def _adam_arguments(group: dict[str, Any], step: int, clip_factor: float, decoupled: bool) -> AdamArguments:
+def _adam_arguments(group: dict[str, Any], step: int, clip_factor: float, is_adamw: bool) -> AdamArguments:
     return _shared_arguments(
         lr=float(group["lr"]),
         beta1=float(group["betas"][0]),
@@ -40,9 +43,25 @@ def _adam_arguments(group: dict[str, Any], step: int, clip_factor: float, decoup
         weight_decay=float(group["weight_decay"]),
         step=step,
         clip_factor=clip_factor,
-        decoupled=decoupled,
+        decoupled=is_adamw or bool(group.get("decoupled_weight_decay")),
         maximize=bool(group["maximize"]),
     )
+
+
+def refuse_unfused(groups: Iterable[dict[str, Any]]) -> None:
+    """Groups may be edited or loaded after the optimizer was prepared, with options that the fused kernel hasn't.
+
+    Raises:
+        UnsupportedError: one has such an option.
+    """
+    for group in groups:
+        for option in UNFUSED_OPTIONS:
+            if group.get(option):
+                raise UnsupportedError(
+                    f"a group of the optimizer has {option}={group[option]} since it was prepared, which the fused AdamW "
+                    f"doesn't do; make the optimizer with {option}={group[option]} before accelerator.prepare() (its own step() "
+                    f"runs then, on the host), or leave {option} as it was"
+                )
 
 
 def _next_step(entry: dict[str, Any]) -> int:
@@ -77,24 +96,28 @@ class FusedStep(HostStep):
     """Adam and AdamW by the fused kernel: deferred, serial, or in backward (``config.step_schedule``)."""
 
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> None:
-        super().__init__(optimizer, runtime)
-        self._decoupled = isinstance(optimizer, AdamW) or any(
-            group.get("decoupled_weight_decay") for group in optimizer.param_groups
-        )
+        self._is_adamw = isinstance(optimizer, AdamW)
         self._optimizer = optimizer
         self._shown: dict[int, dict[str, int]] = {}
         """The ``id`` of each view that stands in the optimizer's state of a parameter, by the parameter's ``id``."""
+        super().__init__(optimizer, runtime)
         self._group_of: dict[int, dict[str, Any]] = {}
         self._stepped_in_backward: dict[int, AdamArguments] = {}
         self._skipped_in_backward: list[str] = []
         runtime.moved_listeners[id(self)] = self._unit_moved
-        for unit in runtime.units:
-            states = [state for state in unit.states if id(state.parameter) in self.parameter_ids]
+        self.set_schedule(schedule)
+
+    def hold(self, parameters: Sequence[torch.Tensor]) -> None:
+        """See :meth:`HostStep.hold`; makes moments for those that are new."""
+        new = {id(parameter) for parameter in parameters} - self.parameter_ids
+        super().hold(parameters)
+        self.runtime.worker.drain()  # another optimizer may have held them
+        for unit in self.runtime.units:
+            states = [state for state in unit.states if id(state.parameter) in new]
             if states:
                 unit.allocate_moments()
             for state in states:
-                self.import_state(state, optimizer.state.pop(state.parameter, None) or {})
-        self.set_schedule(schedule)
+                self.import_state(state, self._optimizer.state.pop(state.parameter, None) or {})
 
     def import_state(self, state: ParameterState, values: dict[str, Any]) -> None:
         """Sets a parameter's moments, step and residual from an optimizer's state for it; empty means none yet."""
@@ -146,6 +169,9 @@ class FusedStep(HostStep):
         Costs a few look-ups where nobody did. Otherwise it waits for the steps that still write the moments.
         """
         entry: dict[str, Any] = self._optimizer.state[state.parameter]
+        if id(state.parameter) not in self.parameter_ids:  # put into a group by hand
+            self.hold([state.parameter])
+            entry = self._optimizer.state[state.parameter]
         if entry and shows(entry, state):
             return entry
         if entry or id(state.parameter) in self._shown:
@@ -197,7 +223,9 @@ class FusedStep(HostStep):
             NonFiniteGradientError: see :meth:`HostStep.allows`.
             StateError: layers were stepped in backward with other settings than those of now, or gradients that should have
                 passed are still there.
+            UnsupportedError: a group has an option by now that the kernel hasn't.
         """
+        refuse_unfused(optimizer.param_groups)
         runtime = self.runtime
         runtime.worker.raise_if_failed()
         runtime.refresh_if_written()
@@ -223,7 +251,7 @@ class FusedStep(HostStep):
 
         def settings(unit: HostUnit) -> list[tuple[ParameterState, AdamArguments]]:
             return [
-                (state, _adam_arguments(at[0], _next_step(at[1]), factors.get(id(state.parameter), 1.0), self._decoupled))
+                (state, _adam_arguments(at[0], _next_step(at[1]), factors.get(id(state.parameter), 1.0), self._is_adamw))
                 for state in unit.states
                 if (at := by_parameter.get(id(state.parameter))) is not None
             ]
@@ -278,7 +306,7 @@ class FusedStep(HostStep):
                     "'deferred' (and host_gradients to 'kept')"
                 )
             factor = factors.get(id(state.parameter), 1.0)
-            if used != _adam_arguments(group, used.step, factor, self._decoupled):
+            if used != _adam_arguments(group, used.step, factor, self._is_adamw):
                 raise StateError(
                     f"layers were stepped in backward with {used}, but at step() gradient clipping (factor {factor}) or the "
                     "optimizer's settings had changed; set megatrain_config.step_schedule to 'deferred' (and "
@@ -293,6 +321,7 @@ class FusedStep(HostStep):
         if layer.unit.is_on_device or not self.runtime.may_step_in_backward(layer):
             return False
         if not self._stepped_in_backward:  # once a backward: a model of experts has thousands of parameters
+            refuse_unfused(self._optimizer.param_groups)
             self._group_of = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         if any(id(state.parameter) in self._stepped_in_backward for state in layer.unit.states):
             raise StateError(
@@ -305,7 +334,7 @@ class FusedStep(HostStep):
             group = self._group_of.get(id(state.parameter))
             if state.parameter.grad is not None and group is not None:
                 entries.append(self._entry(state))
-                steps.append((state, _adam_arguments(group, _next_step(entries[-1]), 1.0, self._decoupled)))
+                steps.append((state, _adam_arguments(group, _next_step(entries[-1]), 1.0, self._is_adamw)))
         rows = [self.runtime.norms.row(state.parameter) for state, _ in steps]
 
         def gradients_are_finite() -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Adam, AdamW, Optimizer
 
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.optim.fused_step import FusedStep
+from megatrain_accelerate.optim.fused_step import UNFUSED_OPTIONS, FusedStep, refuse_unfused
 from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.master_step import MasterStep
 from megatrain_accelerate.optim.moment_states import shown_in_fp32
@@ -27,7 +27,7 @@ def is_fusable(optimizer: Optimizer) -> bool:
     """Whether the fused kernel does what this optimizer's own step would do."""
     if type(optimizer) not in (Adam, AdamW):
         return False
-    return not any(group.get("amsgrad") or group.get("differentiable") for group in optimizer.param_groups)
+    return not any(group.get(option) for group in optimizer.param_groups for option in UNFUSED_OPTIONS)
 
 
 def _swapped_class(optimizer: Optimizer, namespace: dict[str, Any]) -> type[Optimizer]:
@@ -63,6 +63,29 @@ def _run_closure(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+def _shared_members(original: type[Optimizer], driver: HostStep) -> dict[str, Any]:
+    """Methods that both kinds of host optimizer have."""
+    runtime = driver.runtime
+
+    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+        original.add_param_group(self, param_group)  # brings what it is given into one form
+        try:
+            if isinstance(driver, FusedStep):
+                refuse_unfused(self.param_groups[-1:])
+            driver.hold(self.param_groups[-1]["params"])
+        except BaseException:
+            del self.param_groups[-1]
+            raise
+
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            runtime.offloader.wait()  # gradients on their way would come to lie over the zeros
+            runtime.drain()  # a deferred step may still read the gradients
+        original.zero_grad(self, set_to_none or runtime.config.passes_gradients)
+
+    return {"add_param_group": add_param_group, "zero_grad": zero_grad, "_megatrain_original_class": original}
 
 
 def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> HostStep:
@@ -101,17 +124,15 @@ def _adopt_fused(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str)
             driver.step(self)
         return loss
 
-    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        if not set_to_none:
-            runtime.drain()  # a deferred step may still read the gradients
-        original.zero_grad(self, set_to_none or runtime.config.passes_gradients)
-
     def state_dict(self: Optimizer) -> dict[str, Any]:
         runtime.drain()
+        # Of weights that somebody wrote to, the residuals count no more.
+        runtime.refresh_if_written()
         found = original.state_dict(self)
         return {**found, "state": shown_in_fp32(found["state"], runtime.config.host_memory_gib)}
 
     def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+        refuse_unfused(state_dict["param_groups"])
         runtime.drain()
         # Weights that were loaded before are taken over now: seen later, they would reset the residuals loaded here.
         runtime.refresh_if_written()
@@ -123,8 +144,8 @@ def _adopt_fused(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str)
             if state is not None:
                 driver.import_state(state, state_dict["state"].get(key) or {})
 
-    members = {"step": step, "zero_grad": zero_grad, "state_dict": state_dict, "load_state_dict": load_state_dict}
-    optimizer.__class__ = _swapped_class(optimizer, {**members, "_megatrain_original_class": original})
+    members = {"step": step, "state_dict": state_dict, "load_state_dict": load_state_dict}
+    optimizer.__class__ = _swapped_class(optimizer, {**members, **_shared_members(original, driver)})
     return driver
 
 
@@ -158,6 +179,6 @@ def _adopt_other(optimizer: Optimizer, runtime: StreamingRuntime) -> MasterStep:
         runtime.drain()
         return original.state_dict(self)
 
-    members = {"step": step, "state_dict": state_dict, "_megatrain_original_class": original}
+    members = {"step": step, "state_dict": state_dict, **_shared_members(original, driver)}
     optimizer.__class__ = _swapped_class(optimizer, members)
     return driver
