@@ -59,8 +59,8 @@ def refuse_unfused(groups: Iterable[dict[str, Any]]) -> None:
             if group.get(option):
                 raise UnsupportedError(
                     f"a group of the optimizer has {option}={group[option]} since it was prepared, which the fused AdamW "
-                    f"doesn't do; make the optimizer with {option}={group[option]} before accelerator.prepare() (its own step() "
-                    f"runs then, on the host), or leave {option} as it was"
+                    f"doesn't do; make the optimizer with {option}={group[option]} before accelerator.prepare() (its own "
+                    f"step() runs then, on the host), or leave {option} as it was"
                 )
 
 

@@ -177,8 +177,14 @@ def _adopt_other(optimizer: Optimizer, runtime: StreamingRuntime) -> MasterStep:
 
     def state_dict(self: Optimizer) -> dict[str, Any]:
         runtime.drain()
-        return original.state_dict(self)
+        runtime.refresh_if_written()
+        return driver.with_residuals(self, original.state_dict(self))
 
-    members = {"step": step, "state_dict": state_dict, **_shared_members(original, driver)}
-    optimizer.__class__ = _swapped_class(optimizer, members)
+    def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+        runtime.drain()
+        runtime.refresh_if_written()
+        driver.load(self, state_dict, lambda saved: original.load_state_dict(self, saved))
+
+    members = {"step": step, "state_dict": state_dict, "load_state_dict": load_state_dict}
+    optimizer.__class__ = _swapped_class(optimizer, {**members, **_shared_members(original, driver)})
     return driver
