@@ -6,7 +6,9 @@ run the fused kernel, deferred; any other torch optimizer runs its own ``step()`
 
 from __future__ import annotations
 
+import copyreg
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,7 @@ from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.optim.fused_step import UNFUSED_OPTIONS, FusedStep, refuse_unfused
 from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.master_step import MasterStep
-from megatrain_accelerate.optim.moment_states import shown_in_fp32
+from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, shown_in_fp32
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 logger = logging.getLogger(__name__)
@@ -85,7 +87,29 @@ def _shared_members(original: type[Optimizer], driver: HostStep) -> dict[str, An
             runtime.drain()  # a deferred step may still read the gradients
         original.zero_grad(self, set_to_none or runtime.config.passes_gradients)
 
-    return {"add_param_group": add_param_group, "zero_grad": zero_grad, "_megatrain_original_class": original}
+    def __reduce_ex__(self: Optimizer, protocol: Any) -> Any:
+        """Copies and pickles are plain optimizers of the original class: they hold copies of the parameters."""
+        runtime.drain()
+        runtime.refresh_if_written()
+        kept = self.__getstate__()
+        # torch's own class by a function of Python's own: a pickle must load where this package isn't.
+        made = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
+        return *made, {**kept, "state": _plain_states(kept["state"], runtime)}
+
+    return {
+        "add_param_group": add_param_group,
+        "zero_grad": zero_grad,
+        "__reduce_ex__": __reduce_ex__,
+        "_megatrain_original_class": original,
+    }
+
+
+def _plain_states(states: dict[Any, Any], runtime: StreamingRuntime) -> defaultdict[Any, Any]:
+    """An optimizer's state as torch's own would hold it: without residuals, and moments in fp32."""
+    shown = shown_in_fp32(states, runtime.config.host_memory_gib)
+    return defaultdict(
+        dict, {key: {name: value for name, value in entry.items() if name != RESIDUAL_KEY} for key, entry in shown.items()}
+    )
 
 
 def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> HostStep:
