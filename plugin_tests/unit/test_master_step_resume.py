@@ -34,7 +34,10 @@ MAKERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-@pytest.fixture(params=MAKERS)
+IN_LONG_RUNS = ("NAdam", "Adafactor", "subclass")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.long] if name in IN_LONG_RUNS else []) for name in MAKERS])
 def make(request: pytest.FixtureRequest) -> Callable[[nn.Module], Optimizer]:
     maker = MAKERS[request.param]
     return lambda model: maker(model.parameters())
