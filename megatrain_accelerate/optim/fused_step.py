@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import AdamW, Optimizer
 
-from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.memory.expert_range import ExpertRange
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.host_step import HostStep
-from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, expose, take_over
+from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, expose, shows, take_over, views_of
 from megatrain_accelerate.optim.segments import apply_segments, plan_segments, segments_of_experts, step_each
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause
 from megatrain_accelerate.streaming.passing_gradients import refuse_unstepped
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
+
+UNFUSED_OPTIONS = ("amsgrad", "differentiable")
+"""Options of a group of Adam or AdamW that the fused kernel hasn't."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -31,7 +34,7 @@ def _shared_arguments(**values: Any) -> AdamArguments:
     return AdamArguments(**values)
 
 
-def _adam_arguments(group: dict[str, Any], step: int, clip_factor: float, decoupled: bool) -> AdamArguments:
+def _adam_arguments(group: dict[str, Any], step: int, clip_factor: float, is_adamw: bool) -> AdamArguments:
     return _shared_arguments(
         lr=float(group["lr"]),
         beta1=float(group["betas"][0]),
@@ -40,9 +43,31 @@ def _adam_arguments(group: dict[str, Any], step: int, clip_factor: float, decoup
         weight_decay=float(group["weight_decay"]),
         step=step,
         clip_factor=clip_factor,
-        decoupled=decoupled,
+        decoupled=is_adamw or bool(group.get("decoupled_weight_decay")),
         maximize=bool(group["maximize"]),
     )
+
+
+def refuse_unfused(groups: Iterable[dict[str, Any]]) -> None:
+    """Groups may be edited or loaded after the optimizer was prepared, with options that the fused kernel hasn't.
+
+    Raises:
+        UnsupportedError: one has such an option.
+    """
+    for group in groups:
+        for option in UNFUSED_OPTIONS:
+            if group.get(option):
+                raise UnsupportedError(
+                    f"a group of the optimizer has {option}={group[option]} since it was prepared, which the fused AdamW "
+                    f"doesn't do; make the optimizer with {option}={group[option]} before accelerator.prepare() (its own "
+                    f"step() runs then, on the host), or leave {option} as it was"
+                )
+
+
+def _next_step(entry: dict[str, Any]) -> int:
+    """Counts a parameter's step up and returns it."""
+    entry["step"] += 1
+    return int(entry["step"])
 
 
 def _versions(state: ParameterState) -> tuple[int, int]:
@@ -71,23 +96,28 @@ class FusedStep(HostStep):
     """Adam and AdamW by the fused kernel: deferred, serial, or in backward (``config.step_schedule``)."""
 
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> None:
+        self._is_adamw = isinstance(optimizer, AdamW)
+        self._optimizer = optimizer
+        self._shown: dict[int, dict[str, int]] = {}
+        """The ``id`` of each view that stands in the optimizer's state of a parameter, by the parameter's ``id``."""
         super().__init__(optimizer, runtime)
-        self._decoupled = isinstance(optimizer, AdamW) or any(
-            group.get("decoupled_weight_decay") for group in optimizer.param_groups
-        )
-        self._optimizer_groups = optimizer.param_groups
-        self._optimizer_state = optimizer.state
         self._group_of: dict[int, dict[str, Any]] = {}
         self._stepped_in_backward: dict[int, AdamArguments] = {}
         self._skipped_in_backward: list[str] = []
         runtime.moved_listeners[id(self)] = self._unit_moved
-        for unit in runtime.units:
-            states = [state for state in unit.states if id(state.parameter) in self.parameter_ids]
+        self.set_schedule(schedule)
+
+    def hold(self, parameters: Sequence[torch.Tensor]) -> None:
+        """See :meth:`HostStep.hold`; makes moments for those that are new."""
+        new = {id(parameter) for parameter in parameters} - self.parameter_ids
+        super().hold(parameters)
+        self.runtime.worker.drain()  # another optimizer may have held them
+        for unit in self.runtime.units:
+            states = [state for state in unit.states if id(state.parameter) in new]
             if states:
                 unit.allocate_moments()
             for state in states:
-                self.import_state(state, optimizer.state.pop(state.parameter, None) or {})
-        self.set_schedule(schedule)
+                self.import_state(state, self._optimizer.state.pop(state.parameter, None) or {})
 
     def import_state(self, state: ParameterState, values: dict[str, Any]) -> None:
         """Sets a parameter's moments, step and residual from an optimizer's state for it; empty means none yet."""
@@ -95,13 +125,18 @@ class FusedStep(HostStep):
             return
         take_over(state, values)
         if not values:
+            self._shown.pop(id(state.parameter), None)
             return
         residual = values.get(RESIDUAL_KEY)
         if state.residual is not None and residual is not None and residual.dtype == torch.int16:
             state.residual.copy_(residual)
-        entry = self._optimizer_state[state.parameter]
+        entry = self._optimizer.state[state.parameter]
         entry["step"] = torch.tensor(float(values["step"]), dtype=torch.float32)
+        self._show(entry, state)
+
+    def _show(self, entry: dict[str, Any], state: ParameterState) -> None:
         expose(entry, state)
+        self._shown[id(state.parameter)] = {key: id(view) for key, view in views_of(state).items()}
 
     def set_schedule(self, schedule: str) -> None:
         """Chooses when the arithmetic runs, from the next backward on: ``deferred``, ``backward`` or ``serial``."""
@@ -118,24 +153,34 @@ class FusedStep(HostStep):
         self.runtime.moved_listeners.pop(id(self), None)
 
     def _unit_moved(self, unit: HostUnit) -> None:
-        """The unit's moments are other tensors now."""
+        """The unit's moments are other tensors now; what the user put in their place stays for the next step to take."""
         for state in unit.states:
-            entry = self._optimizer_state.get(state.parameter)
-            if entry:
-                expose(entry, state)
+            shown = self._shown.get(id(state.parameter))
+            if shown is None:
+                continue
+            entry, views = self._optimizer.state.get(state.parameter) or {}, views_of(state)
+            self._shown[id(state.parameter)] = {key: id(view) for key, view in views.items()}
+            # By id: the store held the old views until now, so that no tensor of the user's can have one of theirs.
+            entry.update({key: view for key, view in views.items() if id(entry.get(key)) == shown.get(key)})
 
-    def bind(self, optimizer: Optimizer) -> None:
-        """Follows an optimizer whose state or groups were replaced (``load_state_dict``)."""
-        self._optimizer_groups, self._optimizer_state = optimizer.param_groups, optimizer.state
+    def _entry(self, state: ParameterState) -> dict[str, Any]:
+        """The optimizer's state of a parameter as it is now; the store follows where somebody emptied or changed it.
 
-    def _next_step(self, state: ParameterState) -> int:
-        """Counts the parameter's step up and returns it; makes its optimizer state at the first."""
-        entry = self._optimizer_state[state.parameter]
+        Costs a few look-ups where nobody did. Otherwise it waits for the steps that still write the moments.
+        """
+        entry: dict[str, Any] = self._optimizer.state[state.parameter]
+        if id(state.parameter) not in self.parameter_ids:  # put into a group by hand
+            self.hold([state.parameter])
+            entry = self._optimizer.state[state.parameter]
+        if entry and shows(entry, state):
+            return entry
+        if entry or id(state.parameter) in self._shown:
+            self.runtime.worker.drain()
+            self.import_state(state, entry)
         if not entry:
             entry["step"] = torch.zeros((), dtype=torch.float32)
-            expose(entry, state)
-        entry["step"] += 1
-        return int(entry["step"].item())
+            self._show(entry, state)
+        return entry
 
     def _submit(
         self,
@@ -178,7 +223,9 @@ class FusedStep(HostStep):
             NonFiniteGradientError: see :meth:`HostStep.allows`.
             StateError: layers were stepped in backward with other settings than those of now, or gradients that should have
                 passed are still there.
+            UnsupportedError: a group has an option by now that the kernel hasn't.
         """
+        refuse_unfused(optimizer.param_groups)
         runtime = self.runtime
         runtime.worker.raise_if_failed()
         runtime.refresh_if_written()
@@ -200,13 +247,13 @@ class FusedStep(HostStep):
         self.forget_norms(optimizer)
         if not allowed:
             return
-        by_parameter = {id(state.parameter): group for state, group in found}
+        by_parameter = {id(state.parameter): (group, self._entry(state)) for state, group in found}
 
         def settings(unit: HostUnit) -> list[tuple[ParameterState, AdamArguments]]:
             return [
-                (state, _adam_arguments(group, self._next_step(state), factors.get(id(state.parameter), 1.0), self._decoupled))
+                (state, _adam_arguments(at[0], _next_step(at[1]), factors.get(id(state.parameter), 1.0), self._is_adamw))
                 for state in unit.states
-                if (group := by_parameter.get(id(state.parameter))) is not None
+                if (at := by_parameter.get(id(state.parameter))) is not None
             ]
 
         for unit, gate, resident in runtime.in_forward_order():
@@ -251,8 +298,15 @@ class FusedStep(HostStep):
             used = done.get(id(state.parameter))
             if used is None:
                 continue
+            entry = self._optimizer.state.get(state.parameter)
+            if not entry or not shows(entry, state):
+                raise StateError(
+                    "the optimizer's state was emptied or replaced between backward and step(), but layers were stepped in "
+                    "backward already, since max_grad_norm is 0; do it after step(), or set megatrain_config.step_schedule to "
+                    "'deferred' (and host_gradients to 'kept')"
+                )
             factor = factors.get(id(state.parameter), 1.0)
-            if used != _adam_arguments(group, used.step, factor, self._decoupled):
+            if used != _adam_arguments(group, used.step, factor, self._is_adamw):
                 raise StateError(
                     f"layers were stepped in backward with {used}, but at step() gradient clipping (factor {factor}) or the "
                     "optimizer's settings had changed; set megatrain_config.step_schedule to 'deferred' (and "
@@ -267,18 +321,20 @@ class FusedStep(HostStep):
         if layer.unit.is_on_device or not self.runtime.may_step_in_backward(layer):
             return False
         if not self._stepped_in_backward:  # once a backward: a model of experts has thousands of parameters
-            self._group_of = {id(p): group for group in self._optimizer_groups for p in group["params"]}
+            refuse_unfused(self._optimizer.param_groups)
+            self._group_of = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         if any(id(state.parameter) in self._stepped_in_backward for state in layer.unit.states):
             raise StateError(
                 f"layer {layer.name} was stepped in an earlier backward, and another one came before optimizer.step() (an "
                 "accumulation that Accelerate doesn't know of, or a failed backward that was tried again); set "
                 "megatrain_config.step_schedule to 'deferred' (and host_gradients to 'kept'), or use accelerator.accumulate()"
             )
-        steps = []
+        steps, entries = [], []
         for state in layer.unit.states:
             group = self._group_of.get(id(state.parameter))
             if state.parameter.grad is not None and group is not None:
-                steps.append((state, _adam_arguments(group, self._next_step(state), 1.0, self._decoupled)))
+                entries.append(self._entry(state))
+                steps.append((state, _adam_arguments(group, _next_step(entries[-1]), 1.0, self._is_adamw)))
         rows = [self.runtime.norms.row(state.parameter) for state, _ in steps]
 
         def gradients_are_finite() -> bool:
@@ -286,8 +342,8 @@ class FusedStep(HostStep):
             finite = bool(self.runtime.norms.norms[torch.tensor(rows)].isfinite().all())
             if not finite:
                 self._skipped_in_backward.append(layer.name)
-                for state, _ in steps:
-                    self._optimizer_state[state.parameter]["step"] -= 1
+                for entry in entries:
+                    entry["step"] -= 1
             return finite
 
         if steps:

@@ -6,7 +6,9 @@ run the fused kernel, deferred; any other torch optimizer runs its own ``step()`
 
 from __future__ import annotations
 
+import copyreg
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +16,10 @@ import torch
 from torch.optim import Adam, AdamW, Optimizer
 
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.optim.fused_step import FusedStep
+from megatrain_accelerate.optim.fused_step import UNFUSED_OPTIONS, FusedStep, refuse_unfused
 from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.master_step import MasterStep
-from megatrain_accelerate.optim.moment_states import shown_in_fp32
+from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, shown_in_fp32
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 logger = logging.getLogger(__name__)
@@ -27,7 +29,7 @@ def is_fusable(optimizer: Optimizer) -> bool:
     """Whether the fused kernel does what this optimizer's own step would do."""
     if type(optimizer) not in (Adam, AdamW):
         return False
-    return not any(group.get("amsgrad") or group.get("differentiable") for group in optimizer.param_groups)
+    return not any(group.get(option) for group in optimizer.param_groups for option in UNFUSED_OPTIONS)
 
 
 def _swapped_class(optimizer: Optimizer, namespace: dict[str, Any]) -> type[Optimizer]:
@@ -63,6 +65,51 @@ def _run_closure(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+def _shared_members(original: type[Optimizer], driver: HostStep) -> dict[str, Any]:
+    """Methods that both kinds of host optimizer have."""
+    runtime = driver.runtime
+
+    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+        original.add_param_group(self, param_group)  # brings what it is given into one form
+        try:
+            if isinstance(driver, FusedStep):
+                refuse_unfused(self.param_groups[-1:])
+            driver.hold(self.param_groups[-1]["params"])
+        except BaseException:
+            del self.param_groups[-1]
+            raise
+
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            runtime.offloader.wait()  # gradients on their way would come to lie over the zeros
+            runtime.drain()  # a deferred step may still read the gradients
+        original.zero_grad(self, set_to_none or runtime.config.passes_gradients)
+
+    def __reduce_ex__(self: Optimizer, protocol: Any) -> Any:
+        """Copies and pickles are plain optimizers of the original class: they hold copies of the parameters."""
+        runtime.drain()
+        runtime.refresh_if_written()
+        kept = self.__getstate__()
+        # torch's own class by a function of Python's own: a pickle must load where this package isn't.
+        made = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
+        return *made, {**kept, "state": _plain_states(kept["state"], runtime)}
+
+    return {
+        "add_param_group": add_param_group,
+        "zero_grad": zero_grad,
+        "__reduce_ex__": __reduce_ex__,
+        "_megatrain_original_class": original,
+    }
+
+
+def _plain_states(states: dict[Any, Any], runtime: StreamingRuntime) -> defaultdict[Any, Any]:
+    """An optimizer's state as torch's own would hold it: without residuals, and moments in fp32."""
+    shown = shown_in_fp32(states, runtime.config.host_memory_gib)
+    return defaultdict(
+        dict, {key: {name: value for name, value in entry.items() if name != RESIDUAL_KEY} for key, entry in shown.items()}
+    )
 
 
 def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> HostStep:
@@ -101,31 +148,28 @@ def _adopt_fused(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str)
             driver.step(self)
         return loss
 
-    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        if not set_to_none:
-            runtime.drain()  # a deferred step may still read the gradients
-        original.zero_grad(self, set_to_none or runtime.config.passes_gradients)
-
     def state_dict(self: Optimizer) -> dict[str, Any]:
         runtime.drain()
+        # Of weights that somebody wrote to, the residuals count no more.
+        runtime.refresh_if_written()
         found = original.state_dict(self)
         return {**found, "state": shown_in_fp32(found["state"], runtime.config.host_memory_gib)}
 
     def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+        refuse_unfused(state_dict["param_groups"])
         runtime.drain()
         # Weights that were loaded before are taken over now: seen later, they would reset the residuals loaded here.
         runtime.refresh_if_written()
         # torch's own way would cast the moments to the weights' dtype and device, and hold a second copy.
         original.load_state_dict(self, {"state": {}, "param_groups": state_dict["param_groups"]})
-        driver.bind(self)
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         for key, parameter in zip(saved, driver.parameters(self), strict=True):
             state = runtime.state_of(parameter)
             if state is not None:
                 driver.import_state(state, state_dict["state"].get(key) or {})
 
-    members = {"step": step, "zero_grad": zero_grad, "state_dict": state_dict, "load_state_dict": load_state_dict}
-    optimizer.__class__ = _swapped_class(optimizer, {**members, "_megatrain_original_class": original})
+    members = {"step": step, "state_dict": state_dict, "load_state_dict": load_state_dict}
+    optimizer.__class__ = _swapped_class(optimizer, {**members, **_shared_members(original, driver)})
     return driver
 
 
@@ -157,8 +201,14 @@ def _adopt_other(optimizer: Optimizer, runtime: StreamingRuntime) -> MasterStep:
 
     def state_dict(self: Optimizer) -> dict[str, Any]:
         runtime.drain()
-        return original.state_dict(self)
+        runtime.refresh_if_written()
+        return driver.with_residuals(self, original.state_dict(self))
 
-    members = {"step": step, "state_dict": state_dict, "_megatrain_original_class": original}
-    optimizer.__class__ = _swapped_class(optimizer, members)
+    def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+        runtime.drain()
+        runtime.refresh_if_written()
+        driver.load(self, state_dict, lambda saved: original.load_state_dict(self, saved))
+
+    members = {"step": step, "state_dict": state_dict, "load_state_dict": load_state_dict}
+    optimizer.__class__ = _swapped_class(optimizer, {**members, **_shared_members(original, driver)})
     return driver

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,18 +31,24 @@ class HostStep:
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime) -> None:
         self.runtime = runtime
         self._nonfinite_in_a_row = 0
-        strangers = sum(
-            runtime.norms.row(parameter) is None for group in optimizer.param_groups for parameter in group["params"]
-        )
+        self.parameter_ids: set[int] = set()
+        """``id`` of each parameter that the optimizer has held since it was adopted."""
+        self.hold(self.parameters(optimizer))
+
+    def hold(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The optimizer holds these parameters from now on, too.
+
+        Raises:
+            UnsupportedError: some aren't this model's trained ones; none is held then.
+        """
+        strangers = sum(self.runtime.norms.row(parameter) is None for parameter in parameters)
         if strangers:
             raise UnsupportedError(
                 f"the optimizer holds {strangers} parameters that the prepared model doesn't train (frozen when it was "
                 "prepared, or another module's); give them an optimizer of their own, or unfreeze them before "
                 "accelerator.prepare()"
             )
-
-        self.parameter_ids = {id(parameter) for parameter in self.parameters(optimizer)}
-        """``id`` of each parameter that the optimizer held when it was adopted."""
+        self.parameter_ids |= {id(parameter) for parameter in parameters}
 
     def retire(self) -> None:
         """Another optimizer takes the parameters over: no step is begun from here any more."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,18 +11,51 @@ from torch.optim import Optimizer
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.host_step import HostStep
+from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY
 from megatrain_accelerate.streaming.fp32_sums import joined_sum
 from megatrain_accelerate.streaming.meter import Cause
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 
+class _Parameters:
+    """Parameters as they were before others were shown in their place."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[ParameterState, torch.Tensor, torch.Tensor | None]] = []
+
+    def replace(self, state: ParameterState, data: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Shows ``data`` and ``gradient``, of any dtype and device, as the parameter's."""
+        self._before.append((state, state.parameter.data, state.parameter.grad))
+        state.parameter.grad = None
+        state.parameter.data = data
+        state.parameter.grad = gradient
+
+    def restore(self) -> None:
+        """Shows what was there before; it counts as unwritten."""
+        for state, data, gradient in self._before:
+            state.parameter.grad = None
+            state.parameter.data = data
+            state.parameter.grad = gradient
+            state.seen_version = state.parameter._version
+        self._before.clear()
+
+
 class MasterStep(HostStep):
     """Any other torch optimizer: its own ``step()``, on fp32 masters on the host. Serial, and not fused."""
 
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime) -> None:
+        self._stepped: set[int] = set()
+        """``id`` of each parameter whose master was stepped, or came with a checkpoint."""
         super().__init__(optimizer, runtime)
         runtime.steps_on_host.add(id(self))
+        for parameter in self.parameters(optimizer):
+            entry = optimizer.state.get(parameter) or {}
+            self._restore(parameter, entry.pop(RESIDUAL_KEY, None))
+            for name, value in entry.items():
+                if isinstance(value, torch.Tensor) and value.is_floating_point() and name != "step":
+                    # As if it had been made with the masters: in the dtype in which a checkpoint is loaded, too.
+                    entry[name] = value.to("cpu", torch.float32)
 
     def retire(self) -> None:
         """See :meth:`HostStep.retire`."""
@@ -44,7 +77,8 @@ class MasterStep(HostStep):
         if not self.allows(norm):
             return None
         owners = {id(state): (unit, gate, group) for unit, gate, group in runtime.in_forward_order() for state in unit.states}
-        shown: list[tuple[ParameterState, torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+        shown: list[tuple[ParameterState, torch.Tensor]] = []
+        before = _Parameters()
         touched: dict[int, tuple[HostUnit, ResidentGroup | None]] = {}
         for state, _ in found:
             unit, _, group = owners[id(state)]
@@ -54,25 +88,70 @@ class MasterStep(HostStep):
             if state.has_fp32_sum and state.gradient_residual is not None:
                 gradient = joined_sum(state.gradient, state.gradient_residual, runtime.kernels)
             gradient = gradient * factors.get(id(state.parameter), 1.0)
-            shown.append((state, master, state.parameter.data, state.parameter.grad))
-            state.parameter.grad = None
-            state.parameter.data = master
-            state.parameter.grad = gradient
+            shown.append((state, master))
+            before.replace(state, master, gradient)
             touched[id(unit)] = (unit, group)
         try:
-            parameters = sum(master.numel() for _, master, _, _ in shown)
+            parameters = sum(master.numel() for _, master in shown)
             with runtime.meter.blocked_by(Cause.HOST_STEP), runtime.meter.stepping(parameters):
                 result = own_step()
         finally:
-            for state, master, weight, gradient_before in shown:
-                state.parameter.grad = None
-                state.parameter.data = weight
-                state.parameter.grad = gradient_before
+            before.restore()
+            for state, master in shown:
                 owners[id(state)][0].write_master(state, master)
                 state.seen_version = state.parameter._version
+                self._stepped.add(id(state.parameter))
             for unit, group in touched.values():
                 unit.version += 1
                 if group is not None:
                     group.push_weights(group.announce_push())
             runtime.drain()
         return result
+
+    def with_residuals(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A ``state_dict()`` of the optimizer with the low bits of the masters; the given one stays as it is.
+
+        Not of masters that were never stepped, where the optimizer would take an entry for a state that it made.
+        """
+        entries = dict(state_dict["state"])
+        for key, parameter in self._by_key(optimizer, state_dict):
+            state = self.runtime.state_of(parameter)
+            if state is not None and state.residual is not None and (key in entries or id(parameter) in self._stepped):
+                entries[key] = {**entries.get(key, {}), RESIDUAL_KEY: state.residual}
+        return {**state_dict, "state": entries}
+
+    def load(self, optimizer: Optimizer, state_dict: dict[str, Any], own_load: Callable[[dict[str, Any]], None]) -> None:
+        """Loads the optimizer's states as they were saved, and the masters' low bits.
+
+        torch casts states to the dtype and device of the parameters: they are shown as what the step works on, fp32 on the
+        host.
+        """
+        entries, residuals = dict(state_dict["state"]), {}
+        for key, _ in self._by_key(optimizer, state_dict):
+            if RESIDUAL_KEY in (entry := entries.get(key) or {}):
+                residuals[key] = entry[RESIDUAL_KEY]
+                entries[key] = {name: value for name, value in entry.items() if name != RESIDUAL_KEY}
+                if not entries[key]:
+                    del entries[key]  # many optimizers make their state where there is no entry, and only there
+        before = _Parameters()
+        try:
+            for parameter in self.parameters(optimizer):
+                if (state := self.runtime.state_of(parameter)) is not None:
+                    before.replace(state, torch.empty((), dtype=torch.float32).expand(parameter.shape), None)
+            own_load({**state_dict, "state": entries})
+        finally:
+            before.restore()
+        self._stepped.clear()
+        for key, parameter in self._by_key(optimizer, state_dict):
+            self._restore(parameter, residuals.get(key))
+
+    def _by_key(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterable[tuple[Any, torch.nn.Parameter]]:
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        return zip(saved, self.parameters(optimizer), strict=False)  # where the lengths differ torch refuses it
+
+    def _restore(self, parameter: torch.Tensor, residual: torch.Tensor | None) -> None:
+        state = self.runtime.state_of(parameter)
+        # An optimizer that loaded them before it was adopted has cast them to something else.
+        if state is not None and state.residual is not None and residual is not None and residual.dtype == torch.int16:
+            state.residual.copy_(residual)
+            self._stepped.add(id(parameter))

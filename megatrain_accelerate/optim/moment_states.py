@@ -24,23 +24,48 @@ RESIDUAL_KEY = "master_residual"
 _INT8_KEYS = ("exp_avg_int8", "exp_avg_sq_int8", "exp_avg_scale", "exp_avg_sq_scale")
 
 
+_FLOAT_KEYS = ("exp_avg", "exp_avg_sq")
+
+
+def views_of(state: ParameterState) -> dict[str, Any]:
+    """The store's views of a parameter's moments and residual, by their keys in an optimizer's state."""
+    coded = state.int8_moments
+    moments = (state.exp_avg, state.exp_avg_sq) if coded is None else coded.tensors
+    views: dict[str, Any] = dict(zip(_FLOAT_KEYS if coded is None else _INT8_KEYS, moments, strict=True))
+    return views if state.residual is None else {**views, RESIDUAL_KEY: state.residual}
+
+
 def expose(entry: dict[str, Any], state: ParameterState) -> None:
-    """Puts the store's views into an optimizer's state of a parameter."""
-    if state.int8_moments is not None:
-        entry.update(zip(_INT8_KEYS, state.int8_moments.tensors, strict=True))
-    else:
-        entry["exp_avg"], entry["exp_avg_sq"] = state.exp_avg, state.exp_avg_sq
-    if state.residual is not None:
-        entry[RESIDUAL_KEY] = state.residual
+    """Puts the store's views into an optimizer's state of a parameter, in the place of moments of any kind."""
+    for key in (*_FLOAT_KEYS, *_INT8_KEYS):
+        entry.pop(key, None)
+    entry.update(views_of(state))
+
+
+def shows(entry: dict[str, Any], state: ParameterState) -> bool:
+    """Whether the moments and the residual in an optimizer's state of a parameter are the store's views, and nobody else's.
+
+    Asked of every parameter at every step, and so by identity.
+    """
+    coded = state.int8_moments
+    if entry.get(RESIDUAL_KEY) is not state.residual:
+        return False
+    if coded is None:
+        return entry.get("exp_avg") is state.exp_avg and entry.get("exp_avg_sq") is state.exp_avg_sq
+    theirs = (entry.get(key) for key in _INT8_KEYS)
+    return "exp_avg" not in entry and all(one is view for one, view in zip(theirs, coded.tensors, strict=True))
 
 
 def take_over(state: ParameterState, values: dict[str, Any]) -> None:
-    """Sets a parameter's moments from an optimizer's state for it, of any of the three kinds; zero if that is empty."""
+    """Sets a parameter's moments from an optimizer's state for it, of any of the three kinds; zero if that is empty.
+
+    Where there are moments of two kinds, those that the store hasn't are the ones that somebody put there.
+    """
     ours = state.int8_moments
     theirs = _coded(values)
-    if ours is not None and theirs is not None:
-        if theirs.exp_avg.data_ptr() != ours.exp_avg.data_ptr():
-            for view, value in zip(ours.tensors, theirs.tensors, strict=True):
+    if ours is not None and theirs is not None and "exp_avg" not in values:
+        for view, value in zip(ours.tensors, theirs.tensors, strict=True):
+            if value.data_ptr() != view.data_ptr():
                 view.copy_(value)
     elif ours is not None:
         if values:

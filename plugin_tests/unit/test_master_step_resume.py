@@ -1,0 +1,109 @@
+"""bf16 runs with optimizers that have no fused kernel: what a checkpoint of theirs holds, and how it is gone on from."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import masters_of
+from optimizer_runs import small_model, streamed
+from plain_torch import token_batches
+from torch import nn, optim
+from torch.optim import Optimizer
+from transformers.optimization import Adafactor
+
+from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY
+
+
+class OwnAdamW(optim.AdamW):
+    """A subclass, which isn't fused: its step may be another."""
+
+
+MAKERS: dict[str, Callable[[Any], Optimizer]] = {
+    "AMSGrad": lambda parameters: optim.AdamW(parameters, lr=1e-3, amsgrad=True),
+    "SGD with momentum": lambda parameters: optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "SGD": lambda parameters: optim.SGD(parameters, lr=0.1),
+    "NAdam": lambda parameters: optim.NAdam(parameters, lr=1e-3),
+    "Adagrad": lambda parameters: optim.Adagrad(parameters, lr=1e-3),
+    "Adafactor": lambda parameters: Adafactor(parameters, lr=1e-3, relative_step=False, beta1=0.9),
+    "subclass": lambda parameters: OwnAdamW(parameters, lr=1e-3),
+}
+
+
+IN_LONG_RUNS = ("NAdam", "Adafactor", "subclass")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.long] if name in IN_LONG_RUNS else []) for name in MAKERS])
+def make(request: pytest.FixtureRequest) -> Callable[[nn.Module], Optimizer]:
+    maker = MAKERS[request.param]
+    return lambda model: maker(model.parameters())
+
+
+def through_a_file(*values: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(values, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(make: Callable[[nn.Module], Optimizer]) -> None:
+    batches = token_batches(4)
+    whole, first, second = (streamed(make, bf16=True) for _ in range(3))
+    for ids in batches:
+        whole.step(ids)
+    for ids in batches[:2]:
+        first.step(ids)
+    weights, states = through_a_file(first.model.state_dict(), first.optimizer.state_dict())
+    given = copy.deepcopy(states)
+    second.step(batches[3])  # what it did before is gone
+    second.model.load_state_dict(weights)
+    second.optimizer.load_state_dict(states)
+    masters = masters_of(second.engine, second.model)
+    for name, master in masters_of(first.engine, first.model).items():
+        assert torch.equal(masters[name], master), name
+    for ids in batches[2:]:
+        second.step(ids)
+    masters = masters_of(second.engine, second.model)
+    for name, master in masters_of(whole.engine, whole.model).items():
+        assert torch.equal(masters[name], master), name
+    assert states["state"].keys() == given["state"].keys()
+    assert all(RESIDUAL_KEY in entry for entry in states["state"].values())  # the caller's own dict
+    assert all(RESIDUAL_KEY not in entry for entry in second.optimizer.state.values())
+    ours, theirs = second.optimizer.state_dict()["state"], whole.optimizer.state_dict()["state"]
+    for index, entry in theirs.items():
+        assert ours[index].keys() == entry.keys()
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor):
+                assert ours[index][key].dtype == value.dtype
+                assert torch.equal(ours[index][key], value), (index, key)
+
+
+def test_such_a_checkpoint_loads_into_the_stock_optimizer(make: Callable[[nn.Module], Optimizer]) -> None:
+    run = streamed(make, bf16=True)
+    batches = token_batches(2)
+    run.step(batches[0])
+    (states,) = through_a_file(run.optimizer.state_dict())
+    model = small_model()
+    optimizer = make(model)
+    optimizer.load_state_dict(states)
+    model(input_ids=batches[1], labels=batches[1]).loss.backward()
+    optimizer.step()
+
+
+def test_parameters_that_were_never_stepped_get_no_entry_and_are_stepped_after_a_resume() -> None:
+    run, resumed = (streamed(lambda model: optim.NAdam(model.parameters(), lr=1e-3), bf16=True) for _ in range(2))
+    batches = token_batches(2)
+    run.model(input_ids=batches[0], labels=batches[0]).loss.backward()
+    run.model.lm_head.weight.grad = None
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    assert len(run.optimizer.state_dict()["state"]) == len(list(run.model.parameters())) - 1
+    weights, saved = through_a_file(run.model.state_dict(), run.optimizer.state_dict())
+    resumed.model.load_state_dict(weights)
+    resumed.optimizer.load_state_dict(saved)
+    resumed.step(batches[1])
+    assert resumed.optimizer.state[resumed.model.lm_head.weight]["step"] == 1
