@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ def parse_size(text: str) -> int:
         argparse.ArgumentTypeError: it has another form, or isn't above 0.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if found is None or found[2].lower() not in _UNITS or float(found[1]) <= 0:
+    if found is None or found[2].lower() not in _UNITS or not 0 < float(found[1]) < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} isn't a size such as 1.5TiB, 125GiB or 80GB")
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
@@ -47,8 +48,8 @@ def _positive(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} isn't a number above 0")
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} isn't a finite number above 0")
     return value
 
 
@@ -73,14 +74,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="an id of the Hub, a local folder, or a config.json; only that is read")
     parser.add_argument("--length", type=_count, default=4096, metavar="TOKENS", help="of each sequence; default %(default)s")
     parser.add_argument(
-        "--batch", type=_count, nargs="+", metavar="N", help="sequences in a batch; default: up to the largest"
+        "--batch",
+        type=_count,
+        nargs="+",
+        action="extend",
+        metavar="N",
+        help="sequences in a batch; default: up to the largest",
     )
     parser.add_argument(
         "--no-limits", action="store_true", help="leave out the largest batch and the longest context: faster, with --batch"
     )
     parser.add_argument("--accumulation", type=_count, default=1, metavar="N", help="gradient_accumulation_steps")
     parser.add_argument(
-        "--set", type=_setting, nargs="+", default=[], metavar="KEY=VALUE", help="settings of megatrain_config"
+        "--set",
+        type=_setting,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="settings of megatrain_config",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the configuration")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -140,6 +152,11 @@ def estimate(options: argparse.Namespace) -> report.Estimate:
         MegatrainError: a wrong argument, no configuration, or a model that can't stream; the message says what to do.
     """
     config = MegatrainConfig.from_mapping(dict(options.set))
+    if config.step_schedule == "serial":
+        raise ConfigError(
+            "megatrain_config.step_schedule is 'serial', and the plan's cost model, which the estimate is made by, knows only "
+            "steps that hide under forward or backward: leave it out, or take deferred or backward"
+        )
     require_passing_possible(config, options.accumulation)
     machine = describe_machine(machine_options(options), config)
     settings = load_config(options.model, options.trust_remote_code)
