@@ -15,6 +15,7 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.estimate.extrapolation import extended_graph, extended_outline, extended_profile
 from megatrain_accelerate.estimate.layer_graph import LayerGraph, TensorShape, trace_layer
 from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
+from megatrain_accelerate.estimate.positions import PositionTable, shortest_table
 from megatrain_accelerate.estimate.reckoning import (
     FITTED,
     Shares,
@@ -44,6 +45,9 @@ CPU = torch.device("cpu")
 OUTLINED_TOKENS = 4096
 """What runs outside the layers is outlined on about so many tokens and on twice as many; beyond it grows in proportion, since
 the loss goes by tiles."""
+
+_FEW_TOKENS = 8
+"""Of a sequence on which the model is run to see what it looks into."""
 
 _TRACED_SEQUENCES, _TRACED_TILES = 2, 8
 """Layers are traced on so many sequences, or as many as fill so many tiles, and on twice as many; on more they take more in
@@ -154,6 +158,10 @@ class Forecaster:
     def host_store_bytes(self) -> int:
         """Host memory that the training asks for when it starts, bytes."""
         return self.plan.store_bytes + CONSTANT_OVERHEAD_BYTES
+
+    def positions(self) -> PositionTable | None:
+        """The shortest table of learned positions that token ids are looked up in; None if the model has none."""
+        return shortest_table(self.model, lambda: self._outlined(1, _FEW_TOKENS))
 
     def least_gpu_bytes(self, batch: int, length: int) -> int:
         """GPU memory of a step that takes the least of it, bytes (:meth:`ForecastPlan.leanest`).

@@ -10,6 +10,7 @@ from typing import Any
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.estimate.forecast import Forecast
 from megatrain_accelerate.estimate.machine_description import MachineDescription
+from megatrain_accelerate.estimate.positions import PositionTable
 from megatrain_accelerate.units import GB, GIB
 
 
@@ -23,6 +24,10 @@ class Limits:
     """Tokens of a single sequence."""
     longest: Forecast | None
     """The step on one sequence of the longest context."""
+    batch_is_least: bool = False
+    """Whether more than the batch wasn't tried."""
+    context_is_least: bool = False
+    """The same of the context."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +46,8 @@ class Estimate:
     """How they stream in parts; None if they don't."""
     stated_positions: int | None
     """The longest sequence that the configuration names."""
+    table: PositionTable | None
+    """Of learned positions, which no sequence can be longer than."""
     machine: MachineDescription
     length: int
     """Tokens of each sequence in the rows."""
@@ -67,7 +74,6 @@ def table(estimate: Estimate) -> str:
     """The whole estimate in lines of text."""
     machine, speeds = estimate.machine, estimate.machine.machine
     per_parameter = estimate.host_store_bytes / estimate.parameters
-    stated = f"; the configuration names {estimate.stated_positions:,}" if estimate.stated_positions else ""
     host = (
         f"of {estimate.host_budget_bytes / GIB:,.1f} GiB" if machine.host_bytes is not None else "(--host-memory isn't given)"
     )
@@ -89,8 +95,14 @@ def table(estimate: Estimate) -> str:
         ("GPU memory", f"from {estimate.least_gpu_bytes / GIB:.1f} GiB, for one sequence of {estimate.length:,} tokens"),
     ]
     if (limits := estimate.limits) is not None:
-        context = f"{limits.context:,} tokens, one sequence{stated}"
-        facts += [("largest batch", f"{limits.batch:,} sequences of {estimate.length:,} tokens"), ("longest context", context)]
+        batch, context = (
+            f"at least {most:,}" if is_least else f"{most:,}"
+            for most, is_least in ((limits.batch, limits.batch_is_least), (limits.context, limits.context_is_least))
+        )
+        facts += [
+            ("largest batch", f"{batch} sequences of {estimate.length:,} tokens"),
+            ("longest context", f"{context} tokens, one sequence{_known_positions(estimate)}"),
+        ]
     width = max(len(name) for name, _ in facts)
     lines = [f"{name:<{width}}  {text}" for name, text in facts]
     longest = limits.longest if limits is not None else None
@@ -102,6 +114,12 @@ def table(estimate: Estimate) -> str:
         *_verdict(estimate),
     ]
     return "\n".join(lines)
+
+
+def _known_positions(estimate: Estimate) -> str:
+    if estimate.table is not None:
+        return f"; the model learns {estimate.table.positions:,} positions ({estimate.table.name})"
+    return f"; the configuration names {estimate.stated_positions:,}" if estimate.stated_positions else ""
 
 
 _HEADER = ("sequences", "tokens each", "step, s", "tokens/s", "TFLOPS", "GPU, GiB", "host, GiB", "layers", "bound by")
@@ -154,6 +172,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         "layer_parameters": estimate.layer_parameters,
         "experts": estimate.experts,
         "stated_positions": estimate.stated_positions,
+        "learned_positions": None if estimate.table is None else estimate.table.positions,
         "gpu": estimate.machine.gpu,
         "gpu_memory_gib": estimate.machine.gpu_total_bytes / GIB,
         "gpu_planned_gib": estimate.machine.gpu_bytes / GIB,
@@ -172,7 +191,9 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
 def _limits_as_json(limits: Limits) -> dict[str, Any]:
     return {
         "largest_batch": limits.batch,
+        "largest_batch_is_least": limits.batch_is_least,
         "longest_context": limits.context,
+        "longest_context_is_least": limits.context_is_least,
         "longest": None if limits.longest is None else _row_as_json(limits.longest),
     }
 
