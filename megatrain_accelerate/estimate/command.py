@@ -219,6 +219,8 @@ def _estimated(options: argparse.Namespace, forecaster: Forecaster, machine: Mac
     length = _length(options.length, table)
     with _without_data(forecaster.model, length):
         least = forecaster.least_gpu_bytes(1, length)
+        # Asked only where it is told: a run without data takes a while.
+        of_a_token = forecaster.least_gpu_bytes(1, 1) if least > machine.gpu_bytes else None
         limits = None if options.no_limits else _limits(forecaster, machine.gpu_bytes, length, table)
         batches = options.batch or _batches(limits.batch if limits else 1)
         rows = [forecaster.forecast(count, length) for count in batches]
@@ -238,6 +240,8 @@ def _estimated(options: argparse.Namespace, forecaster: Forecaster, machine: Mac
         host_store_bytes=forecaster.host_store_bytes,
         host_budget_bytes=forecaster.host_bytes,
         least_gpu_bytes=least,
+        token_gpu_bytes=of_a_token,
+        config=forecaster.config,
         limits=limits,
         rows=rows,
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.estimate.forecast import Forecast
 from megatrain_accelerate.estimate.machine_description import MachineDescription
@@ -55,6 +56,10 @@ class Estimate:
     host_budget_bytes: int
     least_gpu_bytes: int
     """GPU memory of one sequence where it takes the least."""
+    token_gpu_bytes: int | None
+    """The same of a sequence of a single token; None if the GPU has room for the longer one."""
+    config: MegatrainConfig
+    """The settings."""
     limits: Limits | None
     """None if nobody asked for them."""
     rows: Sequence[Forecast]
@@ -151,14 +156,37 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def _verdict(estimate: Estimate) -> list[str]:
     if estimate.host_store_bytes > estimate.host_budget_bytes:
         missing = (estimate.host_store_bytes - estimate.host_budget_bytes) / GIB
-        return [f"It doesn't fit: {missing:,.1f} GiB of host memory are missing."]
-    if not estimate.fits:
-        missing = (estimate.least_gpu_bytes - estimate.machine.gpu_bytes) / GIB
+        less = _less_host_memory(estimate)
+        remedy = f"; what takes less, by --set: {', '.join(less)}" if less else ""
+        return [f"It doesn't fit: {missing:,.1f} GiB of host memory are missing{remedy}"]
+    if estimate.fits:
+        return []
+    planned = estimate.machine.gpu_bytes
+    if estimate.token_gpu_bytes is not None and estimate.token_gpu_bytes > planned:
+        missing = (estimate.token_gpu_bytes - planned) / GIB
         return [
-            f"It doesn't fit: one sequence of {estimate.length:,} tokens takes {missing:,.1f} GiB more than the GPU has; "
-            "shorten it"
+            f"It doesn't fit: a single token takes {missing:,.1f} GiB more than the {planned / GIB:,.1f} GiB of GPU memory "
+            "that are planned with, for what lives outside the layers and the slots of streamed ones; take a GPU with more"
         ]
-    return []
+    missing = (estimate.least_gpu_bytes - planned) / GIB
+    return [
+        f"It doesn't fit: one sequence of {estimate.length:,} tokens takes {missing:,.1f} GiB more than the "
+        f"{planned / GIB:,.1f} GiB of GPU memory that are planned with; shorten it"
+    ]
+
+
+def _less_host_memory(estimate: Estimate) -> list[str]:
+    """Settings by which the states take less than they do."""
+    config = estimate.config
+    less = []
+    accumulates = any(row.micro_batches > 1 for row in estimate.rows)
+    if not config.passes_gradients and not accumulates and config.step_schedule in ("auto", "backward"):
+        less.append("host_gradients=passing (2 bytes a parameter of a layer, without gradient clipping)")
+    if config.moments_dtype == "fp32":
+        less.append("moments_dtype=bf16 (4 bytes a parameter)")
+    if config.moments_dtype != "int8" and config.device_layers in ("auto", 0):
+        less.append(f"moments_dtype=int8 ({5.9 if config.moments_dtype == 'fp32' else 1.9})")
+    return less
 
 
 def as_json(estimate: Estimate) -> dict[str, Any]:
@@ -181,6 +209,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         "host_needed_gib": estimate.host_store_bytes / GIB,
         "host_memory_gib": None if estimate.machine.host_bytes is None else estimate.host_budget_bytes / GIB,
         "gpu_least_gib": estimate.least_gpu_bytes / GIB,
+        "gpu_token_gib": None if estimate.token_gpu_bytes is None else estimate.token_gpu_bytes / GIB,
         "fits": estimate.fits,
         "length": estimate.length,
         "limits": None if (limits := estimate.limits) is None else _limits_as_json(limits),

@@ -202,3 +202,48 @@ def test_the_end_of_the_search_is_said_to_be_one(tmp_path: Path) -> None:
         ]
         as_json = report.as_json(shown)["limits"]
         assert as_json["largest_batch_is_least"] is as_json["longest_context_is_least"] is is_least
+
+
+# ---------------------------------------------------------------- what doesn't fit
+
+
+def verdict(found: report.Estimate) -> str:
+    assert not found.fits
+    return report.table(found).splitlines()[-1]
+
+
+def test_a_model_whose_single_token_does_not_fit_is_not_told_to_shorten_it(tmp_path: Path) -> None:
+    arguments = ["--length", "64", "--batch", "1", "--no-limits", "--set"]
+    none = estimated(tmp_path, LLAMA, *arguments, "gpu_memory_gib=0.01")
+    assert "a single token takes 0.1 GiB more than the 0.0 GiB" in verdict(none)
+    assert "shorten" not in verdict(none)
+    fits = estimated(tmp_path, LLAMA, *arguments, "gpu_memory_gib=0.4")
+    assert fits.token_gpu_bytes is None
+    assert fits.fits
+    long = verdict(dataclasses.replace(fits, least_gpu_bytes=2 * GIB, token_gpu_bytes=GIB // 4))
+    assert "one sequence of 64 tokens takes 1.6 GiB more than the 0.4 GiB" in long
+    assert long.endswith("shorten it")
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedies"),
+    [
+        ({}, ["host_gradients=passing", "moments_dtype=bf16", "moments_dtype=int8 (5.9)"]),
+        ({"moments_dtype": "bf16", "step_schedule": "deferred"}, ["moments_dtype=int8 (1.9)"]),
+        ({"moments_dtype": "int8", "host_gradients": "passing"}, []),
+        ({"device_layers": 1, "host_gradients": "passing"}, ["moments_dtype=bf16"]),
+    ],
+)
+def test_missing_host_memory_is_said_with_the_settings_that_take_less(
+    tmp_path: Path, settings: dict[str, object], remedies: list[str]
+) -> None:
+    found = estimated(tmp_path, LLAMA, "--length", "16", "--batch", "1", "--no-limits")
+    said = verdict(dataclasses.replace(found, host_store_bytes=9 * GIB, config=MegatrainConfig.from_mapping(settings)))
+    assert "5.0 GiB of host memory are missing" in said
+    every = ("host_gradients=passing", "moments_dtype=bf16", "moments_dtype=int8 (5.9)", "moments_dtype=int8 (1.9)")
+    assert [remedy for remedy in every if remedy in said] == remedies
+
+
+def test_gradients_that_are_accumulated_are_not_told_to_pass(tmp_path: Path) -> None:
+    found = estimated(tmp_path, LLAMA, "--length", "16", "--batch", "1", "--no-limits", "--accumulation", "2")
+    assert "passing" not in verdict(dataclasses.replace(found, host_store_bytes=9 * GIB))
