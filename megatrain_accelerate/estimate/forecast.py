@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.estimate.attention_dropout import WithoutAttentionDropout
 from megatrain_accelerate.estimate.extrapolation import extended_graph, extended_outline, extended_profile
 from megatrain_accelerate.estimate.layer_graph import LayerGraph, TensorShape, trace_layer
 from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
@@ -161,7 +162,8 @@ class Forecaster:
 
     def positions(self) -> PositionTable | None:
         """The shortest table of learned positions that token ids are looked up in; None if the model has none."""
-        return shortest_table(self.model, lambda: self._outlined(1, _FEW_TOKENS))
+        with standing_for_a_gpu(), WithoutAttentionDropout():
+            return shortest_table(self.model, lambda: self._outlined(1, _FEW_TOKENS))
 
     def least_gpu_bytes(self, batch: int, length: int) -> int:
         """GPU memory of a step that takes the least of it, bytes (:meth:`ForecastPlan.leanest`).
@@ -228,7 +230,7 @@ class Forecaster:
         key = (batch, length, token_tile)
         if key not in self._outlines:
             self.engine.runtime.token_tile = token_tile
-            with standing_for_a_gpu():
+            with standing_for_a_gpu(), WithoutAttentionDropout():
                 self._outlines[key] = self._reckoned(batch, length)
         return self._outlines[key]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -116,6 +117,20 @@ def test_sequences_are_no_longer_than_the_positions_that_the_model_learns(tmp_pa
     shown = dataclasses.replace(found, limits=report.Limits(4, 1024, None))
     assert "1,024 tokens, one sequence; the model learns 1,024 positions (transformer.wpe)" in report.table(shown)
     assert report.as_json(found)["learned_positions"] == 1024
+
+
+def test_looking_for_tables_changes_nothing_of_the_estimate() -> None:
+    config = AutoConfig.for_model("gpt2", **{key: value for key, value in GPT2.items() if key != "model_type"})
+    found = []
+    for looks in (True, False):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+        forecaster = Forecaster(model, MegatrainConfig(token_tile=0), MACHINE, GIB, 4 * GIB)
+        if looks:
+            forecaster.positions()
+        assert not any("forward" in vars(module) for module in model.modules() if isinstance(module, nn.Embedding))
+        found.append(forecaster.forecast(1, 8))
+    assert found[0] == found[1]
 
 
 # ---------------------------------------------------------------- the search
