@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--length",
         type=_count,
         metavar="TOKENS",
-        help=f"of each sequence; default {_USUAL_LENGTH}, or the positions that the model learns if these are fewer",
+        help=f"of each sequence; default {_USUAL_LENGTH}, or the rows of the model's table of positions if these are fewer",
     )
     parser.add_argument(
         "--batch",
@@ -206,7 +206,7 @@ def _length(asked: int | None, table: PositionTable | None) -> int:
         return asked or _USUAL_LENGTH
     if asked is not None and asked > table.positions:
         raise ConfigError(
-            f"--length {asked} is more than the {table.positions:,} positions that the model learns ({table.name}); lower it"
+            f"--length {asked} is more than the {table.positions:,} positions that the model has ({table.name}); lower it"
         )
     return asked or min(_USUAL_LENGTH, table.positions)
 

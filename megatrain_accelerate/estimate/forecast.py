@@ -161,7 +161,7 @@ class Forecaster:
         return self.plan.store_bytes + CONSTANT_OVERHEAD_BYTES
 
     def positions(self) -> PositionTable | None:
-        """The shortest table of learned positions that token ids are looked up in; None if the model has none."""
+        """The shortest table of positions, which bounds a sequence; None if the model has none."""
         with standing_for_a_gpu(), WithoutAttentionDropout():
             return shortest_table(self.model, lambda: self._outlined(1, _FEW_TOKENS))
 

@@ -1,10 +1,10 @@
-"""Tables of learned positions: a sequence longer than one has rows can't be trained, and without data nothing says so."""
+"""Tables of positions: a sequence longer than one has rows can't be trained, and without data nothing says so."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -27,6 +27,9 @@ _TABLES = frozenset(
 )
 """What models of transformers call them. Relative positions and those in two dimensions have other names."""
 
+_BUFFER = "embed_positions"
+"""What GPT-J and CodeGen call theirs, which aren't learned: sines and cosines in each attention."""
+
 
 @dataclasses.dataclass(frozen=True)
 class PositionTable:
@@ -39,7 +42,7 @@ class PositionTable:
 
 
 def shortest_table(model: nn.Module, run: Callable[[], object]) -> PositionTable | None:
-    """The table with the fewest positions among those that a run looks into; None if there is none.
+    """The table with the fewest positions, of embeddings among those that a run looks into; None if there is none.
 
     Args:
         model: any.
@@ -50,8 +53,17 @@ def shortest_table(model: nn.Module, run: Callable[[], object]) -> PositionTable
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _TABLES
     }
-    if not tables:
-        return None
+    found = [
+        PositionTable(name, len(buffer))
+        for name, buffer in model.named_buffers()
+        if name.rpartition(".")[2] == _BUFFER and buffer.dim() == 2
+    ]
+    found += [PositionTable(name, _positions(tables[name])) for name in _used(tables, run)] if tables else []
+    return min(found, key=lambda table: table.positions, default=None)
+
+
+def _used(tables: Mapping[str, nn.Embedding], run: Callable[[], object]) -> list[str]:
+    """Those that the run calls."""
     used: set[nn.Module] = set()
     for module in tables.values():
         # No hook: runs without data leave hooks out.
@@ -61,10 +73,7 @@ def shortest_table(model: nn.Module, run: Callable[[], object]) -> PositionTable
     finally:
         for module in tables.values():
             del module.forward
-    found: Sequence[PositionTable] = [
-        PositionTable(name, _positions(module)) for name, module in tables.items() if module in used
-    ]
-    return min(found, key=lambda table: table.positions, default=None)
+    return [name for name, module in tables.items() if module in used]
 
 
 def _noted(used: set[nn.Module], module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

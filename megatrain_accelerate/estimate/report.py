@@ -48,7 +48,7 @@ class Estimate:
     stated_positions: int | None
     """The longest sequence that the configuration names."""
     table: PositionTable | None
-    """Of learned positions, which no sequence can be longer than."""
+    """Of positions, which no sequence can be longer than; None if the model has none."""
     machine: MachineDescription
     length: int
     """Tokens of each sequence in the rows."""
@@ -123,7 +123,7 @@ def table(estimate: Estimate) -> str:
 
 def _known_positions(estimate: Estimate) -> str:
     if estimate.table is not None:
-        return f"; the model learns {estimate.table.positions:,} positions ({estimate.table.name})"
+        return f"; the model has {estimate.table.positions:,} positions ({estimate.table.name})"
     return f"; the configuration names {estimate.stated_positions:,}" if estimate.stated_positions else ""
 
 
@@ -200,7 +200,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         "layer_parameters": estimate.layer_parameters,
         "experts": estimate.experts,
         "stated_positions": estimate.stated_positions,
-        "learned_positions": None if estimate.table is None else estimate.table.positions,
+        "table_positions": None if estimate.table is None else estimate.table.positions,
         "gpu": estimate.machine.gpu,
         "gpu_memory_gib": estimate.machine.gpu_total_bytes / GIB,
         "gpu_planned_gib": estimate.machine.gpu_bytes / GIB,

@@ -66,7 +66,7 @@ def estimated(folder: Path, shape: dict[str, object], *arguments: str) -> report
     return command.estimate(parser.parse_args([str(folder), *machine, *arguments]))
 
 
-# ---------------------------------------------------------------- learned positions
+# ---------------------------------------------------------------- tables of positions
 
 
 def table_of(config: PretrainedConfig, kind: type) -> PositionTable | None:
@@ -88,11 +88,18 @@ def table_of(config: PretrainedConfig, kind: type) -> PositionTable | None:
             96,
         ),
         ("bert", ENCODER, AutoModelForMaskedLM, "bert.embeddings.position_embeddings", 98),
+        (
+            "gptj",
+            {"n_embd": 64, "n_layer": 2, "n_head": 2, "rotary_dim": 16, "n_positions": 96, "vocab_size": 512},
+            AutoModelForCausalLM,
+            "transformer.h.0.attn.embed_positions",
+            96,
+        ),
         # The first position has the number after the padding's, which is 1.
         ("roberta", ENCODER, AutoModelForMaskedLM, "roberta.embeddings.position_embeddings", 96),
     ],
 )
-def test_a_table_of_learned_positions_is_found_with_its_length(
+def test_a_table_of_positions_is_found_with_its_length(
     model_type: str, shape: dict[str, object], kind: type, name: str, positions: int
 ) -> None:
     shape = {key: value for key, value in shape.items() if key != "model_type"}
@@ -109,14 +116,14 @@ def test_rotary_positions_and_those_of_a_tower_for_images_bound_no_text() -> Non
     assert table_of(config, AutoModelForImageTextToText) is None
 
 
-def test_sequences_are_no_longer_than_the_positions_that_the_model_learns(tmp_path: Path) -> None:
+def test_sequences_are_no_longer_than_the_models_table_of_positions(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--length 2048 is more than the 1,024 positions .*transformer\.wpe.*lower it"):
         estimated(tmp_path, GPT2, "--length", "2048", "--batch", "1")
     found = estimated(tmp_path, GPT2, "--batch", "1", "--no-limits")
     assert found.length == 1024
     shown = dataclasses.replace(found, limits=report.Limits(4, 1024, None))
-    assert "1,024 tokens, one sequence; the model learns 1,024 positions (transformer.wpe)" in report.table(shown)
-    assert report.as_json(found)["learned_positions"] == 1024
+    assert "1,024 tokens, one sequence; the model has 1,024 positions (transformer.wpe)" in report.table(shown)
+    assert report.as_json(found)["table_positions"] == 1024
 
 
 def test_looking_for_tables_changes_nothing_of_the_estimate() -> None:
