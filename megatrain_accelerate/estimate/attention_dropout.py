@@ -19,11 +19,17 @@ _PLACE = 4
 class WithoutAttentionDropout(TorchFunctionMode):
     """Calls of torch's attention drop nothing out while the body runs."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_dropped = False
+        """Whether a call would have."""
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
+            self.has_dropped |= bool(args[_PLACE] if len(args) > _PLACE else kwargs.get("dropout_p"))
             args = (*args[:_PLACE], 0.0, *args[_PLACE + 1 :]) if len(args) > _PLACE else args
             kwargs = {key: 0.0 if key == "dropout_p" else value for key, value in kwargs.items()}
         return func(*args, **kwargs)
