@@ -87,12 +87,15 @@ def run_traced(command: Sequence[str], request: TraceRequest) -> int:
         The command's exit status; 1 if it ended well without a trace.
 
     Raises:
-        ConfigError: the command can't be started.
+        ConfigError: the command can't be started, or nothing can be written to the folder.
     """
     folder = request.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (RAW_TRACE, RAW_INFO, PERFETTO_TRACE, PICTURE):
-        (folder / name).unlink(missing_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (RAW_TRACE, RAW_INFO, PERFETTO_TRACE, PICTURE):
+            (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: {error}; name a folder that can be written to") from error
     try:
         process = subprocess.Popen(command, env={**os.environ, **request.environment()})
     except OSError as error:

@@ -159,7 +159,11 @@ def disk(folder: Path) -> list[Finding]:
     Args:
         folder: where they will be written; it needn't be there yet.
     """
+    asked = folder
     folder = next(place for place in (folder.resolve(), *folder.resolve().parents) if place.exists())
+    if not folder.is_dir():
+        text = f"no checkpoint can be written to {asked}: {folder} isn't a folder"
+        return [Finding("disk", "broken", text, "name a folder by --folder; it needn't be there yet")]
     free = shutil.disk_usage(folder).free
     parameters = free / CHECKPOINT_BYTES_A_PARAMETER
     text = f"{free / GIB:.1f} GiB free in {folder}: a checkpoint of up to {parameters / 1e9:.1f} G parameters"

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
+import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError, MegatrainError
 from megatrain_accelerate.estimate import report
 from megatrain_accelerate.estimate.forecast import Forecaster
-from megatrain_accelerate.estimate.limits import MOST_TOKENS, largest
-from megatrain_accelerate.estimate.machine_description import MachineOptions, describe_machine
+from megatrain_accelerate.estimate.limits import MOST_BATCH, MOST_TOKENS, largest_batch, longest_context
+from megatrain_accelerate.estimate.machine_description import MachineDescription, MachineOptions, describe_machine
 from megatrain_accelerate.estimate.meta_model import load_config, model_on_meta
+from megatrain_accelerate.estimate.positions import PositionTable
+from megatrain_accelerate.estimate.report import Estimate, Limits
 from megatrain_accelerate.integrations.accelerate_backend import require_passing_possible
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 from megatrain_accelerate.planning.active_parameters import active_parameters
 from megatrain_accelerate.planning.plan_table import experts_text
 from megatrain_accelerate.units import GB, GIB, KIB, MIB
 
-_MOST_BATCH = 1 << 14
+logger = logging.getLogger(__name__)
+_TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
 _MOST_ROWS = 7
-_CONTEXT_STEP = 1024
-_TOLERANCE = 0.02
+_USUAL_LENGTH = 4096
 _UNITS = {"": GIB, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024 * GIB, "mb": 10**6, "gb": GB, "tb": 1000 * GB}
 
 
@@ -37,7 +45,7 @@ def parse_size(text: str) -> int:
         argparse.ArgumentTypeError: it has another form, or isn't above 0.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if found is None or found[2].lower() not in _UNITS or float(found[1]) <= 0:
+    if found is None or found[2].lower() not in _UNITS or not 0 < float(found[1]) < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} isn't a size such as 1.5TiB, 125GiB or 80GB")
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
@@ -47,8 +55,8 @@ def _positive(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} isn't a number above 0")
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} isn't a finite number above 0")
     return value
 
 
@@ -71,16 +79,32 @@ def _setting(text: str) -> tuple[str, Any]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     parser.add_argument("model", metavar="MODEL", help="an id of the Hub, a local folder, or a config.json; only that is read")
-    parser.add_argument("--length", type=_count, default=4096, metavar="TOKENS", help="of each sequence; default %(default)s")
     parser.add_argument(
-        "--batch", type=_count, nargs="+", metavar="N", help="sequences in a batch; default: up to the largest"
+        "--length",
+        type=_count,
+        metavar="TOKENS",
+        help=f"of each sequence; default {_USUAL_LENGTH}, or the rows of the model's table of positions if these are fewer",
+    )
+    parser.add_argument(
+        "--batch",
+        type=_count,
+        nargs="+",
+        action="extend",
+        metavar="N",
+        help="sequences in a batch; default: up to the largest",
     )
     parser.add_argument(
         "--no-limits", action="store_true", help="leave out the largest batch and the longest context: faster, with --batch"
     )
     parser.add_argument("--accumulation", type=_count, default=1, metavar="N", help="gradient_accumulation_steps")
     parser.add_argument(
-        "--set", type=_setting, nargs="+", default=[], metavar="KEY=VALUE", help="settings of megatrain_config"
+        "--set",
+        type=_setting,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="settings of megatrain_config",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the configuration")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -133,13 +157,18 @@ def machine_options(options: argparse.Namespace) -> MachineOptions:
     )
 
 
-def estimate(options: argparse.Namespace) -> report.Estimate:
+def estimate(options: argparse.Namespace) -> Estimate:
     """The estimate that the arguments ask for.
 
     Raises:
         MegatrainError: a wrong argument, no configuration, or a model that can't stream; the message says what to do.
     """
     config = MegatrainConfig.from_mapping(dict(options.set))
+    if config.step_schedule == "serial":
+        raise ConfigError(
+            "megatrain_config.step_schedule is 'serial', and the plan's cost model, which the estimate is made by, knows only "
+            "steps that hide under forward or backward: leave it out, or take deferred or backward"
+        )
     require_passing_possible(config, options.accumulation)
     machine = describe_machine(machine_options(options), config)
     settings = load_config(options.model, options.trust_remote_code)
@@ -154,35 +183,49 @@ def estimate(options: argparse.Namespace) -> report.Estimate:
         active_parameters=active_parameters(model, settings),
         recorder=CapturedOutputs.for_installed_transformers(),
     )
+    return _estimated(options, forecaster, machine, settings)
+
+
+@contextlib.contextmanager
+def _without_data(model: nn.Module, length: int) -> Iterator[None]:
+    """Says which length the model failed at, and what to do."""
     try:
-        return _estimated(options, forecaster, machine, settings)
+        yield
     except MegatrainError:
         raise
     except Exception as error:  # the model's own code, on tensors without data
         raise ConfigError(
-            f"{type(model).__name__} can't be run without data on token ids of {options.length} tokens and labels of the same "
+            f"{type(model).__name__} can't be run without data on token ids of {length:,} tokens and labels of the same "
             f"shape ({type(error).__name__}: {error}); name a language model, or another --length"
         ) from error
 
 
-def _estimated(options: argparse.Namespace, forecaster: Forecaster, machine: Any, settings: Any) -> report.Estimate:
-    length = options.length
+def _length(asked: int | None, table: PositionTable | None) -> int:
+    """Tokens of each sequence: as many as asked for, else usual ones, or the model's positions if these are fewer."""
+    if table is None:
+        return asked or _USUAL_LENGTH
+    if asked is not None and asked > table.positions:
+        raise ConfigError(
+            f"--length {asked} is more than the {table.positions:,} positions that the model has ({table.name}); lower it"
+        )
+    return asked or min(_USUAL_LENGTH, table.positions)
+
+
+def _estimated(options: argparse.Namespace, forecaster: Forecaster, machine: MachineDescription, settings: Any) -> Estimate:
     if options.no_limits and not options.batch:
         raise ConfigError("--no-limits needs --batch: without limits it isn't known which batches to look at")
-
-    def most(needs: Callable[[int], int], limit: int) -> int:
-        # Without room for its states the model has no largest batch.
-        fits = forecaster.host_store_bytes <= forecaster.host_bytes
-        return largest(needs, machine.gpu_bytes, limit, _TOLERANCE) if fits else 0
-
-    limits = None
-    if not options.no_limits:
-        batch = most(lambda count: forecaster.least_gpu_bytes(count, length), _MOST_BATCH)
-        steps = most(lambda count: forecaster.least_gpu_bytes(1, count * _CONTEXT_STEP), MOST_TOKENS // _CONTEXT_STEP)
-        longest = forecaster.forecast(1, steps * _CONTEXT_STEP) if steps else None
-        limits = report.Limits(batch, steps * _CONTEXT_STEP, longest)
+    with _without_data(forecaster.model, options.length or _USUAL_LENGTH):
+        table = forecaster.positions()
+    length = _length(options.length, table)
+    with _without_data(forecaster.model, length):
+        least = forecaster.least_gpu_bytes(1, length)
+        # Asked only where it is told: a run without data takes a while.
+        of_a_token = forecaster.least_gpu_bytes(1, 1) if least > machine.gpu_bytes else None
+        limits = None if options.no_limits else _limits(forecaster, machine.gpu_bytes, length, table)
+        batches = options.batch or _batches(limits.batch if limits else 1)
+        rows = [forecaster.forecast(count, length) for count in batches]
     text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
-    return report.Estimate(
+    return Estimate(
         model=options.model,
         model_class=type(forecaster.model).__name__,
         parameters=forecaster.parameters,
@@ -191,14 +234,42 @@ def _estimated(options: argparse.Namespace, forecaster: Forecaster, machine: Any
         layer_parameters=max(layer.parameter_count for layer in forecaster.engine.runtime.layers),
         experts=experts_text(forecaster.engine.runtime) if forecaster.engine.runtime.experts else None,
         stated_positions=getattr(text, "max_position_embeddings", None),
+        table=table,
         machine=machine,
         length=length,
         host_store_bytes=forecaster.host_store_bytes,
         host_budget_bytes=forecaster.host_bytes,
-        least_gpu_bytes=forecaster.least_gpu_bytes(1, length),
+        least_gpu_bytes=least,
+        token_gpu_bytes=of_a_token,
+        config=forecaster.config,
         limits=limits,
-        rows=[forecaster.forecast(count, length) for count in options.batch or _batches(limits.batch if limits else 1)],
+        rows=rows,
     )
+
+
+def _limits(forecaster: Forecaster, gpu_bytes: int, length: int, table: PositionTable | None) -> Limits:
+    if forecaster.host_store_bytes > forecaster.host_bytes:
+        return Limits(0, 0, None)  # without room for its states the model has no largest batch
+    most_tokens = MOST_TOKENS if table is None else min(MOST_TOKENS, table.positions)
+
+    def needs_of_one(tokens: int) -> int:
+        _TORCH_LOG.disabled = tokens > length  # it prints a traceback of what fails
+        try:
+            return forecaster.least_gpu_bytes(1, tokens)
+        except MegatrainError:
+            raise
+        except Exception as error:  # the model's own code: it may take no longer sequences
+            if tokens <= length:
+                raise
+            logger.debug("%s tokens are too many for the model's code: %s", tokens, error)
+            return sys.maxsize
+        finally:
+            _TORCH_LOG.disabled = False
+
+    batch = largest_batch(lambda count: forecaster.least_gpu_bytes(count, length), gpu_bytes)
+    context = longest_context(needs_of_one, gpu_bytes, most_tokens)
+    longest = forecaster.forecast(1, context) if context else None
+    return Limits(batch, context, longest, batch_is_least=batch == MOST_BATCH, context_is_least=context == MOST_TOKENS)
 
 
 def _batches(most: int) -> Sequence[int]:

@@ -12,9 +12,11 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.estimate.attention_dropout import WithoutAttentionDropout
 from megatrain_accelerate.estimate.extrapolation import extended_graph, extended_outline, extended_profile
 from megatrain_accelerate.estimate.layer_graph import LayerGraph, TensorShape, trace_layer
 from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
+from megatrain_accelerate.estimate.positions import PositionTable, shortest_table
 from megatrain_accelerate.estimate.reckoning import (
     FITTED,
     Shares,
@@ -28,6 +30,7 @@ from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import require_layers
 from megatrain_accelerate.planning.placement_search import Candidate
+from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_outline import outline_layers, outline_step
 from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
 from megatrain_accelerate.planning.step_simulation import sent_bytes
@@ -44,6 +47,9 @@ CPU = torch.device("cpu")
 OUTLINED_TOKENS = 4096
 """What runs outside the layers is outlined on about so many tokens and on twice as many; beyond it grows in proportion, since
 the loss goes by tiles."""
+
+_FEW_TOKENS = 8
+"""Of a sequence on which the model is run to see what it looks into."""
 
 _TRACED_SEQUENCES, _TRACED_TILES = 2, 8
 """Layers are traced on so many sequences, or as many as fill so many tiles, and on twice as many; on more they take more in
@@ -145,6 +151,7 @@ class Forecaster:
         for_states = None if host_bytes is None else host_bytes - CONSTANT_OVERHEAD_BYTES
         self.plan = ForecastPlan(self.engine, config, machine, gpu_bytes, for_states, micro_batches)
         self.host_bytes = self.host_store_bytes if host_bytes is None else host_bytes
+        self._attention = WithoutAttentionDropout()
         self._graphs: dict[Hashable, LayerGraph | None] = {}
         self._outlines: dict[tuple[int, int, int], StepOutline] = {}
         self._outside: dict[tuple[int, int, int], StepOutline] = {}
@@ -154,6 +161,11 @@ class Forecaster:
     def host_store_bytes(self) -> int:
         """Host memory that the training asks for when it starts, bytes."""
         return self.plan.store_bytes + CONSTANT_OVERHEAD_BYTES
+
+    def positions(self) -> PositionTable | None:
+        """The shortest table of positions, which bounds a sequence; None if the model has none."""
+        with standing_for_a_gpu(), self._attention:
+            return shortest_table(self.model, lambda: self._outlined(1, _FEW_TOKENS))
 
     def least_gpu_bytes(self, batch: int, length: int) -> int:
         """GPU memory of a step that takes the least of it, bytes (:meth:`ForecastPlan.leanest`).
@@ -220,13 +232,16 @@ class Forecaster:
         key = (batch, length, token_tile)
         if key not in self._outlines:
             self.engine.runtime.token_tile = token_tile
-            with standing_for_a_gpu():
+            with standing_for_a_gpu(), self._attention:
                 self._outlines[key] = self._reckoned(batch, length)
         return self._outlines[key]
 
     def _reckoned(self, batch: int, length: int) -> StepOutline:
         kinds, calls = self._layers(batch, length)
         profiles = {kind: self._profile(call) for kind, call in calls.items()}
+        if self._attention.has_dropped:  # then a run doesn't keep its results (streaming/attention_results.py)
+            none_kept: dict[str, Any] = {"attention": OpCosts(), "attention_bytes": 0, "attention_seconds": 0.0}
+            profiles = {kind: dataclasses.replace(profile, **none_kept) for kind, profile in profiles.items()}
         outline = self._outside_of(batch, length)
         outline = dataclasses.replace(outline, profiles=profiles, events=_with_kinds(outline.events, kinds))
         return dataclasses.replace(outline, outside_seconds=outside_seconds(outline, self.machine, self.shares))

@@ -4,8 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-MOST_TOKENS = 1 << 22
-"""Of one sequence that is tried."""
+MOST_BATCH = 1 << 14
+"""Sequences of a batch that are tried."""
+MOST_TOKENS = (1 << 22) - 1024
+"""Of one sequence that is tried. Without data, positions of more tokens have no values (planning/known_values.py), and the
+model makes a mask of all pairs of them, which it leaves out otherwise."""
+_STEPS_OF_TOKENS = (1024, 64, 1)
+_TOLERANCE = 0.02
+"""Share of a limit by which it may be too small."""
+
+
+def largest_batch(needs: Callable[[int], int], budget: int) -> int:
+    """Sequences of the largest batch that fits, at most :data:`MOST_BATCH`; see :func:`largest`."""
+    return largest(needs, budget, MOST_BATCH, _TOLERANCE)
+
+
+def longest_context(needs: Callable[[int], int], budget: int, most: int) -> int:
+    """Tokens of the longest sequence that fits: a multiple of 1,024, or, of few, of 64, or ``most``.
+
+    Args:
+        needs, budget: see :func:`largest`.
+        most: the most tokens to try.
+    """
+    for step in _STEPS_OF_TOKENS:
+        if most < step:
+            continue
+        steps = largest(lambda count, step=step: needs(count * step), budget, most // step, _TOLERANCE)  # type: ignore[misc]
+        if steps == most // step and needs(most) <= budget:
+            return most
+        if steps:
+            return steps * step
+    return 0
 
 
 def largest(needs: Callable[[int], int], budget: int, most: int, tolerance: float = 0.0) -> int:

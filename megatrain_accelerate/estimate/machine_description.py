@@ -68,13 +68,22 @@ def describe_machine(options: MachineOptions, config: MegatrainConfig) -> Machin
     """The machine of the options.
 
     Raises:
-        ConfigError: there is no GPU here and none is described, or a description isn't complete.
+        ConfigError: there is no GPU here and none is described, a description isn't complete, or a memory is too small or
+            larger than the GPU's.
     """
-    found = _described(options) if options.describes_a_gpu else _this_machine(options, config)
+    found = _described(options, config) if options.describes_a_gpu else _this_machine(options, config)
     if config.gpu_memory_bytes is not None:
+        most = found.gpu_total_bytes - CONTEXT_BYTES
+        if config.gpu_memory_bytes > most:
+            raise ConfigError(
+                f"megatrain_config.gpu_memory_gib is {config.gpu_memory_gib:g}, and the GPU ({found.gpu}) has "
+                f"{found.gpu_total_bytes / GIB:.1f} GiB, of which CUDA's context takes {CONTEXT_BYTES / GIB:.1f}; lower it to "
+                f"{most / GIB:.1f} or less, or leave it out"
+            )
         found = dataclasses.replace(found, gpu_bytes=config.gpu_memory_bytes)
-    if config.host_memory_gib is not None and options.host_memory_bytes is None:
-        found = dataclasses.replace(found, host_bytes=int(config.host_memory_gib * GIB))
+    if config.host_memory_gib is not None:
+        most = int(config.host_memory_gib * GIB)
+        found = dataclasses.replace(found, host_bytes=min(most, options.host_memory_bytes or most))
     return found
 
 
@@ -126,28 +135,25 @@ def at_the_power_limit(machine: Machine, gpu: str) -> Machine:
     return dataclasses.replace(machine, device_flops=min(machine.device_flops, kept_up))
 
 
-def _described(options: MachineOptions) -> MachineDescription:
+def _described(options: MachineOptions, config: MegatrainConfig) -> MachineDescription:
     gpu = known_gpu(options.gpu) if options.gpu is not None else _unknown_gpu(options)
     cores = options.cores or gpu.host_cores
     dram = options.host_dram_bytes or gpu.host_dram_bytes
+    total = options.gpu_memory_bytes or int(gpu.memory_gib * GIB)
+    if total <= CONTEXT_BYTES:
+        raise ConfigError(
+            f"--gpu-memory {total / GIB:.2f} GiB leaves nothing beside the CUDA context's {CONTEXT_BYTES / GIB:.1f} GiB; "
+            "raise it"
+        )
     machine = Machine(
         h2d_bytes=H2D_SHARE * gpu.link_bytes,
         d2h_bytes=D2H_SHARE * gpu.link_bytes,
-        host_step_parameters=host_step_parameters(cores, dram),
+        host_step_parameters=host_step_parameters(cores, dram, config.host_threads),
         device_bytes=MEMORY_SHARE * gpu.memory_bytes,
         device_flops=DENSE_SHARE * gpu.dense_flops,
         step_overhead=STEP_OVERHEAD,
         h2d_share_in_step=H2D_SHARE_IN_STEP,
         d2h_share_in_step=D2H_SHARE_IN_STEP,
-    )
-    total = options.gpu_memory_bytes or int(gpu.memory_gib * GIB)
-    notes = (
-        f"sustained speeds reckoned from public figures by what one H200 reaches of its own: {DENSE_SHARE:.0%} of "
-        f"{gpu.dense_flops / 1e12:.0f} dense bf16 TFLOPS, {MEMORY_SHARE:.0%} of {gpu.memory_bytes / 1e12:.2f} TB/s, "
-        f"{H2D_SHARE:.0%} of {gpu.link_bytes / GB:.0f} GB/s each way",
-        f"host step reckoned from {cores} cores and {dram / GB:.0f} GB/s of DRAM"
-        if options.host_step_parameters is None
-        else "host step as the option says",
     )
     return MachineDescription(
         gpu=gpu.name,
@@ -155,8 +161,47 @@ def _described(options: MachineOptions) -> MachineDescription:
         gpu_bytes=int(USABLE_SHARE_OF_DEVICE * (total - CONTEXT_BYTES)),
         gpu_total_bytes=total,
         host_bytes=options.host_memory_bytes,
-        notes=notes,
+        notes=(
+            *_notes_on_speeds(gpu, options),
+            *([] if options.host_step_parameters else [_note_on_the_host_step(cores, dram, config.host_threads)]),
+            *([_NOT_PINNED] if not config.pin_memory and options.link_bytes is None else []),
+        ),
     )
+
+
+_NOT_PINNED = (
+    "the link's speed is that of page-locked memory, and pin_memory is false: copies will be slower; measure theirs and "
+    "name it by --link-gb-per-second"
+)
+
+
+def _notes_on_speeds(gpu: KnownGpu, options: MachineOptions) -> list[str]:
+    """Where the speeds are from: those that no option names are reckoned."""
+    reckoned = {
+        "products": f"{DENSE_SHARE:.0%} of {gpu.dense_flops / 1e12:.0f} dense bf16 TFLOPS",
+        "GPU memory": f"{MEMORY_SHARE:.0%} of {gpu.memory_bytes / 1e12:.2f} TB/s",
+        "link": f"{H2D_SHARE:.0%} of {gpu.link_bytes / GB:.0f} GB/s each way",
+    }
+    given = {
+        "products": options.dense_flops,
+        "GPU memory": options.device_bytes,
+        "link": options.link_bytes,
+        "host step": options.host_step_parameters,
+    }
+    named = [name for name, value in given.items() if value is not None]
+    shares = [text for name, text in reckoned.items() if name not in named]
+    notes = []
+    if shares:
+        what = "sustained speeds reckoned from public figures by what one H200 reaches of its own"
+        notes.append(f"{what}: {', '.join(shares)}")
+    if named:
+        notes.append(f"{', '.join(named)} as the options say")
+    return notes
+
+
+def _note_on_the_host_step(cores: int, dram: float, threads: int | None) -> str:
+    at_work = "" if threads is None else f", host_threads {threads}"
+    return f"host step reckoned from {cores} cores{at_work} and {dram / GB:.0f} GB/s of DRAM"
 
 
 def _unknown_gpu(options: MachineOptions) -> KnownGpu:
@@ -196,6 +241,14 @@ def _changed(machine: Machine, options: MachineOptions) -> Machine:
     )
 
 
-def host_step_parameters(cores: int, dram_bytes: float) -> float:
-    """Parameters a second that the host's AdamW steps: by its threads (two cores are left to the launcher) or by the DRAM."""
-    return min(STEP_PARAMETERS_PER_THREAD * max(1, cores - 2), dram_bytes / STEP_BYTES)
+def host_step_parameters(cores: int, dram_bytes: float, most_threads: int | None = None) -> float:
+    """Parameters a second that the host's AdamW steps: by its threads (two cores are left to the launcher) or by the DRAM.
+
+    Args:
+        cores: of the host.
+        dram_bytes: a second.
+        most_threads: what the settings allow; by default as many as there are.
+    """
+    threads = max(1, cores - 2)
+    threads = threads if most_threads is None else min(threads, most_threads)
+    return min(STEP_PARAMETERS_PER_THREAD * threads, dram_bytes / STEP_BYTES)

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.estimate.forecast import Forecast
 from megatrain_accelerate.estimate.machine_description import MachineDescription
+from megatrain_accelerate.estimate.positions import PositionTable
 from megatrain_accelerate.units import GB, GIB
 
 
@@ -23,6 +25,10 @@ class Limits:
     """Tokens of a single sequence."""
     longest: Forecast | None
     """The step on one sequence of the longest context."""
+    batch_is_least: bool = False
+    """Whether more than the batch wasn't tried."""
+    context_is_least: bool = False
+    """The same of the context."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +47,8 @@ class Estimate:
     """How they stream in parts; None if they don't."""
     stated_positions: int | None
     """The longest sequence that the configuration names."""
+    table: PositionTable | None
+    """Of positions, which no sequence can be longer than; None if the model has none."""
     machine: MachineDescription
     length: int
     """Tokens of each sequence in the rows."""
@@ -48,6 +56,10 @@ class Estimate:
     host_budget_bytes: int
     least_gpu_bytes: int
     """GPU memory of one sequence where it takes the least."""
+    token_gpu_bytes: int | None
+    """The same of a sequence of a single token; None if the GPU has room for the longer one."""
+    config: MegatrainConfig
+    """The settings."""
     limits: Limits | None
     """None if nobody asked for them."""
     rows: Sequence[Forecast]
@@ -67,7 +79,6 @@ def table(estimate: Estimate) -> str:
     """The whole estimate in lines of text."""
     machine, speeds = estimate.machine, estimate.machine.machine
     per_parameter = estimate.host_store_bytes / estimate.parameters
-    stated = f"; the configuration names {estimate.stated_positions:,}" if estimate.stated_positions else ""
     host = (
         f"of {estimate.host_budget_bytes / GIB:,.1f} GiB" if machine.host_bytes is not None else "(--host-memory isn't given)"
     )
@@ -89,8 +100,14 @@ def table(estimate: Estimate) -> str:
         ("GPU memory", f"from {estimate.least_gpu_bytes / GIB:.1f} GiB, for one sequence of {estimate.length:,} tokens"),
     ]
     if (limits := estimate.limits) is not None:
-        context = f"{limits.context:,} tokens, one sequence{stated}"
-        facts += [("largest batch", f"{limits.batch:,} sequences of {estimate.length:,} tokens"), ("longest context", context)]
+        batch, context = (
+            f"at least {most:,}" if is_least else f"{most:,}"
+            for most, is_least in ((limits.batch, limits.batch_is_least), (limits.context, limits.context_is_least))
+        )
+        facts += [
+            ("largest batch", f"{batch} sequences of {estimate.length:,} tokens"),
+            ("longest context", f"{context} tokens, one sequence{_known_positions(estimate)}"),
+        ]
     width = max(len(name) for name, _ in facts)
     lines = [f"{name:<{width}}  {text}" for name, text in facts]
     longest = limits.longest if limits is not None else None
@@ -102,6 +119,12 @@ def table(estimate: Estimate) -> str:
         *_verdict(estimate),
     ]
     return "\n".join(lines)
+
+
+def _known_positions(estimate: Estimate) -> str:
+    if estimate.table is not None:
+        return f"; the model has {estimate.table.positions:,} positions ({estimate.table.name})"
+    return f"; the configuration names {estimate.stated_positions:,}" if estimate.stated_positions else ""
 
 
 _HEADER = ("sequences", "tokens each", "step, s", "tokens/s", "TFLOPS", "GPU, GiB", "host, GiB", "layers", "bound by")
@@ -133,14 +156,37 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def _verdict(estimate: Estimate) -> list[str]:
     if estimate.host_store_bytes > estimate.host_budget_bytes:
         missing = (estimate.host_store_bytes - estimate.host_budget_bytes) / GIB
-        return [f"It doesn't fit: {missing:,.1f} GiB of host memory are missing."]
-    if not estimate.fits:
-        missing = (estimate.least_gpu_bytes - estimate.machine.gpu_bytes) / GIB
+        less = _less_host_memory(estimate)
+        remedy = f"; what takes less, by --set: {', '.join(less)}" if less else ""
+        return [f"It doesn't fit: {missing:,.1f} GiB of host memory are missing{remedy}"]
+    if estimate.fits:
+        return []
+    planned = estimate.machine.gpu_bytes
+    if estimate.token_gpu_bytes is not None and estimate.token_gpu_bytes > planned:
+        missing = (estimate.token_gpu_bytes - planned) / GIB
         return [
-            f"It doesn't fit: one sequence of {estimate.length:,} tokens takes {missing:,.1f} GiB more than the GPU has; "
-            "shorten it"
+            f"It doesn't fit: a single token takes {missing:,.1f} GiB more than the {planned / GIB:,.1f} GiB of GPU memory "
+            "that are planned with, for what lives outside the layers and the slots of streamed ones; take a GPU with more"
         ]
-    return []
+    missing = (estimate.least_gpu_bytes - planned) / GIB
+    return [
+        f"It doesn't fit: one sequence of {estimate.length:,} tokens takes {missing:,.1f} GiB more than the "
+        f"{planned / GIB:,.1f} GiB of GPU memory that are planned with; shorten it"
+    ]
+
+
+def _less_host_memory(estimate: Estimate) -> list[str]:
+    """Settings by which the states take less than they do."""
+    config = estimate.config
+    less = []
+    accumulates = any(row.micro_batches > 1 for row in estimate.rows)
+    if not config.passes_gradients and not accumulates and config.step_schedule in ("auto", "backward"):
+        less.append("host_gradients=passing (2 bytes a parameter of a layer, without gradient clipping)")
+    if config.moments_dtype == "fp32":
+        less.append("moments_dtype=bf16 (4 bytes a parameter)")
+    if config.moments_dtype != "int8" and config.device_layers in ("auto", 0):
+        less.append(f"moments_dtype=int8 ({5.9 if config.moments_dtype == 'fp32' else 1.9})")
+    return less
 
 
 def as_json(estimate: Estimate) -> dict[str, Any]:
@@ -154,6 +200,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         "layer_parameters": estimate.layer_parameters,
         "experts": estimate.experts,
         "stated_positions": estimate.stated_positions,
+        "table_positions": None if estimate.table is None else estimate.table.positions,
         "gpu": estimate.machine.gpu,
         "gpu_memory_gib": estimate.machine.gpu_total_bytes / GIB,
         "gpu_planned_gib": estimate.machine.gpu_bytes / GIB,
@@ -162,6 +209,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         "host_needed_gib": estimate.host_store_bytes / GIB,
         "host_memory_gib": None if estimate.machine.host_bytes is None else estimate.host_budget_bytes / GIB,
         "gpu_least_gib": estimate.least_gpu_bytes / GIB,
+        "gpu_token_gib": None if estimate.token_gpu_bytes is None else estimate.token_gpu_bytes / GIB,
         "fits": estimate.fits,
         "length": estimate.length,
         "limits": None if (limits := estimate.limits) is None else _limits_as_json(limits),
@@ -172,7 +220,9 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
 def _limits_as_json(limits: Limits) -> dict[str, Any]:
     return {
         "largest_batch": limits.batch,
+        "largest_batch_is_least": limits.batch_is_least,
         "longest_context": limits.context,
+        "longest_context_is_least": limits.context_is_least,
         "longest": None if limits.longest is None else _row_as_json(limits.longest),
     }
 

@@ -187,7 +187,8 @@ class PlacementSearch:
         if self._choices.on_device is not None:
             return found
         for count in range(self._count, at.on_device, -1):
-            candidate = self._try(dataclasses.replace(at, on_device=count, resident=0, groups_on_device=True))
+            resident = self._choices.resident or 0
+            candidate = self._try(dataclasses.replace(at, on_device=count, resident=resident, groups_on_device=True))
             if (
                 candidate is not None
                 and candidate.time.seconds <= (1 + NO_SLOWER) * found.time.seconds

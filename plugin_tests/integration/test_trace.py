@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from trace_runs import LAYERS, LOOP_SCRIPT, TRAINER_SCRIPT, spans_by_lane, trace_script
 from trainer_runs import tiny_llama
 
+from megatrain_accelerate.cli import main
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.integrations import step_trace
 from megatrain_accelerate.tracing.request import ENV_TRACE_DIR
@@ -47,6 +48,15 @@ def test_host_steps_lie_before_the_forward_of_their_layer(tmp_path: Path) -> Non
         step, forward = (spans[f"megatrain::{work} (model.layers.{layer})"] for work in ("step", "forward"))
         # Of two clocks that are tied within some tens of microseconds.
         assert step["ts"] + step["dur"] <= forward["ts"] + 200
+
+
+@pytest.mark.parametrize("below", ["", "runs"])
+def test_a_file_is_no_folder_for_a_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str], below: str) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["trace", "--out", str(tmp_path / "file" / below), "--", "echo", "started"]) == 1
+    shown = capfd.readouterr()
+    assert f"megatrain trace: --out {tmp_path / 'file' / below}: " in shown.err
+    assert "started" not in shown.out
 
 
 @pytest.mark.usefixtures("active")

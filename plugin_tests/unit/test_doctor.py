@@ -116,6 +116,14 @@ def test_one_node_is_no_matter(tmp_path: Path) -> None:
     assert only(system_checks.numa(0, tmp_path)).state == "ok"
 
 
+@pytest.mark.parametrize("below", ["", "runs/first"])
+def test_a_file_is_no_place_for_checkpoints(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("")
+    found = only(system_checks.disk(tmp_path / "file" / below))
+    assert found.state == "broken"
+    assert f"{tmp_path / 'file'} isn't a folder" in found.text
+
+
 def test_a_disk_smaller_than_the_memory_holds_no_checkpoint_of_what_trains(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

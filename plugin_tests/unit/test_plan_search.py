@@ -288,6 +288,21 @@ def test_what_the_user_fixed_stays() -> None:
     assert everything.placement.groups_on_device
 
 
+@pytest.mark.parametrize("budget", [SLOTS + 9 * 5 + 300, 600, 1500, 10**6])
+@pytest.mark.parametrize("count", [1, 5, LAYERS])
+@pytest.mark.parametrize("name", ["kept", "resident", "on_device", "offloaded", "inputs_offloaded"])
+def test_one_thing_that_the_user_fixed_stays_where_the_rest_is_chosen(name: str, count: int, budget: int) -> None:
+    best = found(budget, **{"offloaded": None, "inputs_offloaded": None, "kept": 0, name: count})
+    if best is None:
+        assert peak_bytes(outline(), model(), Placement.of_counts(LAYERS, **{name: count})) > budget  # type: ignore[arg-type]
+        return
+    placement = best.placement
+    # Layers on the device hold their weights anyway: resident ones are among the others.
+    most = LAYERS - len(placement.on_device) if name == "resident" else LAYERS
+    assert len(getattr(placement, name)) == min(count, most)
+    assert not placement.resident & placement.on_device
+
+
 def test_offloading_is_chosen_where_the_link_is_idle_and_host_memory_is_there() -> None:
     fast_link = dataclasses.replace(MACHINE, h2d_bytes=1e4, d2h_bytes=1e4)
     best = found(SLOTS + 9 * 5 + 260, fast_link, offloaded=None)

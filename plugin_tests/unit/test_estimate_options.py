@@ -1,0 +1,102 @@
+"""What the arguments of ``megatrain estimate`` make of the machine and the settings, and what they can't be."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import pytest
+
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.errors import ConfigError
+from megatrain_accelerate.estimate.command import add_arguments, estimate, parse_size
+from megatrain_accelerate.estimate.machine_description import MachineDescription, MachineOptions, describe_machine
+from megatrain_accelerate.units import GIB
+
+DESKTOP = MachineOptions(gpu="RTX4090")
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(["MODEL", *arguments])
+
+
+def described(options: MachineOptions = DESKTOP, **settings: object) -> MachineDescription:
+    return describe_machine(options, MegatrainConfig.from_mapping(settings))
+
+
+@pytest.mark.parametrize("option", ["--host-step", "--dense-tflops", "--link-gb-per-second"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "0", "-1", "1e999", "fast"])
+def test_a_speed_is_a_finite_number_above_0(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed(f"{option}={value}")
+    assert "isn't a finite number above 0" in capsys.readouterr().err
+
+
+def test_a_size_beyond_all_numbers_is_refused() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="isn't a size"):
+        parse_size("9" * 400)
+
+
+def test_an_argument_that_is_given_again_adds_to_the_first() -> None:
+    options = parsed("--set", "slots=3", "keep_layers=0", "--batch", "1", "2", "--set", "slots=4", "--batch", "8")
+    assert options.batch == [1, 2, 8]
+    assert dict(options.set) == {"slots": 4, "keep_layers": 0}
+    assert parsed().set == []
+    assert parsed().batch is None
+
+
+def test_a_gpu_without_room_beside_cudas_context_is_refused_by_the_argument_that_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"--gpu-memory 0\.10 GiB leaves nothing beside the CUDA context's 0\.5 GiB"):
+        described(dataclasses.replace(DESKTOP, gpu_memory_bytes=GIB // 10))
+
+
+def test_settings_cannot_take_more_gpu_memory_than_there_is() -> None:
+    with pytest.raises(ConfigError, match=r"gpu_memory_gib is 500, and the GPU \(RTX4090\) has 23\.5 GiB.* to 23\.0 or less"):
+        described(gpu_memory_gib=500)
+    assert described(gpu_memory_gib=23).gpu_bytes == 23 * GIB
+
+
+@pytest.mark.parametrize(("option", "setting", "smaller"), [(256, 60, 60), (60, 256, 60), (None, 60, 60), (60, None, 60)])
+def test_the_smaller_host_memory_counts(option: int | None, setting: int | None, smaller: int) -> None:
+    options = dataclasses.replace(DESKTOP, host_memory_bytes=None if option is None else option * GIB)
+    assert described(options, host_memory_gib=setting).host_bytes == smaller * GIB
+
+
+def test_host_threads_bound_the_step_of_a_described_host() -> None:
+    options = MachineOptions(gpu="H200", cores=16)
+    whole, some, more = (described(options, host_threads=threads) for threads in (None, 7, 64))
+    assert some.machine.host_step_parameters == pytest.approx(0.5 * whole.machine.host_step_parameters)
+    assert more.machine == whole.machine
+    assert any("16 cores, host_threads 7" in note for note in some.notes)
+    fixed = dataclasses.replace(options, host_step_parameters=3e9)
+    assert described(fixed, host_threads=2).machine.host_step_parameters == 3e9
+
+
+def test_a_step_that_hides_under_nothing_is_not_estimated_as_one_that_does() -> None:
+    with pytest.raises(ConfigError, match="step_schedule is 'serial'"):
+        estimate(parsed("--gpu", "H200", "--set", "step_schedule=serial"))
+
+
+def test_memory_that_is_not_page_locked_is_said_to_be_slower() -> None:
+    assert any("pin_memory is false" in note for note in described(pin_memory=False).notes)
+    assert not any("pin_memory" in note for note in described().notes)
+    measured = dataclasses.replace(DESKTOP, link_bytes=5e9)
+    assert not any("pin_memory" in note for note in described(measured, pin_memory=False).notes)
+
+
+def test_speeds_that_options_name_are_not_said_to_be_reckoned() -> None:
+    def notes(**speeds: float) -> str:
+        return "\n".join(described(MachineOptions(gpu="H200", **speeds)).notes)  # type: ignore[arg-type]
+
+    assert "72% of 989" in notes()
+    assert "options say" not in notes()
+    one = notes(dense_flops=6e14)
+    assert "TFLOPS" not in one
+    assert "78% of 4.80 TB/s" in one
+    assert "products as the options say" in one
+    every = notes(dense_flops=6e14, device_bytes=3e12, link_bytes=4e10, host_step_parameters=5e9)
+    assert every == "products, GPU memory, link, host step as the options say"
+    unknown = MachineOptions(dense_flops=1e14, gpu_memory_bytes=GIB, device_bytes=1e12, link_bytes=2e10)
+    assert not any("public figures" in note for note in described(unknown).notes)
