@@ -116,7 +116,9 @@ def prepare_model(
             show_progress=accelerator.is_local_main_process,
             recorder=CapturedOutputs.for_installed_transformers(),
         )
-        engine.runtime.gradients_complete = lambda: bool(accelerator.gradient_state.sync_gradients)
+        # Not the Accelerator: it holds the model, and the model's engine would hold both for ever.
+        gradient_state = accelerator.gradient_state
+        engine.runtime.gradients_complete = lambda: bool(gradient_state.sync_gradients)
     elif not evaluation_mode:
         engine.enable_training()
     if not evaluation_mode and accelerator.gradient_accumulation_steps > 1:
