@@ -16,7 +16,7 @@ from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.host_step import HostStep
-from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, expose, take_over
+from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, expose, own_copies, take_over
 from megatrain_accelerate.optim.segments import apply_segments, plan_segments, segments_of_experts, step_each
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause
@@ -82,11 +82,14 @@ class FusedStep(HostStep):
         self._skipped_in_backward: list[str] = []
         runtime.moved_listeners[id(self)] = self._unit_moved
         for unit in runtime.units:
-            states = [state for state in unit.states if id(state.parameter) in self.parameter_ids]
+            states = [s for s in unit.states if id(s.parameter) in self.parameter_ids and s.entry.spec.trainable]
             if states:
                 unit.allocate_moments()
             for state in states:
                 self.import_state(state, optimizer.state.pop(state.parameter, None) or {})
+        # Views of an earlier engine's store would keep all of it.
+        idle = [parameter for parameter in self.parameters(optimizer) if runtime.norms.row(parameter) is None]
+        own_copies([optimizer.state.get(parameter) for parameter in idle], runtime.config.host_memory_gib)
         self.set_schedule(schedule)
 
     def import_state(self, state: ParameterState, values: dict[str, Any]) -> None:
@@ -112,10 +115,18 @@ class FusedStep(HostStep):
         else:
             listeners.pop(id(self), None)
 
-    def retire(self) -> None:
+    def retire(self, why: str, copies: bool = False) -> None:
         """See :meth:`HostStep.retire`."""
+        super().retire(why, copies)
         self.set_schedule("deferred")
         self.runtime.moved_listeners.pop(id(self), None)
+        optimizer = self.optimizer
+        if optimizer is None:
+            return
+        for entry in optimizer.state.values():
+            entry.pop(RESIDUAL_KEY, None)  # the weights' own, wherever these go
+        if copies:
+            own_copies(optimizer.state.values(), self.runtime.config.host_memory_gib)
 
     def _unit_moved(self, unit: HostUnit) -> None:
         """The unit's moments are other tensors now."""
@@ -176,9 +187,10 @@ class FusedStep(HostStep):
         Raises:
             StepWorkerError: an earlier step failed.
             NonFiniteGradientError: see :meth:`HostStep.allows`.
-            StateError: layers were stepped in backward with other settings than those of now, or gradients that should have
-                passed are still there.
+            StateError: the optimizer was retired, layers were stepped in backward with other settings than those of now, or
+                gradients that should have passed are still there.
         """
+        self.refuse_retired()
         runtime = self.runtime
         runtime.worker.raise_if_failed()
         runtime.refresh_if_written()

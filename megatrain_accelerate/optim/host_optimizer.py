@@ -121,7 +121,9 @@ def _adopt_fused(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str)
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         for key, parameter in zip(saved, driver.parameters(self), strict=True):
             state = runtime.state_of(parameter)
-            if state is not None:
+            if driver.is_retired:
+                self.state[parameter] = dict(state_dict["state"].get(key) or {})
+            elif state is not None:
                 driver.import_state(state, state_dict["state"].get(key) or {})
 
     members = {"step": step, "zero_grad": zero_grad, "state_dict": state_dict, "load_state_dict": load_state_dict}

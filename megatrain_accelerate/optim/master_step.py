@@ -24,15 +24,21 @@ class MasterStep(HostStep):
         super().__init__(optimizer, runtime)
         runtime.steps_on_host.add(id(self))
 
-    def retire(self) -> None:
+    def retire(self, why: str, copies: bool = False) -> None:
         """See :meth:`HostStep.retire`."""
+        super().retire(why, copies)
         self.runtime.steps_on_host.discard(id(self))
 
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
         """Shows the optimizer fp32 masters and gradients in the place of the weights, and writes back what it made.
 
         Takes 8 bytes a parameter of host memory while it runs, besides the optimizer's own state.
+
+        Raises:
+            StateError: the optimizer was retired.
+            StepWorkerError: an earlier step failed.
         """
+        self.refuse_retired()
         runtime = self.runtime
         runtime.worker.raise_if_failed()
         runtime.refresh_if_written()
