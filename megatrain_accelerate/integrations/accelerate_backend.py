@@ -200,11 +200,13 @@ def _adopt(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
     step_trace.follow(optimizer, engine)
 
 
-def require_passing_possible(config: MegatrainConfig, accumulation: int, clips: bool = False) -> None:
+def require_passing_possible(
+    config: MegatrainConfig, accumulation: int, clips: bool = False, tries_again: bool = False
+) -> None:
     """Checks that gradients that are to be consumed in backward (``host_gradients: passing``) can be.
 
     Raises:
-        ConfigError: they are accumulated or clipped.
+        ConfigError: they are accumulated or clipped, or a backward that failed is to be tried again.
     """
     if config.passes_gradients and accumulation > 1:
         raise ConfigError(
@@ -218,12 +220,37 @@ def require_passing_possible(config: MegatrainConfig, accumulation: int, clips: 
             "is above 0; set max_grad_norm to 0, or host_gradients to 'kept' (2 bytes a parameter more)"
         )
 
+    if config.passes_gradients and tries_again:
+        raise ConfigError(
+            "megatrain_config.host_gradients: passing steps layers in backward, and auto_find_batch_size tries a backward "
+            "again that ran out of memory, after some of its layers were stepped; leave auto_find_batch_size off "
+            "(megatrain_config.micro_batch_size runs a large batch in pieces), or set host_gradients to 'kept' (2 bytes a "
+            "parameter more)"
+        )
 
-def follow_clipping(engine: Engine, clips: bool) -> None:
-    """Lets the steps run in backward where the settings leave the choice and gradients aren't clipped."""
+
+def begin_training(engine: Engine, *, clips: bool, tries_again: bool) -> None:
+    """Chooses the schedule of the steps where the settings leave the choice, and forgets a training that broke off.
+
+    Args:
+        clips: whether gradients are clipped: their norm is known after backward only.
+        tries_again: whether a step that fails is tried again with a smaller batch; layers that were stepped in its backward
+            already couldn't be taken back.
+    """
+    engine.runtime.drain()
     for driver in engine.optimizer_drivers:
-        if engine.config.step_schedule == "auto" and isinstance(driver, FusedStep):
-            driver.set_schedule("deferred" if clips else "backward")
+        if not isinstance(driver, FusedStep):
+            continue
+        if engine.config.step_schedule == "auto":
+            driver.set_schedule("deferred" if clips or tries_again else "backward")
+        if stepped := driver.forget_backward():
+            logger.warning(
+                "megatrain: the training before this one broke off in or after a backward in which %d parameters were stepped "
+                "already (step_schedule 'backward', which 'auto' is where max_grad_norm is 0), and its optimizer.step() never "
+                "came; this training goes on from there. resume_from_checkpoint goes on from a whole step instead, and with "
+                "megatrain_config.step_schedule 'deferred' no such step is half taken",
+                stepped,
+            )
 
 
 def clip_grad_norm(

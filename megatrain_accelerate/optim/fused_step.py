@@ -128,6 +128,17 @@ class FusedStep(HostStep):
         if copies:
             own_copies(optimizer.state.values(), self.runtime.config.host_memory_gib)
 
+    def forget_backward(self) -> int:
+        """Steps that were taken in a backward that no ``step()`` followed don't count any more; the worker must be idle.
+
+        Returns:
+            How many parameters were stepped so: the weights are those after it.
+        """
+        count = len(self._stepped_in_backward)
+        self._stepped_in_backward = {}
+        self._skipped_in_backward = []
+        return count
+
     def _unit_moved(self, unit: HostUnit) -> None:
         """The unit's moments are other tensors now."""
         for state in unit.states:

@@ -113,6 +113,7 @@ def _adopt_fused(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str)
 
     def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
         runtime.drain()
+        driver.forget_backward()
         # Weights that were loaded before are taken over now: seen later, they would reset the residuals loaded here.
         runtime.refresh_if_written()
         # torch's own way would cast the moments to the weights' dtype and device, and hold a second copy.
