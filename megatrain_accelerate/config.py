@@ -33,8 +33,8 @@ class MegatrainConfig:
     step_schedule: str = "auto"
     """When the optimizer's arithmetic runs. ``deferred``: after ``step()``, a layer at a time, before the layer is
     fetched again. ``backward``: as soon as a layer's gradient is on the host; only right without gradient clipping.
-    ``serial``: inside ``step()``. ``auto``: ``backward`` under a Trainer whose ``max_grad_norm`` is 0, else
-    ``deferred``. All give the same bits."""
+    ``serial``: inside ``step()``. ``auto``: ``backward`` under a Trainer whose ``max_grad_norm`` is 0 and
+    that doesn't look for a batch size, else ``deferred``. All give the same bits."""
 
     host_threads: int | None = None
     """Threads of the fused host kernels; by default the CPUs that this process may use, less two for the launcher."""

@@ -20,7 +20,7 @@ from megatrain_accelerate.loss.head import TiledHead, find_head
 from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_limits import anonymous_bytes, require_host_bytes, settings_that_take_less
 from megatrain_accelerate.memory.host_store import HostUnit, held_host_bytes, planned_host_bytes
-from megatrain_accelerate.optim.host_step import HostStep
+from megatrain_accelerate.optim.host_step import ENGINE_CLOSED, HostStep
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.planning.adoption import Adoption, adopt_experts
@@ -377,7 +377,8 @@ class Engine:
         self.is_closed = True
         with contextlib.suppress(StepWorkerError):
             self.runtime.drain()
-        streamed = [*self.runtime.layers, *self.runtime.experts]
+        for driver in self.optimizer_drivers:
+            driver.retire(ENGINE_CLOSED)
         for part in self.runtime.parts:
             with contextlib.suppress(StepWorkerError, StateError):  # a parameter of another shape stays as it is
                 part.refresh_if_written()
@@ -385,13 +386,12 @@ class Engine:
             handle.remove()
         if self._tiled_head is not None:
             self._tiled_head.remove()
-        for layer in streamed:
+        for layer in (*self.runtime.layers, *self.runtime.experts):
             remove_proxy(layer.module, layer.forward)
         self.runtime.close()
         self.kernels.close()
-        for model, engine in list(_engines.items()):
-            if engine is self:
-                del _engines[model]
+        for model in [model for model, engine in _engines.items() if engine is self]:
+            del _engines[model]
 
 
 _REPLACED = (

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 
@@ -18,6 +19,7 @@ from megatrain_accelerate.integrations import foreign_optimizers, step_trace
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 from megatrain_accelerate.optim.fused_step import FusedStep
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
+from megatrain_accelerate.optim.host_step import TAKEN_OVER, driver_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +28,16 @@ _WAITING = "_megatrain_waiting_optimizers"
 
 
 def _engines(accelerator: Any) -> list[Engine]:
-    return accelerator.__dict__.setdefault(_ENGINES, [])
+    """Those that models were prepared with and that are still attached; appending to the list counts."""
+    engines = [engine for engine in accelerator.__dict__.get(_ENGINES, []) if not engine.is_closed]
+    accelerator.__dict__[_ENGINES] = engines
+    return engines
+
+
+def _wait(accelerator: Any, optimizer: torch.optim.Optimizer) -> None:
+    waiting = accelerator.__dict__.setdefault(_WAITING, [])
+    if not any(other is optimizer for other in waiting):
+        waiting.append(optimizer)
 
 
 def after_accelerator_init(accelerator: Any) -> None:
@@ -89,15 +100,16 @@ def prepare_model(
     """
     engine, bf16 = engine_of(model), accelerator.mixed_precision == "bf16"
     changed = None
+    left_behind: list[torch.optim.Optimizer] = []
     if engine is not None and not engine.matches(model):
         changed = "parameters were added, replaced, frozen or unfrozen since the model was prepared"
     elif engine is not None and not evaluation_mode and (engine.config, engine.bf16) != (_config(), bf16):
         changed = "the model was prepared with other settings, or another mixed precision"
     if engine is not None and changed is not None:
         logger.warning("megatrain: %s; adopting it anew", changed)
+        left_behind = [driver.optimizer for driver in engine.optimizer_drivers if driver.optimizer is not None]
         engine.close()
         engine = None
-        accelerator.__dict__[_ENGINES] = [other for other in _engines(accelerator) if not other.is_closed]
     if not evaluation_mode:
         require_passing_possible(_config(), accelerator.gradient_accumulation_steps)
     if engine is None:
@@ -116,7 +128,9 @@ def prepare_model(
             show_progress=accelerator.is_local_main_process,
             recorder=CapturedOutputs.for_installed_transformers(),
         )
-        engine.runtime.gradients_complete = lambda: bool(accelerator.gradient_state.sync_gradients)
+        # Not the Accelerator: it holds the model, and the model's engine would hold both for ever.
+        gradient_state = accelerator.gradient_state
+        engine.runtime.gradients_complete = lambda: bool(gradient_state.sync_gradients)
     elif not evaluation_mode:
         engine.enable_training()
     if not evaluation_mode and accelerator.gradient_accumulation_steps > 1:
@@ -125,6 +139,9 @@ def prepare_model(
         _engines(accelerator).append(engine)
     foreign_optimizers.watch()
     prepared = original(accelerator, model, device_placement=False, evaluation_mode=True)
+    for optimizer in left_behind:
+        if _trains_any_of(optimizer, engine):
+            _wait(accelerator, optimizer)
     _adopt_waiting(accelerator)
     return prepared
 
@@ -137,11 +154,16 @@ def prepare_optimizer(
 ) -> Any:
     """Makes the optimizer step on the host store of its model, now or when the model is prepared.
 
+    One that was prepared before is left alone, unless its engine was closed or another optimizer took over since.
+
     Raises:
         UnsupportedError: it holds parameters that the model doesn't train.
     """
-    if not getattr(optimizer, "_is_accelerate_prepared", False):
-        accelerator.__dict__.setdefault(_WAITING, []).append(optimizer)
+    is_prepared = getattr(optimizer, "_is_accelerate_prepared", False)
+    own = optimizer.optimizer if is_prepared and isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    driver = driver_of(own)
+    if not is_prepared or (driver is not None and driver.is_retired):
+        _wait(accelerator, own)
         _adopt_waiting(accelerator)
     return original(accelerator, optimizer, device_placement=False)
 
@@ -149,28 +171,43 @@ def prepare_optimizer(
 def _adopt_waiting(accelerator: Any) -> None:
     waiting = accelerator.__dict__.get(_WAITING, [])
     for optimizer in list(waiting):
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        was_driven = driver_of(optimizer) is not None
         for engine in _engines(accelerator):
-            if any(engine.runtime.state_of(parameter) is not None for parameter in parameters):
+            # One whose model is only evaluated for now goes on when that is trained again.
+            if _trains_any_of(optimizer, engine) and (engine.training or not was_driven):
                 waiting.remove(optimizer)
-                schedule = engine.config.step_schedule
-                if schedule == "auto":
-                    schedule = "backward" if engine.config.passes_gradients else "deferred"
-                driver = adopt_optimizer(optimizer, engine.runtime, schedule)
-                for earlier in engine.optimizer_drivers:
-                    if earlier.parameter_ids & driver.parameter_ids:
-                        earlier.retire()
-                kept = [d for d in engine.optimizer_drivers if not d.parameter_ids & driver.parameter_ids]
-                engine.optimizer_drivers = [*kept, driver]
-                step_trace.follow(optimizer, engine)
+                _adopt(optimizer, engine)
                 break
 
 
-def require_passing_possible(config: MegatrainConfig, accumulation: int, clips: bool = False) -> None:
+def _trains_any_of(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return any(engine.runtime.state_of(parameter) is not None for parameter in parameters)
+
+
+def _adopt(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+    schedule = engine.config.step_schedule
+    if schedule == "auto":
+        schedule = "backward" if engine.config.passes_gradients else "deferred"
+    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    engine.runtime.drain()
+    # First, since adopting sets the moments that they share.
+    for earlier in engine.optimizer_drivers:
+        if earlier.parameter_ids & ids:
+            earlier.retire(TAKEN_OVER, copies=earlier.optimizer is not optimizer)
+    driver = adopt_optimizer(optimizer, engine.runtime, schedule)
+    kept = [other for other in engine.optimizer_drivers if not other.parameter_ids & ids]
+    engine.optimizer_drivers = [*kept, driver]
+    step_trace.follow(optimizer, engine)
+
+
+def require_passing_possible(
+    config: MegatrainConfig, accumulation: int, clips: bool = False, tries_again: bool = False
+) -> None:
     """Checks that gradients that are to be consumed in backward (``host_gradients: passing``) can be.
 
     Raises:
-        ConfigError: they are accumulated or clipped.
+        ConfigError: they are accumulated or clipped, or a backward that failed is to be tried again.
     """
     if config.passes_gradients and accumulation > 1:
         raise ConfigError(
@@ -184,12 +221,37 @@ def require_passing_possible(config: MegatrainConfig, accumulation: int, clips: 
             "is above 0; set max_grad_norm to 0, or host_gradients to 'kept' (2 bytes a parameter more)"
         )
 
+    if config.passes_gradients and tries_again:
+        raise ConfigError(
+            "megatrain_config.host_gradients: passing steps layers in backward, and auto_find_batch_size tries a backward "
+            "again that ran out of memory, after some of its layers were stepped; leave auto_find_batch_size off "
+            "(megatrain_config.micro_batch_size runs a large batch in pieces), or set host_gradients to 'kept' (2 bytes a "
+            "parameter more)"
+        )
 
-def follow_clipping(engine: Engine, clips: bool) -> None:
-    """Lets the steps run in backward where the settings leave the choice and gradients aren't clipped."""
+
+def begin_training(engine: Engine, *, clips: bool, tries_again: bool) -> None:
+    """Chooses the schedule of the steps where the settings leave the choice, and forgets a training that broke off.
+
+    Args:
+        clips: whether gradients are clipped: their norm is known after backward only.
+        tries_again: whether a step that fails is tried again with a smaller batch; layers that were stepped in its backward
+            already couldn't be taken back.
+    """
+    engine.runtime.drain()
     for driver in engine.optimizer_drivers:
-        if engine.config.step_schedule == "auto" and isinstance(driver, FusedStep):
-            driver.set_schedule("deferred" if clips else "backward")
+        if not isinstance(driver, FusedStep):
+            continue
+        if engine.config.step_schedule == "auto":
+            driver.set_schedule("deferred" if clips or tries_again else "backward")
+        if stepped := driver.forget_backward():
+            logger.warning(
+                "megatrain: the training before this one broke off in or after a backward in which %d parameters were stepped "
+                "already (step_schedule 'backward', which 'auto' is where max_grad_norm is 0), and its optimizer.step() never "
+                "came; this training goes on from there. resume_from_checkpoint goes on from a whole step instead, and with "
+                "megatrain_config.step_schedule 'deferred' no such step is half taken",
+                stepped,
+            )
 
 
 def clip_grad_norm(

@@ -23,7 +23,7 @@ from megatrain_accelerate.checkpointing import (
     saving_progress,
 )
 from megatrain_accelerate.engine import Engine, engine_of
-from megatrain_accelerate.integrations.accelerate_backend import follow_clipping, require_passing_possible
+from megatrain_accelerate.integrations.accelerate_backend import begin_training, require_passing_possible
 from megatrain_accelerate.integrations.telemetry import Telemetry, describe_bound
 
 logger = logging.getLogger(__name__)
@@ -150,9 +150,10 @@ class MegatrainCallback(TrainerCallback):
         if engine is not None:
             self._close_telemetry()  # an exception may have ended the training before
             clips = bool(args.max_grad_norm and args.max_grad_norm > 0)
-            require_passing_possible(engine.config, args.gradient_accumulation_steps, clips)
+            tries_again = bool(args.auto_find_batch_size)
+            require_passing_possible(engine.config, args.gradient_accumulation_steps, clips, tries_again)
             engine.expect_accumulation(args.gradient_accumulation_steps)
-            follow_clipping(engine, clips)
+            begin_training(engine, clips=clips, tries_again=tries_again)
             self._telemetry = Telemetry(engine, kwargs["model"])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

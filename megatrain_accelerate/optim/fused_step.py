@@ -16,7 +16,7 @@ from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.host_step import HostStep
-from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, expose, shows, take_over, views_of
+from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, expose, own_copies, shows, take_over, views_of
 from megatrain_accelerate.optim.segments import apply_segments, plan_segments, segments_of_experts, step_each
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause
@@ -97,7 +97,6 @@ class FusedStep(HostStep):
 
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> None:
         self._is_adamw = isinstance(optimizer, AdamW)
-        self._optimizer = optimizer
         self._shown: dict[int, dict[str, int]] = {}
         """The ``id`` of each view that stands in the optimizer's state of a parameter, by the parameter's ``id``."""
         super().__init__(optimizer, runtime)
@@ -105,7 +104,16 @@ class FusedStep(HostStep):
         self._stepped_in_backward: dict[int, AdamArguments] = {}
         self._skipped_in_backward: list[str] = []
         runtime.moved_listeners[id(self)] = self._unit_moved
+        # Views of an earlier engine's store would keep all of it.
+        idle = [parameter for parameter in self.parameters(optimizer) if runtime.norms.row(parameter) is None]
+        own_copies([optimizer.state.get(parameter) for parameter in idle], runtime.config.host_memory_gib)
         self.set_schedule(schedule)
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        optimizer = self.optimizer
+        assert optimizer is not None, "only the optimizer itself asks for what is its own"
+        return optimizer
 
     def hold(self, parameters: Sequence[torch.Tensor]) -> None:
         """See :meth:`HostStep.hold`; makes moments for those that are new."""
@@ -113,7 +121,7 @@ class FusedStep(HostStep):
         super().hold(parameters)
         self.runtime.worker.drain()  # another optimizer may have held them
         for unit in self.runtime.units:
-            states = [state for state in unit.states if id(state.parameter) in new]
+            states = [state for state in unit.states if id(state.parameter) in new and state.entry.spec.trainable]
             if states:
                 unit.allocate_moments()
             for state in states:
@@ -147,13 +155,34 @@ class FusedStep(HostStep):
         else:
             listeners.pop(id(self), None)
 
-    def retire(self) -> None:
+    def retire(self, why: str, copies: bool = False) -> None:
         """See :meth:`HostStep.retire`."""
+        super().retire(why, copies)
         self.set_schedule("deferred")
         self.runtime.moved_listeners.pop(id(self), None)
+        optimizer = self.optimizer
+        if optimizer is None:
+            return
+        for entry in optimizer.state.values():
+            entry.pop(RESIDUAL_KEY, None)  # the weights' own, wherever these go
+        if copies:
+            own_copies(optimizer.state.values(), self.runtime.config.host_memory_gib)
+
+    def forget_backward(self) -> int:
+        """Steps that were taken in a backward that no ``step()`` followed don't count any more; the worker must be idle.
+
+        Returns:
+            How many parameters were stepped so: the weights are those after it.
+        """
+        count = len(self._stepped_in_backward)
+        self._stepped_in_backward = {}
+        self._skipped_in_backward = []
+        return count
 
     def _unit_moved(self, unit: HostUnit) -> None:
         """The unit's moments are other tensors now; what the user put in their place stays for the next step to take."""
+        if self.optimizer is None:
+            return
         for state in unit.states:
             shown = self._shown.get(id(state.parameter))
             if shown is None:
@@ -221,10 +250,11 @@ class FusedStep(HostStep):
         Raises:
             StepWorkerError: an earlier step failed.
             NonFiniteGradientError: see :meth:`HostStep.allows`.
-            StateError: layers were stepped in backward with other settings than those of now, or gradients that should have
-                passed are still there.
+            StateError: the optimizer was retired, layers were stepped in backward with other settings than those of now, or
+                gradients that should have passed are still there.
             UnsupportedError: a group has an option by now that the kernel hasn't.
         """
+        self.refuse_retired()
         refuse_unfused(optimizer.param_groups)
         runtime = self.runtime
         runtime.worker.raise_if_failed()
@@ -318,7 +348,7 @@ class FusedStep(HostStep):
 
         Tells whether it did.
         """
-        if layer.unit.is_on_device or not self.runtime.may_step_in_backward(layer):
+        if self.optimizer is None or layer.unit.is_on_device or not self.runtime.may_step_in_backward(layer):
             return False
         if not self._stepped_in_backward:  # once a backward: a model of experts has thousands of parameters
             refuse_unfused(self._optimizer.param_groups)

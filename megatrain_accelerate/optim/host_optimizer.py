@@ -69,14 +69,16 @@ def _run_closure(closure: Callable[[], Any] | None) -> Any:
 
 def _shared_members(original: type[Optimizer], driver: HostStep) -> dict[str, Any]:
     """Methods that both kinds of host optimizer have."""
-    runtime = driver.runtime
+    runtime, row = driver.runtime, driver.runtime.norms.row
 
     def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
         original.add_param_group(self, param_group)  # brings what it is given into one form
         try:
             if isinstance(driver, FusedStep):
                 refuse_unfused(self.param_groups[-1:])
-            driver.hold(self.param_groups[-1]["params"])
+            if not driver.is_retired:
+                # One of the model's that was frozen when it was prepared may wait for that to be done anew.
+                driver.hold([p for p in self.param_groups[-1]["params"] if row(p) is not None or runtime.state_of(p) is None])
         except BaseException:
             del self.param_groups[-1]
             raise
@@ -158,6 +160,7 @@ def _adopt_fused(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str)
     def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
         refuse_unfused(state_dict["param_groups"])
         runtime.drain()
+        driver.forget_backward()
         # Weights that were loaded before are taken over now: seen later, they would reset the residuals loaded here.
         runtime.refresh_if_written()
         # torch's own way would cast the moments to the weights' dtype and device, and hold a second copy.
@@ -165,7 +168,9 @@ def _adopt_fused(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str)
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         for key, parameter in zip(saved, driver.parameters(self), strict=True):
             state = runtime.state_of(parameter)
-            if state is not None:
+            if driver.is_retired:
+                self.state[parameter] = dict(state_dict["state"].get(key) or {})
+            elif state is not None:
                 driver.import_state(state, state_dict["state"].get(key) or {})
 
     members = {"step": step, "state_dict": state_dict, "load_state_dict": load_state_dict}

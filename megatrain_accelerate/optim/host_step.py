@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from megatrain_accelerate.errors import NonFiniteGradientError, UnsupportedError
+from megatrain_accelerate.errors import NonFiniteGradientError, StateError, UnsupportedError
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 logger = logging.getLogger(__name__)
+
+TAKEN_OVER = (
+    "another optimizer has taken over parameters of this one since it was prepared, and only one at a time can step them; "
+    "call accelerator.prepare(optimizer) before it steps again (it goes on with its own moments), or use one optimizer with "
+    "several param_groups"
+)
+ENGINE_CLOSED = (
+    "the model was changed or prepared anew since this optimizer was prepared, and what the optimizer stepped is gone; call "
+    "accelerator.prepare(model, optimizer) before it steps again (it goes on with its own moments)"
+)
+
+
+def driver_of(optimizer: Optimizer) -> HostStep | None:
+    """What stepped the optimizer last on a host store, or None if nothing ever did."""
+    driver: HostStep | None = optimizer.__dict__.get("_megatrain_driver")
+    return driver
 
 
 class HostStep:
@@ -25,23 +42,33 @@ class HostStep:
         runtime: the engine of the model whose parameters it holds.
 
     Raises:
-        UnsupportedError: the optimizer holds parameters that aren't this model's trained ones.
+        UnsupportedError: the optimizer holds parameters that aren't this model's trained ones. Those that it trained before
+            and that are frozen now, or have left the model, may stay in it while they have no gradient.
     """
 
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime) -> None:
         self.runtime = runtime
         self._nonfinite_in_a_row = 0
+        self._why_retired: str | None = None
+        self._optimizer_ref = weakref.ref(optimizer)
+        before = driver_of(optimizer)
+        self._trained_before = before.parameter_ids if before is not None else set()
         self.parameter_ids: set[int] = set()
         """``id`` of each parameter that the optimizer has held since it was adopted."""
         self.hold(self.parameters(optimizer))
+        optimizer.__dict__["_megatrain_driver"] = self
 
     def hold(self, parameters: Sequence[torch.Tensor]) -> None:
         """The optimizer holds these parameters from now on, too.
 
         Raises:
-            UnsupportedError: some aren't this model's trained ones; none is held then.
+            UnsupportedError: some aren't this model's trained ones; none is held then. See :class:`HostStep`.
         """
-        strangers = sum(self.runtime.norms.row(parameter) is None for parameter in parameters)
+        strangers = sum(
+            self.runtime.norms.row(parameter) is None
+            and not (id(parameter) in self._trained_before and parameter.grad is None)
+            for parameter in parameters
+        )
         if strangers:
             raise UnsupportedError(
                 f"the optimizer holds {strangers} parameters that the prepared model doesn't train (frozen when it was "
@@ -50,8 +77,35 @@ class HostStep:
             )
         self.parameter_ids |= {id(parameter) for parameter in parameters}
 
-    def retire(self) -> None:
-        """Another optimizer takes the parameters over: no step is begun from here any more."""
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The user's optimizer, which lives no longer for being stepped here."""
+        return self._optimizer_ref()
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether no step can be taken from here any more."""
+        return self._why_retired is not None
+
+    def retire(self, why: str, copies: bool = False) -> None:
+        """No step is begun from here any more. All steps that were taken must be applied.
+
+        What the optimizer needs to go on elsewhere stays in its ``state``.
+
+        Args:
+            why: :data:`TAKEN_OVER` or :data:`ENGINE_CLOSED`.
+            copies: the store goes on without this optimizer, whose ``state`` is to be its own from now on.
+        """
+        self._why_retired = why
+
+    def refuse_retired(self) -> None:
+        """Nobody may step from here after :meth:`retire`.
+
+        Raises:
+            StateError: it is so, with the reason.
+        """
+        if self._why_retired is not None:
+            raise StateError(self._why_retired)
 
     def parameters(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
         """All parameters of the optimizer, in group order."""

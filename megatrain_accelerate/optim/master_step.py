@@ -57,15 +57,21 @@ class MasterStep(HostStep):
                     # As if it had been made with the masters: in the dtype in which a checkpoint is loaded, too.
                     entry[name] = value.to("cpu", torch.float32)
 
-    def retire(self) -> None:
+    def retire(self, why: str, copies: bool = False) -> None:
         """See :meth:`HostStep.retire`."""
+        super().retire(why, copies)
         self.runtime.steps_on_host.discard(id(self))
 
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
         """Shows the optimizer fp32 masters and gradients in the place of the weights, and writes back what it made.
 
         Takes 8 bytes a parameter of host memory while it runs, besides the optimizer's own state.
+
+        Raises:
+            StateError: the optimizer was retired.
+            StepWorkerError: an earlier step failed.
         """
+        self.refuse_retired()
         runtime = self.runtime
         runtime.worker.raise_if_failed()
         runtime.refresh_if_written()

@@ -7,6 +7,7 @@ they are in use, so that nobody takes codes for moments; ``state_dict()`` shows 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -80,6 +81,34 @@ def take_over(state: ParameterState, values: dict[str, Any]) -> None:
                 view.zero_()
             elif values[key].data_ptr() != view.data_ptr():
                 view.copy_(values[key])
+
+
+def own_copies(entries: Iterable[dict[str, Any] | None], host_memory_gib: float | None = None) -> None:
+    """Puts copies in the place of the store's views, so that the entries are those of an optimizer of its own.
+
+    Where the host has no room for them the entries are emptied instead, with a warning: two optimizers' moments mustn't end
+    the training of the one that is used.
+
+    Args:
+        entries: parameters' states; changed in place.
+        host_memory_gib: see :func:`available_host_bytes`.
+    """
+    filled = [entry for entry in entries if entry]
+    wanted = sum(value.nbytes for entry in filled for value in entry.values() if isinstance(value, torch.Tensor))
+    free = available_host_bytes(host_memory_gib) if wanted else 0
+    if wanted > free:
+        logger.warning(
+            "megatrain: moments that an optimizer doesn't use for now (frozen parameters', or those that another optimizer "
+            "took over) are let go of, since they would take %.1f GiB of host memory and %.1f are free; if it steps these "
+            "parameters again, it begins without moments",
+            wanted / GIB,
+            free / GIB,
+        )
+    for entry in filled:
+        if wanted > free:
+            entry.clear()
+        else:
+            entry.update({k: value.to("cpu", copy=True) for k, value in entry.items() if isinstance(value, torch.Tensor)})
 
 
 def _coded(values: dict[str, Any]) -> Int8Moments | None:

@@ -104,6 +104,36 @@ def test_an_exception_in_a_callback_leaves_the_steps_before_it(tmp_path: Path, e
     breaks_off(arguments, [BrokenCallback(event, error)], examples(), error)
 
 
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_a_training_that_broke_off_between_backward_and_step_resumes(tmp_path: Path, max_grad_norm: float) -> None:
+    def script(trainer: Trainer) -> None:
+        trainer.add_callback(BrokenCallback("on_pre_optimizer_step", AccidentError))
+        with pytest.raises(AccidentError):
+            trainer.train()
+        trainer.remove_callback(BrokenCallback)
+        trainer.train(resume_from_checkpoint=True)
+
+    changes = {"save_strategy": "steps", "save_steps": 2, "max_grad_norm": max_grad_norm, "max_steps": 4}
+    run_both(tiny_llama, tmp_path, script=script, **changes)
+
+
+def test_a_training_that_goes_on_from_half_a_step_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with plugin():
+        callback = BrokenCallback("on_pre_optimizer_step", AccidentError)
+        arguments = make_arguments(tmp_path, max_grad_norm=0.0, max_steps=3)
+        trainer = Trainer(tiny_llama(), arguments, train_dataset=examples(), callbacks=[callback])
+        with pytest.raises(AccidentError):
+            trainer.train()
+        trainer.remove_callback(callback)
+        assert "broke off" not in caplog.text
+        trainer.train()
+        assert "broke off in or after a backward in which 27 parameters were stepped already" in caplog.text
+        assert trainer.state.global_step == 3
+        caplog.clear()
+        trainer.train()
+        assert "broke off" not in caplog.text
+
+
 INTERRUPTED = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background without it

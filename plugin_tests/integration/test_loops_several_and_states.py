@@ -17,8 +17,8 @@ from accelerate import Accelerator
 from loop_runs import Observed, adamw, both, gradients, loss_of, prepared, slow, train, warmup
 from plain_torch import token_batches
 from torch import nn
-from trainer_runs import assert_same_weights, plugin, snapshot, tiny_llama
-from transformers import PreTrainedModel
+from trainer_runs import assert_same_weights, examples, make_arguments, plugin, snapshot, tiny_llama
+from transformers import PreTrainedModel, Trainer
 
 import megatrain_accelerate
 from megatrain_accelerate.engine import Engine, engine_of
@@ -240,9 +240,42 @@ def test_weights_written_by_hand_are_taken_over() -> None:
     both(script)
 
 
-@pytest.mark.skipif(
+keeps_the_last_model = pytest.mark.skipif(
     hasattr(PreTrainedModel.loss_function.fget, "cache_info"), reason="this transformers keeps the last model in a cache"
 )
+
+
+def used_by_a_loop(folder: Path) -> weakref.ref[Engine]:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer, token_batches(1), clip=lambda a, m: a.clip_grad_norm_(m.parameters(), 1.0))
+    return weakref.ref(engine_of(model))
+
+
+def used_by_a_trainer(folder: Path) -> weakref.ref[Engine]:
+    trainer = Trainer(tiny_llama(), make_arguments(folder, max_steps=1), train_dataset=examples())
+    trainer.train()
+    return weakref.ref(engine_of(trainer.model))
+
+
+def used_by_an_evaluation(folder: Path) -> weakref.ref[Engine]:
+    trainer = Trainer(tiny_llama(), make_arguments(folder))
+    trainer.evaluate(examples(2))
+    return weakref.ref(engine_of(trainer.model))
+
+
+@keeps_the_last_model
+@pytest.mark.parametrize("use", [used_by_a_loop, used_by_a_trainer, used_by_an_evaluation])
+def test_an_engine_goes_with_the_model_the_optimizer_and_the_accelerator(
+    use: Callable[[Path], weakref.ref[Engine]], tmp_path: Path
+) -> None:
+    with plugin():
+        alive = use(tmp_path)
+        gc.collect()
+        assert alive() is None
+
+
+@keeps_the_last_model
 def test_free_memory_lets_go_of_everything() -> None:
     with plugin():
         accelerator = Accelerator(cpu=True)

@@ -314,19 +314,43 @@ def test_a_checkpoint_at_preemption_is_the_stock_one(tmp_path: Path, monkeypatch
     assert "optimizer.pt" in names[0]
 
 
-def test_running_out_of_memory_finds_a_smaller_batch(tmp_path: Path) -> None:
+def refuse_large(module: nn.Module, tensors: tuple[torch.Tensor, ...]) -> None:
+    if module.training and tensors[0].shape[0] > 6:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is")
+
+
+class RefusingBackward(torch.autograd.Function):
+    """Passes a tensor on; its backward needs more memory than there is for a large batch."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if gradient.shape[0] > 6:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is")
+        return gradient
+
+
+@pytest.mark.parametrize(("place", "max_grad_norm"), [("forward", 1.0), ("backward", 1.0), ("backward", 0.0)])
+def test_running_out_of_memory_finds_a_smaller_batch(tmp_path: Path, place: str, max_grad_norm: float) -> None:
     def tight_llama() -> nn.Module:
         model = tiny_llama()
-
-        def refuse(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            if module.training and args[0].shape[0] > 6:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is")
-
-        model.model.layers[2].mlp.register_forward_pre_hook(refuse)
+        if place == "forward":
+            model.model.layers[2].mlp.register_forward_pre_hook(refuse_large)
+        else:  # when the later layers' backward is over
+            model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: RefusingBackward.apply(output))
         return model
 
     stock, streamed = run_both(
-        tight_llama, tmp_path, auto_find_batch_size=True, per_device_train_batch_size=8, max_steps=-1, num_train_epochs=1
+        tight_llama,
+        tmp_path,
+        auto_find_batch_size=True,
+        per_device_train_batch_size=8,
+        max_grad_norm=max_grad_norm,
+        max_steps=-1,
+        num_train_epochs=1,
     )
     assert stock.trainer._train_batch_size == streamed.trainer._train_batch_size < 8
 

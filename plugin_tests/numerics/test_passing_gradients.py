@@ -252,9 +252,13 @@ def test_the_trainer_trains_the_same_without_clipping(tmp_path: Path) -> None:
     [
         ({"max_grad_norm": 1.0, "gradient_accumulation_steps": 1}, "max_grad_norm is above 0; set max_grad_norm to 0"),
         ({"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2; set it to 1"),
+        (
+            {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1, "auto_find_batch_size": True},
+            "after some of its layers were stepped; leave auto_find_batch_size off",
+        ),
     ],
 )
-def test_the_trainers_clipping_and_accumulation_are_refused_before_the_first_step(
+def test_the_trainers_clipping_accumulation_and_second_tries_are_refused_before_the_first_step(
     arguments: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -14,6 +14,7 @@ from torch import nn
 
 from megatrain_accelerate.memory import host_store
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
+from megatrain_accelerate.optim.host_step import TAKEN_OVER
 from megatrain_accelerate.planning import device_plan
 from megatrain_accelerate.planning.placement import Placement
 
@@ -183,7 +184,7 @@ def test_states_stay_on_the_host_while_one_of_several_optimizers_works_there() -
         losses.append(loss.item())
     assert losses[2] < losses[0]
     assert not any(unit.is_on_device for unit in engine.runtime.units)
-    drivers[0].retire()
+    drivers[0].retire(TAKEN_OVER)
     assert engine.runtime.states_may_move
 
 
