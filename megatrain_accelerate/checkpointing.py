@@ -16,6 +16,9 @@ from tqdm.auto import tqdm
 STAGING_FOLDER = ".megatrain-incomplete"
 """Folder beside the checkpoints in which the next one is written. What a killed run left there is removed."""
 
+TRAINER_STATE = "trainer_state.json"
+"""What the Trainer's own checkpoints have, and a folder that a script made for its files hasn't."""
+
 _POLL_SECONDS = 0.5
 
 
@@ -65,7 +68,8 @@ def remove_incomplete(run_dir: Path) -> None:
 def publish(run_dir: Path) -> list[Path]:
     """Moves every checkpoint in the staging folder into place, each by one rename, after it is safely on disk.
 
-    A checkpoint of the same name is replaced: at every instant there is the older one or the new one, complete.
+    A checkpoint of the same name is replaced: at every instant there is the older one or the new one, complete. What a script
+    put into its folder before anything was saved there stays.
 
     Returns:
         The checkpoints' folders.
@@ -73,6 +77,7 @@ def publish(run_dir: Path) -> list[Path]:
     staging = run_dir / STAGING_FOLDER
     published = []
     for folder in sorted(staging.iterdir()):
+        _keep_files_of_the_script(run_dir / folder.name, folder)
         for path in [*folder.rglob("*"), folder]:
             _flush_to_disk(path)
         target = run_dir / folder.name
@@ -84,6 +89,16 @@ def publish(run_dir: Path) -> list[Path]:
     _flush_to_disk(run_dir)
     remove_incomplete(run_dir)
     return published
+
+
+def _keep_files_of_the_script(target: Path, folder: Path) -> None:
+    if not target.is_dir() or (target / TRAINER_STATE).exists():
+        return
+    for path in target.rglob("*"):
+        copy = folder / path.relative_to(target)
+        if path.is_file() and not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, copy)
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 
 from megatrain_accelerate.checkpointing import (
     STAGING_FOLDER,
+    TRAINER_STATE,
     publish,
     remove_incomplete,
     rotate,
@@ -78,8 +79,8 @@ def _point_best_checkpoint(trainer: Any, staging: Path, run_dir: Path) -> None:
     elif best_step and (run_dir / f"checkpoint-{best_step}").exists():
         trainer.state.best_model_checkpoint = str(run_dir / f"checkpoint-{best_step}")
     for folder in staging.iterdir():
-        if (folder / "trainer_state.json").exists():
-            trainer.state.save_to_json(str(folder / "trainer_state.json"))
+        if (folder / TRAINER_STATE).exists():
+            trainer.state.save_to_json(str(folder / TRAINER_STATE))
 
 
 def _rotate(trainer: Any, run_dir: Path) -> None:

@@ -258,6 +258,29 @@ def test_a_file_system_without_exchange_replaces_by_two_renames(tmp_path: Path, 
     assert kept(tmp_path) == ["checkpoint-1"]
 
 
+def test_a_file_that_a_script_put_into_the_checkpoints_folder_before_it_is_saved_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = Trainer._save_checkpoint
+
+    def save_beside_notes(self: Trainer, model: Any, trial: Any) -> None:
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}" / "notes"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "step.txt").write_text(str(self.state.global_step))
+        save(self, model, trial)
+
+    with plugin():
+        trainer = make_trainer(tiny_model(), tmp_path, max_steps=2)
+        monkeypatch.setattr(type(trainer), "_save_checkpoint", save_beside_notes)
+        trainer.train()
+    assert (tmp_path / "checkpoint-2" / "notes" / "step.txt").read_text() == "2"
+    assert (tmp_path / "checkpoint-2" / "trainer_state.json").exists()
+    # An older checkpoint is replaced whole: a shard of its own would be read with the new one's.
+    (tmp_path / STAGING_FOLDER / "checkpoint-2").mkdir(parents=True)
+    publish(tmp_path)
+    assert not list((tmp_path / "checkpoint-2").iterdir())
+
+
 # ---------------------------------------------------------------------------------------- memory
 
 
