@@ -263,11 +263,11 @@ def test_a_file_that_a_script_put_into_the_checkpoints_folder_before_it_is_saved
 ) -> None:
     save = Trainer._save_checkpoint
 
-    def save_beside_notes(self: Trainer, model: Any, trial: Any) -> None:
+    def save_beside_notes(self: Trainer, *args: Any, **kwargs: Any) -> None:
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}" / "notes"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "step.txt").write_text(str(self.state.global_step))
-        save(self, model, trial)
+        save(self, *args, **kwargs)
 
     with plugin():
         trainer = make_trainer(tiny_model(), tmp_path, max_steps=2)
