@@ -23,8 +23,6 @@ RESIDUAL_KEY = "master_residual"
 """Key of the masters' low 16 bits (int16) in the optimizer's state; stock optimizers ignore it."""
 
 _INT8_KEYS = ("exp_avg_int8", "exp_avg_sq_int8", "exp_avg_scale", "exp_avg_sq_scale")
-
-
 _FLOAT_KEYS = ("exp_avg", "exp_avg_sq")
 
 
@@ -75,8 +73,8 @@ def take_over(state: ParameterState, values: dict[str, Any]) -> None:
             ours.zero()
     elif state.exp_avg is not None and state.exp_avg_sq is not None:
         if theirs is not None:
-            values = dict(zip(("exp_avg", "exp_avg_sq"), theirs.decode(), strict=True))
-        for view, key in ((state.exp_avg, "exp_avg"), (state.exp_avg_sq, "exp_avg_sq")):
+            values = dict(zip(_FLOAT_KEYS, theirs.decode(), strict=True))
+        for view, key in zip((state.exp_avg, state.exp_avg_sq), _FLOAT_KEYS, strict=True):
             if not values:
                 view.zero_()
             elif values[key].data_ptr() != view.data_ptr():
