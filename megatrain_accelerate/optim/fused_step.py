@@ -16,7 +16,15 @@ from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.host_step import HostStep
-from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, expose, own_copies, shows, take_over, views_of
+from megatrain_accelerate.optim.moment_states import (
+    RESIDUAL_KEY,
+    expose,
+    own_copies,
+    shows,
+    take_over,
+    take_residual,
+    views_of,
+)
 from megatrain_accelerate.optim.segments import apply_segments, plan_segments, segments_of_experts, step_each
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause
@@ -135,9 +143,7 @@ class FusedStep(HostStep):
         if not values:
             self._shown.pop(id(state.parameter), None)
             return
-        residual = values.get(RESIDUAL_KEY)
-        if state.residual is not None and residual is not None and residual.dtype == torch.int16:
-            state.residual.copy_(residual)
+        take_residual(state, values.get(RESIDUAL_KEY))
         entry = self._optimizer.state[state.parameter]
         entry["step"] = torch.tensor(float(values["step"]), dtype=torch.float32)
         self._show(entry, state)

@@ -19,7 +19,7 @@ from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.optim.fused_step import UNFUSED_OPTIONS, FusedStep, refuse_unfused
 from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.master_step import MasterStep
-from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, shown_in_fp32
+from megatrain_accelerate.optim.moment_states import shown_in_fp32, without_residual
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 logger = logging.getLogger(__name__)
@@ -109,9 +109,7 @@ def _shared_members(original: type[Optimizer], driver: HostStep) -> dict[str, An
 def _plain_states(states: dict[Any, Any], runtime: StreamingRuntime) -> defaultdict[Any, Any]:
     """An optimizer's state as torch's own would hold it: without residuals, and moments in fp32."""
     shown = shown_in_fp32(states, runtime.config.host_memory_gib)
-    return defaultdict(
-        dict, {key: {name: value for name, value in entry.items() if name != RESIDUAL_KEY} for key, entry in shown.items()}
-    )
+    return defaultdict(dict, {key: without_residual(entry) for key, entry in shown.items()})
 
 
 def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> HostStep:
@@ -165,8 +163,7 @@ def _adopt_fused(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str)
         runtime.refresh_if_written()
         # torch's own way would cast the moments to the weights' dtype and device, and hold a second copy.
         original.load_state_dict(self, {"state": {}, "param_groups": state_dict["param_groups"]})
-        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-        for key, parameter in zip(saved, driver.parameters(self), strict=True):
+        for key, parameter in driver.by_key(self, state_dict):
             state = runtime.state_of(parameter)
             if driver.is_retired:
                 self.state[parameter] = dict(state_dict["state"].get(key) or {})

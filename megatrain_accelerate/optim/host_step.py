@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -110,6 +110,11 @@ class HostStep:
     def parameters(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
         """All parameters of the optimizer, in group order."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def by_key(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterable[tuple[Any, torch.nn.Parameter]]:
+        """Each parameter with its key in a ``state_dict()`` of the optimizer, or one that it loads."""
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        return zip(saved, self.parameters(optimizer), strict=False)  # where the lengths differ torch refuses it
 
     def with_gradients(self, optimizer: Optimizer) -> list[tuple[ParameterState, dict[str, Any]]]:
         """(place, group) of every parameter that has a gradient; brings foreign gradient tensors into the store."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.host_step import HostStep
-from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY
+from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, take_residual, without_residual
 from megatrain_accelerate.streaming.fp32_sums import joined_sum
 from megatrain_accelerate.streaming.meter import Cause
 from megatrain_accelerate.streaming.resident import ResidentGroup
@@ -120,7 +120,7 @@ class MasterStep(HostStep):
         Not of masters that were never stepped, where the optimizer would take an entry for a state that it made.
         """
         entries = dict(state_dict["state"])
-        for key, parameter in self._by_key(optimizer, state_dict):
+        for key, parameter in self.by_key(optimizer, state_dict):
             state = self.runtime.state_of(parameter)
             if state is not None and state.residual is not None and (key in entries or id(parameter) in self._stepped):
                 entries[key] = {**entries.get(key, {}), RESIDUAL_KEY: state.residual}
@@ -133,10 +133,10 @@ class MasterStep(HostStep):
         host.
         """
         entries, residuals = dict(state_dict["state"]), {}
-        for key, _ in self._by_key(optimizer, state_dict):
+        for key, _ in self.by_key(optimizer, state_dict):
             if RESIDUAL_KEY in (entry := entries.get(key) or {}):
                 residuals[key] = entry[RESIDUAL_KEY]
-                entries[key] = {name: value for name, value in entry.items() if name != RESIDUAL_KEY}
+                entries[key] = without_residual(entry)
                 if not entries[key]:
                     del entries[key]  # many optimizers make their state where there is no entry, and only there
         before = _Parameters()
@@ -148,16 +148,10 @@ class MasterStep(HostStep):
         finally:
             before.restore()
         self._stepped.clear()
-        for key, parameter in self._by_key(optimizer, state_dict):
+        for key, parameter in self.by_key(optimizer, state_dict):
             self._restore(parameter, residuals.get(key))
-
-    def _by_key(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterable[tuple[Any, torch.nn.Parameter]]:
-        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-        return zip(saved, self.parameters(optimizer), strict=False)  # where the lengths differ torch refuses it
 
     def _restore(self, parameter: torch.Tensor, residual: torch.Tensor | None) -> None:
         state = self.runtime.state_of(parameter)
-        # An optimizer that loaded them before it was adopted has cast them to something else.
-        if state is not None and state.residual is not None and residual is not None and residual.dtype == torch.int16:
-            state.residual.copy_(residual)
+        if state is not None and take_residual(state, residual):
             self._stepped.add(id(parameter))

@@ -81,6 +81,22 @@ def take_over(state: ParameterState, values: dict[str, Any]) -> None:
                 view.copy_(values[key])
 
 
+def take_residual(state: ParameterState, residual: Any) -> bool:
+    """Sets the low bits of a parameter's master from an optimizer's state; tells whether these were some.
+
+    An optimizer that loaded them before it was adopted has cast them to something else.
+    """
+    if state.residual is None or residual is None or residual.dtype != torch.int16:
+        return False
+    state.residual.copy_(residual)
+    return True
+
+
+def without_residual(entry: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state of a parameter as a stock one would hold it; a new dict."""
+    return {name: value for name, value in entry.items() if name != RESIDUAL_KEY}
+
+
 def own_copies(entries: Iterable[dict[str, Any] | None], host_memory_gib: float | None = None) -> None:
     """Puts copies in the place of the store's views, so that the entries are those of an optimizer of its own.
 
