@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatrain_accelerate.memory.expandable_segments import expand_segments
 from megatrain_accelerate.memory.file_mappings import FileMappings, page_out, read_ahead, trim_heap
 from megatrain_accelerate.memory.host_limits import unused_host_bytes
 from megatrain_accelerate.memory.host_store import HostUnit
@@ -47,6 +48,7 @@ class Adoption:
         device: torch.device,
         store_bytes: int,
     ) -> None:
+        expand_segments(device)  # before the first of the engine's tensors there
         self._make_unit = make_unit
         self._meta_weights = MetaWeights(model, discovery, device) if is_without_weights(model) else None
         groups = [[parameter for _, parameter in group] for group in discovery.parameter_groups()]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -14,6 +17,10 @@ USABLE_SHARE_OF_DEVICE = 0.9
 
 SEGMENT_BYTES = 64 * MIB
 """What single tensors may take beyond their sizes: the caching allocator cuts small ones from pieces of 2 and of 20 MiB."""
+SMALL_PAGE_BYTES = 2 * MIB
+"""Of an expandable segment for tensors of up to 1 MiB (c10/core/AllocatorConfig.h)."""
+LARGE_PAGE_BYTES = 20 * MIB
+"""Of one for larger tensors."""
 
 
 def free_bytes(device: torch.device) -> int:
@@ -25,9 +32,22 @@ def free_bytes(device: torch.device) -> int:
 def whole_free_bytes(device: torch.device) -> int:
     """:func:`free_bytes` without the fragments between tensors, which the allocator can't give back to the driver.
 
-    What is larger than any of them finds no room there.
+    What is larger than any of them finds no room there. Of expandable segments free pages go back, of others whole segments.
     """
-    return free_bytes(device) - int(torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0))
+    index = torch.cuda.current_device() if device.index is None else device.index
+    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
+    return int(torch.cuda.mem_get_info(device)[0]) + sum(map(_returnable_bytes, segments))
+
+
+def _returnable_bytes(segment: Mapping[str, Any]) -> int:
+    if tuple(segment["segment_pool_id"]) != (0, 0):
+        return 0  # a CUDA graph's, or another pool of somebody's own
+    blocks = segment["blocks"]
+    free = [(block["address"] - segment["address"], block["size"]) for block in blocks if block["state"] == "inactive"]
+    if not segment["is_expandable"]:
+        return int(free[0][1]) if free and len(blocks) == 1 else 0
+    page = SMALL_PAGE_BYTES if segment["segment_type"] == "small" else LARGE_PAGE_BYTES
+    return sum(page * max(0, (offset + size) // page - math.ceil(offset / page)) for offset, size in free)
 
 
 def raise_peak(device: torch.device, limit_bytes: int | None) -> None:

@@ -1,0 +1,66 @@
+"""Segments of the CUDA caching allocator that grow, so that what was freed serves tensors of other sizes.
+
+A plan fills the device's memory, and batches of other lengths have tensors of other sizes. Of segments whose size is fixed the
+gaps between tensors are lost to larger ones; expandable segments are mapped page by page, and free pages leave them
+(https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables that configure the allocator; who sets one decides about segments too."""
+
+_OURS = "expandable_segments:True"
+_refused: set[torch.device] = set()
+"""Devices on which it was tried in vain."""
+
+
+def expand_segments(device: torch.device) -> bool:
+    """Has the process' allocator make expandable segments from now on, where the machine can and nobody configured it.
+
+    Args:
+        device: where it is tried.
+
+    Returns:
+        Whether it does, by this call or an earlier one.
+    """
+    if device.type != "cuda" or sys.platform != "linux" or torch.version.cuda is None or device in _refused:
+        return False
+    if any(os.environ.get(name) for name in ALLOCATOR_VARIABLES) or torch.cuda.get_allocator_backend() != "native":
+        return False
+    if settings := _settings():
+        return settings == _OURS
+    _configure(_OURS)
+    try:
+        # Of a stream that hardly anything was allocated on, so that a segment must be made.
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            torch.empty(1, device=device)
+    except torch.OutOfMemoryError:  # it was asked for, at least
+        return True
+    except RuntimeError as error:  # a GPU that is a share of another one may have no virtual memory management
+        _configure("expandable_segments:False")
+        _refused.add(device)
+        logger.info("megatrain: the GPU's allocator keeps segments of fixed sizes (%s)", error)
+        return False
+    return True
+
+
+def _settings() -> str | None:
+    """As they were set last, in the environment or in code; None where torch (2.11 and before) doesn't tell."""
+    settings = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    return None if settings is None else str(settings())
+
+
+def _configure(settings: str) -> None:
+    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if configure is None:  # torch < 2.10
+        configure = torch.cuda.memory._set_allocator_settings
+    configure(settings)

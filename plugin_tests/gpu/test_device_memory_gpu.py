@@ -1,0 +1,60 @@
+"""The caching allocator under an engine: what is freed serves tensors of other sizes, and what can be given back is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from engine_runs import attach
+from plain_torch import tiny_model
+
+from megatrain_accelerate.memory.expandable_segments import ALLOCATOR_VARIABLES
+from megatrain_accelerate.planning.device_memory import whole_free_bytes
+from megatrain_accelerate.units import MIB
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def attached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An engine was made in this process, and nobody configured the allocator."""
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    attach(tiny_model(num_hidden_layers=1).train(), device="cuda").close()
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def with_gaps() -> list[torch.Tensor]:
+    """Tensors of 63 MiB with gaps of the same size, eight of each, where one was before, and small ones with gaps."""
+    torch.empty(16 * 63 * MIB, dtype=torch.uint8, device=GPU)
+    large = [torch.empty(63 * MIB, dtype=torch.uint8, device=GPU) for _ in range(16)]
+    small = [torch.empty(MIB // 2, dtype=torch.uint8, device=GPU) for _ in range(32)]
+    return [*large[::2], *small[::8]]
+
+
+def test_gaps_between_tensors_serve_a_larger_one_under_a_cap() -> None:
+    before = torch.cuda.memory_reserved(GPU)
+    held = with_gaps()
+    total = torch.cuda.mem_get_info(GPU)[1]
+    torch.cuda.set_per_process_memory_fraction((before + 1200 * MIB) / total)
+    # 506 MiB are held, and 1,024 were. A gap has two whole pages of 20 MiB at the least.
+    larger = torch.empty(480 * MIB, dtype=torch.uint8, device=GPU)
+    assert torch.cuda.memory_reserved(GPU) <= before + 1200 * MIB
+    del held, larger
+
+
+def test_what_counts_as_whole_is_what_the_allocator_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = with_gaps()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))  # others use the device
+    whole, reserved = whole_free_bytes(GPU), torch.cuda.memory_reserved(GPU)
+    torch.cuda.empty_cache()
+    assert whole == reserved - torch.cuda.memory_reserved(GPU)
+    # Eight gaps, of which the last may be the end, and four of small ones.
+    assert 8 * 40 * MIB <= whole <= 8 * 63 * MIB + 16 * MIB
+    assert whole_free_bytes(GPU) == 0
+    del held
