@@ -183,21 +183,21 @@ def _plan_speeds(device: torch.device, config: MegatrainConfig, speeds: LinkSpee
     kernels = HostKernels(config.host_threads)
     try:
         path = speeds_path(device, kernels, config.pin_memory)
-        was_kept = kept_speeds(path) is not None
         machine = measured_machine(device, kernels, config.pin_memory)
+        count = len(kept_speeds(path))
     finally:
         kernels.close()
-    return [plan_finding(machine, speeds, str(path), was_kept), bounds_finding(machine)]
+    return [plan_finding(machine, speeds, str(path), count), bounds_finding(machine)]
 
 
-def plan_finding(machine: Machine, speeds: LinkSpeeds, path: str, was_kept: bool) -> Finding:
+def plan_finding(machine: Machine, speeds: LinkSpeeds, path: str, count: int) -> Finding:
     """Whether the speeds that the plan goes by still hold.
 
     Args:
         machine: those speeds.
         speeds: the link's now.
         path: their file.
-        was_kept: whether they were there before.
+        count: of the measurements there, this process' among them if it made one; 0 if none could be kept.
     """
     values: dict[str, Value] = {f"plan_{name}": value for name, value in dataclasses.asdict(machine).items()}
     values["speeds_file"] = path
@@ -205,7 +205,8 @@ def plan_finding(machine: Machine, speeds: LinkSpeeds, path: str, was_kept: bool
     if not _SAME_SPEED < now / then < 1 / _SAME_SPEED:
         text = f"the plan goes by {then / GB:.1f} GB/s over the link, {now / GB:.1f} were measured now"
         return Finding("plan's speeds", "slow", text, f"delete {path}: they are measured anew by the next training", values)
-    return Finding("plan's speeds", "ok", f"{'kept' if was_kept else 'measured now, kept'} in {path}", values=values)
+    text = f"medians of {count} in {path}" if count else f"measured now; they can't be kept in {path}"
+    return Finding("plan's speeds", "ok", text, values=values)
 
 
 def bounds_finding(machine: Machine) -> Finding:

@@ -1,4 +1,7 @@
-"""How fast this machine moves and computes: measured once, in about two seconds, and kept in the user's cache folder."""
+"""How fast this machine moves and computes: measured in about two seconds, and kept in the user's cache folder.
+
+The first processes measure anew, and the plan counts with the median: something else may run on the machine at one time.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
 import platform
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -33,6 +37,8 @@ STEP_BYTES = 26
 """Memory traffic of the fused AdamW on split masters with moments in fp32, a parameter: what is measured here."""
 _SHARE_IN_A_STEP = 0.9
 """Of the host step's speed alone: in training copies and the launcher take their part of the memory and the cores."""
+MEASUREMENTS = 5
+"""Processes that measure the machine; later ones go by what these found."""
 STEP_OVERHEAD = 0.010
 """Of the stock Trainer that logs each step; not measured, since it depends on the script."""
 
@@ -76,15 +82,19 @@ def speeds_path(device: torch.device, kernels: HostKernels, register: bool) -> P
     return folder / f"machine-{key}.json"
 
 
-def kept_speeds(path: Path) -> Machine | None:
-    """The speeds in a file of :func:`speeds_path`; None if there are none, or the file is broken."""
+def kept_speeds(path: Path) -> list[Machine]:
+    """The measurements in a file of :func:`speeds_path`, oldest first; none if there is no file, or it is broken."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return Machine(**json.loads(path.read_text()))
-    return None
+        found = [Machine(**speeds) for speeds in json.loads(path.read_text())]
+        if all(math.isfinite(value) and value >= 0 for speeds in found for value in dataclasses.astuple(speeds)):
+            return found
+    return []
 
 
 def measured_machine(device: torch.device, kernels: HostKernels, register: bool) -> Machine:
-    """The speeds of this machine, from the cache if they were measured under the same circumstances before.
+    """The speeds of this machine: medians of what up to :data:`MEASUREMENTS` processes found under the same circumstances.
+
+    A process measures once, and not at all where so many did before.
 
     Args:
         device: where the model computes.
@@ -92,17 +102,41 @@ def measured_machine(device: torch.device, kernels: HostKernels, register: bool)
         register: whether host memory is page-locked.
     """
     path = speeds_path(device, kernels, register)
-    kept = kept_speeds(path)
-    if kept is not None:
-        return kept
-    machine = _measure(device, kernels, register)
+    if path not in _of_this_process:
+        measured = kept_speeds(path)
+        if len(measured) < MEASUREMENTS:
+            found = _measure(device, kernels, register)
+            measured = [*kept_speeds(path), found]  # others may have measured at the same time
+            _keep(path, measured)
+        _of_this_process[path] = _median(measured)
+    return _of_this_process[path]
+
+
+_of_this_process: dict[Path, Machine] = {}
+
+
+def _median(measured: Sequence[Machine]) -> Machine:
+    """Each speed's median; of an even number the faster of the two in the middle: what else runs makes a machine slower only.
+
+    A share's is that of what the link had while the host stepped: beside others it may be high, of a slow link.
+    """
+    names = [field.name for field in dataclasses.fields(Machine)]
+    usual = {name: statistics.median_high([getattr(speeds, name) for speeds in measured]) for name in names}
+    for way in ("h2d", "d2h"):
+        in_step = statistics.median_high(
+            [getattr(at, f"{way}_bytes") * getattr(at, f"{way}_share_in_step") for at in measured]
+        )
+        usual[f"{way}_share_in_step"] = min(1.0, in_step / usual[f"{way}_bytes"])
+    return Machine(**usual)
+
+
+def _keep(path: Path, measured: Sequence[Machine]) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Other processes may read it meanwhile.
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(json.dumps(dataclasses.asdict(machine)))
+            file.write(json.dumps([dataclasses.asdict(speeds) for speeds in measured]))
         os.replace(file.name, path)
-    return machine
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:

@@ -250,8 +250,10 @@ def test_a_step_slower_than_its_memory_wants_cores() -> None:
 
 
 def test_speeds_that_do_not_hold_any_more_are_to_be_measured_anew() -> None:
-    same = speed_checks.plan_finding(MACHINE, LinkSpeeds(50e9, 50e9, 90e9), "speeds.json", True)
-    other = speed_checks.plan_finding(MACHINE, LinkSpeeds(25e9, 25e9, 50e9), "speeds.json", True)
+    same = speed_checks.plan_finding(MACHINE, LinkSpeeds(50e9, 50e9, 90e9), "speeds.json", 3)
+    other = speed_checks.plan_finding(MACHINE, LinkSpeeds(25e9, 25e9, 50e9), "speeds.json", 3)
+    assert "3 in speeds.json" in same.text
+    assert "can't be kept" in speed_checks.plan_finding(MACHINE, LinkSpeeds(50e9, 50e9, 90e9), "speeds.json", 0).text
     assert (only([same]).state, only([other]).state) == ("ok", "slow")
     assert "delete speeds.json" in other.remedy
 
