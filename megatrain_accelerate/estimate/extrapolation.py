@@ -6,12 +6,12 @@ Seconds needn't: they are reckoned afterwards, since a product of few tokens may
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from megatrain_accelerate.estimate.layer_graph import GraphCosts, LayerGraph, Product
 from megatrain_accelerate.planning.step_memory import OpCosts
-from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
+from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
 
 
 def _extended(once: float, twice: float, times: float) -> float:
@@ -96,3 +96,18 @@ def extended_outline(small: StepOutline, large: StepOutline, times: float) -> St
     tail = _extended_costs(small.tail_costs, large.tail_costs, times)
     tail_peak_bytes = round(at(small.tail_peak_bytes, large.tail_peak_bytes))
     return StepOutline(events, tail_peak_bytes, tail, large.profiles, large.token_tile)
+
+
+def with_kinds(events: Sequence[Event], kinds: Sequence[Hashable]) -> tuple[Event, ...]:
+    """The events with the kinds of the calls in order; a backward has the kind of its layer's last call."""
+    calls = iter(kinds)
+    of_layer: dict[int, list[Hashable]] = {}
+    made = []
+    for event in events:
+        if event.is_backward:
+            kind = of_layer[event.layer].pop()
+        else:
+            kind = next(calls)
+            of_layer.setdefault(event.layer, []).append(kind)
+        made.append(dataclasses.replace(event, kind=kind))
+    return tuple(made)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +14,14 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.estimate.attention_dropout import WithoutAttentionDropout
-from megatrain_accelerate.estimate.extrapolation import extended_graph, extended_outline, extended_profile
+from megatrain_accelerate.estimate.extrapolation import extended_graph, extended_outline, extended_profile, with_kinds
+from megatrain_accelerate.estimate.joining import may_join, takes_number_of_items
 from megatrain_accelerate.estimate.layer_graph import LayerGraph, TensorShape, trace_layer
 from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
 from megatrain_accelerate.estimate.positions import PositionTable, shortest_table
+from megatrain_accelerate.estimate.predicted_step import Forecast
 from megatrain_accelerate.estimate.reckoning import (
     FITTED,
     Shares,
@@ -32,7 +37,7 @@ from megatrain_accelerate.planning.placement import require_layers
 from megatrain_accelerate.planning.placement_search import Candidate
 from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_outline import outline_layers, outline_step
-from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
+from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
 from megatrain_accelerate.planning.step_simulation import sent_bytes
 from megatrain_accelerate.planning.tile_choice import outline_with_tiles
 from megatrain_accelerate.streaming.compiled_layer import SMALLEST_LAYER_PARAMETERS
@@ -68,43 +73,6 @@ class _Call:
 
 
 _Calls = tuple[Sequence[Hashable], dict[Hashable, _Call]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Forecast:
-    """A predicted step. Bytes are peaks, rates are of one GPU."""
-
-    batch: int
-    length: int
-    micro_batches: int
-    seconds: float
-    candidate: Candidate
-    gpu_bytes: int
-    gpu_budget_bytes: int
-    host_bytes: int
-    host_budget_bytes: int
-    kept_bytes: int
-    """Activations that stay on the GPU, and those that go to the host."""
-    offloaded_bytes: int
-    layers: int
-    active_parameters: int
-    fits: bool
-    """In both memories."""
-
-    @property
-    def tokens(self) -> int:
-        """Of a step."""
-        return self.batch * self.length * self.micro_batches
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of the whole step, the optimizer's included."""
-        return self.tokens / self.seconds
-
-    @property
-    def tflops(self) -> float:
-        """6 x active parameters x tokens: what is recomputed doesn't count, nor does attention."""
-        return 6e-12 * self.active_parameters * self.tokens_per_second
 
 
 class Forecaster:
@@ -150,17 +118,25 @@ class Forecaster:
         require_layers(len(self.engine.runtime.layers), config.keep_layers, config.offload_layers)
         for_states = None if host_bytes is None else host_bytes - CONSTANT_OVERHEAD_BYTES
         self.plan = ForecastPlan(self.engine, config, machine, gpu_bytes, for_states, micro_batches)
+        self.micro_batches = micro_batches
         self.host_bytes = self.host_store_bytes if host_bytes is None else host_bytes
         self._attention = WithoutAttentionDropout()
         self._graphs: dict[Hashable, LayerGraph | None] = {}
-        self._outlines: dict[tuple[int, int, int], StepOutline] = {}
-        self._outside: dict[tuple[int, int, int], StepOutline] = {}
-        self._traced: dict[tuple[int, int, int], _Calls] = {}
+        self._outlines: dict[Hashable, StepOutline] = {}
+        self._outside: dict[Hashable, StepOutline] = {}
+        self._traced: dict[Hashable, _Calls] = {}
 
     @property
     def host_store_bytes(self) -> int:
         """Host memory that the training asks for when it starts, bytes."""
         return self.plan.store_bytes + CONSTANT_OVERHEAD_BYTES
+
+    @functools.cached_property
+    def _may_join(self) -> bool:
+        if self.micro_batches < 2 or not may_join(self.model, self.engine.runtime, self.config):
+            return False
+        with standing_for_a_gpu(), self._attention:
+            return takes_number_of_items(self.model, self.engine.runtime, _FEW_TOKENS)
 
     def positions(self) -> PositionTable | None:
         """The shortest table of positions, which bounds a sequence; None if the model has none."""
@@ -173,6 +149,14 @@ class Forecaster:
         Args:
             batch, length: sequences, and tokens of each.
         """
+        needed = self._least_bytes(batch, length)
+        if self._may_join:
+            with contextlib.suppress(UnsupportedError), self._joined(batch):
+                joined = self._least_bytes(batch * self.micro_batches, length)
+                return joined if self.config.join_micro_batches is True else min(needed, joined)
+        return needed
+
+    def _least_bytes(self, batch: int, length: int) -> int:
         tiles = self._tiles(batch * length)
         return min(self.plan.least_bytes(self._outline_by(batch, length, tile)) for tile in tiles)
 
@@ -185,11 +169,38 @@ class Forecaster:
     def forecast(self, batch: int, length: int) -> Forecast:
         """The fastest step on ``batch`` sequences of ``length`` tokens; the leanest where nothing fits.
 
+        Several micro-batches run as one batch where the Trainer's would (``integrations/joined_batches.py``).
+
         Raises:
             Exception: whatever the model raises when it looks at data, or at a length that it doesn't take.
         """
         outline = self.outline(batch, length)
-        found = self.plan.fastest(outline)
+        apart = self.plan.fastest(outline)
+        # A batch that can't be cut stays in its micro-batches.
+        if self._may_join:
+            with contextlib.suppress(UnsupportedError), self._joined(batch):
+                whole = self.outline(batch * self.micro_batches, length)
+                together = self.plan.fastest(whole)
+                pays = together is not None and together.is_worth_it(apart)
+                if pays or self.config.join_micro_batches is True:
+                    return self._forecast_of(batch, length, whole, together, joined=True)
+        return self._forecast_of(batch, length, outline, apart)
+
+    @contextlib.contextmanager
+    def _joined(self, samples: int) -> Iterator[None]:
+        """Steps run all micro-batches at once, in pieces of at most ``samples``."""
+        runtime, plan = self.engine.runtime, self.plan
+        size = runtime.micro_batch_size
+        runtime.micro_batch_size = samples if size is None else min(size, samples)
+        plan.micro_batches = 1
+        try:
+            yield
+        finally:
+            runtime.micro_batch_size, plan.micro_batches = size, self.micro_batches
+
+    def _forecast_of(
+        self, batch: int, length: int, outline: StepOutline, found: Candidate | None, joined: bool = False
+    ) -> Forecast:
         fits_host = self.host_store_bytes <= self.host_bytes
         chosen = found or self.plan.leanest(outline)
         kept = sum(
@@ -201,7 +212,7 @@ class Forecaster:
         return Forecast(
             batch=batch,
             length=length,
-            micro_batches=self.plan.micro_batches,
+            micro_batches=self.micro_batches,
             seconds=chosen.time.seconds,
             candidate=chosen,
             gpu_bytes=self.plan.fixed_bytes(outline) + chosen.peak_bytes,
@@ -213,6 +224,7 @@ class Forecaster:
             layers=len(self.engine.runtime.layers),
             active_parameters=self.active_parameters,
             fits=found is not None and fits_host,
+            joined=joined,
         )
 
     # ------------------------------------------------------------------ outlines
@@ -229,12 +241,16 @@ class Forecaster:
 
     def _outline_by(self, batch: int, length: int, token_tile: int) -> StepOutline:
         """The outline with layers that run by tiles of so many tokens."""
-        key = (batch, length, token_tile)
+        self.engine.runtime.token_tile = token_tile
+        key = self._key(batch, length)
         if key not in self._outlines:
-            self.engine.runtime.token_tile = token_tile
             with standing_for_a_gpu(), self._attention:
                 self._outlines[key] = self._reckoned(batch, length)
         return self._outlines[key]
+
+    def _key(self, *of: Hashable) -> Hashable:
+        """What was found of something holds for the tiles and the pieces in which layers run it."""
+        return (*of, self.engine.runtime.token_tile, self.engine.runtime.micro_batch_size)
 
     def _reckoned(self, batch: int, length: int) -> StepOutline:
         kinds, calls = self._layers(batch, length)
@@ -243,7 +259,7 @@ class Forecaster:
             none_kept: dict[str, Any] = {"attention": OpCosts(), "attention_bytes": 0, "attention_seconds": 0.0}
             profiles = {kind: dataclasses.replace(profile, **none_kept) for kind, profile in profiles.items()}
         outline = self._outside_of(batch, length)
-        outline = dataclasses.replace(outline, profiles=profiles, events=_with_kinds(outline.events, kinds))
+        outline = dataclasses.replace(outline, profiles=profiles, events=with_kinds(outline.events, kinds))
         return dataclasses.replace(outline, outside_seconds=outside_seconds(outline, self.machine, self.shares))
 
     def _layers(self, batch: int, length: int) -> _Calls:
@@ -258,7 +274,7 @@ class Forecaster:
         return many_kinds, {kind: _call_of(few[other], many[kind], times) for other, kind in set(pairs)}
 
     def _layers_of(self, batch: int, length: int) -> _Calls:
-        key = (batch, length, self.engine.runtime.token_tile)
+        key = self._key(batch, length)
         if key not in self._traced:
             self._traced[key] = self._traced_layers(batch, length)
         return self._traced[key]
@@ -294,7 +310,7 @@ class Forecaster:
         return extended_outline(small, large, batch * length / few_tokens)
 
     def _outlined(self, batch: int, length: int) -> StepOutline:
-        key = (batch, length, self.engine.runtime.token_tile)
+        key = self._key(batch, length)
         if key not in self._outside:
             ids = torch.zeros((batch, length), dtype=torch.long)
             self._outside[key] = outline_step(self.model, self.engine.runtime, {"input_ids": ids, "labels": ids}, CPU)
@@ -329,32 +345,18 @@ class Forecaster:
     def _graph(self, kind: Hashable, layer: StreamedLayer, args: Any, kwargs: Any) -> LayerGraph | None:
         if layer.experts:
             return None  # runs as it is, and parts of it run again in backward
-        if kind not in self._graphs:
+        key = (kind, self.engine.runtime.micro_batch_size)
+        if key not in self._graphs:
             tile, layer.tiles.tile_tokens = layer.tiles.tile_tokens, 0
             try:
-                self._graphs[kind] = trace_layer(layer, args, kwargs)
+                self._graphs[key] = trace_layer(layer, args, kwargs)
             except Exception as error:  # a layer that looks at its data can't be traced without any
                 name = type(layer.module).__name__
                 logger.warning("megatrain: %s can't be traced, its costs are those of single operations (%s)", name, error)
-                self._graphs[kind] = None
+                self._graphs[key] = None
             finally:
                 layer.tiles.tile_tokens = tile
-        return self._graphs[kind]
-
-
-def _with_kinds(events: Sequence[Event], kinds: Sequence[Hashable]) -> tuple[Event, ...]:
-    """The events with the kinds of the calls in order; a backward has the kind of its layer's last call."""
-    calls = iter(kinds)
-    of_layer: dict[int, list[Hashable]] = {}
-    made = []
-    for event in events:
-        if event.is_backward:
-            kind = of_layer[event.layer].pop()
-        else:
-            kind = next(calls)
-            of_layer.setdefault(event.layer, []).append(kind)
-        made.append(dataclasses.replace(event, kind=kind))
-    return tuple(made)
+        return self._graphs[key]
 
 
 def _call_of(once: _Call, twice: _Call, times: float) -> _Call:

@@ -9,9 +9,9 @@ from typing import Any
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
-from megatrain_accelerate.estimate.forecast import Forecast
 from megatrain_accelerate.estimate.machine_description import MachineDescription
 from megatrain_accelerate.estimate.positions import PositionTable
+from megatrain_accelerate.estimate.predicted_step import Forecast
 from megatrain_accelerate.units import GB, GIB
 
 
@@ -116,6 +116,7 @@ def table(estimate: Estimate) -> str:
     lines += [
         "",
         "layers: on the GPU with their states / weights resident / activations kept / offloaded, of all",
+        *([_AS_ONE] if any(row.joined for row in rows) else []),
         *_verdict(estimate),
     ]
     return "\n".join(lines)
@@ -127,6 +128,7 @@ def _known_positions(estimate: Estimate) -> str:
     return f"; the configuration names {estimate.stated_positions:,}" if estimate.stated_positions else ""
 
 
+_AS_ONE = "as one: the stock Trainer's micro-batches run as one batch (join_micro_batches)"
 _HEADER = ("sequences", "tokens each", "step, s", "tokens/s", "TFLOPS", "GPU, GiB", "host, GiB", "layers", "bound by")
 
 
@@ -134,7 +136,7 @@ def _row(row: Forecast) -> tuple[str, ...]:
     placement = row.candidate.placement
     sets = (placement.on_device, placement.resident, placement.kept, placement.offloaded)
     layers = " / ".join(str(len(found)) for found in sets) + f" of {row.layers}"
-    batch = f"{row.batch:,}" + (f" x {row.micro_batches}" if row.micro_batches > 1 else "")
+    batch = f"{row.batch:,}" + (f" x {row.micro_batches}" if row.micro_batches > 1 else "") + (" as one" if row.joined else "")
     return (
         batch + ("" if row.fits else " (doesn't fit)"),
         f"{row.length:,}",
@@ -233,6 +235,7 @@ def _row_as_json(row: Forecast) -> dict[str, Any]:
         "batch": row.batch,
         "length": row.length,
         "micro_batches": row.micro_batches,
+        "joined": row.joined,
         "fits": row.fits,
         "step_seconds": row.seconds,
         "tokens_per_second": row.tokens_per_second,

@@ -17,13 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import Trainer
 
 from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.planning.loss_probe import loss_is_divided
-from megatrain_accelerate.planning.placement_search import WORTH_IT
+from megatrain_accelerate.planning.loss_probe import loss_is_divided, what_sees_a_batch
 
 logger = logging.getLogger(__name__)
 
@@ -99,12 +97,8 @@ def _require_exact(trainer: Any, model: nn.Module, num_items: torch.Tensor | int
     for name in _STOCK_METHODS:
         if name in vars(trainer) or getattr(type(trainer), name) is not getattr(Trainer, name):
             raise CannotJoinError(f"{type(trainer).__name__} has a {name} of its own, which is to see each micro-batch")
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    if any(getattr(config, "output_router_logits", False) for config in configs):
-        raise CannotJoinError("the loss balances experts over the tokens of a micro-batch (output_router_logits)")
-    norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
-    if norms:
-        raise CannotJoinError(f"{norms[0]} takes statistics of a micro-batch")
+    if (reason := what_sees_a_batch(model)) is not None:
+        raise CannotJoinError(reason)
 
 
 def _model_inputs(trainer: Any, batch: Any, num_items: Any) -> dict[str, Any]:
@@ -258,7 +252,7 @@ class Joiner:
             if together is None:
                 raise CannotJoinError("all of them at once are predicted to take more GPU memory than is planned with")
             apart = plan.weigh(model, _model_inputs(trainer, self._micro_batches[0], num_items))
-            if apart is not None and together.time.seconds > (1 - WORTH_IT) * apart.time.seconds:
+            if apart is not None and not together.is_worth_it(apart):
                 raise CannotJoinError(
                     f"a step is predicted to take {together.time.seconds:.3f} s with all of them at once, and "
                     f"{apart.time.seconds:.3f} s without"

@@ -1,4 +1,4 @@
-"""Whether a model's loss is a sum over its tokens, divided by a number that is handed in: tried out, not guessed.
+"""Whether a model's loss is a sum over its tokens, divided by a number that is handed in: tried out, where it can't be seen.
 
 Signatures don't tell: many a model takes ``num_items_in_batch`` and averages all the same, or adds a term of its own. If the
 loss is such a quotient, twice the number makes half the loss, to the last bit.
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from megatrain_accelerate.planning.step_memory import buffers_put_back, without_hooks
@@ -22,6 +23,18 @@ from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 _TOLERANCE = 1e-6
 """Halving is exact; where a GPU kernel adds fp32 numbers in another order each time, a sound loss is refused at worst."""
+
+
+def what_sees_a_batch(model: nn.Module) -> str | None:
+    """What of a model makes its loss on a batch another one than the sum over the batch's samples; None if nothing is known.
+
+    The text completes "because".
+    """
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    if any(getattr(config, "output_router_logits", False) for config in configs):
+        return "the loss balances experts over the tokens of a micro-batch (output_router_logits)"
+    norms = (name for name, module in model.named_modules() if isinstance(module, _BatchNorm))
+    return next((f"{name} takes statistics of a micro-batch" for name in norms), None)
 
 
 class _OneOfAKind:

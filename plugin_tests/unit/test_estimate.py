@@ -8,10 +8,10 @@ import dataclasses
 import pytest
 import torch
 from engine_runs import attach
+from meta_models import SHAPE, meta_experts, meta_model
 from plain_torch import tiny_model
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError
@@ -37,12 +37,6 @@ from megatrain_accelerate.units import GIB, MIB
 
 MACHINE = Machine(h2d_bytes=5e10, d2h_bytes=5e10, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
 STREAMED = {"keep_layers": 0, "offload_layers": 0, "device_layers": 0, "resident_layers": 0}
-SHAPE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 4096}
-
-
-def meta_model(**shape: int) -> nn.Module:
-    with torch.device("meta"):
-        return tiny_model(**{**SHAPE, **shape}).to(torch.bfloat16).train()
 
 
 def forecaster(gpu_bytes: int = GIB, **settings: object) -> Forecaster:
@@ -193,24 +187,9 @@ def test_accumulation_does_several_batches_before_a_step() -> None:
 
 
 def of_experts(records_routing: bool, **settings: object) -> Forecaster:
-    with torch.device("meta"):
-        config = Qwen3MoeConfig(
-            hidden_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            num_experts=8,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            vocab_size=512,
-            output_router_logits=records_routing,
-            use_cache=False,
-        )
-        model = Qwen3MoeForCausalLM(config).to(torch.bfloat16).train()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
     recorder = CapturedOutputs.for_installed_transformers()
-    return Forecaster(model, MegatrainConfig.from_mapping(settings), MACHINE, GIB, 4 * GIB, recorder=recorder)
+    settings_of = MegatrainConfig.from_mapping(settings)
+    return Forecaster(meta_experts(records_routing), settings_of, MACHINE, GIB, 4 * GIB, recorder=recorder)
 
 
 def layer_of_experts(batch: int, extrapolated: bool = True, records_routing: bool = True, **settings: object) -> LayerProfile:

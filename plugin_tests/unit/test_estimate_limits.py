@@ -269,3 +269,14 @@ def test_missing_host_memory_is_said_with_the_settings_that_take_less(
 def test_gradients_that_are_accumulated_are_not_told_to_pass(tmp_path: Path) -> None:
     found = estimated(tmp_path, LLAMA, "--length", "16", "--batch", "1", "--no-limits", "--accumulation", "2")
     assert "passing" not in verdict(dataclasses.replace(found, host_store_bytes=9 * GIB))
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_rows_whose_micro_batches_run_as_one_batch_say_so(joins: bool, tmp_path: Path) -> None:
+    joining = ("--accumulation", "3", "--set", f"join_micro_batches={str(joins).lower()}")
+    found = estimated(tmp_path, LLAMA, "--length", "16", "--batch", "2", "--no-limits", *joining)
+    text = report.table(found)
+    assert ("2 x 3 as one" in text) is joins
+    assert ("as one: " in text) is joins
+    assert "2 x 3" in text
+    assert [row["joined"] for row in report.as_json(found)["rows"]] == [joins]
