@@ -44,8 +44,12 @@ COMMON_DEMO_ARGS := --model_size auto --lr_scheduler_type cosine --adam_beta2 0.
 
 venv: $(INSTALLED)
 
+export LIST_REPORT := import json, sys; \
+	print(*(f"{at['metadata']['name']}=={at['metadata']['version']}" for at in json.load(sys.stdin)["install"]))
+
 # PyPI's wheel of torch for Linux brings gigabytes of CUDA. Without a GPU the CPU build is taken: from wherever pip is
-# set up to look, else from PyTorch's own index, else (it can't be reached) whatever pip finds.
+# set up to look, else from PyTorch's own index, else (it can't be reached) whatever pip finds: one package at a time, since
+# all wheels of torch 2.5 with CUDA, packed and unpacked, take 8 GB of disk together.
 # $(1): the environment, $(2): the version.
 define install_torch
 	@if nvidia-smi -L >/dev/null 2>&1; then \
@@ -56,7 +60,8 @@ define install_torch
 		echo "No GPU: installing a CPU build of torch"; \
 		$(1)/bin/pip install "$(2)+cpu" 2>/dev/null \
 		|| $(1)/bin/pip install --timeout 15 --retries 0 --index-url https://download.pytorch.org/whl/cpu "$(2)" \
-		|| $(1)/bin/pip install "$(2)"; \
+		|| $(1)/bin/pip install --quiet --dry-run --report - "$(2)" \
+		| $(1)/bin/python -c "$$LIST_REPORT" | xargs -n 1 $(1)/bin/pip install --no-cache-dir --no-deps; \
 	fi
 endef
 
