@@ -15,7 +15,14 @@ from megatrain_accelerate.memory.host_limits import available_host_bytes
 from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.kernel import HostKernels
-from megatrain_accelerate.planning.machine import STEP_BYTES, Machine, kept_speeds, measured_machine, speeds_path
+from megatrain_accelerate.planning.machine import (
+    SHARE_IN_A_STEP,
+    STEP_BYTES,
+    Machine,
+    kept_speeds,
+    measured_machine,
+    speeds_path,
+)
 from megatrain_accelerate.units import GB, GIB, MIB
 
 SLOW_LINK_BYTES = 20e9
@@ -152,13 +159,16 @@ def host_speeds(has_gpu: bool) -> list[Finding]:
     """Speeds of the host's memory and AdamW."""
     kernels = HostKernels()
     try:
-        # A machine without a GPU is looked at quickly; more than an eighth of the free memory isn't taken.
-        most = _MOST_ELEMENTS if has_gpu else _MOST_ELEMENTS // 16
-        elements = min(most, available_host_bytes() // (8 * _BYTES_AN_ELEMENT))
-        speeds = measure_host(kernels, max(1 << 20, elements))
+        # A machine without a GPU is looked at quickly.
+        speeds = measure_host(kernels, _elements(_MOST_ELEMENTS if has_gpu else _MOST_ELEMENTS // 16))
     finally:
         kernels.close()
     return [host_finding(speeds, has_gpu)]
+
+
+def _elements(most: int) -> int:
+    """No more than an eighth of the free memory holds."""
+    return max(1 << 20, min(most, available_host_bytes() // (8 * _BYTES_AN_ELEMENT)))
 
 
 def host_finding(speeds: HostSpeeds, has_gpu: bool) -> Finding:
@@ -185,26 +195,37 @@ def _plan_speeds(device: torch.device, config: MegatrainConfig, speeds: LinkSpee
         path = speeds_path(device, kernels, config.pin_memory)
         machine = measured_machine(device, kernels, config.pin_memory)
         count = len(kept_speeds(path))
+        step = measure_host(kernels, _elements(_MOST_ELEMENTS)).step_parameters
     finally:
         kernels.close()
-    return [plan_finding(machine, speeds, str(path), count), bounds_finding(machine)]
+    return [plan_finding(machine, speeds, step, str(path), count), bounds_finding(machine)]
 
 
-def plan_finding(machine: Machine, speeds: LinkSpeeds, path: str, count: int) -> Finding:
+def plan_finding(machine: Machine, speeds: LinkSpeeds, step_parameters: float, path: str, count: int) -> Finding:
     """Whether the speeds that the plan goes by still hold.
 
     Args:
         machine: those speeds.
         speeds: the link's now.
-        path: their file.
+        step_parameters: a second, by the host's AdamW with nothing beside it; now.
+        path: the file of the plan's speeds.
         count: of the measurements there, this process' among them if it made one; 0 if none could be kept.
     """
     values: dict[str, Value] = {f"plan_{name}": value for name, value in dataclasses.asdict(machine).items()}
     values["speeds_file"] = path
-    now, then = min(speeds.h2d, speeds.d2h), min(machine.h2d_bytes, machine.d2h_bytes)
-    if not _SAME_SPEED < now / then < 1 / _SAME_SPEED:
-        text = f"the plan goes by {then / GB:.1f} GB/s over the link, {now / GB:.1f} were measured now"
-        return Finding("plan's speeds", "slow", text, f"delete {path}: they are measured anew by the next training", values)
+    pairs = (
+        ("GB/s over the link", min(machine.h2d_bytes, machine.d2h_bytes), min(speeds.h2d, speeds.d2h)),
+        ("G parameters/s of AdamW", machine.host_step_parameters / SHARE_IN_A_STEP, step_parameters),
+    )
+    changed = [
+        f"{then / 1e9:.1f} {what}, {now / 1e9:.1f} were measured now"
+        for what, then, now in pairs
+        if not _SAME_SPEED < now / then < 1 / _SAME_SPEED
+    ]
+    if changed:
+        text = f"the plan goes by {'; by '.join(changed)}"
+        remedy = f"end what else runs now, or, if nothing does, delete {path}: trainings measure anew then"
+        return Finding("plan's speeds", "slow", text, remedy, values)
     text = f"medians of {count} in {path}" if count else f"measured now; they can't be kept in {path}"
     return Finding("plan's speeds", "ok", text, values=values)
 

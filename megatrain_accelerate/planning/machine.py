@@ -35,7 +35,7 @@ _ROUNDS_AT_ONCE = 16
 """Copies of half the size each way while the host steps: several steps long."""
 STEP_BYTES = 26
 """Memory traffic of the fused AdamW on split masters with moments in fp32, a parameter: what is measured here."""
-_SHARE_IN_A_STEP = 0.9
+SHARE_IN_A_STEP = 0.9
 """Of the host step's speed alone: in training copies and the launcher take their part of the memory and the cores."""
 MEASUREMENTS = 5
 """Processes that measure the machine; later ones go by what these found."""
@@ -74,7 +74,7 @@ def speeds_path(device: torch.device, kernels: HostKernels, register: bool) -> P
     """Where the speeds are kept that are measured under these circumstances; see :func:`measured_machine`."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     circumstances: list[object] = [platform.node(), name, os.cpu_count(), kernels.threads, register, torch.__version__]
-    circumstances += [_ROUNDS, _SHARE_IN_A_STEP, STEP_OVERHEAD, [field.name for field in dataclasses.fields(Machine)]]
+    circumstances += [_ROUNDS, SHARE_IN_A_STEP, STEP_OVERHEAD, [field.name for field in dataclasses.fields(Machine)]]
     key = hashlib.sha256(json.dumps(circumstances).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     # A user without a home: the tilde stays.
@@ -86,9 +86,14 @@ def kept_speeds(path: Path) -> list[Machine]:
     """The measurements in a file of :func:`speeds_path`, oldest first; none if there is no file, or it is broken."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         found = [Machine(**speeds) for speeds in json.loads(path.read_text())]
-        if all(math.isfinite(value) and value >= 0 for speeds in found for value in dataclasses.astuple(speeds)):
+        if all(map(_can_be, found)):
             return found
     return []
+
+
+def _can_be(speeds: Machine) -> bool:
+    rates = dataclasses.astuple(dataclasses.replace(speeds, step_overhead=1.0))
+    return 0 <= speeds.step_overhead < math.inf and all(0 < rate < math.inf for rate in rates)
 
 
 def measured_machine(device: torch.device, kernels: HostKernels, register: bool) -> Machine:
@@ -182,7 +187,7 @@ def _measure(device: torch.device, kernels: HostKernels, register: bool) -> Mach
     return Machine(
         h2d_bytes=size / h2d,
         d2h_bytes=size / d2h,
-        host_step_parameters=_SHARE_IN_A_STEP * elements / step,
+        host_step_parameters=SHARE_IN_A_STEP * elements / step,
         device_bytes=2 * size / within,
         device_flops=2 * side**3 / product,
         h2d_share_in_step=min(1.0, h2d / h2d_in_step),

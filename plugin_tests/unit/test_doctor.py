@@ -19,7 +19,7 @@ from megatrain_accelerate.errors import HostMemoryError, KernelError, PatchError
 from megatrain_accelerate.integrations import import_hook
 from megatrain_accelerate.integrations.patches import TESTED_VERSIONS
 from megatrain_accelerate.optim.kernel import HostKernels
-from megatrain_accelerate.planning.machine import Machine
+from megatrain_accelerate.planning.machine import SHARE_IN_A_STEP, Machine
 from megatrain_accelerate.units import GIB
 
 MACHINE = Machine(h2d_bytes=53e9, d2h_bytes=54e9, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
@@ -250,12 +250,22 @@ def test_a_step_slower_than_its_memory_wants_cores() -> None:
 
 
 def test_speeds_that_do_not_hold_any_more_are_to_be_measured_anew() -> None:
-    same = speed_checks.plan_finding(MACHINE, LinkSpeeds(50e9, 50e9, 90e9), "speeds.json", 3)
-    other = speed_checks.plan_finding(MACHINE, LinkSpeeds(25e9, 25e9, 50e9), "speeds.json", 3)
-    assert "3 in speeds.json" in same.text
-    assert "can't be kept" in speed_checks.plan_finding(MACHINE, LinkSpeeds(50e9, 50e9, 90e9), "speeds.json", 0).text
-    assert (only([same]).state, only([other]).state) == ("ok", "slow")
-    assert "delete speeds.json" in other.remedy
+    def found(link: float, step: float, count: int = 3) -> Finding:
+        speeds = LinkSpeeds(link, link, 1.8 * link)
+        return only([speed_checks.plan_finding(MACHINE, speeds, step, "speeds.json", count)])
+
+    alone = MACHINE.host_step_parameters / SHARE_IN_A_STEP
+    assert found(50e9, alone).state == "ok"
+    assert "3 in speeds.json" in found(50e9, alone).text
+    assert "can't be kept" in found(50e9, alone, count=0).text
+    for link, step, named in ((25e9, alone, "GB/s over the link"), (50e9, 0.7 * alone, "AdamW"), (50e9, 1.4 * alone, "AdamW")):
+        other = found(link, step)
+        assert other.state == "slow"
+        assert named in other.text
+        assert "delete speeds.json" in other.remedy
+    both = found(25e9, 0.5 * alone).text
+    assert "link" in both
+    assert "AdamW" in both
 
 
 def test_the_batch_is_named_from_which_on_the_gpu_bounds_a_step() -> None:

@@ -105,6 +105,7 @@ def test_another_number_of_threads_is_measured_anew(measured: list[int]) -> None
         "7",
         "{SPEEDS: null}",
         "{SPEEDS: -1}",
+        "{SPEEDS: 0}",
         "{SPEEDS: NaN}",
     ],
 )
