@@ -207,7 +207,8 @@ def require_passing_possible(
     """Checks that gradients that are to be consumed in backward (``host_gradients: passing``) can be.
 
     Raises:
-        ConfigError: they are accumulated or clipped, or a backward that failed is to be tried again.
+        ConfigError: they are accumulated or clipped, or a backward that failed is to be tried again. Clipping contradicts
+            ``step_schedule: backward`` without them, too.
     """
     if config.passes_gradients and accumulation > 1:
         raise ConfigError(
@@ -220,7 +221,11 @@ def require_passing_possible(
             "megatrain_config.host_gradients: passing consumes gradients before their global norm is known, and max_grad_norm "
             "is above 0; set max_grad_norm to 0, or host_gradients to 'kept' (2 bytes a parameter more)"
         )
-
+    if config.step_schedule == "backward" and clips:
+        raise ConfigError(
+            "megatrain_config.step_schedule: backward steps a layer before the gradients' global norm is known, and "
+            "max_grad_norm is above 0; set max_grad_norm to 0, or leave step_schedule out"
+        )
     if config.passes_gradients and tries_again:
         raise ConfigError(
             "megatrain_config.host_gradients: passing steps layers in backward, and auto_find_batch_size tries a backward "

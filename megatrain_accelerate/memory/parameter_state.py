@@ -45,6 +45,12 @@ class ParameterState:
         """Name within the unit."""
         return self.entry.spec.name
 
+    @property
+    def has_foreign_gradient(self) -> bool:
+        """Whether ``parameter.grad`` lies somewhere else than where the step reads: autograd or a script made it."""
+        gradient = self.parameter.grad
+        return gradient is not None and self.gradient is not None and gradient.data_ptr() != self.gradient.data_ptr()
+
     def note_fp32_sum(self) -> None:
         """``parameter.grad``, as it is now, is the bf16 half of a sum whose low half is ``sum_residual``."""
         gradient = self.parameter.grad

@@ -313,7 +313,7 @@ class FusedStep(HostStep):
     def _refuse_rewritten(self, optimizer: Optimizer, done: dict[int, AdamArguments]) -> None:
         """Gradients that were used in backward must still be what they were."""
         parameters = [parameter for parameter in self.parameters(optimizer) if id(parameter) in done]
-        rewritten = sum(not self.runtime.norms.is_current(parameter) for parameter in parameters)
+        rewritten = sum(not self.runtime.norms.is_from_backward(parameter) for parameter in parameters)
         if rewritten:
             raise StateError(
                 f"{rewritten} gradients were changed, replaced or dropped between backward and step() (by a callback, a hook "
@@ -343,10 +343,10 @@ class FusedStep(HostStep):
                 )
             factor = factors.get(id(state.parameter), 1.0)
             if used != _adam_arguments(group, used.step, factor, self._is_adamw):
+                what = "the optimizer's settings had changed" if factor == 1.0 else f"gradients were clipped (by {factor:.3g})"
                 raise StateError(
-                    f"layers were stepped in backward with {used}, but at step() gradient clipping (factor {factor}) or the "
-                    "optimizer's settings had changed; set megatrain_config.step_schedule to 'deferred' (and "
-                    "host_gradients to 'kept')"
+                    f"layers were stepped in backward, but at step() {what}; set max_grad_norm to 0 and change settings after "
+                    "step(), or set megatrain_config.step_schedule to 'deferred' (and host_gradients to 'kept')"
                 )
 
     def _layer_done(self, layer: StreamedLayer, wait: Callable[[], None]) -> bool:
@@ -356,6 +356,8 @@ class FusedStep(HostStep):
         """
         if self.optimizer is None or layer.unit.is_on_device or not self.runtime.may_step_in_backward(layer):
             return False
+        if any(state.has_foreign_gradient for state in layer.unit.states):
+            return False  # also from outside the layer (a penalty): step() brings the sum into its place
         if not self._stepped_in_backward:  # once a backward: a model of experts has thousands of parameters
             refuse_unfused(self._optimizer.param_groups)
             self._group_of = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}

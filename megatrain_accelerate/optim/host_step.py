@@ -42,8 +42,8 @@ class HostStep:
         runtime: the engine of the model whose parameters it holds.
 
     Raises:
-        UnsupportedError: the optimizer holds parameters that aren't this model's trained ones. Those that it trained before
-            and that are frozen now, or have left the model, may stay in it while they have no gradient.
+        UnsupportedError: the optimizer holds parameters that aren't this model's trained ones. The model's frozen ones, and
+            those that it trained before and that have left the model, may stay in it while they have no gradient.
     """
 
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime) -> None:
@@ -64,18 +64,25 @@ class HostStep:
         Raises:
             UnsupportedError: some aren't this model's trained ones; none is held then. See :class:`HostStep`.
         """
-        strangers = sum(
-            self.runtime.norms.row(parameter) is None
-            and not (id(parameter) in self._trained_before and parameter.grad is None)
-            for parameter in parameters
-        )
+        held = [parameter for parameter in parameters if self._is_trained(parameter)]
+        strangers = sum(not self._is_trained(parameter) and not self._is_frozen(parameter) for parameter in parameters)
         if strangers:
             raise UnsupportedError(
                 f"the optimizer holds {strangers} parameters that the prepared model doesn't train (frozen when it was "
-                "prepared, or another module's); give them an optimizer of their own, or unfreeze them before "
+                "prepared and not now, or another module's); give them an optimizer of their own, or unfreeze them before "
                 "accelerator.prepare()"
             )
-        self.parameter_ids |= {id(parameter) for parameter in parameters}
+        self.parameter_ids |= {id(parameter) for parameter in held}
+
+    def _is_trained(self, parameter: torch.Tensor) -> bool:
+        """Whether it is now, or was before: then it may stay while it has no gradient."""
+        was_trained = id(parameter) in self._trained_before and parameter.grad is None
+        return was_trained or self.runtime.norms.row(parameter) is not None
+
+    def _is_frozen(self, parameter: torch.Tensor) -> bool:
+        """Whether it is the model's, and no step will touch it."""
+        is_ours = self.runtime.state_of(parameter) is not None
+        return is_ours and not parameter.requires_grad and parameter.grad is None
 
     @property
     def optimizer(self) -> Optimizer | None:

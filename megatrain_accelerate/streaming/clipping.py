@@ -38,7 +38,7 @@ class Clipping:
                 raise StateError("total_norm() was given a parameter that this engine doesn't train")
             if not self._norms.is_current(parameter):
                 self._norms.norms[row] = self._sums.norms([self._states[id(parameter)]])[0]
-                self._norms.note(parameter, parameter.grad)
+                self._norms.note(parameter, parameter.grad, rewritten=True)
             rows.append(row)
             factors.append(self._factors.get(id(parameter), (parameter, 1.0))[1])
         if not rows:

@@ -35,10 +35,16 @@ class NormTable:
         self._memory.register()
         self.norms = self._memory.tensor(0, (max(1, count),), torch.float32)
         self._noted: dict[int, tuple[TensorWeakRef, int]] = {}
+        self._rewritten: set[int] = set()
 
-    def note(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """The parameter's row holds, or will hold once its copy is over, the norm of ``gradient`` as it is now."""
+    def note(self, parameter: torch.Tensor, gradient: torch.Tensor, rewritten: bool = False) -> None:
+        """The parameter's row holds, or will hold once its copy is over, the norm of ``gradient`` as it is now.
+
+        Args:
+            rewritten: the gradient isn't what the last backward left: a script wrote to it or replaced it.
+        """
         self._noted[id(parameter)] = (TensorWeakRef(gradient), gradient._version)
+        (self._rewritten.add if rewritten else self._rewritten.discard)(id(parameter))
 
     def is_current(self, parameter: torch.Tensor) -> bool:
         """Whether the row is the norm of ``parameter.grad``; not so if somebody wrote to it or replaced it."""
@@ -46,9 +52,14 @@ class NormTable:
         # By identity: another tensor may come to lie at the same address.
         return gradient is not None and noted is not None and noted[0]() is gradient and noted[1] == gradient._version
 
+    def is_from_backward(self, parameter: torch.Tensor) -> bool:
+        """Whether the row is current and the gradient what the last backward left."""
+        return self.is_current(parameter) and id(parameter) not in self._rewritten
+
     def forget(self, parameter: torch.Tensor) -> None:
         """The parameter's row isn't valid any more: its gradient was consumed by a step, or is another one."""
         self._noted.pop(id(parameter), None)
+        self._rewritten.discard(id(parameter))
 
     def of_unit(self, unit: HostUnit) -> torch.Tensor:
         """The unit's rows: one for each trainable entry, in entry order."""

@@ -38,13 +38,6 @@ def test_an_optimizer_over_foreign_parameters_is_refused_and_a_right_one_works(o
     assert losses[0] > losses[1] > losses[2]
 
 
-def test_an_optimizer_over_a_frozen_parameter_is_refused() -> None:
-    model = tiny_model()
-    model.model.layers[0].requires_grad_(False)
-    with pytest.raises(UnsupportedError, match=r"doesn't train \(frozen when it was prepared"):
-        Accelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-
-
 def test_an_optimizer_of_other_parameters_alone_stays_a_stock_one() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(tiny_model())

@@ -1,0 +1,197 @@
+"""Weights that get gradients from outside their layer as well (penalties, AdaLoRA), where layers are stepped in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from loop_runs import adamw, both, loss_of, prepared
+from peft import AdaLoraConfig, get_peft_model
+from plain_torch import token_batches
+from torch import nn
+from trainer_runs import plugin, run_both, run_trainer, tiny_llama
+from transformers import Trainer
+
+from megatrain_accelerate.engine import engine_of
+from megatrain_accelerate.errors import ConfigError, StateError
+
+REMEDY = "step_schedule to 'deferred'"
+
+
+def penalty(model: nn.Module) -> torch.Tensor:
+    """Of the size of the gradients that the data makes."""
+    return 0.1 * sum((weight.pow(2).sum() for weight in model.parameters()), torch.zeros(()))
+
+
+class Penalised(Trainer):
+    """The penalty's graph is made last, so that its gradients come before the layers' own."""
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        return model(**inputs).loss + penalty(model)
+
+
+class PenalisedBefore(Trainer):
+    """The penalty's graph is made first, so that its gradients come last."""
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        before = penalty(model)
+        return before + model(**inputs).loss
+
+
+class Halving(Trainer):
+    """Changes gradients before the Trainer asks for their norm."""
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(model, *args, **kwargs)
+        for weight in model.parameters():
+            weight.grad.mul_(0.5)
+        return loss
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_penalty_on_the_weights_counts_without_clipping(tmp_path: Path, accumulation: int) -> None:
+    settings = {"gradient_accumulation_steps": accumulation, "max_grad_norm": 0.0}
+    _, streamed = run_both(tiny_llama, tmp_path, trainer_class=Penalised, **settings)
+    engine = engine_of(streamed.trainer.model)
+    assert [driver.schedule for driver in engine.optimizer_drivers] == ["backward"]
+    plain = run_trainer(tiny_llama, tmp_path, streamed=False, **settings)
+    assert plain.logged("grad_norm") != streamed.logged("grad_norm")
+
+
+def test_adalora_is_that_of_peft_alone_without_clipping(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        adapter = AdaLoraConfig(
+            init_r=6, target_r=2, tinit=1, tfinal=1, deltaT=1, total_step=8, orth_reg_weight=0.5, task_type="CAUSAL_LM",
+            target_modules=["q_proj", "v_proj"],
+        )  # fmt: skip
+        return get_peft_model(tiny_llama(), adapter)
+
+    run_both(make, tmp_path, max_grad_norm=0.0)
+
+
+@pytest.mark.parametrize("trainer_class", [PenalisedBefore, Halving])
+def test_gradients_that_change_after_their_layers_step_are_an_error_though_the_trainer_logs_norms(
+    tmp_path: Path, trainer_class: type[Trainer]
+) -> None:
+    with pytest.raises(StateError, match=REMEDY):
+        run_trainer(tiny_llama, tmp_path, streamed=True, trainer_class=trainer_class, max_grad_norm=0.0)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_asking_for_the_norm_hides_no_change(asked: bool) -> None:
+    ids = token_batches(1)[0]
+    with plugin(step_schedule="backward"):
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = prepared(accelerator)
+        for change in (False, True):
+            accelerator.backward(loss_of(model, ids))
+            if change:
+                next(iter(model.model.layers[1].parameters())).grad.mul_(2)
+            if asked:
+                accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+            if change:
+                with pytest.raises(StateError, match=f"1 gradients were changed.*{REMEDY}"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_steps_in_backward_and_clipping_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_grad_norm to 0, or leave step_schedule out"):
+        run_trainer(tiny_llama, tmp_path, streamed=True, settings={"step_schedule": "backward"}, max_grad_norm=1.0)
+
+
+def test_clipping_in_a_loop_that_steps_in_backward_is_named_with_its_factor() -> None:
+    with plugin(step_schedule="backward"):
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = prepared(accelerator)
+        accelerator.backward(loss_of(model, token_batches(1)[0]))
+        accelerator.clip_grad_norm_(model.parameters(), 1e-3)
+        with pytest.raises(StateError, match=r"at step\(\) gradients were clipped \(by 0\.\d+\); set max_grad_norm to 0"):
+            optimizer.step()
+
+
+# ---------------------------------------------------------------- frozen weights in the optimizer
+
+
+def half_frozen() -> nn.Module:
+    model = tiny_llama()
+    for frozen in (model.model.embed_tokens, model.model.layers[0]):
+        frozen.requires_grad_(False)
+    return model
+
+
+def with_adapter() -> nn.Module:
+    torch.manual_seed(3)
+    adapter = AdaLoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", total_step=8)
+    return get_peft_model(tiny_llama(), adapter)
+
+
+@pytest.mark.parametrize("make", [half_frozen, with_adapter])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_optimizer_over_all_parameters_leaves_the_frozen_ones(
+    make: Callable[[], nn.Module], optimizer_class: type[torch.optim.Optimizer]
+) -> None:
+    def script(accelerator: Accelerator) -> tuple[nn.Module, list[Any]]:
+        model = make()
+        model, optimizer = accelerator.prepare(model, optimizer_class(model.parameters(), lr=1e-2, weight_decay=0.1))
+        observed = []
+        for ids in token_batches(3):
+            loss = loss_of(model, ids)
+            accelerator.backward(loss)
+            observed += [loss.item(), float(accelerator.clip_grad_norm_(model.parameters(), 0.5))]
+            optimizer.step()
+            optimizer.zero_grad()
+        saved = optimizer.state_dict()
+        observed.append(len(saved["state"]))
+        optimizer.load_state_dict(saved)
+        accelerator.backward(loss_of(model, token_batches(1)[0]))
+        optimizer.step()
+        optimizer.zero_grad()
+        return model, observed
+
+    both(script)
+
+
+def test_a_frozen_weight_of_the_optimizer_that_is_unfrozen_without_a_new_prepare_is_refused() -> None:
+    with plugin():
+        accelerator = Accelerator(cpu=True)
+        model = half_frozen()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        model.model.layers[0].requires_grad_(True)
+        with pytest.raises(StateError, match="unfrozen after the model was prepared"):
+            loss_of(model, token_batches(1)[0])
+        model, optimizer = accelerator.prepare(model, optimizer)
+        before = model.model.layers[0].mlp.up_proj.weight.detach().clone()
+        accelerator.backward(loss_of(model, token_batches(1)[0]))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, before)
+
+
+def test_two_optimizers_may_both_hold_the_frozen_weights() -> None:
+    def script(accelerator: Accelerator) -> tuple[nn.Module, list[Any]]:
+        model = half_frozen()
+        frozen = [weight for weight in model.parameters() if not weight.requires_grad]
+        head, rest = [model.lm_head.weight], [weight for weight in model.model.parameters() if weight.requires_grad]
+        first, second = adamw(model), adamw(model)
+        for optimizer, own in ((first, head), (second, rest)):
+            optimizer.param_groups[0]["params"] = [*own, *frozen]
+        model, first, second = accelerator.prepare(model, first, second)
+        observed = []
+        for ids in token_batches(3):
+            loss = loss_of(model, ids)
+            accelerator.backward(loss)
+            observed.append(loss.item())
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+        return model, observed
+
+    both(script)
