@@ -27,6 +27,7 @@ from megatrain_accelerate.planning.step_memory import buffers_put_back, without_
 from megatrain_accelerate.planning.step_outline import as_leaves
 from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
 from megatrain_accelerate.planning.trial_runs import Trial, enter_recorded, run_on_trial
+from megatrain_accelerate.streaming.ambient_state import random_numbers_put_back
 from megatrain_accelerate.streaming.attention_results import is_attention
 from megatrain_accelerate.streaming.compiled_layer import without_saving
 from megatrain_accelerate.streaming.device_slots import WeightSlot
@@ -108,7 +109,7 @@ def measure_layers(
     device = runtime.streams.device
     layers = _MeasuredLayers(runtime, outline)
     with (
-        torch.random.fork_rng(devices=[device]),
+        random_numbers_put_back(device),
         without_hooks(model),
         buffers_put_back(model),
         runtime.layers_run_by(layers),

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatrain_accelerate.planning.step_memory import buffers_put_back, without_hooks
 from megatrain_accelerate.planning.step_outline import call_kind
+from megatrain_accelerate.streaming.ambient_state import random_numbers_put_back
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
@@ -85,7 +86,7 @@ def loss_is_divided(
     losses = []
     for factor in (1, 2):
         with (
-            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            random_numbers_put_back(device),
             without_hooks(model),
             buffers_put_back(model),
             runtime.layers_run_by(_OneOfAKind(runtime)),

@@ -24,6 +24,7 @@ from megatrain_accelerate.loss.products import runs_on_gpu
 from megatrain_accelerate.planning.compiled_functions import compiled_functions_as_python
 from megatrain_accelerate.planning.known_values import KnownValues, NumbersOfTensors, taken_for_data
 from megatrain_accelerate.streaming import tile_loops
+from megatrain_accelerate.streaming.ambient_state import random_numbers_put_back
 from megatrain_accelerate.streaming.model_hook import HOOKS
 
 
@@ -266,7 +267,7 @@ def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device)
     """
     inputs = _with_own_head(_without_full_masks(inputs))
     with (
-        torch.random.fork_rng(devices=[]),
+        random_numbers_put_back(torch.device("cpu")),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         KnownValues() as values,
         NumbersOfTensors(),

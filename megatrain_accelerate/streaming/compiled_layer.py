@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatrain_accelerate.streaming.ambient_state import RandomState
 from megatrain_accelerate.streaming.kept_graph import entered_from_elsewhere
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.output_recorder import Captures, OutputRecorder, take_handed_out
@@ -76,20 +77,6 @@ def _in_one_line(error: BaseException) -> str:
         return _in_one_line(inner)
     text = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
     return f"{type(error).__name__}: {text[:200]}"
-
-
-class _RandomState:
-    """The generators' states, to be put back before a run is made again."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def put_back(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
 
 
 class _Kind:
@@ -171,7 +158,7 @@ class CompiledLayers:
         if compilable is None or takes_mappings(args, kwargs):
             return layer.run(args, kwargs)
         kind, captures = compilable
-        before = _RandomState(self._device)
+        before = RandomState(self._device)
         self._compiling = kind.name
         try:
             with _run_settings(), captures.replaced(), self.recomputes.entered(is_recompute):

@@ -17,6 +17,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
+from megatrain_accelerate.streaming.ambient_state import random_numbers_put_back
+
 _TOKENS = 8
 _SPOILT = (0, 3, 7)
 """The first, an inner and the last one: what looks back, ahead or to all sides would pass one of them on."""
@@ -63,9 +65,8 @@ def examine(
     if any(True for _ in module.buffers()):
         return "it has buffers"
     device = _real_device(examples[0].device)
-    devices = [device] if device.type == "cuda" else []
     # A part that draws random numbers draws them here too: the forward that asks must find them again in its recompute.
-    with torch.random.fork_rng(devices=devices), _disable_current_modes(), torch.no_grad():
+    with random_numbers_put_back(device), _disable_current_modes(), torch.no_grad():
         try:
             with _constant_weights(module, device):
                 return _examine(call, [_made_up(example, dim) for example in examples], dim)
