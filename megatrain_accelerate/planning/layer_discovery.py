@@ -166,6 +166,11 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]], in_lay
         # Embeddings are read first wherever they stand: those of a language model before the layers of its vision tower.
         before = 0 if isinstance(module, nn.Embedding) else layers_seen
         outside.append((name, module, before))
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise UnsupportedError(
+                f"{name} is an embedding with sparse=True, whose gradient is a sparse tensor; only dense ones are summed, "
+                "clipped and stepped here. Make it with sparse=False"
+            )
         parent = around.get(id(model.get_submodule(name.rpartition(".")[0]))) if name else None
         around[id(module)] = _Surroundings(module, any(id(part) in inside for part in module.modules()), layers_seen, parent)
         for key, parameter in module._parameters.items():
