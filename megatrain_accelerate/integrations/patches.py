@@ -241,4 +241,10 @@ PATCHES = (
         "reads and writes parameter.data: steps must be applied before, and what was written be streamed after",
         _NO_DATA_HOOK,
     ),
+    Patch(
+        "trl.trainer.callbacks:BEMACallback.on_step_end",
+        "patch_trl:patch_average",
+        "reads parameters that it has kept right after a step, which must be applied before",
+        "torch tells of reads of parameters, or the callback reads the model's state_dict()",
+    ),
 )

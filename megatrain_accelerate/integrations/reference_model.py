@@ -1,4 +1,4 @@
-"""What a preference trainer's reference model means: a second streamed model, whose weights may follow the policy's."""
+"""Models that TRL keeps beside the trained one: a reference that follows it, an average of its weights."""
 
 from __future__ import annotations
 
@@ -29,3 +29,14 @@ def sync_target_model(original: Callable[..., Any], model: nn.Module, target_mod
             target.copy_(mixed.add_(source.to(target.device, torch.float32), alpha=alpha))
     for engine in engines:
         engine.drain()
+
+
+def average_at_step_end(
+    original: Callable[..., Any], callback: Any, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
+) -> Any:
+    """Takes the weights after the last step into the average: TRL keeps the parameters and reads them where they lie."""
+    steps = state.global_step - callback.update_after
+    engine = engine_of(model)
+    if engine is not None and steps >= 0 and steps % callback.update_freq == 0:
+        engine.drain()
+    return original(callback, args, state, control, model=model, **kwargs)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from loop_runs import slow
 from peft import LoraConfig
-from trainer_runs import plugin
+from trainer_runs import assert_same_weights, plugin
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl_runs import (
     TRL_WARNINGS,
     arguments,
@@ -52,6 +54,25 @@ def trainer(
         )
 
     return make
+
+
+@pytest.mark.skipif(not hasattr(trl, "BEMACallback"), reason="this TRL has no BEMACallback")
+def test_the_average_of_the_weights_is_made_of_applied_steps(tmp_path: Path) -> None:
+    averages = []
+
+    def train(made: Any) -> None:
+        made.add_callback(trl.BEMACallback(update_freq=2))
+        made.train()
+        averages.append(AutoModelForCausalLM.from_pretrained(tmp_path / Path(made.args.output_dir).name / "bema"))
+
+    class Slowing(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            slow(kwargs["model"])
+
+    stock, _ = run_both(trainer(options={"callbacks": [Slowing()]}), tmp_path, script=train)
+    ours, theirs = averages[1].state_dict(), averages[0].state_dict()
+    assert_same_weights(ours, theirs)
+    assert any(not torch.equal(weight, stock.weights[name]) for name, weight in theirs.items())
 
 
 def supervised_tokens(folder: Path, **case: Any) -> int:
