@@ -77,6 +77,13 @@ class ScriptArguments:
     max_eval_blocks: int | None = field(default=None, metadata={"help": "Upper limit of the examples held out."})
     max_text_mib: float = field(default=8.0, metadata={"help": "Upper limit of the default text, in MiB."})
 
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.max_text_mib <= 0 or not 0 < self.eval_fraction < 1:
+            raise SystemExit(
+                "--block_size and --max_text_mib must be above 0 and --eval_fraction between 0 and 1; got "
+                f"{self.block_size}, {self.max_text_mib:g} and {self.eval_fraction:g}"
+            )
+
 
 def standard_library_documents(max_bytes: int, seed: int) -> list[str]:
     """Sources, docstrings included, of the running interpreter's standard library; the same for the same seed."""

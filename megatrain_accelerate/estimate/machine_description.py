@@ -11,7 +11,7 @@ from megatrain_accelerate.config import MegatrainConfig, usable_cpu_count
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.estimate.known_gpus import KnownGpu, known_gpu, sustained_flops
 from megatrain_accelerate.memory.host_limits import available_host_bytes
-from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.kernel import HostKernels, default_thread_count
 from megatrain_accelerate.planning.device_memory import USABLE_SHARE_OF_DEVICE
 from megatrain_accelerate.planning.machine import STEP_BYTES, STEP_OVERHEAD, Machine, measured_machine
 from megatrain_accelerate.units import GB, GIB
@@ -68,8 +68,8 @@ def describe_machine(options: MachineOptions, config: MegatrainConfig) -> Machin
     """The machine of the options.
 
     Raises:
-        ConfigError: there is no GPU here and none is described, a description isn't complete, or a memory is too small or
-            larger than the GPU's.
+        ConfigError: there is no GPU here and none is described, a description isn't complete or is of this machine's
+            host, or a memory is too small or larger than the GPU's.
     """
     found = _described(options, config) if options.describes_a_gpu else _this_machine(options, config)
     if config.gpu_memory_bytes is not None:
@@ -92,6 +92,12 @@ def _this_machine(options: MachineOptions, config: MegatrainConfig) -> MachineDe
         raise ConfigError(
             "this machine has no GPU that torch can use; describe one, for example --gpu H200 --host-memory 1.5TiB --cores 64"
         )
+    described = {"--cores": options.cores, "--host-gb-per-second": options.host_dram_bytes}
+    if given := [name for name, value in described.items() if value is not None]:
+        raise ConfigError(
+            f"{', '.join(given)} describe another host than this one, whose AdamW was measured; name its speed by "
+            "--host-step, or describe the whole machine (--gpu)"
+        )
     device = torch.device("cuda", torch.cuda.current_device())
     kernels = HostKernels(config.host_threads)
     try:
@@ -108,6 +114,8 @@ def _this_machine(options: MachineOptions, config: MegatrainConfig) -> MachineDe
             f"products reached {machine.device_flops / 1e12:.0f} TFLOPS for a few ms, more than a training keeps up at "
             "this GPU's power limit"
         )
+    if options.gpu_memory_bytes is not None:
+        notes.append(f"GPU memory as the option says; it has {total / GIB:.1f} GiB")
     host = options.host_memory_bytes or available_host_bytes() + psutil.Process().memory_info().rss
     return MachineDescription(
         gpu=name,
@@ -242,13 +250,13 @@ def _changed(machine: Machine, options: MachineOptions) -> Machine:
 
 
 def host_step_parameters(cores: int, dram_bytes: float, most_threads: int | None = None) -> float:
-    """Parameters a second that the host's AdamW steps: by its threads (two cores are left to the launcher) or by the DRAM.
+    """Parameters a second that the host's AdamW steps: by its threads or by the DRAM.
 
     Args:
         cores: of the host.
         dram_bytes: a second.
-        most_threads: what the settings allow; by default as many as there are.
+        most_threads: what the settings allow; by default as many as training takes.
     """
-    threads = max(1, cores - 2)
+    threads = default_thread_count(cores)
     threads = threads if most_threads is None else min(threads, most_threads)
     return min(STEP_PARAMETERS_PER_THREAD * threads, dram_bytes / STEP_BYTES)

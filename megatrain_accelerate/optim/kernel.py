@@ -42,9 +42,13 @@ _INTERFACE_VERSION = 6
 _REBUILD = "build it with `pip install --force-reinstall --no-deps .` in a checkout of this package (needs a C++ compiler)"
 
 
-def default_thread_count() -> int:
-    """The CPUs that this process may use, less two for the launcher and the copies where there are more than four."""
-    cpus = usable_cpu_count()
+def default_thread_count(cpus: int | None = None) -> int:
+    """Less two for the launcher and the copies where there are more than four.
+
+    Args:
+        cpus: of the machine; by default those that this process may use.
+    """
+    cpus = usable_cpu_count() if cpus is None else cpus
     return cpus - 2 if cpus > 4 else max(1, cpus)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from engine_runs import masters_of
 from loop_runs import Observed, adamw, both, gradients, loss_of, prepared, slow, train, warmup
 from plain_torch import token_batches
 from torch import nn
@@ -335,3 +336,24 @@ def test_a_model_that_is_prepared_again_has_the_settings_and_the_precision_of_th
         accelerator.prepare(model)
         assert engine_of(model) is engine  # nothing has changed
         engine.close()
+
+
+def test_weights_that_are_swapped_out_and_back_keep_their_masters_if_the_optimizers_state_is() -> None:
+    """bf16: a script that evaluates other weights (an average) and puts the trained ones back."""
+    masters = []
+    for swaps in (False, True):
+        with plugin():
+            torch.manual_seed(1)
+            accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+            model, optimizer = prepared(accelerator, lr=1e-5)
+            for ids in token_batches(6):
+                train(accelerator, model, optimizer, [ids])
+                if swaps:
+                    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+                    model.load_state_dict({name: torch.zeros_like(weight) for name, weight in kept[0].items()})
+                    model.load_state_dict(kept[0])
+                    optimizer.load_state_dict(kept[1])
+            engine_of(model).drain()
+            masters.append(masters_of(engine_of(model), model))
+    assert_same_weights(masters[1], masters[0], tolerance=0.0)
+    assert any(not torch.equal(master, master.bfloat16().float()) for master in masters[0].values())

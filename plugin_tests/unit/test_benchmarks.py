@@ -49,6 +49,9 @@ def test_a_sweep_measures_each_batch_once(scripts: Any) -> None:
     assert {case.preset for case in cases.chosen([], "3b", [])} == {"3b"}
     with pytest.raises(ValueError, match="no case has the preset '9b'"):
         cases.chosen([], "9b", [])
+    for names, sweep, wrong in ((["99b-1x8"], [], "no preset '99b'"), (["3b-1x0"], [], "1 or more"), ([], [0], "3b-0x4096")):
+        with pytest.raises(ValueError, match=wrong):
+            cases.chosen(names, None, sweep)
 
 
 def test_attention_counts_half_of_all_pairs_of_tokens_forward_and_twice_backward(scripts: Any) -> None:

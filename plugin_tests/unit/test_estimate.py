@@ -362,6 +362,11 @@ def test_a_short_products_speed_is_not_taken_for_what_a_gpu_keeps_up(monkeypatch
     unknown = describe_machine(MachineOptions(), MegatrainConfig())
     assert unknown.machine == measured, "no training was measured on that one"
     assert not any("TFLOPS" in note for note in unknown.notes)
+    with pytest.raises(ConfigError, match=r"--cores, --host-gb-per-second describe another host.*--host-step"):
+        describe_machine(MachineOptions(cores=8, host_dram_bytes=9e11), MegatrainConfig())
+    larger = describe_machine(MachineOptions(gpu_memory_bytes=200 * GIB), MegatrainConfig())
+    assert (larger.gpu_total_bytes, larger.gpu_bytes) == (200 * GIB, int(0.9 * 200 * GIB))
+    assert "GPU memory as the option says; it has 140.0 GiB" in larger.notes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU to measure")
@@ -373,6 +378,7 @@ def test_without_a_gpu_one_must_be_described() -> None:
 def test_the_hosts_step_is_bound_by_threads_and_then_by_memory() -> None:
     assert host_step_parameters(8, 1e12) == pytest.approx(0.5 * host_step_parameters(14, 1e12))
     assert host_step_parameters(1, 1e12) > 0
+    assert host_step_parameters(4, 1e12) == host_step_parameters(6, 1e12), "few cores all work, as in training"
     assert host_step_parameters(1000, 26e9) == pytest.approx(1e9)
 
 

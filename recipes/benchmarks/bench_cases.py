@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from model_shapes import PRESETS
+
 HERE = Path(__file__).resolve().parent
 _NAME = re.compile(r"(?P<preset>[\w.]+)-(?P<batch>\d+)x(?P<length>\d+)(?:-(?P<gib>\d+(?:\.\d+)?)gib)?$")
 
@@ -78,13 +80,18 @@ def chosen(names: list[str], preset: str | None, sweep: list[int]) -> list[Case]
         sweep: batch sizes in which every case is measured besides its own.
 
     Raises:
-        ValueError: a malformed name, or nothing is left.
+        ValueError: a malformed name, an unknown preset, a batch or length of 0, or nothing is left.
     """
     cases = [Case.parse(name) for name in names] or (TINY if preset == "tiny" else TABLE)
     cases = [case for case in cases if preset in (None, case.preset)]
     if not cases:
         raise ValueError(f"no case has the preset {preset!r}; the table's are {', '.join(case.name for case in TABLE + TINY)}")
     cases += [dataclasses.replace(case, batch=batch) for case in cases for batch in sweep]
+    for case in cases:
+        if case.preset not in PRESETS:
+            raise ValueError(f"{case.name}: there is no preset {case.preset!r}, but {', '.join(PRESETS)}")
+        if min(case.batch, case.length) < 1:
+            raise ValueError(f"{case.name}: a batch and its length are 1 or more")
     return list(dict.fromkeys(cases))
 
 

@@ -149,8 +149,8 @@ def parse() -> tuple[argparse.Namespace, list[Case], dict[str, Any]]:
         parser.error(f"--peers: there is no run_suite.sh in {options.peers}")
     if options.peers is not None and options.accumulation > 1:
         parser.error("--accumulation can't be compared with --peers, which take one batch a step")
-    if not 2 <= options.warmup < options.steps:
-        parser.error(f"--warmup must be 2 or more and below --steps; got {options.warmup} of {options.steps}")
+    if not 0 <= options.warmup < options.steps:
+        parser.error(f"--warmup must be 0 or more and below --steps; got {options.warmup} of {options.steps}")
     try:
         return options, chosen(options.cases, options.preset, options.sweep), dict(map(parse_setting, options.set))
     except ValueError as error:
