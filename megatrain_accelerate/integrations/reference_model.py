@@ -32,11 +32,17 @@ def sync_target_model(original: Callable[..., Any], model: nn.Module, target_mod
 
 
 def average_at_step_end(
-    original: Callable[..., Any], callback: Any, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
+    original: Callable[..., Any],
+    callback: Any,
+    args: Any,
+    state: Any,
+    control: Any,
+    model: nn.Module | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Takes the weights after the last step into the average: TRL keeps the parameters and reads them where they lie."""
     steps = state.global_step - callback.update_after
-    engine = engine_of(model)
+    engine = engine_of(model) if model is not None else None
     if engine is not None and steps >= 0 and steps % callback.update_freq == 0:
         engine.drain()
     return original(callback, args, state, control, model=model, **kwargs)

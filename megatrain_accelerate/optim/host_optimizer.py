@@ -164,11 +164,13 @@ def _adopt_fused(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str)
         # torch's own way would cast the moments to the weights' dtype and device, and hold a second copy.
         original.load_state_dict(self, {"state": {}, "param_groups": state_dict["param_groups"]})
         for key, parameter in driver.by_key(self, state_dict):
-            state = runtime.state_of(parameter)
+            state, entry = runtime.state_of(parameter), state_dict["state"].get(key) or {}
             if driver.is_retired:
-                self.state[parameter] = dict(state_dict["state"].get(key) or {})
-            elif state is not None:
-                driver.import_state(state, state_dict["state"].get(key) or {})
+                self.state[parameter] = dict(entry)
+            elif state is not None and state.entry.spec.trainable:
+                driver.import_state(state, entry)
+            elif entry:  # frozen now: it waits for the parameter to be trained again
+                self.state[parameter] = dict(entry)
 
     members = {"step": step, "state_dict": state_dict, "load_state_dict": load_state_dict}
     optimizer.__class__ = _swapped_class(optimizer, {**members, **_shared_members(original, driver)})

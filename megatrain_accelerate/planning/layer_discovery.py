@@ -138,6 +138,20 @@ def discover_layers(model: nn.Module, layer_classes: Sequence[str] = ()) -> Disc
     return Discovery(tuple(layers), tuple(_residents(model, layers, in_layers)))
 
 
+def refuse_sparse_gradients(model: nn.Module) -> None:
+    """Checks that all gradients will be dense.
+
+    Raises:
+        UnsupportedError: an embedding that is trained makes sparse ones.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise UnsupportedError(
+                f"{name} is an embedding with sparse=True, whose gradient is a sparse tensor; only dense ones are summed, "
+                "clipped and stepped here. Make it with sparse=False"
+            )
+
+
 def _owners_in_layers(layers: Sequence[tuple[str, nn.Module]]) -> dict[int, str]:
     """Layer name by id of each parameter in it; refuses parameters that two layers share."""
     owners: dict[int, str] = {}
@@ -166,11 +180,6 @@ def _residents(model: nn.Module, layers: Sequence[tuple[str, nn.Module]], in_lay
         # Embeddings are read first wherever they stand: those of a language model before the layers of its vision tower.
         before = 0 if isinstance(module, nn.Embedding) else layers_seen
         outside.append((name, module, before))
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
-            raise UnsupportedError(
-                f"{name} is an embedding with sparse=True, whose gradient is a sparse tensor; only dense ones are summed, "
-                "clipped and stepped here. Make it with sparse=False"
-            )
         parent = around.get(id(model.get_submodule(name.rpartition(".")[0]))) if name else None
         around[id(module)] = _Surroundings(module, any(id(part) in inside for part in module.modules()), layers_seen, parent)
         for key, parameter in module._parameters.items():

@@ -44,7 +44,7 @@ class RandomState:
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._python = random.getstate()
-        self._numpy = np.random.get_state()
+        self._numpy = np.random.get_state(legacy=False)  # whichever generator it is
 
     def put_back(self) -> None:
         """The next numbers are those that came when this was made."""

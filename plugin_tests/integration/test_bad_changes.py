@@ -38,6 +38,19 @@ def test_an_optimizer_over_foreign_parameters_is_refused_and_a_right_one_works(o
     assert losses[0] > losses[1] > losses[2]
 
 
+@pytest.mark.parametrize("where", ["outside the layers", "in a layer"])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_where_they_would_be_trained(kind: type[nn.Module], where: str) -> None:
+    model, accelerator = tiny_model(), Accelerator(cpu=True)
+    owner = model.model if where == "outside the layers" else model.model.layers[1]
+    owner.table = kind(5, 4, sparse=True)
+    accelerator.prepare_model(model, evaluation_mode=True)
+    with pytest.raises(UnsupportedError, match=r"table is an embedding with sparse=True.*Make it with sparse=False"):
+        accelerator.prepare(model)
+    owner.table.requires_grad_(False)
+    accelerator.prepare(model)
+
+
 def test_an_optimizer_of_other_parameters_alone_stays_a_stock_one() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(tiny_model())

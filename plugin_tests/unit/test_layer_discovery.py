@@ -145,16 +145,6 @@ def test_classes_that_are_not_there_are_refused_by_name() -> None:
         discover_layers(Plain(), ["Nope", "Neither"])
 
 
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_sparse_gradients_are_refused_where_they_would_be_trained(kind: type[nn.Module]) -> None:
-    model = Plain()
-    model.table = kind(5, 4, sparse=True)
-    with pytest.raises(UnsupportedError, match=r"table is an embedding with sparse=True.*Make it with sparse=False"):
-        discover_layers(model)
-    model.table.requires_grad_(False)
-    assert_complete(model, discover_layers(model))
-
-
 def share_between_layers(model: Any) -> None:
     model.blocks[2].inner[0].weight = model.blocks[0].inner[1].weight
 
