@@ -20,6 +20,7 @@ from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 from megatrain_accelerate.optim.fused_step import FusedStep
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.host_step import TAKEN_OVER, driver_of
+from megatrain_accelerate.planning.layer_discovery import refuse_sparse_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ def prepare_model(
         engine = None
     if not evaluation_mode:
         require_passing_possible(_config(), accelerator.gradient_accumulation_steps)
+        refuse_sparse_gradients(model)
     if engine is None:
         if getattr(model, "hf_device_map", None):
             raise UnsupportedError(
@@ -189,7 +191,8 @@ def _adopt(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
     schedule = engine.config.step_schedule
     if schedule == "auto":
         schedule = "backward" if engine.config.passes_gradients else "deferred"
-    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    ids = {id(parameter) for parameter in held if engine.runtime.norms.row(parameter) is not None}
     engine.runtime.drain()
     # First, since adopting sets the moments that they share.
     for earlier in engine.optimizer_drivers:
@@ -247,8 +250,11 @@ def begin_training(engine: Engine, *, clips: bool, tries_again: bool) -> None:
     for driver in engine.optimizer_drivers:
         if not isinstance(driver, FusedStep):
             continue
-        if engine.config.step_schedule == "auto":
-            driver.set_schedule("deferred" if clips or tries_again else "backward")
+        if engine.config.step_schedule == "auto" and (clips or tries_again):
+            driver.set_schedule("deferred")
+        elif engine.config.step_schedule == "auto" and not engine.config.passes_gradients:
+            # The first backward shows which layers' weights get gradients from elsewhere too.
+            driver.set_schedule("deferred", then="backward")
         if stepped := driver.forget_backward():
             logger.warning(
                 "megatrain: the training before this one broke off in or after a backward in which %d parameters were stepped "

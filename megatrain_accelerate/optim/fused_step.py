@@ -152,9 +152,14 @@ class FusedStep(HostStep):
         expose(entry, state)
         self._shown[id(state.parameter)] = {key: id(view) for key, view in views_of(state).items()}
 
-    def set_schedule(self, schedule: str) -> None:
-        """Chooses when the arithmetic runs, from the next backward on: ``deferred``, ``backward`` or ``serial``."""
-        self.schedule = schedule
+    def set_schedule(self, schedule: str, then: str | None = None) -> None:
+        """Chooses when the arithmetic runs, from the next backward on: ``deferred``, ``backward`` or ``serial``.
+
+        Args:
+            schedule: the choice.
+            then: that from the next :meth:`step` on, if it is another.
+        """
+        self.schedule, self._then = schedule, then
         listeners = self.runtime.offloader.layer_done_listeners
         if schedule == "backward":
             listeners[id(self)] = self._layer_done
@@ -262,6 +267,8 @@ class FusedStep(HostStep):
         """
         self.refuse_retired()
         refuse_unfused(optimizer.param_groups)
+        if self._then is not None:
+            self.set_schedule(self._then)
         runtime = self.runtime
         runtime.worker.raise_if_failed()
         runtime.refresh_if_written()

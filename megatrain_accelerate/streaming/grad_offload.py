@@ -265,7 +265,7 @@ class GradientOffloader:
         """Gradients of a unit on the device stay where they are; their norms go to the host."""
         for state, gradient in zip(states, of_their_own(gradients, others), strict=True):
             _refuse_hooked(layer, state)
-            self._add_in_place(state, gradient)
+            self.add_in_place(state, gradient)
             self._norms.forget(state.parameter)
         if not self.gradients_complete():
             return
@@ -291,8 +291,8 @@ class GradientOffloader:
             assert state.parameter.grad is not None
             self._norms.note(state.parameter, state.parameter.grad)
 
-    def _add_in_place(self, state: ParameterState, gradient: torch.Tensor) -> None:
-        """Sets or adds to the gradient of a parameter on the device."""
+    def add_in_place(self, state: ParameterState, gradient: torch.Tensor) -> None:
+        """Sets or adds to a gradient that no copy is on its way to, where the parameter lies."""
         if state.parameter.grad is None:
             state.parameter.grad = gradient
             state.forget_fp32_sum()

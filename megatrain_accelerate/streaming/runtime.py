@@ -34,6 +34,7 @@ from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.micro_batches import GradientSums
 from megatrain_accelerate.streaming.norm_table import NormTable
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
+from megatrain_accelerate.streaming.outside_gradients import OutsideGradients
 from megatrain_accelerate.streaming.prefetch import Prefetcher
 from megatrain_accelerate.streaming.relocation import Part, relocate
 from megatrain_accelerate.streaming.resident import ResidentGroup, gradient_ready
@@ -80,13 +81,8 @@ class StreamingRuntime:
         self.config = config
         self.register = register
         self.norms = NormTable(self.units, register)
-        self.sums = Fp32Sums(
-            self.parts,
-            device=streams.device,
-            kernels=kernels,
-            is_wanted=config.accumulation_dtype == "fp32",
-            host_memory_gib=config.host_memory_gib,
-        )
+        wanted, limit = config.accumulation_dtype == "fp32", config.host_memory_gib
+        self.sums = Fp32Sums(self.parts, device=streams.device, kernels=kernels, is_wanted=wanted, host_memory_gib=limit)
         self.prefetcher = Prefetcher(self.layers, config.slots, streams, meter)
         self.offloader = GradientOffloader(
             self.layers,
@@ -148,6 +144,7 @@ class StreamingRuntime:
         residents = [state for group in self.groups for state in group.unit.states if state.entry.spec.trainable]
         self._handles: list[Any] = [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
         self._handles += self.sums.watch(residents)
+        self.outside = OutsideGradients([part.unit for part in (*self.layers, *self.experts)], self.offloader, self.norms)
         self._dry_run: LayerRunner | None = None
         self._in_backward = False
         self._open_forwards: weakref.WeakSet[OpenForward] = weakref.WeakSet()
@@ -282,10 +279,11 @@ class StreamingRuntime:
                     group.wait_for_gradients()
 
     def may_step_in_backward(self, layer: StreamedLayer) -> bool:
-        """Whether no other backward of this layer can still follow before the step."""
+        """Whether no other gradient of this layer can still follow before the step."""
         tape = self._backward_tape
         called_once = tape is not None and tape.calls.count(layer.index) == 1
-        return self.gradients_complete() and len(self._open_forwards) == 1 and called_once
+        others = len(self._open_forwards) > 1 or id(layer.unit) in self.outside.reached
+        return self.gradients_complete() and called_once and not others
 
     def before_group_use(self, group: ResidentGroup) -> None:
         """Called before a module that reads the group's weights runs."""
@@ -332,6 +330,7 @@ class StreamingRuntime:
         for state in unit.states:
             if state.parameter.grad is not None:
                 self.norms.forget(state.parameter)
+        self.outside.moved(unit)
         for listener in self.moved_listeners.values():
             listener(unit)
 
@@ -393,6 +392,7 @@ class StreamingRuntime:
         self.streams.synchronize()
         for handle in self._handles:
             handle.remove()
+        self.outside.close()
         self.offloader.close()
         self.activations.close()
         self.norms.close()

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from loop_runs import adamw, both, loss_of, prepared
+from loop_runs import adamw, both, loss_of, prepared, train
 from peft import AdaLoraConfig, get_peft_model
 from plain_torch import token_batches
 from torch import nn
 from trainer_runs import plugin, run_both, run_trainer, tiny_llama
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
+import megatrain_accelerate
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import ConfigError, StateError
+from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 
 REMEDY = "step_schedule to 'deferred'"
 
@@ -28,16 +33,17 @@ def penalty(model: nn.Module) -> torch.Tensor:
 
 
 class Penalised(Trainer):
-    """The penalty's graph is made last, so that its gradients come before the layers' own."""
+    """The penalty's graph is made last: on the CPU its gradients come before the layers' own."""
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         return model(**inputs).loss + penalty(model)
 
 
 class PenalisedBefore(Trainer):
-    """The penalty's graph is made first, so that its gradients come last."""
+    """The penalty's graph is made first: its gradients come last."""
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        megatrain_accelerate.drain()  # or it would read weights before their step
         before = penalty(model)
         return before + model(**inputs).loss
 
@@ -52,14 +58,106 @@ class Halving(Trainer):
         return loss
 
 
+class Landing:
+    """An event of copies that land on another thread, in order, long after they were issued, as a stream's do."""
+
+    def __init__(self, stream: ThreadPoolExecutor, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._landed = stream.submit(self._land, copies)
+
+    @staticmethod
+    def _land(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        time.sleep(0.03)
+        for target, source in copies:
+            target.copy_(source)
+
+    def synchronize(self) -> None:
+        self._landed.result()
+
+
+@pytest.fixture(params=["at once", "late"])
+def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Gradients arrive on the host so."""
+    with ThreadPoolExecutor(1) as stream:
+
+        def send(
+            offloader: GradientOffloader, slot: Any, name: str, size: int, pieces: Any, norms: torch.Tensor | None
+        ) -> Landing:
+            copies = [(target, source.clone()) for target, source in pieces]
+            copies += [(norms, slot.norms[: norms.numel()].clone())] if norms is not None else []
+            offloader._last_copied_event = Landing(stream, copies)
+            return offloader._last_copied_event
+
+        if request.param == "late":
+            monkeypatch.setattr(GradientOffloader, "send", send)
+        yield
+
+
+@pytest.mark.usefixtures("copies")
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_penalty_on_the_weights_counts_without_clipping(tmp_path: Path, accumulation: int) -> None:
-    settings = {"gradient_accumulation_steps": accumulation, "max_grad_norm": 0.0}
-    _, streamed = run_both(tiny_llama, tmp_path, trainer_class=Penalised, **settings)
+@pytest.mark.parametrize("trainer_class", [Penalised, PenalisedBefore])
+def test_a_penalty_on_the_weights_counts(
+    tmp_path: Path, trainer_class: type[Trainer], accumulation: int, max_grad_norm: float
+) -> None:
+    settings = {"gradient_accumulation_steps": accumulation, "max_grad_norm": max_grad_norm, "max_steps": 3}
+    _, streamed = run_both(tiny_llama, tmp_path, trainer_class=trainer_class, **settings)
     engine = engine_of(streamed.trainer.model)
-    assert [driver.schedule for driver in engine.optimizer_drivers] == ["backward"]
+    assert [driver.schedule for driver in engine.optimizer_drivers] == ["deferred" if max_grad_norm else "backward"]
     plain = run_trainer(tiny_llama, tmp_path, streamed=False, **settings)
     assert plain.logged("grad_norm") != streamed.logged("grad_norm")
+
+
+@pytest.mark.usefixtures("copies")
+def test_a_penalty_with_a_backward_of_its_own_counts() -> None:
+    def script(accelerator: Accelerator) -> tuple[nn.Module, list[Any]]:
+        model, optimizer = prepared(accelerator)
+        observed = []
+        for place, ids in enumerate(token_batches(3)):
+            megatrain_accelerate.drain()
+            parts = [lambda: loss_of(model, ids), lambda: penalty(model)]  # noqa: B023
+            for part in parts if place % 2 else reversed(parts):
+                accelerator.backward(part())
+            observed.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, observed
+
+    both(script)
+
+
+class PenalisedLayer(Trainer):
+    """One layer's weights get other gradients."""
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        return model(**inputs).loss + penalty(model.model.layers[1])
+
+
+class StepsInBackward(TrainerCallback):
+    """Notes which units' steps were submitted before the backward of each step was over."""
+
+    def __init__(self) -> None:
+        self.found: list[list[str]] = []
+        self._submitted: list[str] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        worker = engine_of(kwargs["model"]).runtime.worker
+        if state.global_step == 0:
+            submit = worker.submit
+            worker.submit = lambda name, work: (self._submitted.append(name), submit(name, work))[1]
+        self._submitted.clear()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.found.append(list(self._submitted))
+
+
+def test_only_layers_without_such_gradients_are_stepped_in_backward_and_not_in_the_first(tmp_path: Path) -> None:
+    noted = StepsInBackward()
+    run_trainer(
+        tiny_llama, tmp_path, streamed=True, trainer_class=PenalisedLayer, max_grad_norm=0.0, max_steps=3,
+        options=lambda model: {"callbacks": [noted]},
+    )  # fmt: skip
+    others = ["step (model.layers.2)", "step (model.layers.0)"]
+    assert noted.found == [[], others, others]
 
 
 def test_adalora_is_that_of_peft_alone_without_clipping(tmp_path: Path) -> None:
@@ -74,12 +172,21 @@ def test_adalora_is_that_of_peft_alone_without_clipping(tmp_path: Path) -> None:
     run_both(make, tmp_path, max_grad_norm=0.0)
 
 
-@pytest.mark.parametrize("trainer_class", [PenalisedBefore, Halving])
+@pytest.mark.parametrize(("trainer_class", "settings"), [(PenalisedBefore, {"step_schedule": "backward"}), (Halving, {})])
 def test_gradients_that_change_after_their_layers_step_are_an_error_though_the_trainer_logs_norms(
-    tmp_path: Path, trainer_class: type[Trainer]
+    tmp_path: Path, trainer_class: type[Trainer], settings: dict[str, Any]
 ) -> None:
     with pytest.raises(StateError, match=REMEDY):
-        run_trainer(tiny_llama, tmp_path, streamed=True, trainer_class=trainer_class, max_grad_norm=0.0)
+        run_trainer(tiny_llama, tmp_path, streamed=True, trainer_class=trainer_class, settings=settings, max_grad_norm=0.0)
+
+
+@pytest.mark.parametrize("trainer_class", [Penalised, PenalisedBefore])
+def test_gradients_that_pass_are_refused_from_outside_with_the_reason(tmp_path: Path, trainer_class: type[Trainer]) -> None:
+    with pytest.raises(StateError, match=r"from outside its layer.*host_gradients to 'kept'"):
+        run_trainer(
+            tiny_llama, tmp_path, streamed=True, trainer_class=trainer_class, max_grad_norm=0.0,
+            settings={"host_gradients": "passing"},
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -168,11 +275,56 @@ def test_a_frozen_weight_of_the_optimizer_that_is_unfrozen_without_a_new_prepare
         with pytest.raises(StateError, match="unfrozen after the model was prepared"):
             loss_of(model, token_batches(1)[0])
         model, optimizer = accelerator.prepare(model, optimizer)
-        before = model.model.layers[0].mlp.up_proj.weight.detach().clone()
+        before = model.state_dict()["model.layers.0.mlp.up_proj.weight"].clone()
         accelerator.backward(loss_of(model, token_batches(1)[0]))
         optimizer.step()
         optimizer.zero_grad()
-        assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, before)
+        assert not torch.equal(model.state_dict()["model.layers.0.mlp.up_proj.weight"], before)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
+def test_moments_of_frozen_weights_are_loaded_and_go_on_when_these_are_trained_again(
+    optimizer_class: type[torch.optim.Optimizer],
+) -> None:
+    def script(accelerator: Accelerator) -> tuple[nn.Module, list[Any]]:
+        model = tiny_llama()
+        options = {} if optimizer_class is torch.optim.AdamW else {"momentum": 0.9}
+        model, optimizer = accelerator.prepare(model, optimizer_class(model.parameters(), lr=1e-2, **options))
+        observed = train(accelerator, model, optimizer, token_batches(2))
+        for frozen in (True, False):
+            model.model.layers[0].requires_grad_(not frozen)
+            model, optimizer = accelerator.prepare(model, optimizer)
+            saved = copy.deepcopy(optimizer.state_dict())
+            observed.append(len(saved["state"]))
+            optimizer.load_state_dict(saved)
+            observed += train(accelerator, model, optimizer, token_batches(2, seed=3))
+        return model, observed
+
+    both(script)
+
+
+def test_an_optimizer_that_holds_anothers_weight_frozen_takes_nothing_over() -> None:
+    def script(accelerator: Accelerator) -> tuple[nn.Module, list[Any]]:
+        model = tiny_llama()
+        layer, head = list(model.model.layers[0].parameters()), [model.lm_head.weight]
+        rest = [weight for weight in model.parameters() if id(weight) not in {id(at) for at in (*layer, *head)}]
+        first, second = adamw(model), adamw(model)
+        for optimizer, own in ((first, [*head, *layer]), (second, rest)):
+            optimizer.param_groups[0]["params"] = own
+        model, first, second = accelerator.prepare(model, first, second)
+        observed = train(accelerator, model, first, token_batches(1))
+        second.zero_grad()
+        model.model.layers[0].requires_grad_(False)
+        second.param_groups[0]["params"] = [*rest, *layer]
+        model, first, second = accelerator.prepare(model, first, second)
+        for ids in token_batches(2, seed=3):
+            accelerator.backward(loss_of(model, ids))
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+        return model, observed
+
+    both(script)
 
 
 def test_two_optimizers_may_both_hold_the_frozen_weights() -> None:

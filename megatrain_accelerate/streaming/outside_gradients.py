@@ -1,0 +1,130 @@
+"""Gradients that reach a streamed weight from outside its layer: a penalty on the weights, a regularisation of adapters.
+
+The weight lies on the host, so that autograd accumulates them on the thread that called backward, while the GPU's thread
+runs the layers and issues the copies of their own gradients into the same memory. They are set aside until backward is over
+and all copies have landed, and are added then.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.graph import Node, get_gradient_edge
+
+from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.memory.host_store import HostUnit
+from megatrain_accelerate.memory.parameter_state import ParameterState
+from megatrain_accelerate.streaming.grad_offload import GradientOffloader
+from megatrain_accelerate.streaming.norm_table import NormTable
+
+_BACKWARDS = 8
+"""Whose gradients are held at most: of one that failed nobody tells, and one may run within another."""
+
+
+class OutsideGradients:
+    """Takes such gradients before autograd accumulates them, and adds them when their backward is over.
+
+    Args:
+        units: of the streamed layers and experts.
+        offloader: what brings these their own gradients.
+        norms: the norms of all gradients.
+    """
+
+    def __init__(self, units: Iterable[HostUnit], offloader: GradientOffloader, norms: NormTable) -> None:
+        self._offloader = offloader
+        self._norms = norms
+        self._lock = threading.Lock()
+        self._aside: dict[int, dict[int, tuple[ParameterState, torch.Tensor]]] = {}
+        """Of each backward, by its number, by the ``id`` of the parameter."""
+        self._watched: dict[int, list[Any]] = {}
+        self.reached: set[int] = set()
+        """The ``id`` of each unit that ever got one: it can't be stepped within a backward."""
+        for unit in units:
+            self._watch(unit)
+
+    def _watch(self, unit: HostUnit) -> None:
+        # On the device autograd's thread is the one that runs the layers.
+        states = [] if unit.is_on_device else [state for state in unit.states if state.entry.spec.trainable]
+        watched = self._watched[id(unit)] = []
+        for state in states:
+            node = _accumulation(state.parameter)
+            # Weakly, since the garbage collector doesn't see through a node. The node lives as long as it is held.
+            take = functools.partial(_take, weakref.ref(self), weakref.ref(unit), weakref.ref(state))
+            watched.append((node, node.register_prehook(take)))
+
+    def moved(self, unit: HostUnit) -> None:
+        """To be called when a unit has moved to or from the device: its weights' nodes are others then."""
+        if id(unit) in self._watched:
+            self._leave(id(unit))
+            self._watch(unit)
+
+    def _leave(self, unit: int) -> None:
+        for _, handle in self._watched[unit]:
+            handle.remove()
+
+    def close(self) -> None:
+        """Autograd accumulates by itself again."""
+        for unit in self._watched:
+            self._leave(unit)
+        self._watched.clear()
+
+    def take(self, unit: HostUnit, state: ParameterState, gradient: torch.Tensor) -> None:
+        """Sets a gradient aside; called within backward, by any of its threads.
+
+        Raises:
+            StateError: gradients pass, and have no place to be added in.
+        """
+        if self._offloader.passes:
+            raise StateError(
+                f"{unit.name}.{state.name} got a gradient from outside its layer (a penalty on the weights), and "
+                "megatrain_config.host_gradients: passing keeps none to which it could be added; set host_gradients to 'kept' "
+                "(2 bytes a parameter more)"
+            )
+        backward = torch._C._current_graph_task_id()
+        with self._lock:
+            if backward not in self._aside:
+                while len(self._aside) >= _BACKWARDS:
+                    self._aside.pop(min(self._aside))
+                self._aside[backward] = {}
+                Variable._execution_engine.queue_callback(functools.partial(self._settle, backward))
+            gradients = self._aside[backward]
+            _, earlier = gradients.get(id(state.parameter), (state, None))
+            gradients[id(state.parameter)] = state, gradient if earlier is None else earlier + gradient
+            self.reached.add(id(unit))
+
+    def _settle(self, backward: int) -> None:
+        self._offloader.wait()
+        with torch.no_grad():
+            for state, gradient in self._aside.pop(backward).values():
+                self._offloader.add_in_place(state, gradient)
+                self._norms.forget(state.parameter)
+
+
+def _accumulation(parameter: torch.nn.Parameter) -> Node:
+    """Autograd's node that adds to ``parameter.grad``; there is one at a time, for as long as anybody holds it."""
+    is_trained = parameter.requires_grad
+    with torch.inference_mode(False):
+        parameter.requires_grad_(True)
+        node = get_gradient_edge(parameter).node
+        parameter.requires_grad_(is_trained)
+    return node
+
+
+def _take(
+    gradients: weakref.ref[OutsideGradients],
+    unit: weakref.ref[HostUnit],
+    state: weakref.ref[ParameterState],
+    arrived: tuple[torch.Tensor | None, ...],
+) -> tuple[None] | None:
+    """Before a weight's accumulation: nothing is left to accumulate. With ``create_graph`` it is autograd's."""
+    taker, of_unit, of_state, gradient = gradients(), unit(), state(), arrived[0]
+    if taker is None or of_unit is None or of_state is None or gradient is None or gradient.requires_grad:
+        return None
+    taker.take(of_unit, of_state, gradient)
+    return (None,)
