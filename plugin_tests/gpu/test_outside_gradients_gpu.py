@@ -7,57 +7,30 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AdaLoraConfig, get_peft_model
-from torch import nn
+from penalised_runs import Penalised, PenalisedBefore, adalora
 from trainer_runs import close, run_trainer, tiny_llama
 from transformers import Trainer
-
-import megatrain_accelerate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 STREAMED: dict[str, Any] = {"device_layers": 0, "resident_layers": 0, "keep_layers": 0, "compile_layers": False}
 
 
-def llama() -> nn.Module:
-    # Copies that take a while, and several layers of them.
-    return tiny_llama(hidden_size=512, intermediate_size=2048, num_hidden_layers=6)
-
-
-def adalora() -> nn.Module:
-    torch.manual_seed(3)
-    adapter = AdaLoraConfig(
-        init_r=6, target_r=2, tinit=1, tfinal=1, deltaT=1, total_step=8, orth_reg_weight=0.5, task_type="CAUSAL_LM",
-        target_modules=["q_proj", "v_proj"],
-    )  # fmt: skip
-    return get_peft_model(llama(), adapter)
-
-
-def penalty(model: nn.Module) -> torch.Tensor:
-    megatrain_accelerate.drain()
-    return 0.01 * sum((weight.pow(2).sum() for weight in model.parameters()), torch.zeros(()))
-
-
-class Penalised(Trainer):
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        return model(**inputs).loss + penalty(model)
-
-
-class PenalisedBefore(Trainer):
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        before = penalty(model)
-        return model(**inputs).loss + before
+LARGER: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
+"""Copies that take a while, and several layers of them."""
 
 
 @pytest.mark.parametrize("settings", [{}, {"keep_layers": 6}, {"device_layers": 3}])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
-@pytest.mark.parametrize(("make", "trainer_class"), [(llama, Penalised), (llama, PenalisedBefore), (adalora, Trainer)])
+@pytest.mark.parametrize(
+    ("make", "trainer_class"), [(tiny_llama, Penalised), (tiny_llama, PenalisedBefore), (adalora, Trainer)]
+)
 def test_gradients_from_outside_count_whatever_arrives_first(
     tmp_path: Path, make: Any, trainer_class: type[Trainer], max_grad_norm: float, settings: dict[str, Any]
 ) -> None:
     runs = [
         run_trainer(
-            make,
+            lambda: make(**LARGER),
             tmp_path / str(streamed),
             streamed=streamed,
             settings={**STREAMED, **settings} if streamed else None,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from loop_runs import adamw, both, loss_of, prepared, train
-from peft import AdaLoraConfig, get_peft_model
+from penalised_runs import Penalised, PenalisedBefore, adalora, penalty
 from plain_torch import token_batches
 from torch import nn
 from trainer_runs import plugin, run_both, run_trainer, tiny_llama
@@ -25,27 +25,6 @@ from megatrain_accelerate.errors import ConfigError, StateError
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 
 REMEDY = "step_schedule to 'deferred'"
-
-
-def penalty(model: nn.Module) -> torch.Tensor:
-    """Of the size of the gradients that the data makes."""
-    return 0.1 * sum((weight.pow(2).sum() for weight in model.parameters()), torch.zeros(()))
-
-
-class Penalised(Trainer):
-    """The penalty's graph is made last: on the CPU its gradients come before the layers' own."""
-
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        return model(**inputs).loss + penalty(model)
-
-
-class PenalisedBefore(Trainer):
-    """The penalty's graph is made first: its gradients come last."""
-
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        megatrain_accelerate.drain()  # or it would read weights before their step
-        before = penalty(model)
-        return before + model(**inputs).loss
 
 
 class Halving(Trainer):
@@ -161,15 +140,7 @@ def test_only_layers_without_such_gradients_are_stepped_in_backward_and_not_in_t
 
 
 def test_adalora_is_that_of_peft_alone_without_clipping(tmp_path: Path) -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(3)
-        adapter = AdaLoraConfig(
-            init_r=6, target_r=2, tinit=1, tfinal=1, deltaT=1, total_step=8, orth_reg_weight=0.5, task_type="CAUSAL_LM",
-            target_modules=["q_proj", "v_proj"],
-        )  # fmt: skip
-        return get_peft_model(tiny_llama(), adapter)
-
-    run_both(make, tmp_path, max_grad_norm=0.0)
+    run_both(adalora, tmp_path, max_grad_norm=0.0)
 
 
 @pytest.mark.parametrize(("trainer_class", "settings"), [(PenalisedBefore, {"step_schedule": "backward"}), (Halving, {})])
@@ -234,13 +205,7 @@ def half_frozen() -> nn.Module:
     return model
 
 
-def with_adapter() -> nn.Module:
-    torch.manual_seed(3)
-    adapter = AdaLoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", total_step=8)
-    return get_peft_model(tiny_llama(), adapter)
-
-
-@pytest.mark.parametrize("make", [half_frozen, with_adapter])
+@pytest.mark.parametrize("make", [half_frozen, adalora])
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
 def test_an_optimizer_over_all_parameters_leaves_the_frozen_ones(
     make: Callable[[], nn.Module], optimizer_class: type[torch.optim.Optimizer]
