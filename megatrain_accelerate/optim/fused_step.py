@@ -364,7 +364,7 @@ class FusedStep(HostStep):
         if self.optimizer is None or layer.unit.is_on_device or not self.runtime.may_step_in_backward(layer):
             return False
         if any(state.has_foreign_gradient for state in layer.unit.states):
-            return False  # also from outside the layer (a penalty): step() brings the sum into its place
+            return False  # added to a script's own tensor: step() brings it into its place
         if not self._stepped_in_backward:  # once a backward: a model of experts has thousands of parameters
             refuse_unfused(self._optimizer.param_groups)
             self._group_of = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}

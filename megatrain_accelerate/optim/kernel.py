@@ -43,7 +43,7 @@ _REBUILD = "build it with `pip install --force-reinstall --no-deps .` in a check
 
 
 def default_thread_count(cpus: int | None = None) -> int:
-    """Less two for the launcher and the copies where there are more than four.
+    """Threads of the kernels: one for each CPU, less two for the launcher and the copies where there are more than four.
 
     Args:
         cpus: of the machine; by default those that this process may use.
