@@ -250,11 +250,9 @@ def begin_training(engine: Engine, *, clips: bool, tries_again: bool) -> None:
     for driver in engine.optimizer_drivers:
         if not isinstance(driver, FusedStep):
             continue
-        if engine.config.step_schedule == "auto" and (clips or tries_again):
-            driver.set_schedule("deferred")
-        elif engine.config.step_schedule == "auto" and not engine.config.passes_gradients:
+        if engine.config.step_schedule == "auto" and not engine.config.passes_gradients:
             # The first backward shows which layers' weights get gradients from elsewhere too.
-            driver.set_schedule("deferred", then="backward")
+            driver.set_schedule("deferred", then=None if clips or tries_again else "backward")
         if stepped := driver.forget_backward():
             logger.warning(
                 "megatrain: the training before this one broke off in or after a backward in which %d parameters were stepped "

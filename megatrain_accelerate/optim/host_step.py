@@ -136,10 +136,10 @@ class HostStep:
                         "a parameter was added to the optimizer after the model was prepared; unfreeze it before "
                         "accelerator.prepare()"
                     )
-                place = state.gradient if parameter.data_ptr() == state.weight.data_ptr() else None
-                if place is not None and parameter.grad.data_ptr() != place.data_ptr():
+                if parameter.data_ptr() == state.weight.data_ptr() and state.has_foreign_gradient:
+                    assert state.gradient is not None
                     self.runtime.drain()  # a step that is still to be applied may read the place
-                    place.copy_(parameter.grad)
+                    state.gradient.copy_(parameter.grad)
                 found.append((state, group))
         return found
 
