@@ -24,7 +24,7 @@ from megatrain_accelerate.estimate.machine_description import MachineDescription
 from megatrain_accelerate.estimate.meta_model import load_config, model_on_meta
 from megatrain_accelerate.estimate.positions import PositionTable
 from megatrain_accelerate.estimate.report import Estimate, Limits
-from megatrain_accelerate.integrations.accelerate_backend import require_passing_possible
+from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 from megatrain_accelerate.planning.active_parameters import active_parameters
 from megatrain_accelerate.planning.plan_table import experts_text
@@ -169,7 +169,7 @@ def estimate(options: argparse.Namespace) -> Estimate:
             "megatrain_config.step_schedule is 'serial', and the plan's cost model, which the estimate is made by, knows only "
             "steps that hide under forward or backward: leave it out, or take deferred or backward"
         )
-    require_passing_possible(config, options.accumulation)
+    require_steps_in_backward_possible(config, options.accumulation)
     machine = describe_machine(machine_options(options), config)
     settings = load_config(options.model, options.trust_remote_code)
     model = model_on_meta(settings, options.trust_remote_code)

@@ -112,7 +112,7 @@ def prepare_model(
         engine.close()
         engine = None
     if not evaluation_mode:
-        require_passing_possible(_config(), accelerator.gradient_accumulation_steps)
+        require_steps_in_backward_possible(_config(), accelerator.gradient_accumulation_steps)
         refuse_sparse_gradients(model)
     if engine is None:
         if getattr(model, "hf_device_map", None):
@@ -204,14 +204,14 @@ def _adopt(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
     step_trace.follow(optimizer, engine)
 
 
-def require_passing_possible(
+def require_steps_in_backward_possible(
     config: MegatrainConfig, accumulation: int, clips: bool = False, tries_again: bool = False
 ) -> None:
-    """Checks that gradients that are to be consumed in backward (``host_gradients: passing``) can be.
+    """Checks that layers can be stepped in backward where the settings ask for it.
 
     Raises:
-        ConfigError: they are accumulated or clipped, or a backward that failed is to be tried again. Clipping contradicts
-            ``step_schedule: backward`` without them, too.
+        ConfigError: gradients are clipped; or, where they pass (``host_gradients: passing``), also accumulated, or a backward
+            that failed is to be tried again.
     """
     if config.passes_gradients and accumulation > 1:
         raise ConfigError(

@@ -24,7 +24,7 @@ from megatrain_accelerate.checkpointing import (
     saving_progress,
 )
 from megatrain_accelerate.engine import Engine, engine_of
-from megatrain_accelerate.integrations.accelerate_backend import begin_training, require_passing_possible
+from megatrain_accelerate.integrations.accelerate_backend import begin_training, require_steps_in_backward_possible
 from megatrain_accelerate.integrations.telemetry import Telemetry, describe_bound
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class MegatrainCallback(TrainerCallback):
             self._close_telemetry()  # an exception may have ended the training before
             clips = bool(args.max_grad_norm and args.max_grad_norm > 0)
             tries_again = bool(args.auto_find_batch_size)
-            require_passing_possible(engine.config, args.gradient_accumulation_steps, clips, tries_again)
+            require_steps_in_backward_possible(engine.config, args.gradient_accumulation_steps, clips, tries_again)
             engine.expect_accumulation(args.gradient_accumulation_steps)
             begin_training(engine, clips=clips, tries_again=tries_again)
             self._telemetry = Telemetry(engine, kwargs["model"])
