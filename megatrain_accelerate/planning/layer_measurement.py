@@ -301,8 +301,11 @@ class _Measurement:
 
     def run(self) -> Trial:
         """Runs rounds until the device is warm; returns what the layer returns and records."""
-        trial = self._round(chooses_kernels=self._compiled is not None)
-        if self._compiled is not None or self._seconds() < _LONG_SECONDS:
+        to_compile = self._compiled
+        trial = self._round(chooses_kernels=to_compile is not None)
+        if to_compile is not None and not to_compile.wants(self._layer):
+            self._compiled = None  # it can't be compiled, as is known since
+        if to_compile is not None or self._seconds() < _LONG_SECONDS:
             trial = self._round()
         for stopwatch in (self.forward, self.kept_forward, self.recompute, self.backward):
             stopwatch.counts_bytes = False

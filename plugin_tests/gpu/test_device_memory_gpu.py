@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from engine_runs import attach
-from plain_torch import tiny_model
+from plain_torch import tiny_model, token_batches
 
 from megatrain_accelerate.memory.expandable_segments import ALLOCATOR_VARIABLES
 from megatrain_accelerate.planning.device_memory import whole_free_bytes
@@ -58,3 +60,46 @@ def test_what_counts_as_whole_is_what_the_allocator_gives_back(monkeypatch: pyte
     assert 8 * 40 * MIB <= whole <= 8 * 63 * MIB + 16 * MIB
     assert whole_free_bytes(GPU) == 0
     del held
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"keep_layers": 4}, {"offload_layers": 4, "keep_layers": 0}, {"keep_layers": 4, "compile_layers": True}],
+    ids=["kept", "offloaded", "compiled"],
+)
+def test_a_forward_without_a_backward_gives_its_memory_back(settings: dict[str, Any]) -> None:
+    model = tiny_model().train()
+    engine = attach(model, device="cuda", **{"compile_layers": False, **settings})
+    ids = token_batches(1, batch=4, length=512)[0].cuda()
+    model(input_ids=ids, labels=ids).loss.backward()  # is planned for
+    held = []
+    for _ in range(3):
+        loss = model(input_ids=ids, labels=ids).loss
+        alive = torch.cuda.memory_allocated(GPU)
+        del loss
+        gc.collect()
+        held.append(torch.cuda.memory_allocated(GPU))
+        assert alive > held[-1]
+    assert held[2] == held[0]
+    engine.close()
+
+
+def test_planning_leaves_nothing_behind_where_layers_cannot_be_compiled() -> None:
+    def fails(graph: Any, inputs: list[Any]) -> Any:
+        raise NotImplementedError("no such kernel")
+
+    left = []
+    for compile_layers in (False, True):
+        model = tiny_model().train()
+        engine = attach(model, device="cuda", compile_layers=compile_layers, device_layers="auto")
+        engine.runtime.compiled.backend = fails
+        ids = token_batches(1, batch=4, length=512)[0].cuda()
+        gc.collect()
+        before = torch.cuda.memory_allocated(GPU)
+        outline = engine.device_plan.foresee(model, {"input_ids": ids, "labels": ids})
+        assert all(profile.forward_seconds is not None for profile in outline.profiles.values()), "it is measured"
+        assert all(profile.recompute_seconds is None for profile in outline.profiles.values()), "it is a forward"
+        gc.collect()
+        left.append(torch.cuda.memory_allocated(GPU) - before)
+        engine.close()
+    assert left[0] == left[1]
