@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatrain_accelerate.loss.products import runs_on_gpu
 from megatrain_accelerate.planning.compiled_functions import compiled_functions_as_python
+from megatrain_accelerate.planning.kernel_launches import launches_without_data
 from megatrain_accelerate.planning.known_values import KnownValues, NumbersOfTensors, taken_for_data
 from megatrain_accelerate.streaming import tile_loops
 from megatrain_accelerate.streaming.ambient_state import random_numbers_put_back
@@ -268,6 +269,7 @@ def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device)
     inputs = _with_own_head(_without_full_masks(inputs))
     with (
         random_numbers_put_back(torch.device("cpu")),
+        launches_without_data(),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         KnownValues() as values,
         NumbersOfTensors(),

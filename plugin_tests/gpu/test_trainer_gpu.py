@@ -22,14 +22,14 @@ def llama(**changes: Any) -> nn.Module:
     return tiny_llama(hidden_size=128, intermediate_size=256, **changes)
 
 
-def losses(tmp_path: Path, streamed: bool, make: Any, **arguments: Any) -> list[float]:
+def losses(tmp_path: Path, streamed: bool, make: Any, settings: dict[str, Any] | None = None, **arguments: Any) -> list[float]:
     run = run_trainer(
         make,
         tmp_path,
         streamed=streamed,
         dataset=ragged_examples(),
         use_cpu=False,
-        settings=STREAMED if streamed else None,
+        settings=(STREAMED if settings is None else settings) if streamed else None,
         options=lambda model: {"data_collator": Padding("right")},
         **arguments,
     )
@@ -85,11 +85,20 @@ def test_flash_attention_trains_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_liger_kernels_run_in_layers_that_stream(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [STREAMED, {**STREAMED, "compile_layers": True}, {**STREAMED, "keep_layers": "auto"}, {}],
+    ids=["streamed", "compiled", "kept", "planned"],
+)
+def test_liger_kernels_run_in_layers_wherever_they_live(
+    tmp_path: Path, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     pytest.importorskip("liger_kernel")
     torch.use_deterministic_algorithms(False)
     plain = losses(tmp_path, False, llama)
-    theirs, ours = (losses(tmp_path, streamed, llama, use_liger_kernel=True) for streamed in (False, True))
+    with caplog.at_level("INFO"):
+        theirs, ours = (losses(tmp_path, streamed, llama, settings, use_liger_kernel=True) for streamed in (False, True))
     # Triton's sums are in another order than torch's.
     assert all(close(*pair, 1e-4) for pair in zip(ours, theirs, strict=True))
     assert theirs != plain
+    assert "can't be predicted" not in caplog.text
