@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3, help="first steps that don't count: compilation")
     parser.add_argument("--sdpa", choices=("default", "flash", "cudnn"), default="default", help="attention's kernel")
+    parser.add_argument("--liger", action="store_true", help="with use_liger_kernel")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
     parser.add_argument("--json", default="", help="append the result to this file")
@@ -139,6 +140,7 @@ def main() -> None:
         learning_rate=1e-5,
         lr_scheduler_type="cosine",
         bf16=torch.cuda.is_available(),  # only some CPUs compute in it at speed
+        use_liger_kernel=args.liger,
         dataloader_pin_memory=torch.cuda.is_available(),
         logging_steps=1,
         save_strategy="no",
@@ -166,6 +168,7 @@ def main() -> None:
         "length": args.length,
         "layers": model.config.num_hidden_layers,
         "sdpa": args.sdpa,
+        "liger": args.liger,
         "accumulation": args.accumulation,
         "max_grad_norm": args.max_grad_norm,
         "steps": args.steps,
