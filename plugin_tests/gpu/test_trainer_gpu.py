@@ -87,8 +87,8 @@ def test_flash_attention_trains_alike(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "settings",
-    [STREAMED, {**STREAMED, "compile_layers": True}, {**STREAMED, "keep_layers": "auto"}, {}],
-    ids=["streamed", "compiled", "kept", "planned"],
+    [STREAMED, {**STREAMED, "token_tile": 8}, {**STREAMED, "compile_layers": True}, {**STREAMED, "keep_layers": "auto"}, {}],
+    ids=["streamed", "tiles", "compiled", "kept", "planned"],
 )
 def test_liger_kernels_run_in_layers_wherever_they_live(
     tmp_path: Path, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
