@@ -27,7 +27,7 @@ _RESHAPES = {_aten.view.default, _aten._unsafe_view.default}
 
 _SAME_ROWS = {_aten.clone.default, _aten.alias.default, _aten.detach.default}
 
-_VIEWS = {_aten.view.default, _aten.slice.Tensor, _aten.alias.default, _aten.detach.default}
+_VIEWS = {_aten.view.default, _aten.slice.Tensor, _aten.alias.default}
 """Recorded operations whose result shares memory with what they were called on."""
 
 _RECORDED = _ELEMENTWISE | _RESHAPES | _SAME_ROWS | {_aten.slice.Tensor}
@@ -97,7 +97,16 @@ class LazyLogits(torch.Tensor):
     _call: HeadCall
     _parent: LazyLogits | None
     _operation: Operation | None
-    _value: torch.Tensor | None
+    _cell: list[torch.Tensor | None]
+    """The values once they are made; what was detached has the same cell."""
+
+    @property
+    def _value(self) -> torch.Tensor | None:
+        return self._cell[0]
+
+    @_value.setter
+    def _value(self, value: torch.Tensor) -> None:
+        self._cell[0] = value
 
     @staticmethod
     def _make(call: HeadCall, like: torch.Tensor, parent: LazyLogits | None, operation: Operation | None) -> LazyLogits:
@@ -111,7 +120,7 @@ class LazyLogits(torch.Tensor):
             device=call.hidden.device,
             storage_size=0,
         )
-        made._call, made._parent, made._operation, made._value = call, parent, operation, None
+        made._call, made._parent, made._operation, made._cell = call, parent, operation, [None]
         return made
 
     def _lineage(self) -> list[LazyLogits]:
@@ -263,6 +272,11 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLog
             return None
     if not result.shape or result.shape[-1] != logits.shape[-1] or not result.is_floating_point():
         return None
+    if func is _aten.detach.default:
+        # So autograd saves what tanh made, in tanh's own node: as a child of that it would hold the node, and the node itself.
+        twin = LazyLogits._make(logits._call, result, logits._parent, logits._operation)
+        twin._cell = logits._cell
+        return twin
     return LazyLogits._make(logits._call, result, logits, Operation(func, args[1:], kwargs))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import convert_to_fp32
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 from megatrain_accelerate.errors import StateError
@@ -233,3 +235,33 @@ def test_a_factor_that_learns_gets_its_gradient(head: Head) -> None:
     for logits, factor in zip((head.lazy(), head.plain()), factors, strict=True):
         cross_entropy(logits * factor).backward()
     torch.testing.assert_close(factors[0].grad, factors[1].grad)
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_soft_capped_logits_leave_nothing_behind(is_trained: bool) -> None:
+    # Tanh's node saves what tanh made: it mustn't hold itself through it.
+    hidden = torch.randn(20, 8, requires_grad=True) * 2
+    storage = StorageWeakRef(hidden.untyped_storage())
+    logits = 3 * torch.tanh(lazy_linear(hidden, torch.randn(50, 8, requires_grad=True), None, lambda: 0) / 3)
+    assert isinstance(logits, LazyLogits)
+    loss = functional.cross_entropy(logits, torch.arange(20))
+    if is_trained:
+        loss.backward()
+    del hidden, logits, loss
+    gc.collect()
+    assert storage.expired()
+
+
+def test_detached_logits_share_writes_with_the_logits_whoever_is_made_first() -> None:
+    for reads_first in (False, True):
+        logits = torch.tanh(lazy_linear(torch.randn(4, 8), torch.randn(6, 8), None, lambda: 0))
+        detached = logits.detach()
+        assert isinstance(detached, LazyLogits)
+        if reads_first:
+            assert torch.equal(detached.clone() * 1.0, logits.clone() * 1.0)
+        with torch.no_grad():
+            logits[0, 0] = 7.0
+        assert detached[0, 0].item() == 7.0
+        with torch.no_grad():
+            detached[1, 1] = 5.0
+        assert logits[1, 1].item() == 5.0
