@@ -146,7 +146,7 @@ class StreamingRuntime:
         self._handles += self.sums.watch(residents)
         self.outside = OutsideGradients([part.unit for part in (*self.layers, *self.experts)], self.offloader, self.norms)
         self._dry_run: LayerRunner | None = None
-        self._in_backward = False
+        self._backward_task: int | None = None
         self._open_forwards: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         self._in_this_backward: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         self._backward_tape: Tape | None = None
@@ -202,7 +202,6 @@ class StreamingRuntime:
             shared = SharedMappings(*without_caches(args, kwargs))
             return shared.take_back(self._dry_run(layer, shared.args, shared.kwargs))
         if torch.is_grad_enabled():
-            self._in_backward = False
             self._clipping.settle()
             layer.refuse_unfrozen()
             shared = SharedMappings(*without_caches(args, kwargs))
@@ -247,8 +246,9 @@ class StreamingRuntime:
         return self.config.slots + self.prefetcher.own_slot_count
 
     def _backward_begins(self) -> None:
-        if not self._in_backward:
-            self._in_backward = True
+        task = torch._C._current_graph_task_id()
+        if task != self._backward_task:  # of one that raised autograd has dropped the callback
+            self._backward_task = task
             Variable._execution_engine.queue_callback(self._backward_ends)
 
     def resident_gradient_ready(self, parameter: torch.Tensor) -> None:
@@ -262,7 +262,7 @@ class StreamingRuntime:
             group.fetch_gradients(self.norms, self.sums, only=parameter)
 
     def _backward_ends(self) -> None:
-        self._in_backward = False
+        self._backward_task = None
         # Others may wait for a backward of their own.
         self._open_forwards -= self._in_this_backward
         self._in_this_backward.clear()

@@ -56,6 +56,35 @@ def test_an_exception_in_a_layer_leaves_the_engine_usable(trainings: Any, place:
     assert_equal_states(training.state(), undisturbed.state())
 
 
+def test_a_backward_after_one_that_raised_ends_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Both forwards are over before the first backward raises: no forward tells that it is over.
+    model = tiny_model().train()
+    runtime = attach(model).runtime
+    ids = token_batches(1)[0]
+    first, second = (model(input_ids=ids, labels=ids, output_hidden_states=True) for _ in range(2))
+
+    def accident(gradient: torch.Tensor) -> torch.Tensor:
+        raise AccidentError("backward")
+
+    first.hidden_states[1].register_hook(accident)
+    with pytest.raises(AccidentError):
+        first.loss.backward()
+    model.zero_grad()
+    waits = []
+    wait = runtime.offloader.wait
+    monkeypatch.setattr(runtime.offloader, "wait", lambda: (waits.append(runtime.open_forwards), wait())[1])
+    del first
+    second.loss.backward()
+    assert waits, "for the gradients' copies"
+    assert runtime.open_forwards == 0
+    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+    for gradient, parameter in zip(expected, model.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, gradient)
+
+
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_an_exception_in_a_layer_leaves_the_backward_schedule_at_work(trainings: Any, place: str) -> None:
     # Layers above the accident were stepped already in `backward`; in forward nothing was.
