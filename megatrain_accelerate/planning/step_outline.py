@@ -89,7 +89,8 @@ class _LeavingStorages:
         if storage._cdata not in self._seen and storage.nbytes() >= activation_offload.MIN_OFFLOADED_BYTES:
             self._seen.add(storage._cdata)
             self.saved_bytes += storage.nbytes()
-        return tensor
+        # A node that saves its own output and that no backward reaches (a branch that nothing needs) would hold itself.
+        return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 class _EmptyLayer(torch.autograd.Function):

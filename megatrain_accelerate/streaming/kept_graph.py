@@ -69,8 +69,9 @@ class _SavedTensors:
     def pack(self, tensor: torch.Tensor) -> Any:
         if tensor.untyped_storage().data_ptr() == self._address:
             return _SlotPlace.of(tensor)
-        # A node that saves its own output would hold itself through it, for good if backward never comes.
-        tensor = tensor.detach()
+        if tensor.grad_fn is not None:
+            # Its own node may be the one that saves it (softmax), and would hold itself through it if backward never comes.
+            tensor = tensor.detach()
         place = self._offloaded.place(tensor) if self._offloaded is not None else None
         return tensor if place is None else place
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_runs import attach
 from plain_torch import tiny_model, token_batches
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -106,6 +107,37 @@ def test_a_forward_without_a_backward_gives_all_of_it_back(settings: dict[str, A
     gc.collect()
     assert sum(not storage.expired() for storage in made.storages) == 0
     assert engine.runtime.activations.pool.used_bytes == 0
+    engine.close()
+
+
+class Noted(torch.autograd.Function):
+    """Saves a tensor that needs no gradient, with an attribute of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (scale,) = ctx.saved_tensors
+        return grads[0] * scale.factor, None
+
+
+def test_tensors_without_a_gradient_are_kept_as_they_are() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scale = torch.full((1,), 2.0, dtype=x.dtype)
+            scale.factor = 2.0  # type: ignore[attr-defined]
+            return Noted.apply(x, scale)
+
+    model = tiny_model().train()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.Sequential(layer.mlp.act_fn, Scaled())
+    engine = attach(model, keep_layers=4)
+    ids = token_batches(1)[0]
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
     engine.close()
 
 

@@ -125,3 +125,23 @@ def test_buffers_hold_after_a_trial_run_what_they_held_before() -> None:
         norm(torch.randn(8, 4))
         assert not torch.equal(norm.running_mean, before["running_mean"])  # type: ignore[arg-type]
     assert all(torch.equal(buffer, before[name]) for name, buffer in norm.named_buffers())
+
+
+def test_a_branch_that_nothing_needs_counts_for_nothing() -> None:
+    class Watched(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch.softmax(x.float(), -1)  # which saves what it returns
+            return x
+
+    kept = []
+    for is_watched in (False, True):
+        model = tiny_model().train()
+        for layer in model.model.layers:
+            layer.mlp.act_fn = nn.Sequential(layer.mlp.act_fn, Watched() if is_watched else nn.Identity())
+        engine = attach(model)
+        ids = token_batches(1)[0]
+        outline = outline_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
+        (profile,) = outline.profiles.values()
+        kept.append((profile.kept_bytes, outline.events[-1].live_bytes))
+        engine.close()
+    assert kept[0] == kept[1]
