@@ -138,9 +138,10 @@ class LazyLogits(torch.Tensor):
         Raises:
             StateError: they can't be made any more.
         """
-        if self._value is None:
-            self._value = self._computed()
-        return self._value
+        value = self._value
+        if value is None:
+            value = self._value = self._computed()
+        return value
 
     def _computed(self) -> torch.Tensor:
         if self._value is not None:
