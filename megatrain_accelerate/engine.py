@@ -35,7 +35,7 @@ from megatrain_accelerate.streaming.expert_function import run_experts
 from megatrain_accelerate.streaming.fp32_sums import BF16_REMEDY
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Meter
-from megatrain_accelerate.streaming.model_hook import ModelHook
+from megatrain_accelerate.streaming.model_hook import ModelHook, by_name
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.outside_norms import run_norms_by_tiles
 from megatrain_accelerate.streaming.proxy import install_proxy, note_checkpointing_ignored, remove_proxy
@@ -309,10 +309,10 @@ class Engine:
             if has_graph or engine is not self:
                 engine.device_plan.evaluation_weights.give_up()
         if not has_graph:
-            self.device_plan.make_room(model, {} if args else kwargs)
-        elif self.training and model.training and not args:
+            self.device_plan.make_room(model, by_name(model, args, kwargs))
+        elif self.training and model.training:
             began = time.perf_counter()
-            self.device_plan.follow(model, kwargs)
+            self.device_plan.follow(model, by_name(model, args, kwargs))
             self.plan_seconds += time.perf_counter() - began
 
     def _refuse_replaced(self, model: nn.Module) -> None:

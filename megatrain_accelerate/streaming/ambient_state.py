@@ -1,13 +1,24 @@
-"""Random numbers and autocast of a forward, to be entered again where something of it is computed anew."""
+"""Random numbers, autocast and modes of modules of a forward, to be entered again where something of it is computed anew."""
 
 from __future__ import annotations
 
 import contextlib
 import random
+from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
 
 
 class AutocastState:
@@ -69,21 +80,59 @@ def random_numbers_put_back(device: torch.device) -> Iterator[None]:
         before.put_back()
 
 
-class AmbientState:
-    """Random numbers and autocast state of a forward run, to be entered again for its replay.
+class ModuleState:
+    """Modes (``train()``, ``eval()``) and forward hooks of a layer's modules as they are when this is made.
+
+    A script may evaluate the model between a forward and its backward, and PEFT registers hooks for one forward only.
 
     Args:
-        device: where it runs.
+        module: the layer's; its own hooks aren't looked at, since they run outside what is computed anew.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._random = RandomState(device)
-        self._autocast = AutocastState(device.type)
+    def __init__(self, module: nn.Module) -> None:
+        self._found = [(part, part.training, _hooks(part) if part is not module else None) for part in module.modules()]
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Runs the body as the forward ran; the caller's random numbers go on as they were."""
-        with random_numbers_put_back(self._device), self._autocast.entered():
+        """Runs the body in these modes and with these hooks; what they were before comes back."""
+        before: list[tuple[nn.Module, dict[str, Any]]] = []
+        for part, training, hooks in self._found:
+            own = part.__dict__
+            if own["training"] != training or (hooks is not None and hooks != _hooks(part)):
+                before.append((part, {name: own[name] for name in ("training", *_HOOKS)}))
+                own["training"] = training
+                if hooks is not None:
+                    own.update((name, OrderedDict(hooks.get(name, {}))) for name in _HOOKS)
+        try:
+            yield
+        finally:
+            for part, state in before:
+                part.__dict__.update(state)
+
+
+def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
+    """Copies of those of its registries of hooks that aren't empty."""
+    own = module.__dict__
+    return {name: dict(own[name]) for name in _HOOKS if own[name]}
+
+
+class AmbientState:
+    """Random numbers, autocast state and modes of a layer's forward run, to be entered again for its replay.
+
+    Args:
+        device: where it runs.
+        module: the layer's.
+    """
+
+    def __init__(self, device: torch.device, module: nn.Module) -> None:
+        self._device = device
+        self._random = RandomState(device)
+        self._autocast = AutocastState(device.type)
+        self._modules = ModuleState(module)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Runs the body as the forward ran; the caller's random numbers and modes go on as they were."""
+        with random_numbers_put_back(self._device), self._autocast.entered(), self._modules.entered():
             self._random.put_back()
             yield

@@ -250,7 +250,7 @@ class LayerFunction(torch.autograd.Function):
         call: LayerCall = ctx.call
         context, layer = call.context, call.layer
         piece = len(ctx.runs)
-        ctx.runs.append(_Run(AmbientState(context.device), None))
+        ctx.runs.append(_Run(AmbientState(context.device, layer.module), None))
         context.activations.run_begins()
         offloaded = None
         if context.offloads(layer):

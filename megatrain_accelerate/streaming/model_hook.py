@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,15 @@ def has_hooks_inside(module: nn.Module) -> bool:
     if has_global_hooks():
         return True
     return any(getattr(child, name) for child in module.modules() if child is not module for name in HOOKS)
+
+
+def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the model's forward as keyword arguments; none at all where some have no name (``*args``)."""
+    if not args:
+        return kwargs
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    return {**dict(zip(names, args, strict=False)), **kwargs} if len(args) <= len(names) else {}
 
 
 class ModelHook:

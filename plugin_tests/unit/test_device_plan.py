@@ -319,6 +319,28 @@ def test_a_model_that_decides_by_its_batch_is_planned_for() -> None:
     assert run.engine.predicted_device_bytes > 0
 
 
+def test_a_batch_given_by_position_is_planned_for_as_one_given_by_name() -> None:
+    plans = []
+    for by_position in (False, True):
+        run = planned(64)
+        ids = batch()
+        logits = run.model(ids).logits if by_position else run.model(input_ids=ids).logits
+        logits.float().sum().backward()
+        plans.append((run.engine.predicted_device_bytes, run.engine.device_plan.placement))
+        run.engine.close()
+    assert plans[0] == plans[1]
+    assert plans[0][0] > 0
+
+
+def test_arguments_without_a_name_leave_a_run_without_a_plan() -> None:
+    run = planned(64)
+    forward = run.model.forward
+    run.model.forward = lambda *args: forward(*args)
+    run.model(batch()).logits.float().sum().backward()
+    assert run.engine.predicted_device_bytes == 0
+    run.engine.close()
+
+
 def test_an_evaluation_that_would_not_fit_moves_layers_off_until_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     run, plain = planned(200, device_layers=3, resident_layers=2), planned(200, device_layers=3, resident_layers=2)
     for training in (run, plain):
