@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 _MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 
 
 def engine_of(model: nn.Module) -> Engine | None:
@@ -56,13 +57,13 @@ def engine_of(model: nn.Module) -> Engine | None:
 
 
 def all_engines() -> list[Engine]:
-    """The engines of all prepared models that are alive."""
-    return list(_engines.values())
+    """All that are attached to layers that are alive, be it that the model around them is gone."""
+    return [engine for engine in list(_attached.values()) if not engine.is_closed]
 
 
-def engines_with(part: nn.Module) -> list[Engine]:
-    """The engines of the prepared models that ``part`` is a module of."""
-    return [engine for model, engine in list(_engines.items()) if any(module is part for module in model.modules())]
+def prepared_models() -> list[tuple[nn.Module, Engine]]:
+    """The prepared models that are alive, with their engines."""
+    return list(_engines.items())
 
 
 class Engine:
@@ -147,8 +148,7 @@ class Engine:
                         progress.update(part.unit.layout.parameter_count)
                 for spec in discovery.residents:
                     unit = adoption.unit(spec.name, spec.parameters, [self._dtypes[id(p)] for _, p in spec.parameters])
-                    before = spec.layers_before
-                    groups.append(ResidentGroup(spec.name, unit, layers_before=before, streams=streams, meter=meter))
+                    groups.append(ResidentGroup(spec.name, unit, spec.layers_before, streams=streams, meter=meter))
                     progress.update(unit.layout.parameter_count)
             self.runtime = StreamingRuntime(
                 layers,
@@ -173,7 +173,7 @@ class Engine:
         except BaseException:
             self._give_back(layers, groups)
             raise
-        _engines[model] = self
+        _engines[model] = _attached[id(self)] = self
 
     def enable_training(self) -> None:
         """Makes what gradients need, on the host and on the device. Does nothing the second time.

@@ -17,6 +17,7 @@ from megatrain_accelerate.engine import Engine, all_engines, engine_of
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.integrations import foreign_optimizers, step_trace
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
+from megatrain_accelerate.integrations.shared_parts import take_over
 from megatrain_accelerate.optim.fused_step import FusedStep
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.host_step import TAKEN_OVER, driver_of
@@ -120,12 +121,13 @@ def prepare_model(
                 "the model was loaded with a device_map and is spread over devices; megatrain places weights itself: "
                 "load it with from_pretrained without device_map"
             )
+        taken = take_over(model)
         engine = Engine(
             model,
             accelerator.device,
             _config(),
             bf16=bf16,
-            training=not evaluation_mode,
+            training=taken.trained or not evaluation_mode,
             accumulates=accelerator.gradient_accumulation_steps > 1,
             show_progress=accelerator.is_local_main_process,
             recorder=CapturedOutputs.for_installed_transformers(),
@@ -133,6 +135,8 @@ def prepare_model(
         # Not the Accelerator: it holds the model, and the model's engine would hold both for ever.
         gradient_state = accelerator.gradient_state
         engine.runtime.gradients_complete = lambda: bool(gradient_state.sync_gradients)
+        taken.refuse_calls(model, engine)
+        left_behind += taken.optimizers_for(engine)
     elif not evaluation_mode:
         engine.enable_training()
     if not evaluation_mode and accelerator.gradient_accumulation_steps > 1:

@@ -37,8 +37,8 @@ class ResidentGroup:
         self,
         name: str,
         unit: HostUnit,
-        *,
         layers_before: int,
+        *,
         streams: Streams,
         meter: Meter,
     ) -> None:
