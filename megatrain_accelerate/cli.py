@@ -7,9 +7,10 @@ import contextlib
 import gzip
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatrain_accelerate.doctor import command as doctor
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checkup.set_defaults(run=doctor.run)
     options = parser.parse_args(arguments)
     if hasattr(options, "run"):
-        return int(options.run(options))
+        return _while_read(lambda: int(options.run(options)))
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         trace.error("the training's command is missing: megatrain trace --out DIR -- accelerate launch ... train.py")
@@ -78,6 +79,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MegatrainError as error:
         print(f"megatrain trace: {error}", file=sys.stderr)
         return 1
+
+
+def _while_read(command: Callable[[], int]) -> int:
+    """Its exit status, or that of a program that SIGPIPE ended: its reader (``| head``) has seen enough."""
+    try:
+        status = command()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still buffered goes nowhere, or the interpreter would complain of it at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return status
 
 
 def run_traced(command: Sequence[str], request: TraceRequest) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from megatrain_accelerate.errors import MegatrainError
 from megatrain_accelerate.integrations import launcher
 from megatrain_accelerate.integrations.wrapping import add_fields, find_class, wrap_always
 
@@ -32,12 +33,15 @@ def patch_add_argument(module: ModuleType) -> None:
 
 
 def patch_parse_args(module: ModuleType) -> None:
-    """Reads the settings as soon as the command is parsed."""
+    """Reads the settings as soon as the command is parsed. What is wrong with them ends it as argparse's own errors do."""
 
-    def parse_args(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        arguments = original(*args, **kwargs)
+    def parse_args(original: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = original(parser, *args, **kwargs)
         if hasattr(arguments, "training_script"):
-            launcher.prepare_launch(arguments)
+            try:
+                launcher.prepare_launch(arguments)
+            except MegatrainError as error:
+                parser.error(str(error))
         return arguments
 
     wrap_always(find_class(module, "CustomArgumentParser"), "parse_args", parse_args)

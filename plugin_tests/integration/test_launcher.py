@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,10 @@ from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launch
 from fresh_process import run_command, script
 
 from megatrain_accelerate.config import MegatrainConfig, usable_cpu_count
-from megatrain_accelerate.errors import ConfigError, UnsupportedError
+from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.integrations import launcher
+
+Refused = Callable[[str], contextlib.AbstractContextManager[None]]
 
 BASE: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",
@@ -66,6 +70,20 @@ def parse(*command: str | Path) -> Any:
     return _validate_launch_command(arguments)[0]
 
 
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Makes contexts whose body ends the launcher with a line like argparse's own, and no traceback."""
+
+    @contextlib.contextmanager
+    def ends_with(pattern: str) -> Iterator[None]:
+        with pytest.raises(SystemExit) as ended:
+            yield
+        assert ended.value.code == 2
+        assert re.search(f"(?m)^[^:\n]*: error: .*{pattern}", capsys.readouterr().err)
+
+    return ends_with
+
+
 def environment(*command: str | Path) -> dict[str, str]:
     """What the training process of a command gets."""
     return prepare_simple_launcher_cmd_env(parse(*command))[1]
@@ -100,9 +118,9 @@ class TestYaml:
         assert not [name for name in env if name.startswith("MEGATRAIN")], "left over from the first launch"
         assert env["OMP_NUM_THREADS"] == "1"
 
-    def test_an_unknown_key_is_refused_before_anything_starts(self, tmp_path: Path) -> None:
+    def test_an_unknown_key_is_refused_before_anything_starts(self, refused: Refused, tmp_path: Path) -> None:
         path = write(tmp_path, megatrain_config={"slotz": 3})
-        with pytest.raises(ConfigError, match="did you mean 'slots'"):
+        with refused("did you mean 'slots'"):
             parse("--config", path)
         with pytest.raises(ConfigError, match="did you mean 'slots'"):
             load_config_from_file(str(path))
@@ -113,17 +131,17 @@ class TestYaml:
             parse("--config", write(tmp_path, no_such_key=1))
 
     @pytest.mark.parametrize("precision", ["fp16", "fp8"])
-    def test_low_precision_is_refused_with_the_reason(self, tmp_path: Path, precision: str) -> None:
-        with pytest.raises(UnsupportedError, match=rf"mixed_precision: {precision}.*loss scaling.*bf16"):
+    def test_low_precision_is_refused_with_the_reason(self, refused: Refused, tmp_path: Path, precision: str) -> None:
+        with refused(rf"mixed_precision: {precision}.*loss scaling.*bf16"):
             parse("--config", write(tmp_path, mixed_precision=precision))
-        with pytest.raises(UnsupportedError, match="loss scaling"):
+        with refused("loss scaling"):
             parse("--config", write(tmp_path), "--mixed_precision", precision)
         assert parse("--config", write(tmp_path, mixed_precision=precision), "--mixed_precision", "no").megatrain
 
     @pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"])
-    def test_another_way_to_place_the_model_is_refused(self, tmp_path: Path, kind: str) -> None:
+    def test_another_way_to_place_the_model_is_refused(self, refused: Refused, tmp_path: Path, kind: str) -> None:
         path = write(tmp_path, distributed_type=kind, megatrain_config={})
-        with pytest.raises(ConfigError, match=f"distributed_type: {kind}"):
+        with refused(f"distributed_type: {kind}"):
             parse("--config", path)
 
     def test_stock_errors_stay(self, tmp_path: Path) -> None:
@@ -174,26 +192,28 @@ class TestFlags:
         assert (arguments.num_processes, arguments.multi_gpu) == (1, False)
         assert parse().multi_gpu is True
 
-    def test_settings_on_the_command_line_win(self, tmp_path: Path) -> None:
+    def test_settings_on_the_command_line_win(self, refused: Refused, tmp_path: Path) -> None:
         path = write(tmp_path, megatrain_config={"slots": 3, "gradient_slots": 4})
         config = exported(environment("--config", path, "--megatrain_config", '{"slots": 5}'))
         assert config == MegatrainConfig(slots=5, gradient_slots=4)
         settings = tmp_path / "settings.yaml"
         settings.write_text("slots: 6")
         assert exported(environment("--cpu", "--megatrain-config", settings)).slots == 6
-        with pytest.raises(ConfigError, match="did you mean 'slots'"):
+        with refused("did you mean 'slots'"):
             parse("--megatrain_config", '{"slot": 5}')
 
-    def test_a_default_config_of_another_kind_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_default_config_of_another_kind_is_named(
+        self, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         path = write(tmp_path, "default.yaml", distributed_type="FSDP")
         for module in ("accelerate.commands.config.config_args", "accelerate.commands.launch"):
             monkeypatch.setattr(sys.modules[module], "default_config_file", str(path))
-        with pytest.raises(ConfigError, match=r"default\.yaml has distributed_type: FSDP"):
+        with refused(r"default\.yaml has distributed_type: FSDP"):
             parse("--megatrain")
 
     @pytest.mark.parametrize("flag", ["--use_deepspeed", "--use_fsdp", "--use_megatron_lm", "--tpu"])
-    def test_a_contradicting_flag_is_named(self, flag: str) -> None:
-        with pytest.raises(ConfigError, match=flag):
+    def test_a_contradicting_flag_is_named(self, refused: Refused, flag: str) -> None:
+        with refused(flag):
             parse("--megatrain", flag)
 
     def test_the_flag_after_the_script_is_the_scripts(self) -> None:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from fresh_process import clean_environment
+from transformers import LlamaConfig
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError
@@ -100,3 +106,27 @@ def test_speeds_that_options_name_are_not_said_to_be_reckoned() -> None:
     assert every == "products, GPU memory, link, host step as the options say"
     unknown = MachineOptions(dense_flops=1e14, gpu_memory_bytes=GIB, device_bytes=1e12, link_bytes=2e10)
     assert not any("public figures" in note for note in described(unknown).notes)
+
+
+def test_a_reader_that_has_seen_enough_ends_the_command_without_a_word(tmp_path: Path) -> None:
+    LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=64, vocab_size=64).save_pretrained(tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "megatrain_accelerate",
+        "estimate",
+        str(tmp_path),
+        "--json",
+        "--no-limits",
+        "--batch",
+        "1",
+    ]
+    command += ["--gpu", "RTX4090", "--host-memory", "64GiB", "--length", "64"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_environment()) as run:
+        assert run.stdout is not None
+        run.stdout.close()  # as `| head` does
+        assert run.stderr is not None
+        errors = run.stderr.read()
+    assert "BrokenPipe" not in errors
+    assert "Traceback" not in errors
+    assert run.returncode == 128 + signal.SIGPIPE
