@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from megatrain_accelerate.engine import Engine, all_engines, engine_of
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.integrations import foreign_optimizers, step_trace
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
-from megatrain_accelerate.integrations.shared_parts import take_over
+from megatrain_accelerate.integrations.shared_parts import engines_with, take_over
 from megatrain_accelerate.optim.fused_step import FusedStep
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.host_step import TAKEN_OVER, driver_of
@@ -30,10 +31,9 @@ _WAITING = "_megatrain_waiting_optimizers"
 
 
 def _engines(accelerator: Any) -> list[Engine]:
-    """Those that models were prepared with and that are still attached; appending to the list counts."""
-    engines = [engine for engine in accelerator.__dict__.get(_ENGINES, []) if not engine.is_closed]
-    accelerator.__dict__[_ENGINES] = engines
-    return engines
+    """Those that models were prepared with and that are still attached. Their models' layers keep them alive."""
+    engines = [reference() for reference in accelerator.__dict__.get(_ENGINES, [])]
+    return [engine for engine in engines if engine is not None and not engine.is_closed]
 
 
 def _wait(accelerator: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -121,7 +121,7 @@ def prepare_model(
                 "the model was loaded with a device_map and is spread over devices; megatrain places weights itself: "
                 "load it with from_pretrained without device_map"
             )
-        taken = take_over(model)
+        taken = take_over(model, _config())
         engine = Engine(
             model,
             accelerator.device,
@@ -135,18 +135,18 @@ def prepare_model(
         # Not the Accelerator: it holds the model, and the model's engine would hold both for ever.
         gradient_state = accelerator.gradient_state
         engine.runtime.gradients_complete = lambda: bool(gradient_state.sync_gradients)
-        taken.refuse_calls(model, engine)
-        left_behind += taken.optimizers_for(engine)
+        taken.refuse_calls()
+        left_behind += [optimizer for optimizer in taken.optimizers if _trains_any_of(optimizer, engine)]
     elif not evaluation_mode:
         engine.enable_training()
     if not evaluation_mode and accelerator.gradient_accumulation_steps > 1:
         engine.expect_accumulation(accelerator.gradient_accumulation_steps)
     if engine not in _engines(accelerator):
-        _engines(accelerator).append(engine)
+        accelerator.__dict__.setdefault(_ENGINES, []).append(weakref.ref(engine))
     foreign_optimizers.watch()
     prepared = original(accelerator, model, device_placement=False, evaluation_mode=True)
     for optimizer in left_behind:
-        if _trains_any_of(optimizer, engine):
+        if _holds_any_of(optimizer, engine):
             _wait(accelerator, optimizer)
     _adopt_waiting(accelerator)
     return prepared
@@ -180,23 +180,29 @@ def _adopt_waiting(accelerator: Any) -> None:
         was_driven = driver_of(optimizer) is not None
         for engine in _engines(accelerator):
             # One whose model is only evaluated for now goes on when that is trained again.
-            if _trains_any_of(optimizer, engine) and (engine.training or not was_driven):
+            if _holds_any_of(optimizer, engine) and (engine.training or not was_driven):
                 waiting.remove(optimizer)
                 _adopt(optimizer, engine)
                 break
 
 
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _holds_any_of(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
+    return any(engine.runtime.state_of(parameter) is not None for parameter in _parameters(optimizer))
+
+
 def _trains_any_of(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return any(engine.runtime.state_of(parameter) is not None for parameter in parameters)
+    return any(engine.runtime.norms.row(parameter) is not None for parameter in _parameters(optimizer))
 
 
 def _adopt(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
     schedule = engine.config.step_schedule
     if schedule == "auto":
         schedule = "backward" if engine.config.passes_gradients else "deferred"
-    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    ids = {id(parameter) for parameter in held if engine.runtime.norms.row(parameter) is not None}
+    ids = {id(parameter) for parameter in _parameters(optimizer) if engine.runtime.norms.row(parameter) is not None}
     engine.runtime.drain()
     # First, since adopting sets the moments that they share.
     for earlier in engine.optimizer_drivers:
@@ -298,7 +304,7 @@ def drain(model: nn.Module | None = None) -> None:
     """Blocks until every step that was taken is applied to the weights that Python sees.
 
     Args:
-        model: a prepared model; all prepared models if None.
+        model: a prepared model, or a part of one; all prepared models if None.
 
     Raises:
         UnsupportedError: the model isn't prepared.
@@ -308,10 +314,11 @@ def drain(model: nn.Module | None = None) -> None:
         for engine in all_engines():
             engine.drain()
         return
-    found = engine_of(model)
-    if found is None:
+    found = engines_with(model)
+    if not found:
         raise UnsupportedError(
             "drain() was given a model that accelerator.prepare() hasn't seen with megatrain active; give it what prepare() "
             "returned, or leave the call out: only a prepared model has steps that are still to be applied"
         )
-    found.drain()
+    for engine in found:
+        engine.drain()

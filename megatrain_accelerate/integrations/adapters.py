@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from megatrain_accelerate.engine import Engine, prepared_models
+from megatrain_accelerate.engine import Engine
+from megatrain_accelerate.integrations.shared_parts import engines_with
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ def leave_then(original: Callable[..., Any], tuner: nn.Module, *args: Any, **kwa
 
     The weights lie in ordinary host memory then, those of adapters as exact as their masters.
     """
-    for engine in _engines_with(tuner):
+    for engine in engines_with(tuner):
         logger.info("megatrain: the model isn't streamed any more, since its adapters are unloaded")
         engine.close()
     return original(tuner, *args, **kwargs)
@@ -29,7 +30,7 @@ def leave_then(original: Callable[..., Any], tuner: nn.Module, *args: Any, **kwa
 
 def write_through(original: Callable[..., Any], tuner: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """``merge_adapter`` and ``unmerge_adapter``: the base's weights are read after the last step, and streamed as written."""
-    engines = _engines_with(tuner)
+    engines = engines_with(tuner)
     for engine in engines:
         engine.drain()
     try:
@@ -44,13 +45,9 @@ def unmerge_first(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs
 
     PEFT does so by itself, but when a layer runs next; what that writes to is the layer's slot here.
     """
-    if _engines_with(tuner) and any(getattr(module, "merged", False) for module in tuner.modules()):
+    if engines_with(tuner) and any(getattr(module, "merged", False) for module in tuner.modules()):
         tuner.unmerge_adapter()
     return original(tuner, *args, **kwargs)
-
-
-def _engines_with(part: nn.Module) -> list[Engine]:
-    return [engine for model, engine in prepared_models() if any(module is part for module in model.modules())]
 
 
 def _take_over_frozen(engine: Engine) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from megatrain_accelerate.engine import engine_of
+from megatrain_accelerate.integrations.shared_parts import engines_with
 from megatrain_accelerate.planning.meta_weights import is_without_weights
 
 
@@ -24,7 +25,7 @@ def after_trainer_init(original: Callable[..., None], trainer: Any, *args: Any, 
     model = getattr(trainer, "model", None)
     if isinstance(model, nn.Module) and engine_of(model) is None:
         hook = _PrepareFirst(trainer)
-        hook.handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+        hook.handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
 
 def load_from_checkpoint(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -44,7 +45,9 @@ class _PrepareFirst:
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         trainer = self._trainer()
-        if trainer is not None and engine_of(model) is None:
+        # Inside of another prepared model its layers stream as that one's.
+        is_inside = bool(engines_with(model))
+        if trainer is not None and not is_inside:
             device = trainer.accelerator.device
             places = {leaf.device.type for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)}
             if places != {device.type}:

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine, all_engines, engine_of, prepared_models
 from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.planning.layer_discovery import discover_layers
 from megatrain_accelerate.streaming.model_hook import ModelHook
 
 logger = logging.getLogger(__name__)
@@ -35,56 +37,69 @@ class TakenOver:
     optimizers: list[torch.optim.Optimizer] = dataclasses.field(default_factory=list)
     trained: bool = False
 
-    def refuse_calls(self, model: nn.Module, engine: Engine) -> None:
-        """Lets calls of the earlier models raise while ``engine``, which is ``model``'s, holds only a part of them."""
+    def refuse_calls(self) -> None:
+        """Lets calls of the earlier models raise while others have a part of them, and don't run the whole of them."""
         for reference in self.models:
             earlier = reference()
-            if earlier is not None and not all(_is_held(parameter, engine) for parameter in earlier.parameters()):
-                _Refusal(earlier, type(model).__name__, engine)
-
-    def optimizers_for(self, engine: Engine) -> list[torch.optim.Optimizer]:
-        """Those that can go on with this engine: it has all of their parameters that have a gradient."""
-        return [
-            optimizer
-            for optimizer in self.optimizers
-            if all(p.grad is None or _is_held(p, engine) for group in optimizer.param_groups for p in group["params"])
-        ]
+            if earlier is not None and _new_holder(earlier) is not None:
+                _Refusal(earlier)
 
 
 class _Refusal:
-    """The hook on a model that lost parameters to another one. Goes away with the other one's engine."""
+    """The hook on a model that lost parameters to another one. Goes away when nobody else has any."""
 
-    def __init__(self, model: nn.Module, other: str, engine: Engine) -> None:
-        self._other = other
-        self._engine = weakref.ref(engine)
+    def __init__(self, model: nn.Module) -> None:
         self._handle = model.register_forward_pre_hook(ModelHook(self._refuse, with_arguments=True))
 
     def _refuse(self, model: nn.Module, args: Any) -> None:
-        engine = self._engine()
-        if engine is None or engine.is_closed:
+        holder = _new_holder(model)
+        if holder is None:
             self._handle.remove()
             return
+        other, engine = holder
         parameters = list(model.parameters())
         shared = sum(_is_held(parameter, engine) for parameter in parameters)
         raise StateError(
-            f"this {type(model).__name__} shares {shared} of its {len(parameters)} parameters with a {self._other} that was "
-            "prepared after it and has them now; prepare it anew before it is called (the other one then has to be prepared "
-            "again in turn), or give each a copy of its own"
+            f"this {type(model).__name__} shares {shared} of its {len(parameters)} parameters with a {type(other).__name__} "
+            "that was prepared after it and has them now; prepare it anew before it is called (the other one then has to be "
+            "prepared again in turn), or give each a copy of its own"
         )
 
 
-def take_over(model: nn.Module) -> TakenOver:
-    """Closes the engines of all other models that hold parameters of this one; their weights are the model's again."""
+def take_over(model: nn.Module, config: MegatrainConfig) -> TakenOver:
+    """Closes the engines of all other models that hold parameters of this one; their weights are the model's again.
+
+    Raises:
+        UnsupportedError: the model can't stream; nothing is closed then.
+    """
     taken = TakenOver()
-    for engine in all_engines():
-        if engine is engine_of(model) or not any(_is_held(parameter, engine) for parameter in model.parameters()):
-            continue
+    sharing = [e for e in all_engines() if e is not engine_of(model) and any(_is_held(p, e) for p in model.parameters())]
+    if sharing:
+        discover_layers(model, config.layer_classes)
+    for engine in sharing:
         logger.info("megatrain: a model that shares parameters with this one isn't streamed any more; this one has them now")
         taken.models += [weakref.ref(other) for other, its_engine in prepared_models() if its_engine is engine]
         taken.optimizers += [driver.optimizer for driver in engine.optimizer_drivers if driver.optimizer is not None]
         taken.trained |= engine.training
         engine.close()
     return taken
+
+
+def engines_with(part: nn.Module) -> list[Engine]:
+    """The engines of the prepared models that ``part`` is a module of, or is."""
+    return [engine for model, engine in prepared_models() if any(module is part for module in model.modules())]
+
+
+def _new_holder(model: nn.Module) -> tuple[nn.Module, Engine] | None:
+    """A prepared model that holds parameters of this one, of which not all modules are its own; None if there is none."""
+    if engine_of(model) is not None:
+        return None
+    owners = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+    for other, engine in prepared_models():
+        its_own = set(other.modules())
+        if any(_is_held(parameter, engine) for parameter in model.parameters()) and not its_own.issuperset(owners):
+            return other, engine
+    return None
 
 
 def _is_held(parameter: nn.Parameter, engine: Engine) -> bool:

@@ -348,6 +348,7 @@ class HostUnit:
             master = self.read_master(state) if state.residual is not None else state.weight.to("cpu", copy=True)
             state.parameter.data = master
         self.close()
+        self.version += 1
         # The mapping goes with the last view of it.
         self.states = []
         self.weights = self.residuals = torch.empty(0)

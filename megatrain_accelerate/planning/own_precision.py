@@ -7,21 +7,26 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.planning.meta_weights import is_without_weights
+
+_loaded_in_bf16 = WeakTensorKeyDictionary()
+"""Parameters that were adopted as bf16: what a closed engine hands back is their fp32 masters."""
 
 
 def compute_dtypes(model: nn.Module, bf16: bool) -> dict[int, torch.dtype]:
     """The dtype in which each parameter computes, by ``id``.
 
     Args:
-        model: as loaded.
+        model: as loaded, or as the engine of an earlier preparation left it: then the dtype of loading counts.
         bf16: whether the run's mixed precision is bf16.
 
     Raises:
         UnsupportedError: fp16, fp64, quantised or integer weights, or some without data.
     """
+    _loaded_in_bf16.update({p: True for p in model.parameters() if p.dtype == torch.bfloat16})
     own, empty = own_precision(model), is_without_weights(model)
     return {id(p): _compute_dtype(name, p, bf16 and id(p) not in own, empty) for name, p in model.named_parameters()}
 
@@ -49,7 +54,11 @@ def _compute_dtype(name: str, parameter: nn.Parameter, bf16: bool, without_weigh
             f"parameter {name} has dtype {parameter.dtype}; only float32 and bfloat16 weights can be trained with fp32 "
             "masters. Load the model with dtype=torch.bfloat16 or torch.float32 (fp16 and quantised weights are refused)"
         )
-    return torch.bfloat16 if bf16 else parameter.dtype
+    return torch.bfloat16 if bf16 else _loaded_dtype(parameter)
+
+
+def _loaded_dtype(parameter: nn.Parameter) -> torch.dtype:
+    return torch.bfloat16 if parameter in _loaded_in_bf16 else parameter.dtype
 
 
 def own_precision(model: nn.Module) -> set[int]:
@@ -99,10 +108,10 @@ def _of_a_replaced_head(model: nn.Module) -> set[int]:
 
 def _exceptions_of_a_bf16_model(model: nn.Module) -> set[int]:
     parameters = list(model.parameters())
-    in_bf16 = sum(parameter.numel() for parameter in parameters if parameter.dtype == torch.bfloat16)
+    in_bf16 = sum(parameter.numel() for parameter in parameters if _loaded_dtype(parameter) == torch.bfloat16)
     if 2 * in_bf16 <= sum(parameter.numel() for parameter in parameters):
         return set()
-    return {id(parameter) for parameter in parameters if parameter.dtype == torch.float32}
+    return {id(parameter) for parameter in parameters if _loaded_dtype(parameter) == torch.float32}
 
 
 def _attribute(module: nn.Module, name: str) -> object:

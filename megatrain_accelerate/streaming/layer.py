@@ -188,8 +188,9 @@ class StreamedLayer:
         if self.unit.version != version:
             raise StateError(
                 f"the weights of {self.kind} {self.name} were changed between forward and backward (by optimizer.step(), a "
-                "write, or the step that an earlier backward through the same graph took); run backward before the step, or, "
-                "for a second one, set megatrain_config.step_schedule to 'deferred' (and host_gradients to 'kept')"
+                "write, accelerator.prepare(), or the step that an earlier backward through the same graph took); run "
+                "backward before that, or, for a second one, set megatrain_config.step_schedule to 'deferred' (and "
+                "host_gradients to 'kept')"
             )
 
     def refresh_if_written(self) -> None:

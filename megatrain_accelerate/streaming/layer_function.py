@@ -296,11 +296,12 @@ class LayerFunction(torch.autograd.Function):
                 "accelerator.prepare()"
             )
         context.backward_begins()
+        layer.require_version(ctx.weights_version)  # a closed engine has no slots left
         slot = context.acquire_backward(layer, ctx.tape, ctx.position)
         weight_gradients: list[torch.Tensor | None] = []
         input_gradients: list[list[torch.Tensor | None]] = [[]] * split.count
         try:
-            layer.require_version(ctx.weights_version)
+            layer.require_version(ctx.weights_version)  # of weights that were written since, which are taken over by now
             if split.count > 1:
                 context.sums.begin(layer.unit.layout)
             grads_of = ctx.joined.gradients_of_pieces(grad_outputs, split)

@@ -105,15 +105,13 @@ class StreamingRuntime:
         """Indices of the layers whose activations go to the host instead of being recomputed; set by the plan."""
         self.input_offloaded_layers: frozenset[int] = frozenset()
         """Indices of the layers whose inputs go to the host if they are recomputed; set by the plan."""
-        self.outside_tiles = TokenTiles(())
-        """Of norms outside the layers (:mod:`.outside_norms`)."""
+        self.outside_tiles = TokenTiles(())  # of norms outside the layers (:mod:`.outside_norms`)
         self.attention_layers: frozenset[int] = frozenset()
         """Indices of the layers whose attention isn't computed again if they are recomputed; set by the plan."""
         self.activations = ActivationOffloader.for_engine(config, kernels, streams, meter, register)
         self.moved_listeners: dict[int, Callable[[HostUnit], None]] = {}
         """Called with a unit that moved to or from the device; entered by optimizers, by their id."""
-        self.steps_on_host: set[int] = set()
-        """Optimizers without a kernel of their own, by their id, whose step works on masters on the host."""
+        self.steps_on_host: set[int] = set()  # ids of optimizers without a kernel: their step works on masters on the host
         self.keep_states_on_host: Callable[[], None] = lambda: self.place((), (), groups_on_device=False)
         """Brings all states to the host; set by the plan."""
         self.compiled = CompiledLayers(config.compile_layers, streams.device, recorder)
@@ -398,3 +396,5 @@ class StreamingRuntime:
         self.norms.close()
         for unit in self.units:
             unit.release()
+        for held in (self._states, self.prefetcher.slots, self.offloader.slots):
+            held.clear()  # their memory: an optimizer that outlives the engine holds the runtime through its driver

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch import nn
 from trainer_runs import assert_same_weights, examples, make_arguments, plugin, snapshot, tiny_llama
 from transformers import Trainer
 
+import megatrain_accelerate
 from megatrain_accelerate.engine import all_engines, engine_of
-from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.errors import StateError, UnsupportedError
 
 LABELS = torch.tensor([0, 1])
 
@@ -44,8 +46,8 @@ class Wrapper(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, **inputs: Any) -> Any:
-        return self.inner(**inputs)
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        return self.inner(*args, **inputs)
 
 
 def with_adapters(model: nn.Module) -> nn.Module:
@@ -138,9 +140,116 @@ def test_a_model_whose_part_went_to_another_says_so_until_it_is_prepared_again()
         optimizer.step()
         with pytest.raises(StateError, match="with a LlamaForCausalLM"):
             classifier(ids, LABELS)
-        engine_of(model).close()
+        around = accelerator.prepare(Wrapper(classifier))
+        with pytest.raises(StateError, match="with a Wrapper"):
+            loss_of(model, ids)
+        engine_of(around).close()
         loss_of(model, ids).backward()
-        classifier(ids, LABELS).backward()  # both are plain models now
+        classifier(ids, LABELS).backward()  # all are plain models now
+
+
+def test_the_store_of_a_model_that_was_taken_over_is_freed_while_its_trainer_and_optimizer_live(tmp_path: Path) -> None:
+    with plugin():
+        trainer = Trainer(model=tiny_llama(), args=make_arguments(tmp_path, bf16=True), train_dataset=examples())
+        trainer.train()
+        engine = engine_of(trainer.model)
+        unit, slot = engine.runtime.units[0], engine.runtime.prefetcher.slots[0]
+        held = [weakref.ref(tensor) for tensor in (unit.weights, unit.residuals, unit.gradients, slot.buffer)]
+        engine_ref = weakref.ref(engine)
+        del engine, unit, slot
+        trainer.accelerator.prepare(with_adapters(trainer.model))
+        gc.collect()
+        assert engine_ref() is None
+        assert [reference() for reference in held] == [None] * 4
+        assert trainer.optimizer.optimizer.state
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_a_model_that_was_loaded_in_bf16_stays_so_under_adapters(mixed_precision: str) -> None:
+    """Its trained weights come back from the store as fp32 masters."""
+    with plugin():
+        accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
+        model = tiny_llama().to(torch.bfloat16)
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        train(accelerator, model, optimizer, token_batches(2))
+        seen = {name: weight.clone() for name, weight in model.state_dict().items()}
+        model = accelerator.prepare(with_adapters(model))
+        base = {name.replace(".base_layer", ""): weight for name, weight in model.base_model.model.state_dict().items()}
+        assert all(torch.equal(base[name], weight) and weight.dtype == torch.bfloat16 for name, weight in seen.items())
+        assert model.dtype == torch.bfloat16
+        assert engine_of(model).host_bytes_by_kind()["residuals"] == 0
+
+
+def test_a_trainer_that_was_never_used_leaves_the_model_to_the_one_around_it(tmp_path: Path) -> None:
+    weights = []
+    for streamed in (False, True):
+        with plugin(streamed):
+            unused = Trainer(model=tiny_llama(), args=make_arguments(tmp_path), train_dataset=examples())
+            trainer = Trainer(model=with_adapters(unused.model), args=make_arguments(tmp_path), train_dataset=examples())
+            trainer.train()
+            assert (engine_of(trainer.model) is not None) == streamed
+            weights.append(snapshot(trainer.model))
+    assert_same_weights(weights[1], weights[0])
+
+
+def test_a_part_that_cannot_stream_by_itself_leaves_the_prepared_model_as_it_is() -> None:
+    with plugin():
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = prepared(accelerator)
+        engine = engine_of(model)
+        with pytest.raises(UnsupportedError, match="no repeated layers"):
+            accelerator.prepare(model.lm_head)
+        assert engine_of(model) is engine
+        train(accelerator, model, optimizer, token_batches(1))
+
+
+def test_backward_through_a_model_that_was_taken_over_is_an_error() -> None:
+    with plugin():
+        accelerator = Accelerator(cpu=True)
+        model, _ = prepared(accelerator)
+        loss = loss_of(model, token_batches(1)[0])
+        accelerator.prepare(Wrapper(model))
+        with pytest.raises(StateError, match=r"changed between forward and backward .*accelerator\.prepare\(\)"):
+            loss.backward()
+
+
+def test_a_trainer_may_call_a_model_whose_part_went_to_another(tmp_path: Path) -> None:
+    """As TRL's do in their constructors: the model is prepared again first."""
+    with plugin():
+        accelerator = Accelerator(cpu=True)
+        model, _ = prepared(accelerator)
+        accelerator.prepare(Classifier(model.model))
+        trainer = Trainer(model=model, args=make_arguments(tmp_path), train_dataset=examples())
+        with torch.no_grad():
+            loss_of(trainer.model, token_batches(1)[0])
+        trainer.train()
+
+
+def test_an_optimizer_that_trains_nothing_any_more_does_not_stand_in_the_way() -> None:
+    with plugin():
+        accelerator = Accelerator(cpu=True)
+        model = tiny_llama()
+        model, earlier = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    with plugin(host_gradients="passing"):  # for which SGD has no kernel
+        adapted = with_adapters(model)
+        adapted, optimizer = Accelerator(cpu=True).prepare(adapted, adamw(adapted))
+        train(accelerator, adapted, optimizer, token_batches(1))
+        with pytest.raises(StateError, match="prepared anew since"):
+            earlier.step()
+
+
+def test_steps_in_flight_are_waited_for_by_the_name_of_a_part() -> None:
+    with plugin():
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = prepared(accelerator)
+        weight = model.model.layers[-1].mlp.up_proj.weight
+        before = weight.detach().clone()
+        train(accelerator, model, optimizer, token_batches(1))
+        megatrain_accelerate.drain(model.model)
+        after = weight.detach().clone()
+        engine_of(model).drain()
+        assert not torch.equal(after, before)
+        assert torch.equal(after, weight)
 
 
 def test_what_was_inside_a_model_that_is_gone_is_prepared_anew() -> None:
