@@ -77,6 +77,6 @@ def test_a_sweep_with_traces_and_a_setting_that_is_refused(tmp_path: Path) -> No
     for case in ("tiny-1x16", "tiny-2x16"):
         assert (tmp_path / "sweep" / case / "trace.perfetto.json.gz").exists(), printed
     printed, document = bench(tmp_path / "refused", "--cases", "tiny-1x16", "--set", "slotz=3", check=False)
-    assert "exit status 1" in document["rows"][0]["error"]
+    assert "exit status 2" in document["rows"][0]["error"]
     assert "did you mean 'slots'" in (tmp_path / "refused" / "tiny-1x16" / "log.txt").read_text()
     assert not (tmp_path / "refused" / "memory.png").exists(), "nothing was measured"
