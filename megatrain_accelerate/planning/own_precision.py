@@ -26,7 +26,8 @@ def compute_dtypes(model: nn.Module, bf16: bool) -> dict[int, torch.dtype]:
     Raises:
         UnsupportedError: fp16, fp64, quantised or integer weights, or some without data.
     """
-    _loaded_in_bf16.update({p: True for p in model.parameters() if p.dtype == torch.bfloat16})
+    # One that gets its values here mustn't be referred to: it is swapped for them.
+    _loaded_in_bf16.update({p: True for p in model.parameters() if p.dtype == torch.bfloat16 and not p.is_meta})
     own, empty = own_precision(model), is_without_weights(model)
     return {id(p): _compute_dtype(name, p, bf16 and id(p) not in own, empty) for name, p in model.named_parameters()}
 
