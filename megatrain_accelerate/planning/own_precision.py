@@ -13,7 +13,7 @@ from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.planning.meta_weights import is_without_weights
 
 _loaded_in_bf16 = WeakTensorKeyDictionary()
-"""Parameters that were adopted as bf16: what a closed engine hands back is their fp32 masters."""
+"""Parameters that were adopted as bf16 to be trained: what a closed engine hands back is their fp32 masters."""
 
 
 def compute_dtypes(model: nn.Module, bf16: bool) -> dict[int, torch.dtype]:
@@ -26,8 +26,12 @@ def compute_dtypes(model: nn.Module, bf16: bool) -> dict[int, torch.dtype]:
     Raises:
         UnsupportedError: fp16, fp64, quantised or integer weights, or some without data.
     """
-    # One that gets its values here mustn't be referred to: it is swapped for them.
-    _loaded_in_bf16.update({p: True for p in model.parameters() if p.dtype == torch.bfloat16 and not p.is_meta})
+    for parameter in model.parameters():
+        # A meta tensor mustn't be referred to: it is swapped for its values. One that is frozen comes back as it is.
+        if parameter.dtype == torch.bfloat16 and not parameter.is_meta:
+            _loaded_in_bf16.pop(parameter, None)
+            if parameter.requires_grad:
+                _loaded_in_bf16[parameter] = True
     own, empty = own_precision(model), is_without_weights(model)
     return {id(p): _compute_dtype(name, p, bf16 and id(p) not in own, empty) for name, p in model.named_parameters()}
 

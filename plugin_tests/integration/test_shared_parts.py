@@ -180,6 +180,16 @@ def test_a_model_that_was_loaded_in_bf16_stays_so_under_adapters(mixed_precision
         assert engine_of(model).host_bytes_by_kind()["residuals"] == 0
 
 
+def test_a_frozen_base_that_is_cast_after_its_adapters_were_unloaded_computes_in_what_it_was_cast_to() -> None:
+    with plugin():
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(with_adapters(tiny_llama().to(torch.bfloat16)))
+        base = model.merge_and_unload()
+        assert base.dtype == torch.bfloat16
+        base = accelerator.prepare(base.float().requires_grad_(True))
+        assert {weight.dtype for weight in base.state_dict().values()} == {torch.float32}
+
+
 def test_a_trainer_that_was_never_used_leaves_the_model_to_the_one_around_it(tmp_path: Path) -> None:
     weights = []
     for streamed in (False, True):
