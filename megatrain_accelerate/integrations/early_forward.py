@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from megatrain_accelerate.engine import engine_of
-from megatrain_accelerate.integrations.shared_parts import engines_with
+from megatrain_accelerate.integrations.shared_parts import engines_with, new_holder
 from megatrain_accelerate.planning.meta_weights import is_without_weights
 
 
@@ -25,7 +25,8 @@ def after_trainer_init(original: Callable[..., None], trainer: Any, *args: Any, 
     model = getattr(trainer, "model", None)
     if isinstance(model, nn.Module) and engine_of(model) is None:
         hook = _PrepareFirst(trainer)
-        hook.handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+        # After the model's own hooks, but before one that refuses calls until it is prepared.
+        hook.handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=new_holder(model) is not None)
 
 
 def load_from_checkpoint(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:

@@ -41,7 +41,7 @@ class TakenOver:
         """Lets calls of the earlier models raise while others have a part of them, and don't run the whole of them."""
         for reference in self.models:
             earlier = reference()
-            if earlier is not None and _new_holder(earlier) is not None:
+            if earlier is not None and new_holder(earlier) is not None:
                 _Refusal(earlier)
 
 
@@ -52,7 +52,7 @@ class _Refusal:
         self._handle = model.register_forward_pre_hook(ModelHook(self._refuse, with_arguments=True))
 
     def _refuse(self, model: nn.Module, args: Any) -> None:
-        holder = _new_holder(model)
+        holder = new_holder(model)
         if holder is None:
             self._handle.remove()
             return
@@ -67,13 +67,15 @@ class _Refusal:
 
 
 def take_over(model: nn.Module, config: MegatrainConfig) -> TakenOver:
-    """Closes the engines of all other models that hold parameters of this one; their weights are the model's again.
+    """Closes the engines of all other models that stream layers of this one, or train parameters with it.
+
+    Frozen parameters alone (a teacher's embedding) may lie in both stores. What the engines held is the model's again.
 
     Raises:
-        UnsupportedError: the model can't stream; nothing is closed then.
+        UnsupportedError: the model has no layers that could stream; nothing is closed then.
     """
     taken = TakenOver()
-    sharing = [e for e in all_engines() if e is not engine_of(model) and any(_is_held(p, e) for p in model.parameters())]
+    sharing = [engine for engine in all_engines() if engine is not engine_of(model) and _conflicts(model, engine)]
     if sharing:
         discover_layers(model, config.layer_classes)
     for engine in sharing:
@@ -90,16 +92,24 @@ def engines_with(part: nn.Module) -> list[Engine]:
     return [engine for model, engine in prepared_models() if any(module is part for module in model.modules())]
 
 
-def _new_holder(model: nn.Module) -> tuple[nn.Module, Engine] | None:
+def new_holder(model: nn.Module) -> tuple[nn.Module, Engine] | None:
     """A prepared model that holds parameters of this one, of which not all modules are its own; None if there is none."""
     if engine_of(model) is not None:
         return None
     owners = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
     for other, engine in prepared_models():
         its_own = set(other.modules())
-        if any(_is_held(parameter, engine) for parameter in model.parameters()) and not its_own.issuperset(owners):
+        if _conflicts(model, engine) and not its_own.issuperset(owners):
             return other, engine
     return None
+
+
+def _conflicts(model: nn.Module, engine: Engine) -> bool:
+    modules = set(model.modules())
+    if any(at.module in modules for at in (*engine.runtime.layers, *engine.runtime.experts)):
+        return True
+    shared = (parameter for parameter in model.parameters() if _is_held(parameter, engine))
+    return any(parameter.requires_grad or engine.runtime.norms.row(parameter) is not None for parameter in shared)
 
 
 def _is_held(parameter: nn.Parameter, engine: Engine) -> bool:

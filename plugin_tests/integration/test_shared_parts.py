@@ -223,6 +223,33 @@ def test_backward_through_a_model_that_was_taken_over_is_an_error() -> None:
             loss.backward()
 
 
+@pytest.mark.parametrize("shares_module", [False, True])
+def test_a_teacher_with_the_students_frozen_embedding_streams_beside_it(shares_module: bool) -> None:
+    def script(accelerator: Accelerator) -> tuple[nn.Module, Observed]:
+        student, teacher = tiny_llama(), tiny_llama()
+        with torch.no_grad():
+            teacher.model.layers[0].mlp.up_proj.weight.mul_(2)
+        if shares_module:
+            teacher.model.embed_tokens = student.model.embed_tokens
+        else:
+            teacher.model.embed_tokens.weight = student.model.embed_tokens.weight
+        teacher.requires_grad_(False)
+        student, optimizer = accelerator.prepare(student, adamw(student))
+        teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+        observed: Observed = []
+        for ids in token_batches(3):
+            with torch.no_grad():
+                wanted = teacher(input_ids=ids).logits
+            loss = F.mse_loss(student(input_ids=ids).logits, wanted)
+            accelerator.backward(loss)
+            observed.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return student, observed
+
+    both(script)
+
+
 def test_a_trainer_may_call_a_model_whose_part_went_to_another(tmp_path: Path) -> None:
     """As TRL's do in their constructors: the model is prepared again first."""
     with plugin():
