@@ -89,7 +89,8 @@ def test_planning_leaves_nothing_behind_where_layers_cannot_be_compiled() -> Non
         raise NotImplementedError("no such kernel")
 
     left = []
-    for compile_layers in (False, True):
+    # The first one isn't looked at: a process's first products leave the workspaces of their library (33 MiB).
+    for compile_layers in (False, False, True):
         model = tiny_model().train()
         engine = attach(model, device="cuda", compile_layers=compile_layers, device_layers="auto")
         engine.runtime.compiled.backend = fails
@@ -102,4 +103,4 @@ def test_planning_leaves_nothing_behind_where_layers_cannot_be_compiled() -> Non
         gc.collect()
         left.append(torch.cuda.memory_allocated(GPU) - before)
         engine.close()
-    assert left[0] == left[1]
+    assert left[1] == left[2]
