@@ -48,16 +48,43 @@ def activate_from_arguments(settings: Mapping[str, Any]) -> MegatrainConfig:
     Raises:
         ConfigError: an unknown key or a value out of range, or the off switch is set.
     """
+    global _active_config
+    _refuse_if_disabled()
+    active_config()  # The launcher's settings may not have been read yet.
+    _active_config = _over_base(settings)
+    return _active_config
+
+
+def is_on_for(arguments: Any) -> bool:
+    """Whether the plugin is on for a Trainer with these training arguments; with None, for code without a Trainer.
+
+    The launcher and ``enable()`` switch it on for all Trainers; arguments do so for those that they are given to.
+
+    Raises:
+        ConfigError: the launcher's settings are malformed.
+    """
+    is_on = active_config() is not None
+    return is_on and (arguments is None or _base_config is not None or bool(getattr(arguments, "megatrain", False)))
+
+
+def config_for(arguments: Any) -> MegatrainConfig:
+    """The settings of a Trainer for which the plugin is on; with None, those of code without a Trainer.
+
+    Raises:
+        ConfigError: an unknown key or a value out of range.
+    """
+    config = active_config()
+    assert config is not None, "called without an active plugin"
+    return config if arguments is None else _over_base(read_settings(getattr(arguments, "megatrain_config", None)))
+
+
+def _over_base(settings: Mapping[str, Any]) -> MegatrainConfig:
     import dataclasses
 
     from megatrain_accelerate.config import MegatrainConfig
 
-    global _active_config
-    _refuse_if_disabled()
-    active_config()  # The launcher's settings may not have been read yet.
     base = dataclasses.asdict(_base_config) if _base_config is not None else {}
-    _active_config = MegatrainConfig.from_mapping({**base, **settings})
-    return _active_config
+    return MegatrainConfig.from_mapping({**base, **settings})
 
 
 def _refuse_if_disabled() -> None:

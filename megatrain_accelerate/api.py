@@ -61,7 +61,8 @@ def disable() -> None:
 def drain(model: nn.Module | None = None) -> None:
     """Blocks until every step that was taken is applied to the weights that Python sees.
 
-    Only for code that reads ``parameter.data`` on its own: state dicts, saves and evaluation drain by themselves.
+    Only for code that reads or writes through tensors that it took out of parameters before: whoever touches a parameter
+    after a step waits by itself, and so do state dicts, saves and evaluation.
 
     Args:
         model: a prepared model; all prepared models if None.
@@ -92,7 +93,7 @@ def export_masters(model: nn.Module, folder: str | os.PathLike[str], max_shard_g
         UnsupportedError: the model isn't prepared.
         ConfigError: the folder holds something, or the size isn't above 0.
         StepWorkerError: a step failed.
-        OSError: the disk is full, or can't be written to; nothing is left behind.
+        DiskError: the disk is full, or can't be written to; nothing is left behind.
     """
     from megatrain_accelerate.engine import engine_of
     from megatrain_accelerate.errors import UnsupportedError

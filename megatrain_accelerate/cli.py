@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gzip
+import importlib.metadata
 import json
 import os
 import signal
@@ -13,6 +14,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
+from megatrain_accelerate import __version__
 from megatrain_accelerate.doctor import command as doctor
 from megatrain_accelerate.errors import ConfigError, MegatrainError
 from megatrain_accelerate.estimate import command as estimate
@@ -38,7 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    parser = argparse.ArgumentParser(prog="megatrain", description="Tools around trainings with megatrain_accelerate.")
+    parser = argparse.ArgumentParser(
+        prog="megatrain",
+        description="Tools around trainings with megatrain_accelerate.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # any other breaks the versions' line
+    )
+    parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     trace = commands.add_parser(
         "trace",
@@ -79,6 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MegatrainError as error:
         print(f"megatrain trace: {error}", file=sys.stderr)
         return 1
+
+
+def _versions() -> str:
+    others = (f"{package} {importlib.metadata.version(package)}" for package in ("accelerate", "transformers"))
+    # torch's own says which CUDA it is built for, which its metadata may leave out.
+    return ", ".join((f"megatrain-accelerate {__version__}", f"torch {torch.__version__}", *others))
 
 
 def _while_read(command: Callable[[], int]) -> int:

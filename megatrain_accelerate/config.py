@@ -7,13 +7,18 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.units import GIB
 
 STEP_SCHEDULES = ("auto", "deferred", "backward", "serial")
+
+
+def nearest(given: str, known: Iterable[str]) -> str | None:
+    """The known name that a misspelt one was most likely meant to be; None if all differ too much."""
+    return next(iter(difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +38,9 @@ class MegatrainConfig:
     step_schedule: str = "auto"
     """When the optimizer's arithmetic runs. ``deferred``: after ``step()``, a layer at a time, before the layer is
     fetched again. ``backward``: as soon as a layer's gradient is on the host; only right without gradient clipping.
-    ``serial``: inside ``step()``. ``auto``: ``backward`` under a Trainer whose ``max_grad_norm`` is 0 and
-    that doesn't look for a batch size, else ``deferred``. All give the same bits."""
+    ``serial``: inside ``step()``. ``auto``: ``backward`` under a Trainer whose ``max_grad_norm`` is 0,
+    that doesn't look for a batch size and runs no code of the user's between backward and step, else ``deferred``. All
+    give the same bits."""
 
     host_threads: int | None = None
     """Threads of the fused host kernels; by default the CPUs that this process may use, less two for the launcher."""
@@ -237,8 +243,8 @@ class MegatrainConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         for key in settings:
             if key not in known:
-                nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-                hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+                meant = nearest(str(key), known)
+                hint = f"did you mean {meant!r}? " if meant else ""
                 raise ConfigError(f"megatrain_config has no setting {key!r}; {hint}known settings: {', '.join(known)}")
         return cls(**settings)
 

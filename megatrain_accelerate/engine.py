@@ -7,12 +7,11 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import StateError, StepWorkerError
@@ -29,16 +28,17 @@ from megatrain_accelerate.planning.expert_split import split_experts
 from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers, find_module
 from megatrain_accelerate.planning.own_precision import compute_dtypes
 from megatrain_accelerate.planning.placement import require_layers
+from megatrain_accelerate.progress import progress_bar
 from megatrain_accelerate.streaming.attention_results import require_attention_to_keep
 from megatrain_accelerate.streaming.caches import caching_modules, decide_against_a_cache
 from megatrain_accelerate.streaming.expert_function import run_experts
 from megatrain_accelerate.streaming.fp32_sums import BF16_REMEDY
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Meter
-from megatrain_accelerate.streaming.model_hook import ModelHook, by_name
+from megatrain_accelerate.streaming.model_hook import ModelHook, by_name, remove_hook, run_pre_hooks
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.outside_norms import run_norms_by_tiles
-from megatrain_accelerate.streaming.proxy import install_proxy, note_checkpointing_ignored, remove_proxy
+from megatrain_accelerate.streaming.proxy import install_proxy, leave_checkpointing_off, modules_that_checkpoint, remove_proxy
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.streaming.streams import Streams
@@ -80,7 +80,9 @@ class Engine:
         bf16: whether the run's mixed precision is bf16.
         training: False for evaluation: no gradients, masters or moments.
         accumulates: whether gradients of several backwards will be added up before a step; counts their memory already.
-        show_progress: draw a progress bar while adopting (the main process).
+        show_progress: draw a progress bar while adopting.
+        show_plan: print the plan's table, and in a log file a line in the bar's place (the main process).
+        freed_bytes: host memory that others give back meanwhile: moments that optimizers brought from an earlier engine.
         recorder: see :class:`OutputRecorder`.
 
     Raises:
@@ -102,15 +104,20 @@ class Engine:
         training: bool,
         accumulates: bool = False,
         show_progress: bool = True,
+        show_plan: bool = True,
+        freed_bytes: int = 0,
         recorder: OutputRecorder | None = None,
     ) -> None:
         self.config = config
         self.device = device
         self.bf16 = bf16
         self.optimizer_drivers: list[HostStep] = []
+        self._freed_bytes = freed_bytes
         self._handles: list[Any] = []
         self._tiled_head: TiledHead | None = None
         self._resident_places: list[tuple[str, str, nn.Parameter]] = []
+        self.prepare_anew: Callable[[nn.Module], None] | None = None
+        """Gives the model an engine that trains what it trains by now; set by who prepared it."""
         self._dtypes = compute_dtypes(model, bf16)
         discovery = split_experts(discover_layers(model, config.layer_classes), config, self._dtypes, device, training)
         rounds = any(p.requires_grad and p.dtype != self._dtypes[id(p)] for p in model.parameters())
@@ -132,8 +139,11 @@ class Engine:
         require_layers(len(discovery.layers), config.keep_layers, config.offload_layers)
         require_attention_to_keep(model, config.keep_attention)
         try:
+            adopting = f"adopting {len(discovery.layers)} layers"
             adoption = self.adoption_class(model, discovery, make_unit, device=device, store_bytes=store_bytes)
-            with adoption, self._progress(discovery, show_progress) as progress:
+            in_logs = f"{adopting} ({self.parameter_count:,} parameters)" if show_plan else None
+            progress = progress_bar(self.parameter_count, adopting, "param", show=show_progress, in_logs=in_logs)
+            with adoption, progress:
                 for name, module in discovery.layers:
                     index = len(layers)
                     parameters = discovery.parameters_of(index)
@@ -162,9 +172,11 @@ class Engine:
                 recorder=recorder,
             )
             self.runtime.sums.is_budgeted = counts_sums
+            states = (state for unit in self.runtime.units for state in unit.states)
+            self._frozen = [state.parameter for state in states if not state.entry.spec.trainable]
             # At exit too: the last steps are applied, and no thread is inside torch when the interpreter ends.
             weakref.finalize(self, self.runtime.worker.close)
-            self.device_plan = DevicePlan(self.runtime, config, device, show_progress)
+            self.device_plan = DevicePlan(self.runtime, config, device, show_plan)
             if training:
                 self._allocate_for_training()
             self._move_buffers(model)
@@ -254,7 +266,7 @@ class Engine:
         own = anonymous_bytes(p for group in groups for _, p in group if p.device.type == "cpu")
         remedy = BF16_REMEDY if fp32_sums else ""
         remedy += settings_that_take_less(self.config, accumulates=fp32_sums) if training else ""
-        require_host_bytes(sum(parts.values()), own, parts, self.config.host_memory_gib, remedy)
+        require_host_bytes(sum(parts.values()), own + self._freed_bytes, parts, self.config.host_memory_gib, remedy)
         self.parameter_count = sum(layout.parameter_count for layout in layouts)
         return sum(parts.values())
 
@@ -262,24 +274,13 @@ class Engine:
         passing = self._streamed_units if self.config.passes_gradients else 0
         return planned_host_bytes(layouts, training, fp32_sums, passing, _MOMENTS[self.config.moments_dtype])
 
-    def _progress(self, discovery: Discovery, show: bool) -> Any:
-        return tqdm(
-            total=self.parameter_count,
-            desc=f"megatrain: adopting {len(discovery.layers)} layers",
-            unit="param",
-            unit_scale=True,
-            disable=not show,
-            leave=False,
-        )
-
     def _drain_for_copy(self) -> None:
         self.runtime.drain()
 
     def _hook(self, model: nn.Module, discovery: Discovery) -> None:
+        self._checkpointing = modules_that_checkpoint(model)
+        leave_checkpointing_off(self._checkpointing)
         for module in model.modules():
-            if module.__dict__.get("gradient_checkpointing"):
-                module.__dict__["gradient_checkpointing"] = False
-                note_checkpointing_ignored()
             # Whoever reads the weights as a whole sees all steps that were taken.
             self._handles.append(module.register_state_dict_pre_hook(ModelHook(self.runtime.drain)))
             self._handles.append(module.register_load_state_dict_pre_hook(ModelHook(self.runtime.drain)))
@@ -300,20 +301,42 @@ class Engine:
             for module in spec.users:
                 self._handles.append(module.register_forward_pre_hook(hook))
 
-    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Checks the model, and lets the plan see the batch."""
+    def adopt_unfrozen(self, model: nn.Module) -> bool:
+        """Prepares the model anew if parameters are trained by now that were frozen when it was prepared.
+
+        Returns:
+            Whether it did: the model has another engine then.
+
+        Raises:
+            HostMemoryError: what is trained now doesn't fit.
+        """
+        if self.prepare_anew is None or not self.training or not any(parameter.requires_grad for parameter in self._frozen):
+            return False
+        self.prepare_anew(model)
+        return True
+
+    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Checks the model, and lets the plan see the batch. Gives way to a new engine where more is trained by now."""
         self._refuse_replaced(model)
+        leave_checkpointing_off(self._checkpointing)
+        known = set(model._forward_pre_hooks)
+        if torch.is_grad_enabled() and self.adopt_unfrozen(model):
+            return run_pre_hooks(model, args, kwargs, known)
         self.runtime.worker.raise_if_failed()
+        self.runtime.forward_begins()
         has_graph = torch.is_grad_enabled()
         for engine in all_engines():
             if has_graph or engine is not self:
                 engine.device_plan.evaluation_weights.give_up()
         if not has_graph:
             self.device_plan.make_room(model, by_name(model, args, kwargs))
-        elif self.training and model.training:
+            return None
+        self.runtime.batch_cut.begin((args, kwargs))
+        if self.training and model.training:
             began = time.perf_counter()
             self.device_plan.follow(model, by_name(model, args, kwargs))
             self.plan_seconds += time.perf_counter() - began
+        return None
 
     def _refuse_replaced(self, model: nn.Module) -> None:
         """The model must compute with what was adopted. Parameters inside layers are checked when the layer runs.
@@ -338,6 +361,11 @@ class Engine:
         self.device_plan.micro_batches = micro_batches
         if micro_batches > 1:
             self.runtime.offloader.prepare_accumulation()
+
+    def go_on_counting(self, before: Engine) -> None:
+        """What an earlier engine of the same training counted is this one's."""
+        self.runtime.meter.counters = before.runtime.meter.counters
+        self.plan_seconds += before.plan_seconds
 
     def drain(self) -> None:
         """Blocks until all weights are those of the last step, and takes over weights written from outside."""
@@ -375,15 +403,15 @@ class Engine:
         if self.is_closed:
             return
         self.is_closed = True
-        with contextlib.suppress(StepWorkerError):
-            self.runtime.drain()
+        with contextlib.suppress(StepWorkerError, StateError):
+            self.runtime.watch.settle()
         for driver in self.optimizer_drivers:
             driver.retire(ENGINE_CLOSED)
         for part in self.runtime.parts:
             with contextlib.suppress(StepWorkerError, StateError):  # a parameter of another shape stays as it is
                 part.refresh_if_written()
         for handle in self._handles:
-            handle.remove()
+            remove_hook(handle)
         if self._tiled_head is not None:
             self._tiled_head.remove()
         for layer in (*self.runtime.layers, *self.runtime.experts):

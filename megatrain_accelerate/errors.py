@@ -19,6 +19,10 @@ class HostMemoryError(MegatrainError, MemoryError):
     """The run doesn't fit the host memory, or the memory can't be registered with the GPU driver."""
 
 
+class DiskError(MegatrainError, OSError):
+    """The disk has no room for what is to be saved, or the folder can't be written to; ``errno`` says which."""
+
+
 class StateError(MegatrainError, RuntimeError):
     """An object was asked for a move that its present state forbids; the message names both states."""
 

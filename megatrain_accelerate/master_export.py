@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from megatrain_accelerate.disk import require_free_bytes, staging_folder
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.units import GIB
@@ -38,24 +38,23 @@ def write_masters(model: nn.Module, engine: Engine, folder: Path, max_shard_gib:
 
     Raises:
         ConfigError: the folder holds something, or the size isn't above 0.
-        OSError: the disk is full, or can't be written to; nothing is left behind.
+        DiskError: the disk is full, or can't be written to; nothing is left behind.
     """
     if max_shard_gib <= 0:
         raise ConfigError(f"max_shard_gib must be above 0, got {max_shard_gib}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and isn't an empty folder; name another one for the fp32 weights")
     engine.drain()
-    staging = folder.with_name(f".{folder.name}.incomplete")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
-        names = _write(model, engine, staging, int(max_shard_gib * GIB))
+    what, remedy = "the fp32 export", "Free some space, or name a folder on another disk."
+    with staging_folder(folder.parent, f".{folder.name}.incomplete", what, remedy) as staging:
+        weights = sum(_fp32_bytes(tensor) for _, tensor in saved_tensors(model))
+        require_free_bytes(folder.parent, {"weights": weights}, what, remedy)
+        complete = staging / folder.name
+        complete.mkdir()
+        names = _write(model, engine, complete, int(max_shard_gib * GIB))
         if folder.exists():
             folder.rmdir()
-        os.rename(staging, folder)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+        os.rename(complete, folder)
     return [folder / name for name in names]
 
 
@@ -95,7 +94,7 @@ def _shards(model: nn.Module, max_shard_bytes: int) -> list[dict[str, torch.Tens
     """What each file is to hold, in the order of the model."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     held = 0
-    for name, tensor in _saved_tensors(model):
+    for name, tensor in saved_tensors(model):
         size = _fp32_bytes(tensor)
         if held and held + size > max_shard_bytes:
             shards.append({})
@@ -105,7 +104,7 @@ def _shards(model: nn.Module, max_shard_bytes: int) -> list[dict[str, torch.Tens
     return shards
 
 
-def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters once each, then the buffers that are saved."""
     yield from model.named_parameters()
     for owner, module in model.named_modules():

@@ -53,7 +53,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def exact_torch_sqrt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``Tensor.sqrt`` correctly rounded: torch's own comes from MKL and is off by an ulp for about 1% of floats."""
+    """``Tensor.sqrt`` correctly rounded: torch's own comes from MKL and is off by an ulp for some floats."""
     import plain_torch
     import torch
 

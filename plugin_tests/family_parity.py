@@ -70,8 +70,12 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 
 def train_plainly(family: Family, dtype: torch.dtype, accumulation: int = 1, device: str = "cpu") -> Outcome:
     """Five steps in plain PyTorch; under autocast for bf16, as a stock loop with mixed precision runs a model. Masters and
-    AdamW are on the CPU."""
+    AdamW are on the CPU. No key-value cache is made: keys that it copied lie otherwise in memory, and attention may round
+    otherwise for them."""
     model = family.build()
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     masters = {name: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for name, p in model.named_parameters()}
     rounded = {name for name in masters if dtype == torch.bfloat16 and not _keeps_fp32(model, name)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,8 +10,6 @@ from peft import AdaLoraConfig, get_peft_model
 from torch import nn
 from trainer_runs import tiny_llama
 from transformers import Trainer
-
-import megatrain_accelerate
 
 
 def penalty(model: nn.Module) -> torch.Tensor:
@@ -29,9 +28,18 @@ class PenalisedBefore(Trainer):
     """The penalty's graph is made first: its gradients come last."""
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        megatrain_accelerate.drain()  # or it would read weights before their step
         before = penalty(model)
         return before + model(**inputs).loss
+
+
+def loss_with_penalty(model: nn.Module, of: str = "") -> dict[str, Callable[..., torch.Tensor]]:
+    """Options of a Trainer whose loss function adds the penalty on the weights of a part of the model."""
+
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        logits = outputs["logits"][:, :-1].flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels[:, 1:].flatten()) + penalty(model.get_submodule(of))
+
+    return {"compute_loss_func": loss}
 
 
 def adalora(**changes: Any) -> nn.Module:

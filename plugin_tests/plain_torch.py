@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 
 def ieee_sqrt(tensor: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded square root; torch's own CPU one comes from MKL and is off by an ulp for about 1% of floats."""
+    """Correctly rounded square root; torch's own CPU one comes from MKL and is off by an ulp for some floats."""
     if tensor.is_cuda:  # CUDA's own is correctly rounded
         return torch.sqrt(tensor)
     return torch.from_numpy(np.sqrt(tensor.numpy()))

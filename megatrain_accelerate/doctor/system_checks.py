@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from megatrain_accelerate.config import usable_cpu_count
+from megatrain_accelerate.disk import existing_part
 from megatrain_accelerate.doctor.finding import Finding, Value
 from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES, cgroup_available_bytes
 from megatrain_accelerate.units import GIB
@@ -160,7 +161,7 @@ def disk(folder: Path) -> list[Finding]:
         folder: where they will be written; it needn't be there yet.
     """
     asked = folder
-    folder = next(place for place in (folder.resolve(), *folder.resolve().parents) if place.exists())
+    folder = existing_part(folder)
     if not folder.is_dir():
         text = f"no checkpoint can be written to {asked}: {folder} isn't a folder"
         return [Finding("disk", "broken", text, "name a folder by --folder; it needn't be there yet")]

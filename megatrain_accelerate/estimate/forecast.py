@@ -17,7 +17,7 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.estimate.attention_dropout import WithoutAttentionDropout
 from megatrain_accelerate.estimate.extrapolation import extended_graph, extended_outline, extended_profile, with_kinds
-from megatrain_accelerate.estimate.joining import may_join, takes_number_of_items
+from megatrain_accelerate.estimate.joining import may_join, sums_loss
 from megatrain_accelerate.estimate.layer_graph import LayerGraph, TensorShape, trace_layer
 from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
 from megatrain_accelerate.estimate.positions import PositionTable, shortest_table
@@ -136,7 +136,7 @@ class Forecaster:
         if self.micro_batches < 2 or not may_join(self.model, self.engine.runtime, self.config):
             return False
         with standing_for_a_gpu(), self._attention:
-            return takes_number_of_items(self.model, self.engine.runtime, _FEW_TOKENS)
+            return sums_loss(self.model, self.engine.runtime, _FEW_TOKENS)
 
     def positions(self) -> PositionTable | None:
         """The shortest table of positions, which bounds a sequence; None if the model has none."""
@@ -320,7 +320,7 @@ class Forecaster:
 
     def _call(self, kind: Hashable, dry: LayerProfile, compiles: bool, layer: StreamedLayer, args: Any, kwargs: Any) -> _Call:
         tensors = tree_map_only(TensorShape, lambda shape: shape.empty("meta"), (args, kwargs))
-        split = BatchSplit.of_call(layer.name, tensors[0], tensors[1], self.engine.runtime.micro_batch_size)
+        split = BatchSplit.of_call(layer, tensors[0], tensors[1], self.engine.runtime.batch_cut)
         args, kwargs = tree_map_only(torch.Tensor, TensorShape.of, split.first_piece(*tensors))
         return _Call(dry, self._graph(kind, layer, args, kwargs), compiles, split)
 

@@ -1,20 +1,15 @@
-"""Whether a training's micro-batches may run as one batch, as far as the model and the settings tell.
-
-The Trainer's training tries it out on the first step (``planning/loss_probe.py``); here there are no numbers to compare.
-"""
+"""Whether a training's micro-batches may run as one batch, as far as the model and the settings tell."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.planning.loss_probe import what_sees_a_batch
 from megatrain_accelerate.planning.step_outline import outline_step
+from megatrain_accelerate.planning.summed_loss import what_sees_a_batch
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 
@@ -31,8 +26,8 @@ def may_join(model: nn.Module, runtime: StreamingRuntime, config: MegatrainConfi
     return _accepts_loss_kwargs(model) and what_sees_a_batch(model) is None
 
 
-def takes_number_of_items(model: nn.Module, runtime: StreamingRuntime, length: int) -> bool:
-    """Whether the model computes anything with ``num_items_in_batch``, which many accept and leave alone.
+def sums_loss(model: nn.Module, runtime: StreamingRuntime, length: int) -> bool:
+    """Whether the model's loss is known to be a sum over tokens, divided by the number of all (``planning/summed_loss.py``).
 
     Args:
         model: on the meta device; run without data.
@@ -43,32 +38,8 @@ def takes_number_of_items(model: nn.Module, runtime: StreamingRuntime, length: i
         Exception: whatever the model raises when it looks at its data.
     """
     ids = torch.zeros((1, length), dtype=torch.long)
-    number = _Number(length)
-    number.is_used = False
-    outline_step(model, runtime, {"input_ids": ids, "labels": ids, "num_items_in_batch": number}, torch.device("cpu"))
-    return number.is_used
-
-
-class _Number(int):
-    """Notes that an operation of torch took it, and is an ordinary number to it."""
-
-    is_used: bool
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        function: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        def plain(value: Any) -> Any:
-            if isinstance(value, cls):
-                value.is_used = True
-                return int(value)
-            return value
-
-        return function(*map(plain, args), **{name: plain(value) for name, value in (kwargs or {}).items()})
+    inputs = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(length)}
+    return outline_step(model, runtime, inputs, torch.device("cpu")).sums_loss
 
 
 def _accepts_loss_kwargs(model: nn.Module) -> bool:

@@ -104,7 +104,9 @@ class MetaEngine(Engine):
             host_threads=1,
             gpu_memory_gib=None if gpu_bytes is None else gpu_bytes / GIB,
         )
-        super().__init__(model, META, nothing_placed, bf16=True, training=True, show_progress=False, recorder=recorder)
+        super().__init__(
+            model, META, nothing_placed, bf16=True, training=True, show_progress=False, show_plan=False, recorder=recorder
+        )
 
     def close(self) -> None:
         """Ends the threads. There are no weights to give back: the model is of no use afterwards."""

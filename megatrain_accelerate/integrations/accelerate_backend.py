@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -12,22 +13,28 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 
-from megatrain_accelerate.activation import active_config
+from megatrain_accelerate.activation import config_for
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine, all_engines, engine_of
-from megatrain_accelerate.errors import ConfigError, UnsupportedError
+from megatrain_accelerate.errors import ConfigError, StateError, UnsupportedError
 from megatrain_accelerate.integrations import foreign_optimizers, step_trace
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
+from megatrain_accelerate.integrations.patch_accelerate import arguments_of
 from megatrain_accelerate.integrations.shared_parts import engines_with, take_over
+from megatrain_accelerate.integrations.small_modules import is_beside
 from megatrain_accelerate.optim.fused_step import FusedStep
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.optim.host_step import TAKEN_OVER, driver_of
+from megatrain_accelerate.optim.host_step import ANOTHER_MODELS, TAKEN_OVER, driver_of
 from megatrain_accelerate.planning.layer_discovery import refuse_sparse_gradients
+from megatrain_accelerate.streaming.runtime import is_streamed
+from megatrain_accelerate.streaming.watched_parameters import unwatched
 
 logger = logging.getLogger(__name__)
 
 _ENGINES = "_megatrain_engines"
 _WAITING = "_megatrain_waiting_optimizers"
+_SERVABLE = "_megatrain_servable"
+_TOGETHER = "_megatrain_prepared_together"
 
 
 def _engines(accelerator: Any) -> list[Engine]:
@@ -42,13 +49,15 @@ def _wait(accelerator: Any, optimizer: torch.optim.Optimizer) -> None:
         waiting.append(optimizer)
 
 
-def after_accelerator_init(accelerator: Any) -> None:
-    """Checks that this Accelerator can be served.
+def require_servable(accelerator: Any) -> None:
+    """Checks that this Accelerator can be served: when it is made, or at its first ``prepare`` if ``enable()`` came later.
 
     Raises:
         ConfigError: there is no GPU and the CPU wasn't asked for.
         UnsupportedError: fp16, fp8, whole-model compilation, or several processes.
     """
+    if accelerator.__dict__.get(_SERVABLE):
+        return
     if accelerator.device.type not in ("cuda", "cpu"):
         raise UnsupportedError(
             f"megatrain streams to CUDA devices; this run's device is {accelerator.device}. Run it on a machine with an "
@@ -78,12 +87,20 @@ def after_accelerator_init(accelerator: Any) -> None:
             "torch_compile of the whole model can't be used with megatrain, which swaps weights under the model; leave "
             "torch_compile (dynamo_backend) off"
         )
+    accelerator.__dict__[_SERVABLE] = True
 
 
-def _config() -> MegatrainConfig:
-    config = active_config()
-    assert config is not None, "called without an active plugin"
-    return config
+def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Notes which modules are prepared in one call; see :func:`is_beside`."""
+    accelerator.__dict__[_TOGETHER] = [item for item in args if isinstance(item, nn.Module)]
+    try:
+        return original(accelerator, *args, **kwargs)
+    finally:
+        del accelerator.__dict__[_TOGETHER]
+
+
+def _is_beside(accelerator: Any, model: nn.Module, config: MegatrainConfig) -> bool:
+    return is_beside(model, accelerator.__dict__.get(_TOGETHER, []), _engines(accelerator), config)
 
 
 def prepare_model(
@@ -95,17 +112,32 @@ def prepare_model(
 ) -> nn.Module:
     """Attaches the engine, then lets Accelerate do its bookkeeping and autocast, without placement and wrapping.
 
+    A small module beside a model that streams is Accelerate's alone.
+
     Raises:
-        UnsupportedError: the model can't stream.
+        UnsupportedError: the model can't stream, an optimizer that steps another one holds trained parameters of it, or
+            :func:`require_servable` refuses the Accelerator.
         HostMemoryError: it doesn't fit.
-        ConfigError: the settings and the accumulation of gradients exclude each other.
+        ConfigError: the settings and the accumulation of gradients exclude each other, or there is no GPU.
     """
+    require_servable(accelerator)
+    config = config_for(arguments_of(accelerator))
+    if engine_of(model) is None and _is_beside(accelerator, model, config):
+        return original(accelerator, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+    _attach(accelerator, model, config, evaluation_mode)
+    prepared = original(accelerator, model, device_placement=False, evaluation_mode=True)
+    _adopt_waiting(accelerator)
+    return prepared
+
+
+def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluation_mode: bool) -> None:
+    """Gives a model the engine that it needs. Optimizers of engines that are closed for it wait to be adopted."""
     engine, bf16 = engine_of(model), accelerator.mixed_precision == "bf16"
     changed = None
     left_behind: list[torch.optim.Optimizer] = []
     if engine is not None and not engine.matches(model):
         changed = "parameters were added, replaced, frozen or unfrozen since the model was prepared"
-    elif engine is not None and not evaluation_mode and (engine.config, engine.bf16) != (_config(), bf16):
+    elif engine is not None and not evaluation_mode and (engine.config, engine.bf16) != (config, bf16):
         changed = "the model was prepared with other settings, or another mixed precision"
     if engine is not None and changed is not None:
         logger.warning("megatrain: %s; adopting it anew", changed)
@@ -113,7 +145,7 @@ def prepare_model(
         engine.close()
         engine = None
     if not evaluation_mode:
-        require_steps_in_backward_possible(_config(), accelerator.gradient_accumulation_steps)
+        require_steps_in_backward_possible(config, accelerator.gradient_accumulation_steps)
         refuse_sparse_gradients(model)
     if engine is None:
         if getattr(model, "hf_device_map", None):
@@ -121,20 +153,27 @@ def prepare_model(
                 "the model was loaded with a device_map and is spread over devices; megatrain places weights itself: "
                 "load it with from_pretrained without device_map"
             )
-        taken = take_over(model, _config())
+        taken = take_over(model, config)
+        for other in _engines(accelerator):
+            for driver in other.optimizer_drivers:
+                if driver.optimizer is not None:
+                    _refuse_two_models(driver.optimizer, model)
         engine = Engine(
             model,
             accelerator.device,
-            _config(),
+            config,
             bf16=bf16,
             training=taken.trained or not evaluation_mode,
             accumulates=accelerator.gradient_accumulation_steps > 1,
-            show_progress=accelerator.is_local_main_process,
+            show_progress=accelerator.is_local_main_process and not getattr(arguments_of(accelerator), "disable_tqdm", False),
+            show_plan=accelerator.is_local_main_process,
+            freed_bytes=_moment_bytes([*left_behind, *taken.optimizers], model),
             recorder=CapturedOutputs.for_installed_transformers(),
         )
         # Not the Accelerator: it holds the model, and the model's engine would hold both for ever.
         gradient_state = accelerator.gradient_state
         engine.runtime.gradients_complete = lambda: bool(gradient_state.sync_gradients)
+        engine.prepare_anew = functools.partial(_attach_unfrozen, weakref.ref(accelerator))
         taken.refuse_calls()
         left_behind += [optimizer for optimizer in taken.optimizers if _trains_any_of(optimizer, engine)]
     elif not evaluation_mode:
@@ -144,12 +183,50 @@ def prepare_model(
     if engine not in _engines(accelerator):
         accelerator.__dict__.setdefault(_ENGINES, []).append(weakref.ref(engine))
     foreign_optimizers.watch()
-    prepared = original(accelerator, model, device_placement=False, evaluation_mode=True)
     for optimizer in left_behind:
         if _holds_any_of(optimizer, engine):
             _wait(accelerator, optimizer)
-    _adopt_waiting(accelerator)
-    return prepared
+
+
+def _moment_bytes(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> int:
+    """Bytes of host memory of the model's moments in these optimizers: they are let go as the new store takes them over."""
+    own = {id(parameter) for parameter in model.parameters()}
+    entries = [optimizer.state.get(p) or {} for optimizer in optimizers for p in _parameters(optimizer) if id(p) in own]
+    values = (value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor))
+    return sum(value.nbytes for value in values if value.device.type == "cpu")
+
+
+def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
+    """Gives a model in training an engine that trains what was unfrozen; the training goes on as it was.
+
+    Raises:
+        StateError: the Accelerator is gone.
+        HostMemoryError: what is trained now doesn't fit.
+    """
+    found, before = accelerator(), engine_of(model)
+    if found is None or before is None:
+        raise StateError(
+            "parameters were unfrozen after the model was prepared, and the Accelerator that prepared it is gone; prepare it "
+            "again, or unfreeze them before"
+        )
+    before.runtime.watch.settle()
+    gradients = {} if before.config.passes_gradients else {p: p.grad for p in model.parameters() if p.grad is not None}
+    drivers = [driver for driver in before.optimizer_drivers if isinstance(driver, FusedStep) and driver.steps_in_backward]
+    in_backward = [driver.optimizer for driver in drivers]
+    _attach(found, model, before.config, evaluation_mode=False)
+    _adopt_waiting(found)
+    engine = engine_of(model)
+    assert engine is not None, "made just now"
+    for parameter, gradient in gradients.items():
+        state = engine.runtime.state_of(parameter)
+        assert state is not None, "all parameters of a prepared model are in its store"
+        state.handle.set_gradient(gradient.to(parameter.device))
+    for driver in engine.optimizer_drivers:
+        if isinstance(driver, FusedStep) and before.config.step_schedule == "auto" and driver.optimizer in in_backward:
+            # As at the begin of a training: which layers' weights get gradients from elsewhere isn't known yet.
+            driver.set_schedule("deferred", then="backward")
+    engine.expect_accumulation(before.device_plan.micro_batches)
+    engine.go_on_counting(before)
 
 
 def prepare_optimizer(
@@ -163,7 +240,7 @@ def prepare_optimizer(
     One that was prepared before is left alone, unless its engine was closed or another optimizer took over since.
 
     Raises:
-        UnsupportedError: it holds parameters that the model doesn't train.
+        UnsupportedError: it holds trained parameters of two models that stream.
     """
     is_prepared = getattr(optimizer, "_is_accelerate_prepared", False)
     own = optimizer.optimizer if is_prepared and isinstance(optimizer, AcceleratedOptimizer) else optimizer
@@ -182,6 +259,9 @@ def _adopt_waiting(accelerator: Any) -> None:
             # One whose model is only evaluated for now goes on when that is trained again.
             if _holds_any_of(optimizer, engine) and (engine.training or not was_driven):
                 waiting.remove(optimizer)
+                for model in accelerator.__dict__.get(_TOGETHER, []):
+                    if engine_of(model) is None and not _is_beside(accelerator, model, engine.config):
+                        _refuse_two_models(optimizer, model)
                 _adopt(optimizer, engine)
                 break
 
@@ -196,6 +276,17 @@ def _holds_any_of(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
 
 def _trains_any_of(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
     return any(engine.runtime.norms.row(parameter) is not None for parameter in _parameters(optimizer))
+
+
+def _refuse_two_models(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """An optimizer that steps one model can't hold parameters of another one that streams.
+
+    Raises:
+        UnsupportedError: it holds some that are trained.
+    """
+    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if strangers := sum(id(parameter) in own for parameter in _parameters(optimizer)):
+        raise UnsupportedError(ANOTHER_MODELS.format(strangers))
 
 
 def _adopt(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
@@ -248,13 +339,14 @@ def require_steps_in_backward_possible(
         )
 
 
-def begin_training(engine: Engine, *, clips: bool, tries_again: bool) -> None:
+def begin_training(engine: Engine, *, steps_in_backward: bool) -> None:
     """Chooses the schedule of the steps where the settings leave the choice, and forgets a training that broke off.
 
     Args:
-        clips: whether gradients are clipped: their norm is known after backward only.
-        tries_again: whether a step that fails is tried again with a smaller batch; layers that were stepped in its backward
-            already couldn't be taken back.
+        engine: of the model that is trained.
+        steps_in_backward: whether layers may be stepped in backward: not where gradients are clipped (their norm is known
+            after backward only), nor where a step that fails is tried again with a smaller batch (what was stepped already
+            couldn't be taken back), nor where code of the user's runs between backward and step.
     """
     engine.runtime.drain()
     for driver in engine.optimizer_drivers:
@@ -262,7 +354,7 @@ def begin_training(engine: Engine, *, clips: bool, tries_again: bool) -> None:
             continue
         if engine.config.step_schedule == "auto" and not engine.config.passes_gradients:
             # The first backward shows which layers' weights get gradients from elsewhere too.
-            driver.set_schedule("deferred", then=None if clips or tries_again else "backward")
+            driver.set_schedule("deferred", then="backward" if steps_in_backward else None)
         if stepped := driver.forget_backward():
             logger.warning(
                 "megatrain: the training before this one broke off in or after a backward in which %d parameters were stepped "
@@ -280,14 +372,20 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float = 2,
 ) -> Any:
-    """The gradients' global norm, known since backward; the clip factor is folded into the fused step."""
+    """The gradients' global norm, known since backward; the clip factor is folded into the fused step.
+
+    Gradients of modules that don't stream count, and are scaled in place.
+    """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    with unwatched():
+        trained = [parameter for parameter in parameters if parameter.grad is not None]
+    streamed = [parameter for parameter in trained if is_streamed(parameter)]
     for engine in _engines(accelerator):
-        if float(norm_type) == 2.0 and all(engine.runtime.norms.row(parameter) is not None for parameter in trained):
+        has_all = all(engine.runtime.norms.row(parameter) is not None for parameter in streamed)
+        if float(norm_type) == 2.0 and has_all and (streamed or not trained):
             return engine.runtime.clip_grad_norm(trained, float(max_norm)).to(accelerator.device)
     for engine in _engines(accelerator):
-        engine.runtime.collect_gradients()
+        engine.runtime.watch.settle()
     return original(accelerator, parameters, max_norm, norm_type)
 
 

@@ -54,5 +54,5 @@ def _take_over_frozen(engine: Engine) -> None:
     for unit in engine.runtime.units:
         for state in unit.states:
             if not state.entry.spec.trainable:
-                state.seen_version = -1
+                state.handle.mark_written()
     engine.drain()

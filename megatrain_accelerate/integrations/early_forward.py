@@ -19,9 +19,8 @@ from megatrain_accelerate.integrations.shared_parts import engines_with, new_hol
 from megatrain_accelerate.planning.meta_weights import is_without_weights
 
 
-def after_trainer_init(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
+def watch_model(trainer: Any) -> None:
     """Watches the Trainer's model until it is prepared."""
-    original(trainer, *args, **kwargs)
     model = getattr(trainer, "model", None)
     if isinstance(model, nn.Module) and engine_of(model) is None:
         hook = _PrepareFirst(trainer)

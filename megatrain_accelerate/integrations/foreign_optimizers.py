@@ -54,4 +54,4 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for state in _stepped(optimizer):
-        state.seen_version = -1
+        state.handle.mark_written()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,15 +19,21 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer
+from transformers.trainer_pt_utils import LabelSmoother
 
 from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.planning.loss_probe import loss_is_divided, what_sees_a_batch
+from megatrain_accelerate.integrations.user_code import has_users_callback
+from megatrain_accelerate.planning.step_profile import StepOutline
+from megatrain_accelerate.planning.summed_loss import what_sees_a_batch
 
 logger = logging.getLogger(__name__)
 
 _joiners: weakref.WeakKeyDictionary[Engine, Joiner] = weakref.WeakKeyDictionary()
 """Of the training in progress, or the last one, of each engine."""
+
+_STATE_KEY = "MegatrainCallback"
+"""Of ``TrainerState.stateful_callbacks``, which checkpoints hold, and which a Trainer without the plugin passes over."""
 
 _STOCK_METHODS = ("get_batch_samples", "training_step", "compute_loss", "_prepare_inputs")
 
@@ -87,11 +94,13 @@ def _require_samples(batch: Mapping[str, Any]) -> None:
 
 
 def _require_exact(trainer: Any, model: nn.Module, num_items: torch.Tensor | int | None) -> None:
-    """Refuses what can be seen to make the joined batch's loss another number than the sum of the micro-batches'.
+    """Refuses what may make the joined batch's loss another number than the sum of the micro-batches'.
 
     Raises:
         CannotJoinError: with the reason.
     """
+    if trainer.compute_loss_func is not None:
+        raise CannotJoinError("compute_loss_func may compare the tokens of a micro-batch with each other")
     if num_items is None:
         raise CannotJoinError("the loss isn't divided by the number of labelled tokens of the whole step (num_items_in_batch)")
     for name in _STOCK_METHODS:
@@ -101,10 +110,27 @@ def _require_exact(trainer: Any, model: nn.Module, num_items: torch.Tensor | int
         raise CannotJoinError(reason)
 
 
+def _require_sum(trainer: Any, outline: StepOutline) -> None:
+    """Refuses a loss that isn't one of transformers' own sums over tokens.
+
+    Raises:
+        CannotJoinError: with the reason.
+    """
+    smoother = trainer.label_smoother
+    if smoother is None:
+        is_sum = outline.sums_loss
+    else:
+        is_sum = (
+            type(smoother) is LabelSmoother and "num_items_in_batch" in inspect.signature(type(smoother).__call__).parameters
+        )
+    if not is_sum:
+        raise CannotJoinError("the loss isn't transformers' own sum over tokens divided by num_items_in_batch")
+
+
 def _model_inputs(trainer: Any, batch: Any, num_items: Any) -> dict[str, Any]:
     """The keyword arguments with which ``Trainer.compute_loss`` calls the model on ``batch``."""
     inputs = dict(trainer._prepare_inputs(batch))
-    if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
+    if trainer.label_smoother is not None:
         inputs.pop("labels", None)
     if trainer.model_accepts_loss_kwargs:
         inputs["num_items_in_batch"] = num_items
@@ -127,10 +153,11 @@ def _steps_of(engine: Engine, samples: int) -> Iterator[None]:
 class Joiner:
     """Joins the micro-batches of one training's steps, until a reason turns up not to; from then on they run one by one.
 
-    Once and for all, since the plan is made for one of the two ways.
+    Once and for all, since the plan is made for one of the two ways, and dropout draws other numbers in each: a training that
+    is resumed goes on as it was.
 
     Args:
-        training: the Trainer's state, another object for each training.
+        training: the Trainer's state, another object for each training; checkpoints hold it.
         is_asked_for: join wherever it is exact; else where the plan predicts that it pays.
     """
 
@@ -140,6 +167,11 @@ class Joiner:
         self._is_refused = False
         self._is_proven = False
         self._weighed_elements = 0
+        before = _decision_in(training)
+        is_taken_over = before.get("is_asked_for") == is_asked_for
+        self._agreed_elements: int = before["joined_elements"] if is_taken_over else 0
+        if is_taken_over and before["apart_because"] is not None:
+            self._refuse(before["apart_because"])
         self._micro_batches: list[Any] = []
         self._next = 0
         self._joined: JoinedBatch | None = None
@@ -186,44 +218,35 @@ class Joiner:
         try:
             if engine.runtime.experts:
                 raise CannotJoinError("experts stream in parts, which are fetched for each piece of a batch all the same")
+            if has_users_callback(trainer, "on_substep_end"):
+                raise CannotJoinError("a callback of the script's is called between them (on_substep_end)")
             if not self._is_proven:
                 _require_exact(trainer, model, num_items)
+                self._is_proven = True
             joined = JoinedBatch.of(self._micro_batches)
             if not self._is_asked_for and not engine.device_plan.has_budget:
                 raise CannotJoinError("there is no GPU memory to plan with (join_micro_batches: true does without a plan)")
-            if not self._is_proven and not self._prove(trainer, engine, model, num_items):
-                return None
             self._weigh(trainer, engine, model, joined, num_items)
         except CannotJoinError as reason:
-            self._is_refused = True
             engine.device_plan.forget()
-            level = logging.WARNING if self._is_asked_for else logging.INFO
-            logger.log(level, "megatrain: the micro-batches of a step run one by one, because %s", reason)
+            self._refuse(str(reason))
             return None
         return joined
 
-    def _prove(self, trainer: Any, engine: Engine, model: nn.Module, num_items: Any) -> bool:
-        """Tries out the loss on the first micro-batch; False if that tells nothing.
+    def _refuse(self, reason: str) -> None:
+        self._is_refused = True
+        level = logging.WARNING if self._is_asked_for else logging.INFO
+        logger.log(level, "megatrain: the micro-batches of a step run one by one, because %s", reason)
+        self._note_decision(reason)
 
-        Raises:
-            CannotJoinError: it isn't divided by ``num_items_in_batch``.
-        """
-
-        def loss_of(count: Any) -> torch.Tensor:
-            inputs = dict(trainer._prepare_inputs(self._micro_batches[0]))
-            with trainer.compute_loss_context_manager():
-                loss: torch.Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=count)
-            return loss
-
-        engine.drain()
-        try:
-            verdict = loss_is_divided(loss_of, num_items, model, engine.runtime)
-        except Exception as error:  # whatever a model, or a loss function of the user's, makes of a forward without hooks
-            raise CannotJoinError(f"the loss can't be tried out ({error})") from error
-        if verdict is False:
-            raise CannotJoinError("the loss isn't a sum over tokens divided by num_items_in_batch")
-        self._is_proven = verdict is True
-        return self._is_proven
+    def _note_decision(self, apart_because: str | None) -> None:
+        self._agreed_elements = max(self._agreed_elements, self._weighed_elements)
+        decision = {
+            "is_asked_for": self._is_asked_for,
+            "joined_elements": self._agreed_elements,
+            "apart_because": apart_because,
+        }
+        self.training.stateful_callbacks[_STATE_KEY] = {"args": {}, "attributes": {"joining": decision}}
 
     def _weigh(self, trainer: Any, engine: Engine, model: nn.Module, joined: JoinedBatch, num_items: Any) -> None:
         """Looks at the plan for batches larger than all before.
@@ -239,24 +262,25 @@ class Joiner:
         together = None
         with _steps_of(engine, joined.samples):
             try:
-                if self._is_asked_for:
-                    plan.foresee(model, inputs)
-                else:
+                _require_sum(trainer, plan.foresee(model, inputs))
+                if not self._is_asked_for:
                     together = plan.weigh(model, inputs)
+            except CannotJoinError:
+                raise
             except UnsupportedError as error:
                 raise CannotJoinError(f"a joined batch can't be cut into its micro-batches ({error})") from error
             except Exception as error:  # a model that looks at its data can't be run without any
-                if not self._is_asked_for:
-                    raise CannotJoinError(f"a step can't be predicted for this model ({error})") from error
+                raise CannotJoinError(f"a step can't be predicted for this model ({error})") from error
         if not self._is_asked_for:
             if together is None:
                 raise CannotJoinError("all of them at once are predicted to take more GPU memory than is planned with")
-            apart = plan.weigh(model, _model_inputs(trainer, self._micro_batches[0], num_items))
-            if apart is not None and not together.is_worth_it(apart):
-                raise CannotJoinError(
-                    f"a step is predicted to take {together.time.seconds:.3f} s with all of them at once, and "
-                    f"{apart.time.seconds:.3f} s without"
-                )
+            if elements > self._agreed_elements:
+                apart = plan.weigh(model, _model_inputs(trainer, self._micro_batches[0], num_items))
+                if apart is not None and not together.is_worth_it(apart):
+                    raise CannotJoinError(
+                        f"a step is predicted to take {together.time.seconds:.3f} s with all of them at once, and "
+                        f"{apart.time.seconds:.3f} s without"
+                    )
         if not self.has_joined:
             logger.info(
                 "megatrain: the %d micro-batches of a step run as one batch, %d samples at a time in each layer",
@@ -264,6 +288,13 @@ class Joiner:
                 joined.samples,
             )
         self._weighed_elements = elements
+        self._note_decision(None)
+
+
+def _decision_in(training: Any) -> dict[str, Any]:
+    """What a training's earlier part decided, as its checkpoint holds it; empty if there was none."""
+    decision: dict[str, Any] = training.stateful_callbacks.get(_STATE_KEY, {}).get("attributes", {}).get("joining", {})
+    return decision
 
 
 def _joiner_of(trainer: Any, engine: Engine | None) -> Joiner | None:
@@ -292,6 +323,10 @@ def training_step(
 ) -> torch.Tensor:
     """Runs a micro-batch, or all of a step's with the last."""
     engine = engine_of(trainer.model)
+    if engine is not None and engine.adopt_unfrozen(trainer.model):
+        before, engine = engine, engine_of(trainer.model)
+        if engine is not None and before in _joiners:
+            _joiners[engine] = _joiners.pop(before)
     joiner = _joiner_of(trainer, engine)
     if joiner is None or engine is None:
         return original(trainer, model, inputs, num_items_in_batch)

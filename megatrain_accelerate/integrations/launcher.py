@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping
+from types import TracebackType
 from typing import Any
 
 from megatrain_accelerate.activation import ENV_ACTIVE, ENV_CONFIG, read_settings
-from megatrain_accelerate.config import MegatrainConfig, usable_cpu_count
+from megatrain_accelerate.config import MegatrainConfig, nearest, usable_cpu_count
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.integrations import import_hook
 
@@ -18,8 +23,6 @@ _TYPES_BESIDE_A_SECTION = (TYPE, "NO", "MULTI_GPU", "MULTI_CPU")
 
 _exported: dict[str, str] = {}
 """Variables that this launcher set; a later launch in the same process starts without them."""
-_num_processes: int | None = None
-"""``--num_processes`` of the command, which decides what MEGATRAIN becomes in place of the yaml's."""
 
 
 class YamlSection:
@@ -47,6 +50,7 @@ class YamlSection:
 
 
 def _section_of(config_dict: Mapping[str, Any]) -> YamlSection | None:
+    _refuse_misspelt(config_dict)
     typed = str(config_dict.get("distributed_type", "")).upper() == TYPE
     if not typed and SECTION not in config_dict:
         return None
@@ -58,23 +62,34 @@ def _section_of(config_dict: Mapping[str, Any]) -> YamlSection | None:
     return YamlSection(dict(settings), typed)
 
 
+def _refuse_misspelt(config_dict: Mapping[str, Any]) -> None:
+    from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
+    from accelerate.utils import DistributedType
+
+    kind = str(config_dict.get("distributed_type", TYPE)).upper()
+    kinds = {TYPE, *(member.value for member in DistributedType)}
+    if kind not in kinds and nearest(kind, kinds) == TYPE:
+        raise ConfigError(f"distributed_type: {config_dict['distributed_type']} is unknown; did you mean {TYPE!r}?")
+    keys = {SECTION, *(field.name for config in (ClusterConfig, SageMakerConfig) for field in dataclasses.fields(config))}
+    for key in config_dict:
+        if key not in keys and nearest(str(key).lower(), keys) == SECTION:
+            raise ConfigError(f"an accelerate config has no key {key!r}; did you mean {SECTION!r}?")
+
+
 def read_config(config_dict: dict[str, Any]) -> dict[str, Any]:
     """Translates a loaded accelerate config into one that stock accelerate accepts, and a :class:`YamlSection`.
 
     Raises:
-        ConfigError: the section has an unknown key or a value out of range.
+        ConfigError: the section has an unknown key or a value out of range, or it or the type is misspelt.
     """
     section = _section_of(config_dict)
     if section is None:
         return config_dict
     translated = {**config_dict, SECTION: section}
     if section.typed or "distributed_type" not in config_dict:
-        count = translated.get("num_processes", 1) if _num_processes is None else _num_processes
-        machines = translated.get("num_machines", 1)
-        translated.setdefault("num_processes", count)
+        translated.setdefault("num_processes", 1)
         # The world shall see a type that it knows: with one of our own, gather() returns the local tensor only.
-        several = "MULTI_CPU" if translated.get("use_cpu") else "MULTI_GPU"
-        translated["distributed_type"] = several if count > 1 or machines > 1 else "NO"
+        translated["distributed_type"] = "NO"
     return translated
 
 
@@ -85,13 +100,11 @@ def prepare_launch(arguments: Any) -> None:
         arguments: the launcher's parsed command.
 
     Raises:
-        ConfigError: unknown or contradicting settings.
-        UnsupportedError: fp16 or fp8.
+        ConfigError: unknown, misspelt or contradicting settings.
+        UnsupportedError: fp16 or fp8, several processes or machines.
         PatchError: a patch of the launcher couldn't be applied.
     """
-    global _num_processes
     _withdraw_exports()
-    _num_processes = arguments.num_processes
     file = _config_file(arguments)
     content = _read_file(file)
     section = _section_of(content)
@@ -103,6 +116,8 @@ def prepare_launch(arguments: Any) -> None:
     config = MegatrainConfig.from_mapping(given)
     _refuse_others(arguments, content, file)
     _refuse_low_precision(arguments, content)
+    _refuse_several(arguments, content)
+    sys.excepthook = _report
     # accelerate copies sections of the yaml over arguments that are None.
     arguments.megatrain = True
     if arguments.num_processes is None and not content:
@@ -110,10 +125,8 @@ def prepare_launch(arguments: Any) -> None:
     _export(ENV_ACTIVE, "1")
     _export(ENV_CONFIG, config.to_json())
     if "OMP_NUM_THREADS" not in os.environ and arguments.num_cpu_threads_per_process is None:
-        processes = arguments.num_processes or content.get("num_processes") or 1
-        machines = arguments.num_machines or content.get("num_machines") or 1
         # Accelerate exports 1, fatal for work on the host.
-        _export("OMP_NUM_THREADS", str(max(1, usable_cpu_count() // max(1, processes // machines))))
+        _export("OMP_NUM_THREADS", str(usable_cpu_count()))
 
 
 def _export(name: str, value: str) -> None:
@@ -171,3 +184,26 @@ def _refuse_low_precision(arguments: Any, content: Mapping[str, Any]) -> None:
             f"mixed_precision: {precision} can't be used with megatrain: its gradients need loss scaling, which the deferred "
             "step doesn't do. Use mixed_precision: bf16 (masters and moments are fp32 in any case)"
         )
+
+
+def _refuse_several(arguments: Any, content: Mapping[str, Any]) -> None:
+    for name in ("num_processes", "num_machines"):
+        given = getattr(arguments, name)
+        count = content.get(name) if given is None else given
+        if isinstance(count, int) and count > 1:
+            raise UnsupportedError(
+                f"{name} is {count}, and megatrain trains in one process on one GPU so far: set {name}: 1 in the yaml, or "
+                f"give --{name} 1"
+            )
+
+
+def _report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """The launcher's ``sys.excepthook``: what the training process printed of its failure stays the last that is read."""
+    if not isinstance(error, subprocess.CalledProcessError):
+        sys.__excepthook__(kind, error, traceback)
+    elif error.returncode < 0:
+        name = signal.Signals(-error.returncode).name
+        hint = " (by the kernel, as a rule, because the host's memory ran out)" if name == "SIGKILL" else ""
+        print(f"accelerate launch: the training process was ended by {name}{hint}", file=sys.stderr)
+    else:
+        print(f"accelerate launch: the training process ended with exit status {error.returncode}", file=sys.stderr)

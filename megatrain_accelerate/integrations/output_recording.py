@@ -15,7 +15,8 @@ import torch
 from megatrain_accelerate.streaming.output_recorder import Capture
 
 _HOOK = ("transformers.utils.output_capturing", "output_capturing_hook")
-_HOOK_VARIABLES = frozenset({"key", "index", "capture_initial_hidden_state"})
+_HOOK_VARIABLES = frozenset({"key", "index", "capture_initial_hidden_state", "append_hidden_state"})
+"""Of them ``append_hidden_state`` is called for hidden states only."""
 _HOOK_NAMES = frozenset({"_active_collector", "get", "keys", "len", "append", "isinstance", "tuple"})
 _HOOK_TEXTS = frozenset({"hidden_states", "_hidden_states_layers"})
 

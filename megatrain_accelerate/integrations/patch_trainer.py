@@ -2,72 +2,100 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from megatrain_accelerate.integrations.wrapping import UnknownShapeError, delegate, find_class, wrap
+from megatrain_accelerate.integrations import console
+from megatrain_accelerate.integrations.patch_accelerate import making_accelerator
+from megatrain_accelerate.integrations.wrapping import delegate, find_class, is_active, wrap, wrap_always
 
 logger = logging.getLogger(__name__)
 
 
+def _arguments_of(trainer: Any) -> Any:
+    return trainer.args
+
+
 def patch_init(module: ModuleType) -> None:
-    """The Trainer's model is watched until it is prepared."""
-    after = delegate("early_forward", "after_trainer_init")
-    wrap(find_class(module, "Trainer"), "__init__", after, needs=("self", "model"))
+    """A Trainer gets our callback, before those of the trackers, and its model is watched until it is prepared."""
+    watch = delegate("early_forward", "watch_model")
+
+    def init(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
+        original(trainer, *args, **kwargs)
+        if is_active(trainer.args):
+            from megatrain_accelerate.integrations.trainer import MegatrainCallback
+
+            callback = MegatrainCallback()
+            callback.trainer = weakref.ref(trainer)
+            trainer.callback_handler.callbacks.insert(1, callback)  # behind DefaultFlowCallback
+            watch(trainer)
+
+    wrap_always(find_class(module, "Trainer"), "__init__", init, needs=("self", "model", "args"))
+
+
+def patch_create_accelerator(module: ModuleType) -> None:
+    """The Trainer's Accelerator knows whose arguments decide."""
+
+    def create(original: Callable[..., None], trainer: Any) -> None:
+        with making_accelerator(trainer.args):
+            original(trainer)
+
+    wrap_always(find_class(module, "Trainer"), "create_accelerator_and_postprocess", create, needs=("self",))
 
 
 def patch_move_model_to_device(module: ModuleType) -> None:
     """The Trainer places no model."""
     move = delegate("trainer", "move_model_to_device")
-    wrap(find_class(module, "Trainer"), "_move_model_to_device", move, needs=("self", "model", "device"))
+    needs = ("self", "model", "device")
+    wrap(find_class(module, "Trainer"), "_move_model_to_device", move, needs, _arguments_of)
 
 
 def patch_save_checkpoint(module: ModuleType) -> None:
     """Checkpoints are complete or not there."""
     save = delegate("trainer", "save_checkpoint")
-    wrap(find_class(module, "Trainer"), "_save_checkpoint", save, needs=("self", "model", "trial"))
+    needs = ("self", "model", "trial")
+    wrap(find_class(module, "Trainer"), "_save_checkpoint", save, needs, _arguments_of)
 
 
 def patch_load_optimizer_and_scheduler(module: ModuleType) -> None:
     """The optimizer's state is read on the host."""
     load = delegate("trainer", "load_optimizer_and_scheduler")
-    wrap(find_class(module, "Trainer"), "_load_optimizer_and_scheduler", load, needs=("self", "checkpoint"))
-
-
-def patch_default_callbacks(module: ModuleType) -> None:
-    """A Trainer made while the plugin is on gets our callback, before those of the trackers."""
-    name = "get_reporting_integration_callbacks"
-    init = inspect.unwrap(find_class(module, "Trainer").__init__)  # type: ignore[misc]
-    if name not in init.__code__.co_names:
-        raise UnknownShapeError(f"Trainer.__init__ doesn't call {name}")
-
-    def callbacks(original: Callable[..., list[Any]], *args: Any, **kwargs: Any) -> list[Any]:
-        from megatrain_accelerate.integrations.trainer import MegatrainCallback
-
-        return [MegatrainCallback, *original(*args, **kwargs)]
-
-    wrap(module, name, callbacks)
+    needs = ("self", "checkpoint")
+    wrap(find_class(module, "Trainer"), "_load_optimizer_and_scheduler", load, needs, _arguments_of)
 
 
 def patch_load_from_checkpoint(module: ModuleType) -> None:
     """A model has weights before others are loaded into it."""
     load = delegate("early_forward", "load_from_checkpoint")
-    wrap(find_class(module, "Trainer"), "_load_from_checkpoint", load, needs=("self", "resume_from_checkpoint"))
+    needs = ("self", "resume_from_checkpoint")
+    wrap(find_class(module, "Trainer"), "_load_from_checkpoint", load, needs, _arguments_of)
 
 
 def patch_get_batch_samples(module: ModuleType) -> None:
     """A step's micro-batches are seen when the Trainer fetches them."""
     note = delegate("joined_batches", "get_batch_samples")
-    wrap(find_class(module, "Trainer"), "get_batch_samples", note, needs=("self", "epoch_iterator", "num_batches"))
+    needs = ("self", "epoch_iterator", "num_batches")
+    wrap(find_class(module, "Trainer"), "get_batch_samples", note, needs, _arguments_of)
 
 
 def patch_training_step(module: ModuleType) -> None:
     """The last micro-batch of a step may stand for all of them."""
     step = delegate("joined_batches", "training_step")
-    wrap(find_class(module, "Trainer"), "training_step", step, needs=("self", "model", "inputs", "num_items_in_batch"))
+    needs = ("self", "model", "inputs", "num_items_in_batch")
+    wrap(find_class(module, "Trainer"), "training_step", step, needs, _arguments_of)
+
+
+def patch_progress(module: ModuleType) -> None:
+    """The console's lines are short."""
+    wrap_always(find_class(module, "ProgressCallback"), "on_log", console.on_log, needs=("self", "state", "logs"))
+
+
+def patch_printer(module: ModuleType) -> None:
+    """As :func:`patch_progress`, where bars are off."""
+    wrap_always(find_class(module, "PrinterCallback"), "on_log", console.on_log, needs=("self", "state", "logs"))
 
 
 def patch_label_smoother(module: ModuleType) -> None:

@@ -48,7 +48,7 @@ def patch_post_init(module: ModuleType) -> None:
 
     def post_init(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
         _activate(arguments)
-        active = is_active()
+        active = is_active(arguments)
         if active:
             _refuse_unsupported(arguments)
         original(arguments, *args, **kwargs)

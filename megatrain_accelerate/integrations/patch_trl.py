@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from megatrain_accelerate.integrations.wrapping import delegate, find_class, wrap
+from megatrain_accelerate.integrations import console
+from megatrain_accelerate.integrations.wrapping import delegate, find_class, wrap, wrap_always
 
 
 def patch_sync_reference(module: ModuleType) -> None:
@@ -13,8 +14,6 @@ def patch_sync_reference(module: ModuleType) -> None:
     wrap(find_class(module, "SyncRefModelCallback"), "sync_target_model", mix, needs=("model", "target_model", "alpha"))
 
 
-def patch_average(module: ModuleType) -> None:
-    """The average of the weights (BEMA) takes them as they are after the last step; older versions of TRL have none."""
-    if hasattr(module, "BEMACallback"):
-        average = delegate("reference_model", "average_at_step_end")
-        wrap(find_class(module, "BEMACallback"), "on_step_end", average, needs=("args", "state", "control", "model"))
+def patch_rich_progress(module: ModuleType) -> None:
+    """The console's tables are short."""
+    wrap_always(find_class(module, "RichProgressCallback"), "on_log", console.on_log, needs=("self", "state", "logs"))

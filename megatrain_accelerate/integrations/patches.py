@@ -8,12 +8,12 @@ from __future__ import annotations
 
 TESTED_VERSIONS = {
     "accelerate": "0.34.0 to 1.15.0",
-    "transformers": "4.46.1 to 5.17.0",
+    "transformers": "4.46.1 to 5.23.0",
     "peft": "0.13.2 to 0.21.2",
     "trl": "1.16.0",
 }
 """By package, under which the tests of the patches passed: accelerate 0.34.0, 0.34.2, 1.2.1, 1.10.1, 1.12.0 and 1.15.0 with
-transformers 4.46.1, 4.46.3, 4.51.3, 4.57.6, 5.0.0 and 5.17.0; of peft the first and the last."""
+transformers 4.46.1, 4.46.3, 4.51.3, 4.57.6, 5.0.0, 5.17.0 and 5.23.0; of peft the first and the last."""
 
 _HERE = "megatrain_accelerate.integrations"
 
@@ -42,6 +42,8 @@ class Patch:
 _NO_PLUGIN_API = "Accelerate lets an installed package add its own way of distributing a model"
 _NO_LAUNCHER_API = "Accelerate's launcher lets an installed package add options and sections of the yaml"
 _NO_DATA_HOOK = "torch tells of reads and writes through parameter.data, or the caller writes to the parameter itself"
+_NO_SHORT_LOGS = "prints all that the trackers get, forty figures of the engine among it; it gets three of them"
+_NO_CONSOLE_API = "Transformers lets a callback add to the logs what isn't printed"
 _NO_ARGUMENTS_API = "Transformers lets an installed package add training arguments"
 
 PATCHES = (
@@ -67,7 +69,7 @@ PATCHES = (
     Patch(
         "accelerate.commands.config.config_args:BaseConfig.process_config",
         "patch_launcher:patch_process_config",
-        "accepts `distributed_type: MEGATRAIN` and turns it into NO or MULTI_GPU",
+        "accepts `distributed_type: MEGATRAIN` and turns it into NO",
         _NO_LAUNCHER_API,
     ),
     Patch(
@@ -80,6 +82,12 @@ PATCHES = (
         "accelerate.accelerator:Accelerator.__init__",
         "patch_accelerate:patch_init",
         "checks the device, precision and number of processes as soon as they are known",
+        _NO_PLUGIN_API,
+    ),
+    Patch(
+        "accelerate.accelerator:Accelerator.prepare",
+        "patch_accelerate:patch_prepare",
+        "a small module that is prepared together with a model that streams is placed as usual, whichever comes first",
         _NO_PLUGIN_API,
     ),
     Patch(
@@ -140,7 +148,14 @@ PATCHES = (
         "transformers.trainer:Trainer.__init__",
         "patch_trainer:patch_init",
         "code that runs the model before training (TRL's log-probabilities of the reference) expects it on the GPU: it is "
-        "prepared when that happens",
+        "prepared when that happens. Our callback comes before WandbCallback, so that what it adds to the logs reaches the "
+        "trackers",
+        "Transformers lets an installed package add callbacks, and " + _NO_PLUGIN_API[0].lower() + _NO_PLUGIN_API[1:],
+    ),
+    Patch(
+        "transformers.trainer:Trainer.create_accelerator_and_postprocess",
+        "patch_trainer:patch_create_accelerator",
+        "the Trainer's own arguments decide whether what its Accelerator prepares is streamed",
         _NO_PLUGIN_API,
     ),
     Patch(
@@ -169,13 +184,6 @@ PATCHES = (
         "the Trainer loads optimizer states with mmap=True and on the host",
     ),
     Patch(
-        "transformers.trainer:get_reporting_integration_callbacks",
-        "patch_trainer:patch_default_callbacks",
-        "our callback has to come before WandbCallback, so that what it adds to the logs reaches the trackers. Asked for "
-        "by Trainer.__init__, in contrast to the list DEFAULT_CALLBACKS, which would show it in other runs too",
-        "Transformers lets an installed package add callbacks",
-    ),
-    Patch(
         "transformers.trainer:Trainer.get_batch_samples",
         "patch_trainer:patch_get_batch_samples",
         "the one place where all micro-batches of an optimizer step are together; nothing is changed in them",
@@ -186,6 +194,18 @@ PATCHES = (
         "patch_trainer:patch_training_step",
         "runs the micro-batches of a step as one batch, so that a layer is fetched once for all of them",
         "the Trainer lets a plugin run a step's micro-batches together",
+    ),
+    Patch(
+        "transformers.trainer_callback:ProgressCallback.on_log",
+        "patch_trainer:patch_progress",
+        _NO_SHORT_LOGS,
+        _NO_CONSOLE_API,
+    ),
+    Patch(
+        "transformers.trainer_callback:PrinterCallback.on_log",
+        "patch_trainer:patch_printer",
+        _NO_SHORT_LOGS,
+        _NO_CONSOLE_API,
     ),
     Patch(
         "transformers.trainer_pt_utils:LabelSmoother.__call__",
@@ -242,9 +262,9 @@ PATCHES = (
         _NO_DATA_HOOK,
     ),
     Patch(
-        "trl.trainer.callbacks:BEMACallback.on_step_end",
-        "patch_trl:patch_average",
-        "reads parameters that it has kept right after a step, which must be applied before",
-        "torch tells of reads of parameters, or the callback reads the model's state_dict()",
+        "trl.trainer.callbacks:RichProgressCallback.on_log",
+        "patch_trl:patch_rich_progress",
+        _NO_SHORT_LOGS,
+        _NO_CONSOLE_API,
     ),
 )

@@ -1,4 +1,4 @@
-"""Models that TRL keeps beside the trained one: a reference that follows it, an average of its weights."""
+"""TRL's reference model that follows the trained one."""
 
 from __future__ import annotations
 
@@ -29,20 +29,3 @@ def sync_target_model(original: Callable[..., Any], model: nn.Module, target_mod
             target.copy_(mixed.add_(source.to(target.device, torch.float32), alpha=alpha))
     for engine in engines:
         engine.drain()
-
-
-def average_at_step_end(
-    original: Callable[..., Any],
-    callback: Any,
-    args: Any,
-    state: Any,
-    control: Any,
-    model: nn.Module | None = None,
-    **kwargs: Any,
-) -> Any:
-    """Takes the weights after the last step into the average: TRL keeps the parameters and reads them where they lie."""
-    steps = state.global_step - callback.update_after
-    engine = engine_of(model) if model is not None else None
-    if engine is not None and steps >= 0 and steps % callback.update_freq == 0:
-        engine.drain()
-    return original(callback, args, state, control, model=model, **kwargs)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatrain_accelerate.engine import Engine
+from megatrain_accelerate.integrations.console import PREFIX
 from megatrain_accelerate.planning.active_parameters import active_parameters
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.streaming.meter import Cause, Counters
@@ -17,6 +19,23 @@ from megatrain_accelerate.units import GB, GIB, KIB
 
 _A_PLAN_SECONDS = 0.01
 """Less isn't a plan, but the sum of looks at batches that need none."""
+_SETTLED_STEPS = 10
+"""So many steps in a row, none of them with a plan, are bound by the same resource before that is said."""
+
+
+def is_training_log(logs: Mapping[str, Any]) -> bool:
+    """Whether a log entry is about training steps: it holds a loss, by whatever name, and isn't of an evaluation or of the
+    training's end."""
+    names = list(_names(logs))
+    is_of_else = any(name.startswith(("eval", "test")) or name.endswith("_runtime") for name in names)
+    return not is_of_else and any(name.endswith("loss") for name in names)
+
+
+def _names(logs: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in logs.items():
+        yield name
+        if isinstance(value, Mapping):
+            yield from _names(value)
 
 
 def host_peak_bytes() -> int:
@@ -85,8 +104,8 @@ def bound_by(shares: dict[str, float]) -> str:
 
 
 def describe_bound(shares: dict[str, float]) -> str:
-    """The shares in words: ``is bound by h2d (h2d 61%, compute 30%, d2h 8%, host_step 1%)``."""
-    ordered = sorted(RESOURCES, key=lambda name: -shares[name])
+    """The shares in words: ``is bound by h2d (h2d 61%, compute 30%, d2h 9%)``."""
+    ordered = sorted((name for name in RESOURCES if shares[name] >= 0.005), key=lambda name: -shares[name])
     return f"is bound by {bound_by(shares)} ({', '.join(f'{name} {shares[name]:.0%}' for name in ordered)})"
 
 
@@ -108,16 +127,20 @@ class Telemetry:
         self._plan_seconds = engine.plan_seconds
         self._mark: float | None = None
         self._logged_placement: Placement | None = None
+        self._last_entries: dict[str, float] = {}
+        self._steps_bound = 0
         self.shares: dict[str, float] = {}
         """:func:`bound_shares` of the steps of the last entries; empty before."""
+        self.is_within_step = False
 
     @property
     def bound_by(self) -> str | None:
-        """What bounded the steps of the last entries; None before."""
-        return bound_by(self.shares) if self.shares else None
+        """What bounds a step; None until it has been the same for :data:`_SETTLED_STEPS` steps."""
+        return bound_by(self.shares) if self._steps_bound >= _SETTLED_STEPS else None
 
     def step_begins(self) -> None:
         """Training time runs from here; what lay between two steps counts unless :meth:`pause` was called."""
+        self.is_within_step = True
         if self._mark is None:
             self._mark = time.perf_counter()
 
@@ -128,18 +151,25 @@ class Telemetry:
             self._seconds += now - self._mark
         self._mark = now
         self._steps += 1
+        self.is_within_step = False
+
+    def follow(self, engine: Engine) -> None:
+        """Reports on the engine that the model has by now, which goes on counting where the one before it ended."""
+        self._engine = engine
 
     def pause(self) -> None:
         """Evaluation or saving: the time until the next step begins isn't training."""
         self._mark = None
 
     def entries(self) -> dict[str, float]:
-        """The log entries since the last call."""
+        """The log entries since the last call; those of that call again if no step has ended since."""
+        if self._steps == 0:
+            return self._last_entries
         meter = self._engine.runtime.meter
         meter.harvest()
         now: Counters = dataclasses.replace(meter.counters)
         before, self._before = self._before, now
-        steps, self._steps = max(1, self._steps), 0
+        steps, self._steps = self._steps, 0
         seconds, self._seconds = self._seconds, 0.0
         tokens = self._tokens.take()
         values = {
@@ -156,14 +186,18 @@ class Telemetry:
         }
         values |= {f"gpu_wait_{name}_ms": waited for name, waited in wait_ms.items()}
         values |= self._rates(now, before)
-        if seconds > 0:
-            self.shares = bound_shares(wait_ms, 1e3 * seconds / steps)
-            values |= {f"bound_share_{name}": share for name, share in self.shares.items()}
-            values["tokens_per_second"] = tokens / seconds
-            values["tflops"] = 6e-12 * self._active_parameters * tokens / seconds
         planned, self._plan_seconds = self._engine.plan_seconds - self._plan_seconds, self._engine.plan_seconds
         if planned > _A_PLAN_SECONDS:
             values["plan_seconds"] = planned
+        if seconds > 0:
+            earlier, self.shares = self.shares, bound_shares(wait_ms, 1e3 * seconds / steps)
+            if planned > _A_PLAN_SECONDS or not earlier or bound_by(earlier) != bound_by(self.shares):
+                self._steps_bound = 0
+            if planned <= _A_PLAN_SECONDS:
+                self._steps_bound += steps
+            values |= {f"bound_share_{name}": share for name, share in self.shares.items()}
+            values["tokens_per_second"] = tokens / seconds
+            values["tflops"] = 6e-12 * self._active_parameters * tokens / seconds
         predicted_seconds = self._engine.predicted_step_seconds
         if predicted_seconds is not None:
             values["predicted_step_ms"] = 1e3 * predicted_seconds
@@ -180,7 +214,8 @@ class Telemetry:
         if self._engine.device.type == "cuda":
             values["gpu_predicted_gib"] = self._engine.predicted_device_bytes / GIB
             values["gpu_peak_gib"] = torch.cuda.max_memory_allocated(self._engine.device) / GIB
-        return {f"megatrain/{name}": round(value, 4) for name, value in values.items()}
+        self._last_entries = {f"{PREFIX}{name}": round(value, 4) for name, value in values.items()}
+        return self._last_entries
 
     @staticmethod
     def _rates(now: Counters, before: Counters) -> dict[str, float]:

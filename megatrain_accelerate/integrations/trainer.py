@@ -12,20 +12,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
-from megatrain_accelerate.checkpointing import (
-    STAGING_FOLDER,
-    TRAINER_STATE,
-    publish,
-    remove_incomplete,
-    rotate,
-    saving_progress,
-)
+from megatrain_accelerate.checkpointing import TRAINER_STATE, checkpoint_staging, publish, rotate, saving_progress
 from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.integrations.accelerate_backend import begin_training, require_steps_in_backward_possible
-from megatrain_accelerate.integrations.telemetry import Telemetry, describe_bound
+from megatrain_accelerate.integrations.checkpoint_room import require_room_for_a_checkpoint, require_saving_possible
+from megatrain_accelerate.integrations.telemetry import Telemetry, describe_bound, is_training_log
+from megatrain_accelerate.integrations.user_code import looks_before_step
+from megatrain_accelerate.progress import say
 
 logger = logging.getLogger(__name__)
 
@@ -43,20 +38,21 @@ def save_checkpoint(
         original(trainer, model, trial, *args, **kwargs)
         return
     run_dir = Path(trainer._get_output_dir(trial=trial))
-    staging = run_dir / STAGING_FOLDER
-    remove_incomplete(run_dir)
-    staging.mkdir(parents=True)
-    units = engine.runtime.units
-    expected = sum(count for unit in units for kind, count in unit.bytes_by_kind().items() if "gradient" not in kind)
     engine.drain()
-    with saving_progress(staging, expected, show=not trainer.args.disable_tqdm), _saving_to(trainer, staging):
-        original(trainer, model, trial, *args, **kwargs)
-    _point_best_checkpoint(trainer, staging, run_dir)
-    published = publish(run_dir)
-    if trainer.args.push_to_hub:
+    with checkpoint_staging(run_dir, f"checkpoint-{trainer.state.global_step}") as staging:
+        expected = require_room_for_a_checkpoint(run_dir, trainer.model, trainer.optimizer, engine, trainer.args)
+        with (
+            saving_progress(staging, expected, show=not trainer.args.disable_tqdm),
+            _saving_to(trainer, staging),
+            _logged_without(staging.name),
+        ):
+            original(trainer, model, trial, *args, **kwargs)
+        _point_best_checkpoint(trainer, staging, run_dir)
+        published = publish(staging)
+    _rotate(trainer, run_dir)
+    if trainer.args.push_to_hub:  # which reads the output folder, too: nothing lies aside there now
         for folder in published:
             trainer._push_from_checkpoint(str(folder))
-    _rotate(trainer, run_dir)
 
 
 @contextlib.contextmanager
@@ -68,6 +64,25 @@ def _saving_to(trainer: Any, folder: Path) -> Iterator[None]:
         yield
     finally:
         del trainer._get_output_dir, trainer._push_from_checkpoint
+
+
+@contextlib.contextmanager
+def _logged_without(folder: str) -> Iterator[None]:
+    """Log messages of the body name a checkpoint by the path that it will have, and not by the one below ``folder``."""
+    make = logging.getLogRecordFactory()
+
+    def renamed(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        with contextlib.suppress(TypeError, ValueError):  # a message that doesn't fit its arguments is logging's to report
+            if folder in (message := record.getMessage()):
+                record.msg, record.args = message.replace(f"{folder}/", ""), ()
+        return record
+
+    logging.setLogRecordFactory(renamed)
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make)
 
 
 def _point_best_checkpoint(trainer: Any, staging: Path, run_dir: Path) -> None:
@@ -93,9 +108,10 @@ def _rotate(trainer: Any, run_dir: Path) -> None:
         best_stand_in = str(stand_ins / Path(best).name) if best and Path(best).parent == run_dir else best
         try:
             from transformers.trainer_utils import rotate_checkpoints
-        except ImportError:  # transformers 4
+        except ImportError:  # transformers 4, which logs what it deletes
             trainer.state.best_model_checkpoint = best_stand_in
-            trainer._rotate_checkpoints(use_mtime=True, output_dir=str(stand_ins))
+            with _logged_without(stand_ins.name):
+                trainer._rotate_checkpoints(use_mtime=True, output_dir=str(stand_ins))
             trainer.state.best_model_checkpoint = best
             return
         rotate_checkpoints(
@@ -140,6 +156,8 @@ class MegatrainCallback(TrainerCallback):
     def __init__(self) -> None:
         self._telemetry: Telemetry | None = None
         self._last_word: str | None = None
+        self.trainer: Callable[[], Any] = lambda: None
+        """Whose training it follows, if that is alive; set when the Trainer is made."""
 
     def _engine(self, kwargs: dict[str, Any]) -> Engine | None:
         model = kwargs.get("model")
@@ -154,7 +172,10 @@ class MegatrainCallback(TrainerCallback):
             tries_again = bool(args.auto_find_batch_size)
             require_steps_in_backward_possible(engine.config, args.gradient_accumulation_steps, clips, tries_again)
             engine.expect_accumulation(args.gradient_accumulation_steps)
-            begin_training(engine, clips=clips, tries_again=tries_again)
+            require_saving_possible(args, kwargs["model"], kwargs.get("optimizer"), engine)
+            trainer = self.trainer()
+            looks = trainer is None or looks_before_step(trainer)
+            begin_training(engine, steps_in_backward=not (clips or tries_again or looks))
             self._telemetry = Telemetry(engine, kwargs["model"])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -178,9 +199,12 @@ class MegatrainCallback(TrainerCallback):
             self._telemetry.pause()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Adds the numbers to a training log, for trackers and history; prints what bounds a step when that changes."""
-        if self._telemetry is None or logs is None or "loss" not in logs:
+        """Adds the numbers to a training log, for trackers and history; says what bounds a step where that is news."""
+        # What a script logs within a step isn't the Trainer's entry for whole steps.
+        if self._telemetry is None or logs is None or self._telemetry.is_within_step or not is_training_log(logs):
             return
+        if (engine := self._engine(kwargs)) is not None:
+            self._telemetry.follow(engine)
         entries = self._telemetry.entries()
         logs.update(entries)
         if state.log_history:
@@ -188,7 +212,7 @@ class MegatrainCallback(TrainerCallback):
         if state.is_local_process_zero and self._telemetry.bound_by not in (None, self._last_word):
             # A word among the logs would make MLflow and ClearML warn at each of them, and callbacks that format numbers fail.
             self._last_word = self._telemetry.bound_by
-            tqdm.write(f"megatrain: step {state.global_step} {describe_bound(self._telemetry.shares)}")
+            say(f"megatrain: step {state.global_step} {describe_bound(self._telemetry.shares)}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The last step is applied before anybody reads the weights."""

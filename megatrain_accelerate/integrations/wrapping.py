@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
-from megatrain_accelerate.activation import active_config
+from megatrain_accelerate.activation import is_on_for
 from megatrain_accelerate.integrations import import_hook
 
 _MARK = "_megatrain_patch"
@@ -20,14 +20,17 @@ class UnknownShapeError(Exception):
     """The target isn't what the patch was written for."""
 
 
-def is_active() -> bool:
-    """Whether the plugin is on in this process, with all patches in place.
+def is_active(arguments: Any = None) -> bool:
+    """Whether the plugin is on, with all patches in place.
+
+    Args:
+        arguments: those of the Trainer that is concerned, or None for code without a Trainer.
 
     Raises:
         ConfigError: the launcher's settings are malformed.
         PatchError: it is on and a patch couldn't be applied.
     """
-    if active_config() is None:
+    if not is_on_for(arguments):
         return False
     import_hook.ensure_ready()
     return True
@@ -103,11 +106,25 @@ def wrap_always(owner: Any, name: str, replacement: Callable[..., Any], needs: I
     setattr(owner, name, kind(wrapper) if kind is not None else wrapper)
 
 
-def wrap(owner: Any, name: str, replacement: Callable[..., Any], needs: Iterable[str] = ()) -> None:
-    """As :func:`wrap_always`; a process in which the plugin is off calls the original."""
+def wrap(
+    owner: Any,
+    name: str,
+    replacement: Callable[..., Any],
+    needs: Iterable[str] = (),
+    arguments_of: Callable[[Any], Any] | None = None,
+) -> None:
+    """As :func:`wrap_always`; where the plugin is off the original is called.
+
+    Args:
+        owner: the class or module.
+        name: the function's.
+        replacement: called with the original first.
+        needs: parameters that the original must have.
+        arguments_of: gives the training arguments that decide, by the first argument of a call.
+    """
 
     def when_active(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not is_active():
+        if not is_active(arguments_of(args[0]) if arguments_of is not None else None):
             return original(*args, **kwargs)
         return replacement(original, *args, **kwargs)
 
@@ -136,7 +153,7 @@ def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any]) -
 
 
 def wrap_property(owner: type, name: str, replacement: Callable[..., Any]) -> None:
-    """Replaces a property's getter by ``replacement(original, self)`` where the plugin is on.
+    """Replaces a getter of training arguments by ``replacement(original, self)`` where the plugin is on for them.
 
     Raises:
         UnknownShapeError: it is missing or not a property.
@@ -150,7 +167,7 @@ def wrap_property(owner: type, name: str, replacement: Callable[..., Any]) -> No
 
     @functools.wraps(original)
     def getter(self: Any) -> Any:
-        return replacement(original, self) if is_active() else original(self)
+        return replacement(original, self) if is_active(self) else original(self)
 
     setattr(getter, _MARK, True)
     setattr(owner, name, stored.getter(getter))

@@ -16,6 +16,7 @@ from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.device_memory import DeviceMemory
 from megatrain_accelerate.memory.flat_layout import FlatEntry, FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_memory import HostMemory
+from megatrain_accelerate.memory.param_handle import ParamHandle
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.optim.int8_moments import Int8Moments, moment_bytes
@@ -106,7 +107,7 @@ class HostUnit:
         return memory
 
     def _adopt(self, parameter: nn.Parameter, entry: FlatEntry) -> ParameterState:
-        state = ParameterState(parameter, entry, parameter.data, None)
+        state = ParameterState(ParamHandle(parameter), entry, parameter.data)
         self._bind(state)
         value = parameter.detach().contiguous()
         if state.residual is not None and value.dtype == torch.float32:
@@ -253,7 +254,7 @@ class HostUnit:
         )
         old = (self.weights, self.residuals)
         gradients = [state.parameter.grad for state in self.states]
-        sum_residuals = [state.sum_residual if state.has_fp32_sum else None for state in self.states]
+        sum_residuals = [state.sum_residual if state.handle.has_fp32_sum else None for state in self.states]
         sums_gradients = self.gradient_residuals is not None
         has_gradients = self._gradient_memory is not None or self.device is not None
         self._reserve(device, self.has_moments, has_gradients, sums_gradients)
@@ -265,12 +266,10 @@ class HostUnit:
         self.residuals.copy_(old[1])
         self._weight_memory.register()
         for state in self.states:
-            state.parameter.grad = None
+            state.handle.set_gradient(None)
             state.gradient = state.gradient_residual = state.sum_residual = None
-            state.forget_fp32_sum()
             self._bind(state)
-            state.parameter.data = state.weight
-            state.seen_version = state.parameter._version
+            state.handle.show(state.weight)
         old_moments, self._moment_memory = self._moment_memory, None
         self._gradient_memory = self.gradients = self.exp_avgs = self.exp_avg_sqs = self.int8_moments = None
         self._gradient_residual_memory = self.gradient_residuals = None
@@ -287,11 +286,11 @@ class HostUnit:
             if gradient is not None:
                 if state.gradient is not None:
                     state.gradient.copy_(gradient)
-                state.parameter.grad = gradient.to(state.weight.device) if state.gradient is None else state.gradient
+                state.handle.set_gradient(gradient.to(state.weight.device) if state.gradient is None else state.gradient)
             if residual is not None:
                 assert state.gradient_residual is not None
                 state.gradient_residual.copy_(residual)
-                state.note_fp32_sum()
+                state.handle.note_fp32_sum()
         for memory in old_memory:
             if memory is not None:
                 memory.close()
@@ -342,11 +341,11 @@ class HostUnit:
     def release(self) -> None:
         """Gives the parameters back to ordinary memory, with their masters' full precision, and lets the store go."""
         for state in self.states:
-            state.parameter.grad = None
+            state.handle.set_gradient(None)
             if state.parameter.shape != state.weight.shape:
                 continue  # resized by somebody, in memory of its own
             master = self.read_master(state) if state.residual is not None else state.weight.to("cpu", copy=True)
-            state.parameter.data = master
+            state.handle.give_back(master)
         self.close()
         self.version += 1
         # The mapping goes with the last view of it.

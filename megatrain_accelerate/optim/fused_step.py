@@ -25,6 +25,7 @@ from megatrain_accelerate.optim.moment_states import (
     take_residual,
     views_of,
 )
+from megatrain_accelerate.optim.outside_parameters import narrowed_to
 from megatrain_accelerate.optim.segments import apply_segments, plan_segments, segments_of_experts, step_each
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause
@@ -113,7 +114,7 @@ class FusedStep(HostStep):
         self._skipped_in_backward: list[str] = []
         runtime.moved_listeners[id(self)] = self._unit_moved
         # Views of an earlier engine's store would keep all of it.
-        idle = [parameter for parameter in self.parameters(optimizer) if runtime.norms.row(parameter) is None]
+        idle = [p for p in self.parameters(optimizer) if runtime.norms.row(p) is None and id(p) in self._trained_before]
         own_copies([optimizer.state.get(parameter) for parameter in idle], runtime.config.host_memory_gib)
         self.set_schedule(schedule)
 
@@ -166,6 +167,11 @@ class FusedStep(HostStep):
         else:
             listeners.pop(id(self), None)
 
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether layers are stepped in backward, now or from the next :meth:`step` on."""
+        return "backward" in (self.schedule, self._then)
+
     def retire(self, why: str, copies: bool = False) -> None:
         """See :meth:`HostStep.retire`."""
         super().retire(why, copies)
@@ -174,10 +180,11 @@ class FusedStep(HostStep):
         optimizer = self.optimizer
         if optimizer is None:
             return
-        for entry in optimizer.state.values():
+        entries = [entry for parameter, entry in optimizer.state.items() if id(parameter) in self.parameter_ids]
+        for entry in entries:
             entry.pop(RESIDUAL_KEY, None)  # the weights' own, wherever these go
         if copies:
-            own_copies(optimizer.state.values(), self.runtime.config.host_memory_gib)
+            own_copies(entries, self.runtime.config.host_memory_gib)
 
     def forget_backward(self) -> int:
         """Steps that were taken in a backward that no ``step()`` followed don't count any more; the worker must be idle.
@@ -255,8 +262,12 @@ class FusedStep(HostStep):
         unit.version += 1
         return self.runtime.worker.submit(f"step ({unit.name})", work)
 
-    def step(self, optimizer: Optimizer) -> None:
+    def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> None:
         """Fixes the step's settings and gradients, and hands the arithmetic to the worker.
+
+        Args:
+            optimizer: the user's.
+            own_step: its original step, which steps the parameters of other modules.
 
         Raises:
             StepWorkerError: an earlier step failed.
@@ -266,6 +277,7 @@ class FusedStep(HostStep):
             UnsupportedError: a group has an option by now that the kernel hasn't.
         """
         self.refuse_retired()
+        self.runtime.watch.end()
         refuse_unfused(optimizer.param_groups)
         if self._then is not None:
             self.set_schedule(self._then)
@@ -278,7 +290,8 @@ class FusedStep(HostStep):
         found = self.with_gradients(optimizer)
         if runtime.config.passes_gradients:
             refuse_unstepped([*runtime.layers, *runtime.experts], {id(state.parameter) for state, _ in found} - done.keys())
-        norm = float(runtime.total_norm([state.parameter for state, _ in found]))
+        outside = self.outside_with_gradients(optimizer)
+        norm = float(runtime.total_norm([*(state.parameter for state, _ in found), *outside]))
         factors = runtime.take_clip_factors(self.parameters(optimizer))
         if done:
             self._check_stepped_in_backward(found, factors, done)
@@ -299,11 +312,14 @@ class FusedStep(HostStep):
                 if (at := by_parameter.get(id(state.parameter))) is not None
             ]
 
-        for unit, gate, resident in runtime.in_forward_order():
+        for unit, resident, pieces in runtime.in_forward_order():
             if not unit.is_on_device and (steps := settings(unit)):
-                for piece, experts in gate.pieces():
-                    piece.close_until(self._submit(unit, resident, steps, experts=experts))
+                for gate, experts in pieces:
+                    gate.close_until(self._submit(unit, resident, steps, experts=experts))
         # Last, since the worker has begun meanwhile.
+        if outside:
+            with narrowed_to(optimizer, outside):
+                own_step()
         try:
             for unit in runtime.units:
                 if unit.is_on_device and (steps := settings(unit)):
@@ -316,6 +332,7 @@ class FusedStep(HostStep):
             with runtime.meter.blocked_by(Cause.HOST_STEP):
                 runtime.worker.drain()
             runtime.drain()
+        runtime.watch.begin()
 
     def _refuse_rewritten(self, optimizer: Optimizer, done: dict[int, AdamArguments]) -> None:
         """Gradients that were used in backward must still be what they were."""

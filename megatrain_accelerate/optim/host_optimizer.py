@@ -21,6 +21,7 @@ from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.master_step import MasterStep
 from megatrain_accelerate.optim.moment_states import shown_in_fp32, without_residual
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
+from megatrain_accelerate.streaming.watched_parameters import unwatched
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,12 @@ def _run_closure(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
+def _own_step(original: type[Optimizer]) -> Callable[[Optimizer], Any]:
+    """The step of an optimizer's class without the hooks that users and torch's profiler have on it."""
+    step: Callable[[Optimizer], Any] = getattr(original.step, "__wrapped__", original.step)
+    return step
+
+
 def _shared_members(original: type[Optimizer], driver: HostStep) -> dict[str, Any]:
     """Methods that both kinds of host optimizer have."""
     runtime, row = driver.runtime, driver.runtime.norms.row
@@ -85,9 +92,10 @@ def _shared_members(original: type[Optimizer], driver: HostStep) -> dict[str, An
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         if not set_to_none:
-            runtime.offloader.wait()  # gradients on their way would come to lie over the zeros
-            runtime.drain()  # a deferred step may still read the gradients
-        original.zero_grad(self, set_to_none or runtime.config.passes_gradients)
+            # Gradients on their way would come to lie over the zeros, and a deferred step may still read them.
+            runtime.watch.settle()
+        with unwatched():
+            original.zero_grad(self, set_to_none or runtime.config.passes_gradients)
 
     def __reduce_ex__(self: Optimizer, protocol: Any) -> Any:
         """Copies and pickles are plain optimizers of the original class: they hold copies of the parameters."""
@@ -116,12 +124,12 @@ def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: s
     """Makes ``optimizer`` step on the host store of ``runtime``. Its identity, groups and defaults stay.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer`` over trained parameters of the model.
+        optimizer: any ``torch.optim.Optimizer`` over trained parameters of the model, and others that don't stream.
         runtime: the model's engine.
         schedule: ``deferred``, ``backward`` or ``serial``; other optimizers than Adam and AdamW are always serial.
 
     Raises:
-        UnsupportedError: it holds parameters that the model doesn't train, or can't work with the settings.
+        UnsupportedError: it holds trained parameters of another streamed model, or can't work with the settings.
     """
     runtime.drain()  # steps of an optimizer before this one still write the moments
     original = getattr(type(optimizer), "_megatrain_original_class", type(optimizer))
@@ -141,11 +149,12 @@ def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: s
 def _adopt_fused(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> FusedStep:
     driver = FusedStep(optimizer, runtime, schedule)
     original = type(optimizer)
+    own_step = _own_step(original)
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = _run_closure(closure)
         with torch.no_grad():
-            driver.step(self)
+            driver.step(self, lambda: own_step(self))
         return loss
 
     def state_dict(self: Optimizer) -> dict[str, Any]:
@@ -162,14 +171,17 @@ def _adopt_fused(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str)
         # Weights that were loaded before are taken over now: seen later, they would reset the residuals loaded here.
         runtime.refresh_if_written()
         # torch's own way would cast the moments to the weights' dtype and device, and hold a second copy.
-        original.load_state_dict(self, {"state": {}, "param_groups": state_dict["param_groups"]})
+        entries = {key: state_dict["state"].get(key) or {} for key, _ in driver.by_key(self, state_dict)}
+        outside = {key: without_residual(entries[key]) for key, p in driver.by_key(self, state_dict) if driver.is_outside(p)}
+        outside = {} if driver.is_retired else outside
+        original.load_state_dict(self, {"state": outside, "param_groups": state_dict["param_groups"]})
         for key, parameter in driver.by_key(self, state_dict):
-            state, entry = runtime.state_of(parameter), state_dict["state"].get(key) or {}
+            state, entry = runtime.state_of(parameter), entries[key]
             if driver.is_retired:
                 self.state[parameter] = dict(entry)
             elif state is not None and state.entry.spec.trainable:
                 driver.import_state(state, entry)
-            elif entry:  # frozen now: it waits for the parameter to be trained again
+            elif state is not None and entry:  # frozen now: it waits for the parameter to be trained again
                 self.state[parameter] = dict(entry)
 
     members = {"step": step, "state_dict": state_dict, "load_state_dict": load_state_dict}
@@ -191,7 +203,7 @@ def _adopt_other(optimizer: Optimizer, runtime: StreamingRuntime) -> MasterStep:
     driver = MasterStep(optimizer, runtime)
     runtime.keep_states_on_host()
     original = type(optimizer)
-    own_step = getattr(original.step, "__wrapped__", original.step)
+    own_step = _own_step(original)
     logger.warning(
         "megatrain: %s has no fused host kernel; its own step() runs on fp32 masters on the host (slower, 8 bytes a "
         "parameter more while it runs). AdamW and Adam are fused",

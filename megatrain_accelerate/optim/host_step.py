@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from megatrain_accelerate.errors import NonFiniteGradientError, StateError, UnsupportedError
 from megatrain_accelerate.memory.parameter_state import ParameterState
-from megatrain_accelerate.streaming.runtime import StreamingRuntime
+from megatrain_accelerate.optim.outside_parameters import move_state_beside, move_to_device
+from megatrain_accelerate.streaming.runtime import StreamingRuntime, is_streamed
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +22,10 @@ TAKEN_OVER = (
     "another optimizer has taken over parameters of this one since it was prepared, and only one at a time can step them; "
     "call accelerator.prepare(optimizer) before it steps again (it goes on with its own moments), or use one optimizer with "
     "several param_groups"
+)
+ANOTHER_MODELS = (
+    "the optimizer holds {} trained parameters of another streamed model, and one optimizer can't step two of these; give "
+    "each model an optimizer of its own"
 )
 ENGINE_CLOSED = (
     "the model was changed or prepared anew since this optimizer was prepared, and what the optimizer stepped is gone; call "
@@ -42,8 +47,7 @@ class HostStep:
         runtime: the engine of the model whose parameters it holds.
 
     Raises:
-        UnsupportedError: the optimizer holds parameters that aren't this model's trained ones. The model's frozen ones, and
-            those that it trained before and that have left the model, may stay in it while they have no gradient.
+        UnsupportedError: the optimizer holds trained parameters of another streamed model.
     """
 
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime) -> None:
@@ -54,35 +58,35 @@ class HostStep:
         before = driver_of(optimizer)
         self._trained_before = before.parameter_ids if before is not None else set()
         self.parameter_ids: set[int] = set()
-        """``id`` of each parameter that the optimizer has held since it was adopted."""
+        """``id`` of each parameter of the model that the optimizer has held since it was adopted."""
         self.hold(self.parameters(optimizer))
         optimizer.__dict__["_megatrain_driver"] = self
 
     def hold(self, parameters: Sequence[torch.Tensor]) -> None:
         """The optimizer holds these parameters from now on, too.
 
+        Trained ones that aren't the model's go to the device, where they are stepped. The model's own that were frozen when
+        it was prepared wait for that to be done anew; those that have left the model wait on the host for a gradient.
+
         Raises:
-            UnsupportedError: some aren't this model's trained ones; none is held then. See :class:`HostStep`.
+            UnsupportedError: some are trained ones of another streamed model; none is held then.
         """
-        held = [parameter for parameter in parameters if self._is_trained(parameter)]
-        strangers = sum(not self._is_trained(parameter) and not self._is_frozen(parameter) for parameter in parameters)
-        if strangers:
-            raise UnsupportedError(
-                f"the optimizer holds {strangers} parameters that the prepared model doesn't train (frozen when it was "
-                "prepared and not now, or another module's); give them an optimizer of their own, or unfreeze them before "
-                "accelerator.prepare()"
-            )
-        self.parameter_ids |= {id(parameter) for parameter in held}
+        outside = [p for p in parameters if self.is_outside(p) and p.requires_grad and id(p) not in self._trained_before]
+        self._refuse_another_models(outside)
+        for parameter in outside:
+            move_to_device(parameter, self.runtime.streams.device)
+        self.parameter_ids |= {id(p) for p in parameters if self._was_trained(p) or self.runtime.norms.row(p) is not None}
 
-    def _is_trained(self, parameter: torch.Tensor) -> bool:
-        """Whether it is now, or was before: then it may stay while it has no gradient."""
-        was_trained = id(parameter) in self._trained_before and parameter.grad is None
-        return was_trained or self.runtime.norms.row(parameter) is not None
+    def is_outside(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter isn't in the model's store."""
+        return self.runtime.state_of(parameter) is None
 
-    def _is_frozen(self, parameter: torch.Tensor) -> bool:
-        """Whether it is the model's, and no step will touch it."""
-        is_ours = self.runtime.state_of(parameter) is not None
-        return is_ours and not parameter.requires_grad and parameter.grad is None
+    def _was_trained(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._trained_before and parameter.grad is None
+
+    def _refuse_another_models(self, parameters: Sequence[torch.Tensor]) -> None:
+        if strangers := sum(is_streamed(parameter) for parameter in parameters):
+            raise UnsupportedError(ANOTHER_MODELS.format(strangers))
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -124,23 +128,42 @@ class HostStep:
         return zip(saved, self.parameters(optimizer), strict=False)  # where the lengths differ torch refuses it
 
     def with_gradients(self, optimizer: Optimizer) -> list[tuple[ParameterState, dict[str, Any]]]:
-        """(place, group) of every parameter that has a gradient; brings foreign gradient tensors into the store."""
+        """(place, group) of every parameter of the model that has a gradient; brings foreign gradient tensors into the store.
+
+        Raises:
+            UnsupportedError: a parameter that was frozen when the model was prepared has a gradient.
+        """
         found = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
                 state = self.runtime.state_of(parameter)
-                if state is None or not state.entry.spec.trainable:
+                if parameter.grad is None or state is None:
+                    continue
+                if not state.entry.spec.trainable:
                     raise UnsupportedError(
-                        "a parameter was added to the optimizer after the model was prepared; unfreeze it before "
-                        "accelerator.prepare()"
+                        f"parameter {state.name} got a gradient, but was frozen when the model was last called and has no "
+                        "place for one; unfreeze it before the model is called"
                     )
                 if parameter.data_ptr() == state.weight.data_ptr() and state.has_foreign_gradient:
                     assert state.gradient is not None
                     self.runtime.drain()  # a step that is still to be applied may read the place
                     state.gradient.copy_(parameter.grad)
                 found.append((state, group))
+        return found
+
+    def outside_with_gradients(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
+        """The parameters of other modules that have a gradient, in group order, with their states beside them.
+
+        Raises:
+            UnsupportedError: some are another streamed model's.
+        """
+        found = []
+        for group in optimizer.param_groups:
+            outside = [p for p in group["params"] if p.grad is not None and self.is_outside(p)]
+            for parameter in outside:
+                move_state_beside(optimizer, group, parameter)
+            found += outside
+        self._refuse_another_models(found)
         return found
 
     def forget_norms(self, optimizer: Optimizer) -> None:

@@ -12,10 +12,11 @@ other bit for bit, with no difference between the vectorised body and the tail:
 
 - ``lerp_``, ``addcmul_`` and ``add(alpha=)`` use one fused multiply-add each, ``addcdiv_`` and ``div`` none; division
   by a scalar is a true division; scalars are computed in double and rounded to float once;
-- ``sqrt`` goes to MKL, which returns a neighbour of the nearest float for about 1% of arguments (1 ulp off). Here it is
-  the correctly rounded one of IEEE 754, as in torch's own ``fused=True`` kernel. With ``Tensor.sqrt`` replaced by an
-  IEEE square root all three are equal. Without that the moments are equal under AdamW (they don't depend on the weight;
-  under Adam's L2 penalty they do), and after 40 steps up to 3% of the weights are off, each by about an ulp.
+- ``sqrt`` goes to MKL, which returns a neighbour of the nearest float (1 ulp off) for some arguments; how many (1 to
+  20% were seen) depends on the processor. Here it is the correctly rounded one of IEEE 754, as in torch's own
+  ``fused=True`` kernel. With ``Tensor.sqrt`` replaced by an IEEE square root all three are equal. Without that the
+  moments are equal under AdamW (they don't depend on the weight; under Adam's L2 penalty they do), and the weights
+  whose square roots were off differ by about an ulp.
 
 With ``ATEN_CPU_CAPABILITY=default`` (no FMA) torch differs from its own AVX2 results, and so from these.
 

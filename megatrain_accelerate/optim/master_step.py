@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,29 +19,6 @@ from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 
-class _Parameters:
-    """Parameters as they were before others were shown in their place."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[ParameterState, torch.Tensor, torch.Tensor | None]] = []
-
-    def replace(self, state: ParameterState, data: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Shows ``data`` and ``gradient``, of any dtype and device, as the parameter's."""
-        self._before.append((state, state.parameter.data, state.parameter.grad))
-        state.parameter.grad = None
-        state.parameter.data = data
-        state.parameter.grad = gradient
-
-    def restore(self) -> None:
-        """Shows what was there before; it counts as unwritten."""
-        for state, data, gradient in self._before:
-            state.parameter.grad = None
-            state.parameter.data = data
-            state.parameter.grad = gradient
-            state.seen_version = state.parameter._version
-        self._before.clear()
-
-
 class MasterStep(HostStep):
     """Any other torch optimizer: its own ``step()``, on fp32 masters on the host. Serial, and not fused."""
 
@@ -50,6 +28,8 @@ class MasterStep(HostStep):
         super().__init__(optimizer, runtime)
         runtime.steps_on_host.add(id(self))
         for parameter in self.parameters(optimizer):
+            if self.is_outside(parameter) and id(parameter) not in self._trained_before:
+                continue
             entry = optimizer.state.get(parameter) or {}
             self._restore(parameter, entry.pop(RESIDUAL_KEY, None))
             for name, value in entry.items():
@@ -65,53 +45,55 @@ class MasterStep(HostStep):
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
         """Shows the optimizer fp32 masters and gradients in the place of the weights, and writes back what it made.
 
-        Takes 8 bytes a parameter of host memory while it runs, besides the optimizer's own state.
+        Parameters of other modules are stepped as they are. Takes 8 bytes a streamed parameter of host memory while it
+        runs, besides the optimizer's own state.
 
         Raises:
             StateError: the optimizer was retired.
             StepWorkerError: an earlier step failed.
         """
         self.refuse_retired()
+        self.runtime.watch.end()
         runtime = self.runtime
         runtime.worker.raise_if_failed()
         runtime.refresh_if_written()
         runtime.collect_gradients()
         found = self.with_gradients(optimizer)
-        norm = float(runtime.total_norm([state.parameter for state, _ in found]))
+        outside = self.outside_with_gradients(optimizer)
+        norm = float(runtime.total_norm([*(state.parameter for state, _ in found), *outside]))
         factors = runtime.take_clip_factors(self.parameters(optimizer))
         self.forget_norms(optimizer)
         if not self.allows(norm):
             return None
-        owners = {id(state): (unit, gate, group) for unit, gate, group in runtime.in_forward_order() for state in unit.states}
+        owners = {id(state): (unit, group) for unit, group, _ in runtime.in_forward_order() for state in unit.states}
         shown: list[tuple[ParameterState, torch.Tensor]] = []
-        before = _Parameters()
         touched: dict[int, tuple[HostUnit, ResidentGroup | None]] = {}
-        for state, _ in found:
-            unit, _, group = owners[id(state)]
-            assert state.gradient is not None
-            master = unit.read_master(state)
-            gradient = state.gradient.float()
-            if state.has_fp32_sum and state.gradient_residual is not None:
-                gradient = joined_sum(state.gradient, state.gradient_residual, runtime.kernels)
-            gradient = gradient * factors.get(id(state.parameter), 1.0)
-            shown.append((state, master))
-            before.replace(state, master, gradient)
-            touched[id(unit)] = (unit, group)
         try:
-            parameters = sum(master.numel() for _, master in shown)
-            with runtime.meter.blocked_by(Cause.HOST_STEP), runtime.meter.stepping(parameters):
-                result = own_step()
+            with contextlib.ExitStack() as replaced:
+                for state, _ in found:
+                    unit, group = owners[id(state)]
+                    assert state.gradient is not None
+                    master = unit.read_master(state)
+                    gradient = state.gradient.float()
+                    if state.handle.has_fp32_sum and state.gradient_residual is not None:
+                        gradient = joined_sum(state.gradient, state.gradient_residual, runtime.kernels)
+                    gradient = gradient * factors.get(id(state.parameter), 1.0)
+                    replaced.enter_context(state.handle.replaced(master, gradient))
+                    shown.append((state, master))
+                    touched[id(unit)] = (unit, group)
+                parameters = sum(master.numel() for _, master in shown)
+                with runtime.meter.blocked_by(Cause.HOST_STEP), runtime.meter.stepping(parameters):
+                    result = own_step()
         finally:
-            before.restore()
             for state, master in shown:
                 owners[id(state)][0].write_master(state, master)
-                state.seen_version = state.parameter._version
                 self._stepped.add(id(state.parameter))
             for unit, group in touched.values():
                 unit.version += 1
                 if group is not None:
                     group.push_weights(group.announce_push())
             runtime.drain()
+            runtime.watch.begin()
         return result
 
     def with_residuals(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -139,14 +121,12 @@ class MasterStep(HostStep):
                 entries[key] = without_residual(entry)
                 if not entries[key]:
                     del entries[key]  # many optimizers make their state where there is no entry, and only there
-        before = _Parameters()
-        try:
+        with contextlib.ExitStack() as replaced:
             for parameter in self.parameters(optimizer):
                 if (state := self.runtime.state_of(parameter)) is not None:
-                    before.replace(state, torch.empty((), dtype=torch.float32).expand(parameter.shape), None)
+                    likeness = torch.empty((), dtype=torch.float32).expand(parameter.shape)
+                    replaced.enter_context(state.handle.replaced(likeness, None))
             own_load({**state_dict, "state": entries})
-        finally:
-            before.restore()
         self._stepped.clear()
         for key, parameter in self.by_key(optimizer, state_dict):
             self._restore(parameter, residuals.get(key))

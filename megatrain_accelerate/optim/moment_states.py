@@ -129,6 +129,24 @@ def _coded(values: dict[str, Any]) -> Int8Moments | None:
     return Int8Moments(*(values[key] for key in _INT8_KEYS)) if _INT8_KEYS[0] in values else None
 
 
+def _all_coded(entries: dict[Any, dict[str, Any]]) -> dict[Any, Int8Moments]:
+    return {key: moments for key, values in entries.items() if (moments := _coded(values)) is not None}
+
+
+def _decoded_bytes(coded: dict[Any, Int8Moments]) -> int:
+    return sum(2 * torch.float32.itemsize * moments.exp_avg.numel() for moments in coded.values())
+
+
+def saved_bytes(entries: dict[Any, dict[str, Any]], host_memory_gib: float | None) -> int:
+    """Bytes of the tensors in what :func:`shown_in_fp32` makes of these, without making it."""
+    held = sum(value.nbytes for values in entries.values() for value in values.values() if isinstance(value, torch.Tensor))
+    coded = _all_coded(entries)
+    wanted = _decoded_bytes(coded)
+    if not wanted or wanted > available_host_bytes(host_memory_gib):
+        return held
+    return held + wanted - sum(tensor.nbytes for moments in coded.values() for tensor in moments.tensors)
+
+
 def shown_in_fp32(entries: dict[Any, dict[str, Any]], host_memory_gib: float | None) -> dict[Any, dict[str, Any]]:
     """The per-parameter part of a ``state_dict()`` with 8-bit moments decoded: 8 bytes a parameter of host memory.
 
@@ -139,11 +157,9 @@ def shown_in_fp32(entries: dict[Any, dict[str, Any]], host_memory_gib: float | N
         entries: each parameter's state; not changed.
         host_memory_gib: see :func:`available_host_bytes`.
     """
-    coded = {key: moments for key, values in entries.items() if (moments := _coded(values)) is not None}
-    if not coded:
-        return entries
-    wanted = sum(2 * torch.float32.itemsize * moments.exp_avg.numel() for moments in coded.values())
-    free = available_host_bytes(host_memory_gib)
+    coded = _all_coded(entries)
+    wanted = _decoded_bytes(coded)
+    free = available_host_bytes(host_memory_gib) if wanted else 0
     if wanted > free:
         logger.warning(
             "megatrain: AdamW's moments are saved in 8 bits, under the keys %s, since in fp32 they would take %.1f GiB of "

@@ -45,7 +45,7 @@ def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list
         entry = state.entry
         assert entry.state_offset is not None
         size = entry.spec.dtype.itemsize
-        is_sum = state.has_fp32_sum
+        is_sum = state.handle.has_fp32_sum
         if segments:
             last = segments[-1]
             gap = entry.state_offset - last.state_offset - last.elements
@@ -101,7 +101,7 @@ def step_each(steps: Sequence[tuple[ParameterState, AdamArguments]], kernels: St
                 state.exp_avg_sq,
                 gradient.contiguous(),
                 arguments,
-                state.gradient_residual if state.has_fp32_sum else None,
+                state.gradient_residual if state.handle.has_fp32_sum else None,
                 first,
             )
         else:

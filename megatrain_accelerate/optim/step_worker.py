@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import torch
+
 from megatrain_accelerate.errors import StepWorkerError
 
 
@@ -62,6 +64,11 @@ class StepWorker:
         self._thread.start()
 
     def _run(self) -> None:
+        # What it does with parameters that are watched is no reason to wait for it.
+        with torch._C.DisableTorchFunctionSubclass():
+            self._run_queue()
+
+    def _run_queue(self) -> None:
         while (item := self._queue.get()) is not None:
             ticket, work = item
             if self._failure is None:
@@ -77,6 +84,11 @@ class StepWorker:
                     observer(ticket.name, start_ns, end_ns)
             ticket.finish(self._failure)
             del item, ticket, work  # a closure may hold device memory
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything submitted is over."""
+        return self._last_ticket is None or self._last_ticket.is_done
 
     @property
     def native_id(self) -> int:

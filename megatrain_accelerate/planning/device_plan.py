@@ -28,6 +28,7 @@ from megatrain_accelerate.planning.step_outline import evaluation_bytes, outline
 from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.planning.step_simulation import Model, StepTime
 from megatrain_accelerate.planning.tile_choice import measured_to_fit, outline_with_tiles
+from megatrain_accelerate.progress import say
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.units import GIB, MIB
 
@@ -307,7 +308,7 @@ class DevicePlan:
         self._place(found.placement)
         if self.show:
             table = plan_table(found, self._runtime, self.predicted_bytes, budget_bytes, outline)
-            print(table, file=sys.stderr, flush=True)
+            say(table, file=sys.stderr)
         if self.predicted_bytes > budget_bytes:
             held = {**self._planned_fixed_bytes_by_kind(), "step": found.peak_bytes}
             logger.warning(

@@ -2,7 +2,8 @@
 
 Many forwards look at small integers: the longest position (rotary frequencies that depend on it), whether a mask is full, the
 sizes of images. Under ``FakeTensorMode`` none has a value. This mode computes beside, for real, what follows from the batch's
-integers and truth values and from what the model makes itself, and answers with it. Everything else stays without data.
+integers and truth values, from single numbers beside it and from what the model makes itself, and answers with it. Everything
+else stays without data.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class KnownValues(TorchDispatchMode):
         self._known: Any = WeakIdKeyDictionary()
 
     def learn(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """The values of a tensor without data, from one that isn't written to; none of floating-point or large tensors."""
+        """The values of a tensor without data, from one that isn't written to; none of large tensors, and of floating-point
+        ones only a single number of no dimension (what a loss is divided by)."""
         if _is_countable(real):
             with _disable_current_modes():
                 self._known[fake] = real.detach().to("cpu", copy=True)
@@ -78,6 +80,9 @@ class KnownValues(TorchDispatchMode):
         if name == "rand" and not list(_tensors((args, kwargs))) and args and list(args[0]) == []:
             with _disable_current_modes():
                 return torch.tensor(_NOTHING_IS_LEFT_OUT, dtype=kwargs.get("dtype") or torch.float32)
+        if func is _ATEN.ones_like.default and args[0].dim() == 0:  # a loss's own gradient, whatever the loss is
+            with _disable_current_modes():
+                return torch.ones((), dtype=kwargs.get("dtype") or args[0].dtype)
         if any(name.startswith(random) for random in _RANDOM):
             return None
         if not all(self._is_known(tensor) for tensor in _tensors((args, kwargs))):
@@ -192,7 +197,8 @@ def _is_large(result: Any) -> bool:
 def _is_countable(tensor: torch.Tensor) -> bool:
     if tensor.is_meta:
         return False
-    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= _MOST_ELEMENTS
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.dim() == 0 or (not is_number and tensor.numel() <= _MOST_ELEMENTS)
 
 
 def _is_small_factory(args: Any) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from megatrain_accelerate.config import nearest
 from megatrain_accelerate.errors import UnsupportedError
 
 
@@ -108,6 +109,32 @@ def _repeated_modules(model: nn.Module, classes: set[str] | None) -> set[int]:
     return wanted
 
 
+def _no_such_classes(model: nn.Module, asked: Sequence[str]) -> str:
+    held: dict[str, list[int]] = {}
+    for module in model.modules():
+        if module is not model and (size := sum(parameter.numel() for parameter in module.parameters())):
+            held.setdefault(type(module).__name__, []).append(size)
+    # Those of the blocks first: repeated, and large in each instance.
+    names = sorted(held, key=lambda name: (len(held[name]) == 1, -min(held[name])))
+    meant = [found for name in asked if (found := nearest(name, names))]
+    hint = f"; did you mean {', '.join(map(repr, meant))}?" if meant else "."
+    classes = ", ".join(f"{name} ({len(held[name])} of them)" if len(held[name]) > 1 else name for name in names)
+    return (
+        f"megatrain_config.layer_classes names {', '.join(asked)}, and {type(model).__name__} has no repeated layers of "
+        f"such a class{hint} Its modules with parameters are {classes or 'none'}"
+    )
+
+
+def find_layers(model: nn.Module, layer_classes: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
+    """(name, module) of each layer of ``model``, in model order; see :func:`discover_layers`. Empty if nothing is repeated."""
+    if layer_classes:
+        classes = set(layer_classes)
+        wanted = {id(module) for module in model.modules() if type(module).__name__ in classes}
+    else:
+        wanted = _repeated_modules(model, _declared_classes(model)) or _repeated_modules(model, None)
+    return _outermost(model, wanted)
+
+
 def discover_layers(model: nn.Module, layer_classes: Sequence[str] = ()) -> Discovery:
     """Finds the streaming units of ``model``.
 
@@ -121,16 +148,12 @@ def discover_layers(model: nn.Module, layer_classes: Sequence[str] = ()) -> Disc
     Raises:
         UnsupportedError: no layer was found, or layers share parameters with each other or with other modules.
     """
-    if layer_classes:
-        classes = set(layer_classes)
-        wanted = {id(module) for module in model.modules() if type(module).__name__ in classes}
-    else:
-        wanted = _repeated_modules(model, _declared_classes(model)) or _repeated_modules(model, None)
-    layers = _outermost(model, wanted)
+    layers = find_layers(model, layer_classes)
+    if not layers and layer_classes:
+        raise UnsupportedError(_no_such_classes(model, layer_classes))
     if not layers:
-        named = f" of class {', '.join(layer_classes)}" if layer_classes else ""
         raise UnsupportedError(
-            f"{type(model).__name__} has no repeated layers{named} that could stream (no `_no_split_modules` and no "
+            f"{type(model).__name__} has no repeated layers that could stream (no `_no_split_modules` and no "
             "nn.ModuleList with two or more modules of one class). Name the classes of its blocks in "
             "megatrain_config.layer_classes, or train it without the plugin"
         )

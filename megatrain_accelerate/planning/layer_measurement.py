@@ -197,7 +197,7 @@ def _measure_outside(
 def _measure(
     runtime: StreamingRuntime, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], dry: LayerProfile
 ) -> tuple[LayerProfile, Trial]:
-    split = BatchSplit.of_call(layer.name, args, kwargs, runtime.micro_batch_size)
+    split = BatchSplit.of_call(layer, args, kwargs, runtime.batch_cut)
     args, kwargs = split.first_piece(args, kwargs)
     slot = runtime.prefetcher.acquire(layer, ())
     try:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from megatrain_accelerate.planning.placement_search import Candidate
 from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.planning.step_simulation import sent_bytes
 from megatrain_accelerate.planning.tile_choice import tiles_text
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.units import GIB
+
+_COLUMNS = 80
 
 
 def plan_table(
@@ -58,7 +62,11 @@ def plan_table(
         ),
     ]
     width = max(len(name) for name, _ in rows)
-    return "\n".join(["megatrain: plan", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+    lines = ["megatrain: plan"]
+    for name, text in rows:
+        first, *others = textwrap.wrap(text, _COLUMNS - width - 4)
+        lines += [f"  {name:<{width}}  {first}", *(f"  {'':<{width}}  {other}" for other in others)]
+    return "\n".join(lines)
 
 
 def experts_text(runtime: StreamingRuntime) -> str:

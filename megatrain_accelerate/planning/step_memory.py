@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatrain_accelerate.loss.products import runs_on_gpu
 from megatrain_accelerate.planning.compiled_functions import compiled_functions_as_python
+from megatrain_accelerate.planning.function_caches import caches_emptied_after
 from megatrain_accelerate.planning.kernel_launches import launches_without_data
 from megatrain_accelerate.planning.known_values import KnownValues, NumbersOfTensors, taken_for_data
 from megatrain_accelerate.streaming import tile_loops
@@ -213,7 +214,8 @@ def _fake_weights(model: nn.Module, device: torch.device, values: KnownValues) -
             # A fresh tensor, since a conversion would carry over hooks and gradients.
             twin = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             fakes[id(tensor)] = twin.requires_grad_(tensor.requires_grad)
-            values.learn(twin, tensor)
+            if not tensor.is_floating_point():
+                values.learn(twin, tensor)
         return fakes[id(tensor)]
 
     with without_hooks(model):
@@ -269,6 +271,7 @@ def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device)
     inputs = _with_own_head(_without_full_masks(inputs))
     with (
         random_numbers_put_back(torch.device("cpu")),
+        caches_emptied_after(model),
         launches_without_data(),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         KnownValues() as values,

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from megatrain_accelerate.planning.step_memory import LiveBytes, OpCosts, dry_model, loss_of
 from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
+from megatrain_accelerate.planning.summed_loss import own_loss_code, sums_divided_by
 from megatrain_accelerate.planning.trial_runs import Trial, enter_recorded, run_on_trial
 from megatrain_accelerate.streaming import activation_offload
 from megatrain_accelerate.streaming.attention_results import AttentionResults
@@ -25,7 +26,7 @@ from megatrain_accelerate.streaming.compiled_layer import without_saving
 from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.kept_graph import edges_of
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.micro_batches import BatchSplit
+from megatrain_accelerate.streaming.micro_batches import BatchCut, BatchSplit
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.streaming.token_tiles import tokens_of
@@ -131,14 +132,12 @@ class _Outputs:
 class _Outliner:
     """Runs in the place of the layers and notes the events."""
 
-    def __init__(
-        self, live: LiveBytes, anchor: torch.Tensor, micro_batch_size: int | None, recorder: OutputRecorder | None
-    ) -> None:
+    def __init__(self, live: LiveBytes, anchor: torch.Tensor, cut: BatchCut, recorder: OutputRecorder | None) -> None:
         self.events: list[Event] = []
         self.profiles: dict[Hashable, LayerProfile] = {}
         self._live = live
         self._anchor = anchor
-        self._micro_batch_size = micro_batch_size
+        self._cut = cut
         self._recorder = recorder
         self._costs_before = OpCosts()
         self._outputs: dict[Hashable, _Outputs] = {}
@@ -176,7 +175,7 @@ class _Outliner:
     def _profile(self, layer: StreamedLayer, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs the layer itself, without data, and leaves the counters of the outside as they were."""
         live = self._live
-        split = BatchSplit.of_call(layer.name, args, kwargs, self._micro_batch_size)
+        split = BatchSplit.of_call(layer, args, kwargs, self._cut)
         leaving = _LeavingStorages(layer, args, kwargs)
         needs = tuple(t.requires_grad for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor))
         _, length = tokens_of(args, kwargs) or (0, 0)
@@ -311,14 +310,18 @@ def outline_step(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[st
         Exception: whatever the model raises when it looks at data (``FakeTensorMode`` has none).
     """
     with dry_model(model, inputs, device) as (dry_inputs, live):
+        runtime.batch_cut.begin(dict(inputs))
         anchor = torch.empty((), device=device, requires_grad=True)
-        outliner = _Outliner(live, anchor, runtime.micro_batch_size, runtime.recorder)
+        outliner = _Outliner(live, anchor, runtime.batch_cut, runtime.recorder)
         runner: Callable[..., Any] = outliner
         with runtime.layers_run_by(runner), live:
-            loss = loss_of(model.forward(**dry_inputs), device)
+            with sums_divided_by(dry_inputs.get("num_items_in_batch")) as sums:
+                loss = loss_of(model.forward(**dry_inputs), device)
+            is_sum = any(loss is one for one in sums) and own_loss_code(model) is None
+            sums.clear()
             loss.backward()
             peak, costs = outliner.rest()
-    return StepOutline(tuple(outliner.events), peak, costs, outliner.profiles, runtime.token_tile)
+    return StepOutline(tuple(outliner.events), peak, costs, outliner.profiles, runtime.token_tile, sums_loss=is_sum)
 
 
 def evaluation_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> int:
@@ -362,7 +365,8 @@ def outline_layers(
         Exception: see :func:`outline_step`.
     """
     with dry_model(model, inputs, device) as (dry_inputs, live):
-        outliner = _Outliner(live, torch.empty((), requires_grad=True), runtime.micro_batch_size, runtime.recorder)
+        runtime.batch_cut.begin(dict(inputs))
+        outliner = _Outliner(live, torch.empty((), requires_grad=True), runtime.batch_cut, runtime.recorder)
 
         def run(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             kind = call_kind(layer, args, kwargs)

@@ -32,13 +32,15 @@ class CallOrder:
     A wrong prediction costs a copy, never a result: the prefetcher fetches what is really asked for.
 
     Args:
-        layer_count: number of layers; before the first pass they are expected in index order.
+        layer_count: number of layers; before the first pass they are expected in index order. A pass begins when the layer
+            that began the last one runs again, unless it is the only layer.
         leader: for parts of layers, the order of the layers: a pass begins with one of theirs. A layer may call its parts
             several times, so that the first part again tells nothing.
     """
 
     def __init__(self, layer_count: int, leader: CallOrder | None = None) -> None:
         self._expected = list(range(layer_count))
+        self._is_only_layer = layer_count == 1 and leader is None
         self._tape = Tape()
         self._first: int | None = None
         self._ended = False
@@ -60,10 +62,10 @@ class CallOrder:
     def _begins_pass(self, index: int) -> bool:
         if self._leader is not None:
             return self._led_by is not self._leader._tape
-        return index == self._first or self._ended
+        return self._ended or (index == self._first and not self._is_only_layer)
 
     def end_pass(self) -> None:
-        """The next call begins a new pass, whichever layer it is (a backward ended)."""
+        """The next call begins a new pass, whichever layer it is (a backward ended, a forward of the model begins)."""
         self._ended = True
 
     def after_forward(self, tape: Tape, position: int, count: int, backward_follows: bool) -> Sequence[int]:

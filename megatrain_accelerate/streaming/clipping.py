@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.memory.param_handle import NotedTensor
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.norm_table import NormTable
@@ -26,27 +27,28 @@ class Clipping:
         self._sums = sums
         self._states = states
         self._factors: dict[int, tuple[torch.Tensor, float]] = {}
+        self._stepped: list[tuple[torch.Tensor, float, NotedTensor]] = []
+        """Each parameter that was stepped with a factor since the last forward, the factor, and its gradient then."""
 
     def total_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         """See :meth:`StreamingRuntime.total_norm`; the gradients' norms must have arrived."""
-        rows, factors = [], []
+        rows, factors, outside = [], [], []
         for parameter in parameters:
             if parameter.grad is None:
                 continue
             row = self._norms.row(parameter)
             if row is None:
-                raise StateError("total_norm() was given a parameter that this engine doesn't train")
+                outside.append(torch.linalg.vector_norm(parameter.grad.detach(), 2.0, dtype=torch.float32))
+                continue
             if not self._norms.is_current(parameter):
                 self._norms.norms[row] = self._sums.norms([self._states[id(parameter)]])[0]
                 self._norms.note(parameter, parameter.grad, rewritten=True)
             rows.append(row)
             factors.append(self._factors.get(id(parameter), (parameter, 1.0))[1])
-        if not rows:
-            return torch.zeros(())
-        norms = self._norms.norms[torch.tensor(rows)]
+        norms = self._norms.norms[torch.tensor(rows, dtype=torch.long)]
         if self._factors:
             norms = norms * torch.tensor(factors, dtype=torch.float32)
-        return torch.linalg.vector_norm(norms, 2.0)
+        return torch.linalg.vector_norm(torch.cat([norms, *(norm.cpu().reshape(1) for norm in outside)]), 2.0)
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         """See :meth:`StreamingRuntime.clip_grad_norm`; the gradients' norms must have arrived."""
@@ -56,23 +58,66 @@ class Clipping:
         factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
         if bool(total.isfinite()) and factor != 1.0:
             for parameter in parameters:
-                _, earlier = self._factors.get(id(parameter), (parameter, 1.0))
-                self._factors[id(parameter)] = (parameter, factor * earlier)
+                if id(parameter) in self._states:
+                    _, earlier = self._factors.get(id(parameter), (parameter, 1.0))
+                    self._factors[id(parameter)] = (parameter, factor * earlier)
+                elif parameter.grad is not None:
+                    parameter.grad.detach().mul_(factor)
         return total
 
     def take_factors(self, parameters: Iterable[torch.Tensor]) -> dict[int, float]:
-        """The factors that were asked for since these parameters' last step, by ``id``; 1 where absent."""
-        taken = {id(parameter): self._factors.pop(id(parameter), None) for parameter in parameters}
-        return {key: item[1] for key, item in taken.items() if item is not None}
+        """Removes and returns the factors that wait for a step of these parameters, by ``id``; 1 where absent.
 
-    def settle(self) -> None:
-        """Scales clipped gradients that no step took, since others may be added; forgets those that were dropped."""
+        The gradients stay as they are: :meth:`settle` scales those that are still there behind the step.
+        """
+        taken = {}
+        for parameter in parameters:
+            _, factor = self._factors.pop(id(parameter), (parameter, 1.0))
+            if factor != 1.0 and parameter.grad is not None:
+                taken[id(parameter)] = factor
+                self._stepped.append((parameter, factor, NotedTensor(parameter.grad)))
+        return taken
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether some clipped gradients may still be unscaled."""
+        return bool(self._factors or self._stepped)
+
+    def has_unscaled(self) -> bool:
+        """Whether clipped gradients are left that weren't scaled. Forgets stepped ones that were dropped or written to."""
+        if self._stepped:
+            self._stepped = [stepped for stepped in self._stepped if stepped[2].is_still(stepped[0].grad)]
+        return self.is_pending
+
+    def has_stepped(self) -> bool:
+        """Whether gradients that were clipped and stepped are still there, unscaled."""
+        self.has_unscaled()
+        return bool(self._stepped)
+
+    def settle_stepped(self, others_follow: bool) -> None:
+        """The part of :meth:`settle` that gradients need which were stepped and not dropped."""
+        self.has_unscaled()
+        for parameter, factor, _ in self._stepped:
+            self._scale(parameter, factor, others_follow)
+        self._stepped.clear()
+
+    def _scale(self, parameter: torch.Tensor, factor: float, others_follow: bool) -> None:
+        with torch.no_grad():
+            self._sums.scale(self._states[id(parameter)], factor, others_follow)
+        self._norms.forget(parameter)
+
+    def settle(self, others_follow: bool) -> None:
+        """Scales clipped gradients in place, for those who look at them or add to them. No step may be under way.
+
+        Args:
+            others_follow: whether other gradients will be added. If so, bf16 gradients become fp32 sums where such sums are
+                wanted; if not, gradients that aren't sums are rounded once more.
+        """
         self.refuse_written()
+        self.settle_stepped(others_follow)
         for parameter, factor in self._factors.values():
             if parameter.grad is not None:
-                with torch.no_grad():
-                    self._sums.scale(self._states[id(parameter)], factor)
-                self._norms.forget(parameter)
+                self._scale(parameter, factor, others_follow)
         self._factors.clear()
 
     def refuse_written(self) -> None:
@@ -86,19 +131,4 @@ class Clipping:
                 raise StateError(
                     "gradients were written to after accelerator.clip_grad_norm_(), which leaves them as they are and lets "
                     "the step scale them; change them before they are clipped, or clip with torch.nn.utils.clip_grad_norm_()"
-                )
-
-    def refuse_clipped(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Gradients that were clipped can't be added to: the factor would hold for both parts.
-
-        Raises:
-            StateError: one of them was clipped since the last step.
-        """
-        if not self._factors:
-            return
-        for parameter in parameters:
-            if id(parameter) in self._factors:
-                raise StateError(
-                    f"backward would add to gradients that were clipped (factor {self._factors[id(parameter)][1]:.3g}) "
-                    "and not stepped or zeroed; clip once, after the last backward before optimizer.step()"
                 )

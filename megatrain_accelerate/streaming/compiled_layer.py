@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import logging
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -114,6 +115,8 @@ class CompiledLayers:
 
     def __init__(self, wanted: bool | str, device: torch.device, recorder: OutputRecorder | None = None) -> None:
         self._recorder = recorder
+        self.keeps_for_second = False
+        """Whether a second backward finds what it needs: the first doesn't write over it."""
         self._smallest = SMALLEST_LAYER_PARAMETERS if wanted == "auto" else 0
         self._is_on = device.type == "cuda" if wanted == "auto" else bool(wanted)
         self._device = device
@@ -213,7 +216,10 @@ class CompiledLayers:
         """Dynamo's backend: forward and backward of one graph, so that neither can fail later."""
         _announce(self._compiling)
         self.compilations += 1
-        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        settings = {"force_non_lazy_backward_lowering": True}
+        if self.keeps_for_second and hasattr(torch._functorch.config, "donated_buffer"):
+            settings["donated_buffer"] = False
+        with torch._functorch.config.patch(settings):
             if self.backend == "inductor":
                 # Dropout must draw the masks that the layer's own code draws: the run that follows a failure, or a recompute
                 # after one, has to repeat them.
@@ -240,7 +246,9 @@ def _run_settings() -> Iterator[None]:
     limit = settings.recompile_limit
     settings.recompile_limit = RECOMPILE_LIMIT
     try:
-        with without_autocast_cache():  # guarded by dynamo, and off in recompute
+        with without_autocast_cache(), warnings.catch_warnings():  # the cache is guarded by dynamo, and off in recompute
+            # Dynamo asks inputs for their gradients, and hidden states of a layer in autograd's graph aren't leaves.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
             yield
     finally:
         settings.recompile_limit = limit

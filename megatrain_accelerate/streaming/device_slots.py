@@ -59,15 +59,20 @@ class WeightSlot:
     def __init__(self, index: int, buffer: torch.Tensor, streams: Streams) -> None:
         self.index = index
         self.buffer = buffer
+        self.address = buffer.untyped_storage().data_ptr()
+        """Where its memory begins: what tells that a tensor lies in it."""
         self.state = SlotState.EMPTY
         self.holder: tuple[int, int] | None = None
         """(layer index, version of the unit's weights) that the buffer holds or is being filled with."""
         self.last_used = 0
+        self.users = 0
+        """How many calls of its layer use it now: one that a backward has begun with may run again within a recompute."""
         self.late_ms = 0.0
         """How much earlier the copy would have been issued but for the layer's step; for the counters."""
         self.params_copied_event = streams.event()
         self.compute_finished_event = streams.event()
         self._views: dict[object, list[torch.Tensor]] = {}
+        self._at: dict[tuple[torch.dtype, torch.Size, tuple[int, ...], int], torch.Tensor] = {}
 
     def move_to(self, state: SlotState) -> None:
         """The one place where a slot changes its state.
@@ -82,6 +87,21 @@ class WeightSlot:
     def views(self, layout: FlatLayout) -> list[torch.Tensor]:
         """The buffer as the layout's tensors, in entry order. Made once for each layout."""
         return _cached_views(self._views, layout, self.buffer, trainable_only=False)
+
+    def uses_with(self, layout: FlatLayout) -> int:
+        """How many tensors refer to the buffer, the layout's own views among them; those of :meth:`view` don't count."""
+        self.views(layout)
+        return int(torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata)) - len(self._at)
+
+    def view(self, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
+        """A tensor in the buffer, by its place. Made once for each."""
+        key = (dtype, shape, stride, offset)
+        found = self._at.get(key)
+        if found is None:
+            with torch.inference_mode(False), torch.no_grad():
+                whole = self.buffer[: self.buffer.numel() // 16 * 16].view(dtype)
+                found = self._at[key] = whole.as_strided(shape, stride, offset)
+        return found
 
 
 class GradientSlot:

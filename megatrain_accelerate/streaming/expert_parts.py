@@ -6,7 +6,7 @@ each. In a slot the ranges lie one behind the other, as the parameters of a smal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +14,8 @@ from torch import nn
 
 from megatrain_accelerate.memory.expert_range import ExpertRange, expert_ranges
 from megatrain_accelerate.memory.host_store import HostUnit
-from megatrain_accelerate.optim.step_worker import Ticket
-from megatrain_accelerate.streaming.layer import StreamedLayer, UpdateGate
+from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.update_gate import UpdateGate
 
 if TYPE_CHECKING:
     from megatrain_accelerate.streaming.expert_function import ExpertResults
@@ -91,30 +91,6 @@ class ExpertPart:
         self.owner.refresh_if_written()
 
 
-class _ExpertsGate(UpdateGate):
-    """Guards all experts of a layer: it is open where the gates of all parts are."""
-
-    def __init__(self, owner: StreamedExperts) -> None:
-        super().__init__()
-        self._owner = owner
-
-    def close_until(self, ticket: Ticket) -> None:
-        for part in self._owner.parts:
-            part.gate.close_until(ticket)
-
-    @property
-    def is_open(self) -> bool:
-        return all(part.gate.is_open for part in self._owner.parts)
-
-    def wait(self) -> None:
-        for part in self._owner.parts:
-            part.gate.wait()
-
-    def pieces(self) -> Iterator[tuple[UpdateGate, ExpertRange | None]]:
-        for part in self._owner.parts:
-            yield part.gate, part.experts
-
-
 class StreamedExperts(StreamedLayer):
     """All experts of a layer: their module, their host unit, and their parts.
 
@@ -145,7 +121,7 @@ class StreamedExperts(StreamedLayer):
         self.count = int(module.num_experts)  # type: ignore[arg-type]
         ranges = expert_ranges(self.count, parts)
         self.parts = [ExpertPart(first_part + place, self, experts) for place, experts in enumerate(ranges)]
-        self.gate = _ExpertsGate(self)
+        self.gate = UpdateGate([part.gate for part in self.parts])
         self.results: ExpertResults | None = None
         """Of the run of the layer that is under way, if it has a graph."""
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.streaming.call_order import CallOrder, Tape
-from megatrain_accelerate.streaming.clipping import Clipping
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.expert_gradients import ExpertGradients, GradientWays
 from megatrain_accelerate.streaming.expert_parts import ExpertPart, StreamedExperts
@@ -42,7 +41,6 @@ class ExpertStreams:
         slots: for weights of parts, at least 2.
         ways: of their gradients.
         anchor: see :attr:`RunContext.anchor`.
-        clipping: the engine's.
         runs_dry: whether layers run on trial, for a plan or a probe.
         layers: in which order the layers are called.
     """
@@ -53,7 +51,6 @@ class ExpertStreams:
         slots: int,
         ways: GradientWays,
         anchor: torch.Tensor,
-        clipping: Clipping,
         runs_dry: Callable[[], bool],
         layers: CallOrder,
     ) -> None:
@@ -61,7 +58,6 @@ class ExpertStreams:
         self.anchor = anchor
         self._ways = ways
         self._slots = slots
-        self._clipping = clipping
         self._runs_dry = runs_dry
         parts = [part for whole in experts for part in whole.parts]
         self._prefetcher = _PartPrefetcher(parts, slots, ways) if parts else None
@@ -122,12 +118,11 @@ class ExpertStreams:
         """What takes the gradients of one backward; None if nothing is trained.
 
         Raises:
-            StateError: they can't be taken; see :class:`ExpertGradients`, or they were clipped already.
+            StateError: they can't be taken; see :class:`ExpertGradients`.
         """
         trained = [state.parameter for state in experts.trainable if state.parameter.requires_grad]
         if not trained:
             return None
-        self._clipping.refuse_clipped(trained)
         return ExpertGradients(self._ways, experts, is_last)
 
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatrain_accelerate.memory.expert_range import ExpertRange
 from megatrain_accelerate.memory.host_store import HostUnit
-from megatrain_accelerate.streaming.layer import StreamedLayer, UpdateGate
+from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.resident import ResidentGroup
+from megatrain_accelerate.streaming.update_gate import UpdateGate
 
-UnitInOrder = tuple[HostUnit, UpdateGate, ResidentGroup | None]
-"""A unit, what guards it, and its resident group if it is one's."""
+UnitInOrder = tuple[HostUnit, ResidentGroup | None, list[tuple[UpdateGate, ExpertRange | None]]]
+"""A unit, its resident group if it is one's, and each of the parts in which it is stepped: the gate, and the experts that it
+is, or None for the whole unit."""
 
 
 def in_forward_order(layers: Sequence[StreamedLayer], groups: Sequence[ResidentGroup]) -> list[UnitInOrder]:
     """Layers, the experts of each behind it, and groups between the layers that they stand between."""
-    units: list[tuple[int, int, UnitInOrder]] = [(group.layers_before, 0, (group.unit, group.gate, group)) for group in groups]
-    units += [(layer.index, 1, (layer.unit, layer.gate, None)) for layer in layers]
-    units += [(layer.index, 2, (part.unit, part.gate, None)) for layer in layers for part in layer.experts]
+    units: list[tuple[int, int, UnitInOrder]] = []
+    units += [(group.layers_before, 0, (group.unit, group, [(group.gate, None)])) for group in groups]
+    for layer in layers:
+        units.append((layer.index, 1, (layer.unit, None, [(layer.gate, None)])))
+        for whole in layer.experts:
+            units.append((layer.index, 2, (whole.unit, None, [(part.gate, part.experts) for part in whole.parts])))
     return [unit for _, _, unit in sorted(units, key=lambda item: item[:2])]

@@ -3,7 +3,7 @@
 The pair is split as the masters are (``csrc/split_master.h``, ``csrc/gradient_sum.h``), so the sum has every bit of an fp32
 addition for 2 bytes a parameter more, and nothing more moves over the link but the residuals of resident parameters, once a
 step. A residual counts only while ``parameter.grad`` is the tensor, at the version, that it was made with
-(:attr:`ParameterState.has_fp32_sum`): where somebody wrote to, replaced or dropped the gradient the sum goes on from what is
+(:attr:`ParamHandle.has_fp32_sum`): where somebody wrote to, replaced or dropped the gradient the sum goes on from what is
 there.
 """
 
@@ -146,7 +146,7 @@ class Fp32Sums:
             return None
         if gradient.dtype != torch.bfloat16 or gradient.device != residual.device or not _is_plain(gradient):
             return None
-        return RunningSum(gradient, residual, state.has_fp32_sum, self._kernels_of(gradient))
+        return RunningSum(gradient, residual, state.handle.has_fp32_sum, self._kernels_of(gradient))
 
     def _kernels_of(self, tensor: torch.Tensor) -> StepKernels:
         if not tensor.is_cuda:
@@ -154,20 +154,27 @@ class Fp32Sums:
         assert self._device_kernels is not None, "sums on the GPU before prepare()"
         return self._device_kernels
 
-    def scale(self, state: ParameterState, factor: float) -> None:
-        """Multiplies ``parameter.grad``, to which others are about to be added, in fp32 where it can be summed so.
+    def scale(self, state: ParameterState, factor: float, others_follow: bool) -> None:
+        """Multiplies ``parameter.grad`` in place.
+
+        Args:
+            state: the parameter.
+            factor: by what.
+            others_follow: others are about to be added, so that it becomes a sum in fp32 where it can be one. Else it is
+                multiplied in fp32 only if it is such a sum already.
 
         Raises:
             HostMemoryError, KernelError: see :meth:`prepare`.
         """
         assert state.parameter.grad is not None
-        self.prepare()
-        running = self.running(state)
+        if others_follow:
+            self.prepare()
+        running = self.running(state) if others_follow or state.handle.has_fp32_sum else None
         if running is None:
             state.parameter.grad.mul_(factor)
         else:
             running.scale(factor)
-            state.note_fp32_sum()
+            state.handle.note_fp32_sum()
 
     def norms(self, states: Sequence[ParameterState]) -> list[torch.Tensor]:
         """2-norms of the parameters' gradients, all of one device: of the fp32 sums where there are such; fp32, there."""
@@ -176,7 +183,7 @@ class Fp32Sums:
         for position, state in enumerate(states):
             gradient = state.parameter.grad
             assert gradient is not None
-            if not state.has_fp32_sum or state.sum_residual is None:
+            if not state.handle.has_fp32_sum or state.sum_residual is None:
                 plain.append((position, gradient))
             elif gradient.is_cuda and self._device_kernels is not None:
                 found[position] = self._device_kernels.norm_split(gradient, state.sum_residual)
@@ -230,7 +237,7 @@ class Fp32Sums:
         running = self.running(state)
         if running is not None:
             self._set_aside[id(state)] = running
-            state.parameter.grad = None
+            state.handle.set_gradient(None, keeps_sum=True)
             Variable._execution_engine.queue_callback(functools.partial(self._put_back, state))
 
     def take_up(self, state: ParameterState) -> None:
@@ -238,18 +245,17 @@ class Fp32Sums:
         running = self._set_aside.pop(id(state), None)
         fresh = state.parameter.grad
         if running is None or fresh is None:
-            state.forget_fp32_sum()
             return
         with torch.no_grad():
             running.add(fresh)
-        state.parameter.grad = running.gradient
-        state.note_fp32_sum()
+        state.handle.set_gradient(running.gradient)
+        state.handle.note_fp32_sum()
 
     def _put_back(self, state: ParameterState) -> None:
         """The backward is over: a gradient to which nothing was added (``torch.autograd.grad``) takes its place again."""
         running = self._set_aside.pop(id(state), None)
         if running is not None and state.parameter.grad is None:
-            state.parameter.grad = running.gradient
+            state.handle.set_gradient(running.gradient, keeps_sum=True)
 
 
 BF16_REMEDY = (

@@ -242,11 +242,12 @@ class GradientOffloader:
         """
         for state in states:
             _refuse_hooked(layer, state)
-            if state.parameter.grad is None:
-                state.parameter.grad = gradient_that_passed(state) if state.gradient is None else state.gradient
-                state.forget_fp32_sum()
+            gradient = state.parameter.grad
+            if gradient is None:
+                gradient = gradient_that_passed(state) if state.gradient is None else state.gradient
+                state.handle.set_gradient(gradient)
             if is_fresh or (may_be_stepped and self.gradients_complete()):
-                self._norms.note(state.parameter, state.parameter.grad)
+                self._norms.note(state.parameter, gradient)
             else:
                 self._norms.forget(state.parameter)
         if not may_be_stepped:
@@ -294,8 +295,7 @@ class GradientOffloader:
     def add_in_place(self, state: ParameterState, gradient: torch.Tensor) -> None:
         """Sets or adds to a gradient that no copy is on its way to, where the parameter lies."""
         if state.parameter.grad is None:
-            state.parameter.grad = gradient
-            state.forget_fp32_sum()
+            state.handle.set_gradient(gradient)
             return
         self._sums.prepare()
         running = self._sums.running(state)
@@ -303,7 +303,7 @@ class GradientOffloader:
             state.parameter.grad.add_(gradient)
         else:
             running.add(gradient)
-            state.note_fp32_sum()
+            state.handle.note_fp32_sum()
 
     def _copy_out(self, slot: GradientSlot, layer: StreamedLayer, target: torch.Tensor, norms: torch.Tensor | None) -> Any:
         size = layer.unit.layout.gradient_bytes

@@ -59,7 +59,7 @@ class Addition:
     def note(self) -> None:
         """The whole gradient will be added: an fp32 sum is that of ``parameter.grad`` from now on."""
         if self.running is not None:
-            self.state.note_fp32_sum()
+            self.state.handle.note_fp32_sum()
 
     def add(
         self,

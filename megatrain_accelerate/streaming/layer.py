@@ -13,44 +13,14 @@ from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import StepKernels
-from megatrain_accelerate.optim.step_worker import Ticket
 from megatrain_accelerate.streaming.shared_mappings import run_with_mappings
 from megatrain_accelerate.streaming.token_tiles import TokenTiles
+from megatrain_accelerate.streaming.update_gate import UpdateGate
+from megatrain_accelerate.streaming.watched_parameters import unwatched
 from megatrain_accelerate.streaming.written_buffers import WrittenBuffers
 
 if TYPE_CHECKING:
-    from megatrain_accelerate.memory.expert_range import ExpertRange
     from megatrain_accelerate.streaming.expert_parts import StreamedExperts
-
-
-class UpdateGate:
-    """Guards a unit's weights between the moment when its step is submitted and the moment when it is applied."""
-
-    def __init__(self) -> None:
-        self._ticket: Ticket | None = None
-
-    def close_until(self, ticket: Ticket) -> None:
-        """The unit's weights aren't valid before ``ticket`` is done."""
-        self._ticket = ticket
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the weights may be read without waiting."""
-        return self._ticket is None or self._ticket.is_done
-
-    def wait(self) -> None:
-        """Blocks until the weights are valid.
-
-        Raises:
-            StepWorkerError: the step failed.
-        """
-        if self._ticket is not None:
-            self._ticket.wait()
-            self._ticket = None
-
-    def pieces(self) -> Iterator[tuple[UpdateGate, ExpertRange | None]]:
-        """What is stepped for itself: the gate that guards it, and the experts that it is, or None for the whole unit."""
-        yield self, None
 
 
 class StreamedLayer:
@@ -82,6 +52,8 @@ class StreamedLayer:
         self.experts: tuple[StreamedExperts, ...] = ()
         """What of the layer streams in parts, with units of its own; see :meth:`leave_to`."""
         self._known = {id(state.parameter) for state in unit.states}
+        self._bound = 0
+        """How often weights are bound to it now: a checkpoint of the user's runs it again within its backward."""
         position = {id(state.parameter): i for i, state in enumerate(unit.states)}
         self._bindings: list[tuple[nn.Module, str, int, nn.Parameter]] = [
             (owner, attribute, position[id(parameter)], parameter)
@@ -114,8 +86,7 @@ class StreamedLayer:
     def show_host_weights(self) -> None:
         """The parameters' data are the store's weights from now on."""
         for state in self.unit.states:
-            state.parameter.data = state.weight
-            state.seen_version = state.parameter._version
+            state.handle.show(state.weight)
 
     def move_to_device(self, device: torch.device, kernels: StepKernels) -> None:
         """Weights, masters and moments live on the device from now on. Nothing may be pending on the layer."""
@@ -137,22 +108,25 @@ class StreamedLayer:
             StateError: a parameter of the module isn't the one that was adopted.
         """
         for owner, attribute, _, parameter in self._bindings:
-            if owner._parameters.get(attribute) is not parameter:
+            if not self._bound and owner._parameters.get(attribute) is not parameter:
                 raise StateError(
                     f"parameter {attribute!r} of {type(owner).__name__} in layer {self.name} was replaced after the "
                     "model was prepared; change the model (adapters, heads, tokens) before accelerator.prepare()"
                 )
+        before = [(owner, attribute, at, owner._parameters[attribute]) for owner, attribute, at, _ in self._bindings]
+        self._bound += 1
         try:
             for owner, attribute, position, _ in self._bindings:
                 owner._parameters[attribute] = weights[position]  # type: ignore[assignment]
             yield
         finally:
-            for owner, attribute, position, parameter in self._bindings:
+            self._bound -= 1
+            for owner, attribute, position, earlier in before:
                 # A parametrization for the time of a call (PEFT's target_parameters) puts a weight that is no Parameter
                 # back as a buffer: it would hold the slot's memory, and stand in the way of the next one.
                 if owner._buffers.pop(attribute, None) is not None:
                     self.parametrized.add(position)
-                owner._parameters[attribute] = parameter
+                owner._parameters[attribute] = earlier
 
     def refuse_unfrozen(self) -> None:
         """Raises for a trained parameter that was frozen, or wasn't there, when the model was prepared.
@@ -160,8 +134,12 @@ class StreamedLayer:
         Raises:
             StateError: it has neither gradient nor master.
         """
+        if self._bound:
+            return
         present = (parameter for owner in self.module.modules() for parameter in owner._parameters.values())
-        if any(p is not None and p.requires_grad and id(p) not in self._known for p in present):
+        with unwatched():
+            has_unknown = any(p is not None and p.requires_grad and id(p) not in self._known for p in present)
+        if has_unknown:
             added = next(name for name, p in self.module.named_parameters() if p.requires_grad and id(p) not in self._known)
             raise StateError(
                 f"parameter {self.name}.{added} was added or replaced after the model was prepared and has no place for a "
@@ -173,7 +151,7 @@ class StreamedLayer:
             if state.parameter.requires_grad and not state.entry.spec.trainable:
                 raise StateError(
                     f"parameter {self.name}.{state.name} was unfrozen after the model was prepared and has no place for a "
-                    "gradient; set requires_grad before accelerator.prepare(), or prepare again"
+                    "gradient; call the prepared model itself and not a part of it (it is adopted anew then), or prepare again"
                 )
 
     def require_version(self, version: int | None) -> None:
@@ -195,16 +173,12 @@ class StreamedLayer:
 
     def refresh_if_written(self) -> None:
         """Takes over weights that somebody wrote to the parameters since they were last seen (``load_state_dict``)."""
-        written = [
-            state
-            for state in self.unit.states
-            if state.parameter._version != state.seen_version or state.parameter.data_ptr() != state.weight.data_ptr()
-        ]
+        with unwatched():
+            written = [state for state in self.unit.states if state.handle.is_written]
         if not written:
             return
         self.gate.wait()
         for state in written:
             self.unit.write_master(state, state.parameter.detach())
-            state.parameter.data = state.weight
-            state.seen_version = state.parameter._version
+            state.handle.show(state.weight)
         self.unit.version += 1

@@ -28,8 +28,9 @@ from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.kept_graph import KeptGraph, edges_of
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.micro_batches import BatchSplit, GradientSums, JoinedOutputs
+from megatrain_accelerate.streaming.micro_batches import BatchCut, BatchSplit, GradientSums, JoinedOutputs
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
+from megatrain_accelerate.streaming.prefetch import Lease, Prefetcher
 from megatrain_accelerate.streaming.shared_mappings import WatchedArguments, no_writes_to
 from megatrain_accelerate.streaming.written_buffers import BufferValues, buffers_as_before
 
@@ -43,6 +44,8 @@ class RunContext:
         acquire_forward: Callable[[StreamedLayer, Tape, int, bool], WeightSlot],
         acquire_backward: Callable[[StreamedLayer, Tape, int], WeightSlot],
         release: Callable[[WeightSlot], None],
+        prefetcher: Prefetcher,
+        lease_backward: Callable[[StreamedLayer, Tape, int], Lease],
         offloader: GradientOffloader,
         backward_begins: Callable[[], None],
         keeps: Callable[[StreamedLayer], bool],
@@ -52,17 +55,19 @@ class RunContext:
         activations: ActivationOffloader,
         recorder: OutputRecorder | None,
         compiled: CompiledLayers,
-        micro_batch_size: int | None,
+        cut: BatchCut,
         sums: GradientSums,
     ) -> None:
         self.device = device
         self.compiled = compiled
-        self.micro_batch_size = micro_batch_size
-        """Samples that a layer computes at once; None for the whole batch."""
+        self.cut = cut
         self.sums = sums
         self.acquire_forward = acquire_forward
         self.acquire_backward = acquire_backward
         self.release = release
+        self.prefetcher = prefetcher
+        self.lease_backward = lease_backward
+        """As ``acquire_backward``, for a layer in autograd's graph."""
         self.offloader = offloader
         self.backward_begins = backward_begins
         self.keeps = keeps
@@ -116,7 +121,7 @@ class LayerCall:
         """Likewise."""
         self.buffers: list[BufferValues] = []
         """What the layer writes of its buffers, as each piece found it."""
-        self.split = BatchSplit.of_call(layer.name, args, kwargs, context.micro_batch_size)
+        self.split = BatchSplit.of_call(layer, args, kwargs, context.cut)
         self.is_compiled = False
         """Whether the layer should run compiled; decided once for forward and recompute."""
 

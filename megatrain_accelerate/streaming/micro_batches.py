@@ -1,23 +1,112 @@
 """A layer's call in pieces of its batch: the layer is fetched once and serves all of them.
 
 What holds a whole batch is cut along dimension 0, what all samples share goes to every piece. Anything else is refused: a
-wrong guess would train on wrong numbers without a word.
+wrong guess would train on wrong numbers without a word. How many samples there are is known from the model's own inputs,
+which have them along dimension 0: hidden states that have something else there (tokens) aren't cut.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map_only
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.memory.flat_layout import FlatLayout
+from megatrain_accelerate.streaming.layer import StreamedLayer
 
 _PER_TOKEN_NAMES = ("cache_position",)
 """Arguments of one dimension that are the same for all samples, whatever their length."""
+
+
+class BatchCut:
+    """Into pieces of how many samples the layers of a model cut their calls. One object per engine.
+
+    Args:
+        size: samples of a piece; None never cuts.
+    """
+
+    def __init__(self, size: int | None) -> None:
+        self.size = size
+        self._rows: frozenset[int] = frozenset()
+        self._cut_before: dict[tuple[str, str], bool] = {}
+        self._looked_through: set[str] = set()
+
+    def begin(self, inputs: Any) -> None:
+        """A forward of the model begins. Tensors in ``inputs`` of two dimensions or more have the samples along the first."""
+        tensors = (leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, torch.Tensor))
+        self._rows = frozenset(tensor.shape[0] for tensor in tensors if tensor.dim() >= 2)
+
+    def require_samples(self, layer: StreamedLayer, path: str, hidden: torch.Tensor) -> None:
+        """The layer's hidden states have the batch along dimension 0.
+
+        Raises:
+            UnsupportedError: they haven't, or nothing tells whether they have; or the layer needs the whole batch at once.
+        """
+        shape, rows = tuple(hidden.shape), ", ".join(map(str, sorted(self._rows))) or "no"
+        if hidden.dim() < 3:
+            raise _cannot(layer.name, f"its hidden states have shape {shape}, in which samples can't be told apart")
+        if shape[0] not in self._rows:
+            raise _cannot(
+                layer.name,
+                f"its hidden states have shape {shape}, but the tensors that the model was called with have {rows} rows: "
+                "dimension 0 isn't the batch",
+            )
+        if shape[1] in self._rows and (layer.name, path) not in self._cut_before:
+            raise _cannot(
+                layer.name,
+                f"its hidden states have shape {shape}, and the tensors that the model was called with have {rows} rows, so "
+                "that either dimension may be the batch, in the first batch that is to be cut",
+            )
+        if layer.name not in self._looked_through:
+            self._require_separable(layer)
+            self._looked_through.add(layer.name)
+        for name, norm in batch_norms(layer.module):
+            if norm.training:
+                raise _cannot(layer.name, f"its {name} takes statistics of the whole batch")
+
+    def _require_separable(self, layer: StreamedLayer) -> None:
+        for name, module in layer.module.named_modules():
+            if getattr(module, "batch_first", True) is False:
+                raise _cannot(layer.name, f"its {name or type(module).__name__} has batch_first=False, and takes tokens first")
+
+    def is_cut(self, layer: StreamedLayer, path: str, tensor: torch.Tensor, hidden: torch.Tensor) -> bool:
+        """Whether an argument of the layer is cut; else every piece gets it whole.
+
+        Raises:
+            UnsupportedError: it isn't certain.
+        """
+        batch, length = hidden.shape[:2]
+        place = (layer.name, path)
+        if tensor is not hidden:
+            if tensor.dim() == 0 or tensor.shape[0] == 1 or any(f"'{known}'" in path for known in _PER_TOKEN_NAMES):
+                return False
+            if tensor.dim() == 1 and tensor.shape[0] == length != batch:  # one number a token
+                self._cut_before[place] = False
+            # One bias for each head looks like this too: (heads, 1 or T, T).
+            is_bias = tensor.is_floating_point() and tensor.shape[2:] == (length,) and tensor.shape[1] in (1, length)
+            is_batch = tensor.shape[0] == batch and (tensor.dim() == 1 or tensor.shape[1] != batch)
+            if not is_batch or is_bias or batch == length:
+                # As in calls where it could be told.
+                if place in self._cut_before and tensor.shape[0] in (batch, length):
+                    return self._cut_before[place]
+                raise _cannot(
+                    layer.name,
+                    f"argument {path} has shape {tuple(tensor.shape)} beside hidden states of shape {tuple(hidden.shape)}, "
+                    "and it isn't certain which of its dimensions is the batch",
+                )
+        self._cut_before[place] = True
+        return True
+
+
+def batch_norms(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules, by name, that take statistics of a batch while they train."""
+    return ((name, norm) for name, norm in module.named_modules() if isinstance(norm, _BatchNorm))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,34 +127,34 @@ class BatchSplit:
         return max(1, len(self.sizes))
 
     @classmethod
-    def of_call(cls, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any], micro_batch_size: int | None) -> BatchSplit:
+    def of_call(cls, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], cut: BatchCut) -> BatchSplit:
         """The split of a layer's call.
 
         The batch is dimension 0 of the call's first floating tensor of two dimensions or more, the hidden states (B, T, ...).
 
         Args:
-            layer: for messages.
+            layer: that is called.
             args, kwargs: the call's.
-            micro_batch_size: samples of a piece; None never cuts.
+            cut: how the model's calls are cut.
 
         Raises:
-            UnsupportedError: the batch is larger, and it isn't certain how to cut some argument.
+            UnsupportedError: the batch is larger, and it isn't certain how to cut it or some argument.
         """
-        paths = tree_flatten_with_path((args, kwargs))[0] if micro_batch_size is not None else []
+        paths = tree_flatten_with_path((args, kwargs))[0] if cut.size is not None else []
         tensors = [(keystr(path), leaf) for path, leaf in paths if isinstance(leaf, torch.Tensor)]
-        hidden = next((leaf for _, leaf in tensors if leaf.is_floating_point() and leaf.dim() >= 2), None)
-        if micro_batch_size is None or hidden is None or hidden.shape[0] <= micro_batch_size:
+        found = next(((path, leaf) for path, leaf in tensors if leaf.is_floating_point() and leaf.dim() >= 2), None)
+        if cut.size is None or found is None or found[1].shape[0] <= cut.size:
             return cls((), ())
+        path, hidden = found
         batch = hidden.shape[0]
-        if hidden.dim() < 3:
-            raise _cannot(layer, f"its hidden states have shape {tuple(hidden.shape)}, in which samples can't be told apart")
-        for path, leaf in paths:
+        cut.require_samples(layer, path, hidden)
+        for at, leaf in paths:
             if not isinstance(leaf, torch.Tensor) and _holds_tensors(leaf):
-                raise _cannot(layer, f"argument {keystr(path)} is a {type(leaf).__name__}, whose tensors can't be cut")
-        is_split = tuple(leaf is hidden or _is_cut(layer, name, leaf, hidden) for name, leaf in tensors)
-        sizes = [micro_batch_size] * (batch // micro_batch_size)
-        if batch % micro_batch_size:
-            sizes.append(batch % micro_batch_size)
+                raise _cannot(layer.name, f"argument {keystr(at)} is a {type(leaf).__name__}, whose tensors can't be cut")
+        is_split = tuple(cut.is_cut(layer, name, leaf, hidden) for name, leaf in tensors)
+        sizes = [cut.size] * (batch // cut.size)
+        if batch % cut.size:
+            sizes.append(batch % cut.size)
         return cls(tuple(sizes), is_split)
 
     def pieces(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -246,23 +335,6 @@ class GradientSums:
 
 def _holds_tensors(value: Any) -> bool:
     return any(isinstance(item, torch.Tensor) for item in getattr(value, "__dict__", {}).values())
-
-
-def _is_cut(layer: str, name: str, tensor: torch.Tensor, hidden: torch.Tensor) -> bool:
-    batch, length = hidden.shape[:2]
-    if tensor.dim() == 0 or tensor.shape[0] == 1 or any(f"'{known}'" in name for known in _PER_TOKEN_NAMES):
-        return False
-    if tensor.dim() == 1:
-        # One number a token, or one a sample.
-        if batch != length and tensor.shape[0] in (batch, length):
-            return tensor.shape[0] == batch
-    elif tensor.shape[0] == batch and tensor.shape[1] != batch:
-        return True
-    raise _cannot(
-        layer,
-        f"argument {name} has shape {tuple(tensor.shape)} beside hidden states of shape {tuple(hidden.shape)}, and it isn't "
-        "certain which of its dimensions is the batch",
-    )
 
 
 def _cannot(layer: str, reason: str) -> UnsupportedError:

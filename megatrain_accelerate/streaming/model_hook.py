@@ -36,6 +36,35 @@ def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return {**dict(zip(names, args, strict=False)), **kwargs} if len(args) <= len(names) else {}
 
 
+def run_pre_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: set[int]) -> tuple[Any, Any]:
+    """Runs the forward pre-hooks that a call of ``module`` doesn't, since they were registered after it began.
+
+    Args:
+        module: whose call it is.
+        args, kwargs: those of the call.
+        known: ids of the hooks that were there when it began.
+
+    Returns:
+        The arguments as the hooks leave them.
+    """
+    for number, hook in list(module._forward_pre_hooks.items()):
+        if number in known:
+            continue
+        if number in module._forward_pre_hooks_with_kwargs:
+            args, kwargs = hook(module, args, kwargs) or (args, kwargs)
+        elif (result := hook(module, args)) is not None:
+            args = result if isinstance(result, tuple) else (result,)
+    return args, kwargs
+
+
+def remove_hook(handle: Any) -> None:
+    """Removes a hook of the engine, so that a call of its module that has begun doesn't run it any more."""
+    hook = (handle.hooks_dict_ref() or {}).get(handle.id)
+    handle.remove()
+    if isinstance(hook, ModelHook):
+        hook.cut()
+
+
 class ModelHook:
     """Calls a function of the engine. Copies and pickles of it do nothing.
 
@@ -58,6 +87,10 @@ class ModelHook:
         if self._function is None:
             return None
         return self._function(*args, **kwargs) if self._with_arguments else self._function()
+
+    def cut(self) -> None:
+        """Does nothing from now on, also in a call of the module that has begun."""
+        self._function = None
 
     def __reduce__(self) -> tuple[type[ModelHook], tuple[()]]:
         if not self._with_arguments:

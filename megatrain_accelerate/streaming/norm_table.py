@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.memory.host_store import HostUnit
+from megatrain_accelerate.memory.param_handle import NotedTensor
 
 
 class NormTable:
@@ -34,7 +34,7 @@ class NormTable:
         self._memory = HostMemory(4 * max(1, count), huge_pages=False, register=register)
         self._memory.register()
         self.norms = self._memory.tensor(0, (max(1, count),), torch.float32)
-        self._noted: dict[int, tuple[TensorWeakRef, int]] = {}
+        self._noted: dict[int, NotedTensor] = {}
         self._rewritten: set[int] = set()
 
     def note(self, parameter: torch.Tensor, gradient: torch.Tensor, rewritten: bool = False) -> None:
@@ -43,14 +43,13 @@ class NormTable:
         Args:
             rewritten: the gradient isn't what the last backward left: a script wrote to it or replaced it.
         """
-        self._noted[id(parameter)] = (TensorWeakRef(gradient), gradient._version)
+        self._noted[id(parameter)] = NotedTensor(gradient)
         (self._rewritten.add if rewritten else self._rewritten.discard)(id(parameter))
 
     def is_current(self, parameter: torch.Tensor) -> bool:
         """Whether the row is the norm of ``parameter.grad``; not so if somebody wrote to it or replaced it."""
-        gradient, noted = parameter.grad, self._noted.get(id(parameter))
-        # By identity: another tensor may come to lie at the same address.
-        return gradient is not None and noted is not None and noted[0]() is gradient and noted[1] == gradient._version
+        noted = self._noted.get(id(parameter))
+        return noted is not None and noted.is_still(parameter.grad)
 
     def is_from_backward(self, parameter: torch.Tensor) -> bool:
         """Whether the row is current and the gradient what the last backward left."""

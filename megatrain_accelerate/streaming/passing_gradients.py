@@ -15,8 +15,9 @@ from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.memory.host_store import PASSING_BUFFERS
 from megatrain_accelerate.memory.parameter_state import ParameterState
-from megatrain_accelerate.streaming.layer import StreamedLayer, UpdateGate
+from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter
+from megatrain_accelerate.streaming.update_gate import UpdateGate
 
 
 class PassingBuffers:

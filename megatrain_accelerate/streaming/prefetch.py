@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Collection, Sequence
 from typing import Protocol
@@ -9,11 +10,12 @@ from typing import Protocol
 import torch
 from torch.profiler import record_function
 
+from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.flat_layout import FlatLayout
 from megatrain_accelerate.streaming.device_slots import SlotState, WeightSlot
-from megatrain_accelerate.streaming.layer import UpdateGate
 from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.streams import Streams
+from megatrain_accelerate.streaming.update_gate import UpdateGate
 
 
 class FetchedUnit(Protocol):
@@ -59,6 +61,24 @@ class Fetched(Protocol):
         """See :meth:`StreamedLayer.refresh_if_written`."""
 
 
+class Lease:
+    """A layer's slot from the first of its saved tensors that a backward reads to the last one.
+
+    A lease is a cache and no promise: where every slot is in use the one that was read least recently ends early, and the
+    next saved tensor takes a new one.
+
+    Args:
+        slot: that holds the layer's weights.
+    """
+
+    def __init__(self, slot: WeightSlot) -> None:
+        self.slot = slot
+        self.leaves: list[torch.Tensor] = []
+        """The layer's weights in the slot, bound to it for the lease's time."""
+        self.until_end = contextlib.ExitStack()
+        """What ends with the lease."""
+
+
 class Prefetcher:
     """Owner of the weight slots.
 
@@ -87,6 +107,12 @@ class Prefetcher:
         self._clock = 0
         self._refused_at: dict[int, float] = {}
         """When a layer's copy could have been issued but for its step, by index."""
+        self.leases: dict[int, Lease] = {}
+        """Of the layers whose backward has begun, by index."""
+        self._upcoming: Sequence[int] = ()
+        self.at_address: dict[int, WeightSlot] = {}
+        """The slots that there are, by where their memory begins."""
+        self._note_addresses()
 
     def _buffer(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._streams.device)
@@ -112,6 +138,7 @@ class Prefetcher:
     def drop_own_slots(self) -> None:
         """Gives up the slots of single layers, and what of their memory nobody else holds. No copy may be in flight."""
         self._own, self._held = {}, []
+        self._note_addresses()
 
     def hold(self, index: int) -> None:
         """Gives a layer that has none a slot of its own until :meth:`let_go`. Copies and kernels may be in flight.
@@ -125,6 +152,7 @@ class Prefetcher:
         slot.compute_finished_event.record(self._streams.compute_stream)
         self._own[index] = slot
         self._held.append(index)
+        self._note_addresses()
 
     def let_go(self, size_bytes: int | None = None) -> int:
         """Takes slots of :meth:`hold` back, the latest first, until ``size_bytes`` are free; by default all of them.
@@ -138,6 +166,8 @@ class Prefetcher:
             # WAW: kernels use the memory under another name from here on, and a copy into it may still run.
             self._streams.compute_stream.wait_event(slot.params_copied_event)
             freed_bytes += slot.buffer.numel()
+        if freed_bytes:
+            self._note_addresses()
         return freed_bytes
 
     def has_own_slot(self, index: int) -> bool:
@@ -162,6 +192,7 @@ class Prefetcher:
             self.slots = []
         elif not self.slots:
             self.slots = self._shared_slots()
+        self._note_addresses()
 
     @property
     def own_slot_count(self) -> int:
@@ -189,9 +220,11 @@ class Prefetcher:
             self._wait_for_step(layer)
             slot = self._victim(layer, set())
             self._fill(slot, layer)
-        slot.move_to(SlotState.IN_USE)
-        self._clock += 1
-        slot.last_used = self._clock
+        if not slot.users:
+            slot.move_to(SlotState.IN_USE)
+        slot.users += 1
+        self.touch(slot)
+        self._upcoming = upcoming
         try:
             if not layer.unit.is_on_device:
                 # RAW: the kernels must see the whole copy.
@@ -203,16 +236,52 @@ class Prefetcher:
         return slot
 
     def release(self, slot: WeightSlot) -> None:
-        """No kernel issued after this call reads the slot."""
+        """No kernel issued after this call for one that acquired the slot reads it."""
         slot.compute_finished_event.record(self._streams.compute_stream)
-        slot.move_to(SlotState.FILLED)
+        slot.users -= 1
+        if not slot.users:
+            slot.move_to(SlotState.FILLED)
+
+    def touch(self, slot: WeightSlot) -> None:
+        """The slot is read now."""
+        self._clock += 1
+        slot.last_used = self._clock
+
+    def lease_of(self, layer: Fetched) -> Lease | None:
+        """The layer's lease, if it has one on the weights of now; one on others ends."""
+        lease = self.leases.get(layer.index)
+        if lease is None or layer.unit.is_on_device or lease.slot.holder == (layer.index, layer.unit.version):
+            return lease
+        self._end_lease(layer.index)
+        return None
+
+    def lease(self, layer: Fetched, upcoming: Sequence[int]) -> Lease:
+        """As :meth:`acquire`, for the time of a layer's backward. The layer has no lease yet."""
+        lease = self.leases[layer.index] = Lease(self.acquire(layer, upcoming))
+        return lease
+
+    def end_lease(self, index: int) -> None:
+        """A layer's backward is over: its slot is free for the layer that is expected next. Does nothing without one."""
+        if self._end_lease(index):
+            self._prefetch(self._upcoming)
+
+    def _end_lease(self, index: int) -> bool:
+        lease = self.leases.pop(index, None)
+        if lease is None:
+            return False
+        lease.until_end.close()
+        self.release(lease.slot)
+        return True
+
+    def _note_addresses(self) -> None:
+        self.at_address = {slot.address: slot for slot in (*self.slots, *self._own.values())}
 
     def _holding(self, layer: Fetched) -> WeightSlot | None:
         own = self._own.get(layer.index)
         if own is not None and layer.unit.is_on_device:
             return own
         for slot in self._slots_for(layer):
-            if slot.state is SlotState.FILLED and slot.holder == (layer.index, layer.unit.version):
+            if slot.state is not SlotState.EMPTY and slot.holder == (layer.index, layer.unit.version):
                 return slot
         return None
 
@@ -236,13 +305,32 @@ class Prefetcher:
         return self._layers[index].unit.version != version
 
     def _victim(self, layer: Fetched, wanted: set[int]) -> WeightSlot:
-        """The slot to overwrite: the layer's own, a stale one, else the least recently used; none in use or wanted."""
+        """The slot to overwrite: the layer's own, a stale one, else the least recently used; none in use or wanted.
+
+        Raises:
+            StateError: all are in use by layers that run.
+        """
         free = [slot for slot in self._slots_for(layer) if slot.state is not SlotState.IN_USE]
+        if not free:
+            free = [self._take_from_lease(layer)]
         stale = [slot for slot in free if self._is_stale(slot)]
         if stale:
             return stale[0]
         unwanted = [slot for slot in free if slot.holder is not None and slot.holder[0] not in wanted]
         return min(unwanted or free, key=lambda slot: slot.last_used)
+
+    def _take_from_lease(self, layer: Fetched) -> WeightSlot:
+        slots = self._slots_for(layer)
+        leased = [index for index, lease in self.leases.items() if lease.slot in slots and lease.slot.users == 1]
+        if not leased:
+            raise StateError(
+                f"layer {layer.name} needs a weight slot while all {len(slots)} are in use by layers that run; set "
+                "megatrain_config.slots to a larger number"
+            )
+        index = min(leased, key=lambda index: self.leases[index].slot.last_used)
+        slot = self.leases[index].slot
+        self._end_lease(index)
+        return slot
 
     def _prefetch(self, upcoming: Sequence[int]) -> None:
         room = sum(slot.state is not SlotState.IN_USE for slot in self.slots)

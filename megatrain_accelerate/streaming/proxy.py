@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,25 +27,44 @@ _proxy_classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
 
 
 class _NoCheckpointing:
-    """Data descriptor for ``gradient_checkpointing``: the engine recomputes already, a second time would be waste."""
+    """Data descriptor for ``gradient_checkpointing``: the engine recomputes already, a second time would be waste.
+
+    The flag of modules has this name in all releases of transformers, whatever the training arguments are called.
+    """
 
     def __get__(self, instance: Any, owner: Any = None) -> bool:
         return False
 
     def __set__(self, instance: Any, value: bool) -> None:
         if value:
-            note_checkpointing_ignored()
+            _note_checkpointing_ignored()
 
 
 _checkpointing_noted = False
 
 
-def note_checkpointing_ignored() -> None:
-    """Says once that the user's gradient checkpointing is replaced by the engine's own recompute."""
+def _note_checkpointing_ignored() -> None:
+    """Says once that the user's activation checkpointing is replaced by the engine's own recompute."""
     global _checkpointing_noted
     if not _checkpointing_noted:
         _checkpointing_noted = True
-        logger.warning("megatrain: layers are recomputed by the streaming engine; gradient_checkpointing is left off in them")
+        logger.warning(
+            "megatrain: layers are recomputed by the streaming engine; activation_checkpointing (gradient_checkpointing) is "
+            "left off in them"
+        )
+
+
+def modules_that_checkpoint(model: nn.Module) -> weakref.WeakSet[nn.Module]:
+    """Modules other than proxies that have a flag for activation checkpointing: around layers, and inside them."""
+    return weakref.WeakSet(module for module in model.modules() if hasattr(module, _CHECKPOINTING) and not is_proxy(module))
+
+
+def leave_checkpointing_off(modules: Iterable[nn.Module]) -> None:
+    """Switches the flag of the modules off, and says so once where it was on."""
+    for module in modules:
+        if module.__dict__.get(_CHECKPOINTING):
+            module.__dict__[_CHECKPOINTING] = False
+            _note_checkpointing_ignored()
 
 
 _casts_noted = False
@@ -84,9 +104,8 @@ def _proxy_class(original: type[nn.Module], can_checkpoint: bool) -> type[nn.Mod
         return proxy
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return run_uncompiled(self.__dict__[_RUNNER], args, kwargs)
-        return self.__dict__[_RUNNER](args, kwargs)
+        # Not only where a compiler traces this: a frame that it has given up on runs as it is, and what it calls is compiled.
+        return run_uncompiled(self.__dict__[_RUNNER], args, kwargs)
 
     # The Trainer asks a model what it takes and drops the other columns; the model itself may be the layer.
     forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
@@ -129,7 +148,7 @@ def install_proxy(layer: nn.Module, runner: Runner, before_copy: Callable[[], No
     # An instance's own forward was patched in by somebody before us.
     forward = layer.__dict__.pop("forward", None) or original.forward.__get__(layer, original)
     if layer.__dict__.get(_CHECKPOINTING, False):
-        note_checkpointing_ignored()
+        _note_checkpointing_ignored()
     # The proxy's descriptor hides an instance's own value; where the class has none, that must be there again afterwards.
     can_checkpoint = hasattr(layer, _CHECKPOINTING)
     if hasattr(original, _CHECKPOINTING):

@@ -17,10 +17,10 @@ from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
-from megatrain_accelerate.streaming.layer import UpdateGate
 from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.norm_table import NormTable
 from megatrain_accelerate.streaming.streams import Streams
+from megatrain_accelerate.streaming.update_gate import UpdateGate
 
 
 class ResidentGroup:
@@ -61,14 +61,13 @@ class ResidentGroup:
             on_device = self.unit.is_on_device
             weight = state.weight if on_device else state.weight.to(self._streams.device, copy=True)
             self._device_weights[id(state)] = weight
-            is_sum = state.has_fp32_sum
-            gradient, state.parameter.grad = state.parameter.grad, None
-            state.parameter.data = weight
-            state.parameter.grad = gradient if gradient is None else gradient.to(self._streams.device, copy=not on_device)
-            state.seen_version = state.parameter._version
+            is_sum, gradient = state.handle.has_fp32_sum, state.parameter.grad
+            state.handle.set_gradient(None)
+            state.handle.show(weight)
+            state.handle.set_gradient(None if gradient is None else gradient.to(self._streams.device, copy=not on_device))
             self._place_sum_residual(state)
             if is_sum:
-                state.note_fp32_sum()
+                state.handle.note_fp32_sum()
 
     def _place_sum_residual(self, state: ParameterState) -> None:
         """Gradients are on the device wherever the unit's states are, and so are the residuals of their sums."""
@@ -144,7 +143,7 @@ class ResidentGroup:
 
     def _fetch_sum_residual(self, state: ParameterState) -> None:
         residual = state.gradient_residual
-        if state.has_fp32_sum and residual is not None and state.sum_residual is not None:
+        if state.handle.has_fp32_sum and residual is not None and state.sum_residual is not None:
             with self._meter.copying(Cause.D2H, residual.nbytes):
                 residual.copy_(state.sum_residual, non_blocking=True)
             self._meter.counters.d2h_bytes += residual.nbytes
@@ -174,21 +173,21 @@ class ResidentGroup:
             pushed = [state for state in self.unit.states if state.entry.spec.trainable]
             with self._meter.copying(Cause.H2D, sum(state.weight.nbytes for state in pushed), beside_compute=True):
                 for state in pushed:
-                    state.parameter.data.copy_(state.weight, non_blocking=True)
+                    state.handle.fill(state.weight)
             self._params_copied_event.record(h2d_stream)
 
     def refresh_if_written(self) -> None:
         """Takes over weights that somebody wrote to the device's parameters (``load_state_dict``)."""
         for state in self.unit.states:
-            replaced = state.parameter.data_ptr() != self._device_weights[id(state)].data_ptr()
-            if replaced or state.parameter._version != state.seen_version:
+            weight, handle = self._device_weights[id(state)], state.handle
+            if handle.is_written:
                 self.wait_for_step()
                 self.unit.write_master(state, state.parameter.detach())
-                if replaced:
-                    if not self.unit.is_on_device:
-                        self._device_weights[id(state)].copy_(state.weight)
-                    state.parameter.data = self._device_weights[id(state)]
-                state.seen_version = state.parameter._version
+                if not handle.is_shown and not self.unit.is_on_device:
+                    weight.copy_(state.weight)
+                handle.show(weight)
+            elif not handle.is_shown:
+                handle.show(weight)  # instead of another store's copy, which may lie elsewhere
 
 
 class Runtime(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -28,21 +29,65 @@ from megatrain_accelerate.streaming.expert_streams import ExpertStreams
 from megatrain_accelerate.streaming.forward_order import UnitInOrder, in_forward_order
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
+from megatrain_accelerate.streaming.graph_call import GraphCalls, HoldsWeightsError
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import LayerCall, LayerFunction, RunContext
 from megatrain_accelerate.streaming.meter import Cause, Meter
-from megatrain_accelerate.streaming.micro_batches import GradientSums
+from megatrain_accelerate.streaming.micro_batches import BatchCut, GradientSums
+from megatrain_accelerate.streaming.nested_tensors import map_tensors
 from megatrain_accelerate.streaming.norm_table import NormTable
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.outside_gradients import OutsideGradients
-from megatrain_accelerate.streaming.prefetch import Prefetcher
+from megatrain_accelerate.streaming.prefetch import Lease, Prefetcher
 from megatrain_accelerate.streaming.relocation import Part, relocate
 from megatrain_accelerate.streaming.resident import ResidentGroup, gradient_ready
 from megatrain_accelerate.streaming.shared_mappings import SharedMappings
 from megatrain_accelerate.streaming.streams import Streams
 from megatrain_accelerate.streaming.token_tiles import TileOfLayers, TokenTiles
+from megatrain_accelerate.streaming.watched_parameters import Watch, unwatched
+
+
+def _settle(runtime: weakref.ref[StreamingRuntime]) -> None:
+    if (found := runtime()) is not None:
+        found.settle()
+
+
+_running: weakref.WeakSet[StreamingRuntime] = weakref.WeakSet()
+
+
+def is_streamed(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is in the host store of any model."""
+    return any(runtime.state_of(parameter) is not None for runtime in _running)
+
+
+LAYERS_IN_GRAPH = os.environ.get("MEGATRAIN_LAYERS_IN_GRAPH") == "1"
+"""Whether dense layers stay in autograd's graph (:mod:`.graph_call`) instead of being a node of their own."""
 
 LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _EndOfBackward:
+    """Autograd calls this when a backward is over, and drops it uncalled when one has failed."""
+
+    def __init__(self, runtime: StreamingRuntime, task: int) -> None:
+        self._runtime: weakref.ref[StreamingRuntime] | None = weakref.ref(runtime)
+        self._task = task
+
+    def __call__(self) -> None:
+        reference, self._runtime = self._runtime, None
+        runtime = None if reference is None else reference()
+        if runtime is None:
+            return
+        try:
+            runtime.backward_ends(self._task)
+        except BaseException:
+            runtime.backward_fails(self._task)
+            raise
+
+    def __del__(self) -> None:
+        runtime = None if self._runtime is None else self._runtime()
+        if runtime is not None:
+            runtime.backward_fails(self._task)
 
 
 class StreamingRuntime:
@@ -115,14 +160,19 @@ class StreamingRuntime:
         self.keep_states_on_host: Callable[[], None] = lambda: self.place((), (), groups_on_device=False)
         """Brings all states to the host; set by the plan."""
         self.compiled = CompiledLayers(config.compile_layers, streams.device, recorder)
+        self.compiled.keeps_for_second = LAYERS_IN_GRAPH
         self.recorder = recorder
         self._order = CallOrder(len(self.layers))
         self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
+        self.batch_cut = BatchCut(config.micro_batch_size)
+        """How a batch that is larger than ``micro_batch_size`` runs in pieces."""
         self._context = RunContext(
             device=streams.device,
             acquire_forward=self._acquire_forward,
             acquire_backward=self._acquire_backward,
             release=self.prefetcher.release,
+            prefetcher=self.prefetcher,
+            lease_backward=self._lease_backward,
             offloader=self.offloader,
             backward_begins=self._backward_begins,
             keeps=lambda layer: layer.index in self.kept_layers,
@@ -132,10 +182,16 @@ class StreamingRuntime:
             activations=self.activations,
             recorder=recorder,
             compiled=self.compiled,
-            micro_batch_size=config.micro_batch_size,
+            cut=self.batch_cut,
             sums=self.gradient_sums,
         )
+        self._graph_calls = GraphCalls(self._context)
+        self._nodes: set[int] = set()
+        """Indices of layers that can't stay in autograd's graph."""
         self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}
+        parameters = [state.parameter for unit in self.units for state in unit.states]
+        self.watch = Watch(parameters, functools.partial(_settle, weakref.ref(self)))
+        """Of the parameters, from a step, a clipping or a backward that others follow to the next forward."""
         self._group_of = {id(state.parameter): group for group in self.groups for state in group.unit.states}
         # Weakly, since the garbage collector doesn't see through the parameter's reference to its hook.
         hook = functools.partial(gradient_ready, weakref.ref(self))
@@ -150,19 +206,20 @@ class StreamingRuntime:
         self._backward_tape: Tape | None = None
         self._clipping = Clipping(self.norms, self.sums, self._states)
         ways = GradientWays(self.offloader, streams, meter, worker, kernels, self.norms, self.sums)
-        about = (config.slots, ways, self._context.anchor, self._clipping, lambda: self._dry_run is not None, self._order)
+        about = (config.slots, ways, self._context.anchor, lambda: self._dry_run is not None, self._order)
         self.expert_streams = ExpertStreams(self.experts, *about)
+        _running.add(self)
 
     token_tile = TileOfLayers()
 
     @property
     def micro_batch_size(self) -> int | None:
         """Samples that a layer computes at once in training forwards from now on; None for the whole batch."""
-        return self._context.micro_batch_size
+        return self.batch_cut.size
 
     @micro_batch_size.setter
     def micro_batch_size(self, samples: int | None) -> None:
-        self._context.micro_batch_size = samples
+        self.batch_cut.size = samples
 
     @property
     def units(self) -> list[HostUnit]:
@@ -184,6 +241,10 @@ class StreamingRuntime:
 
     # ------------------------------------------------------------------ forward and backward of a layer
 
+    def forward_begins(self) -> None:
+        """A forward of the whole model begins."""
+        self._order.end_pass()
+
     @contextlib.contextmanager
     def layers_run_by(self, runner: LayerRunner) -> Iterator[None]:
         """Proxies call ``runner(layer, args, kwargs)`` instead of streaming while the body runs."""
@@ -199,9 +260,17 @@ class StreamingRuntime:
         if self._dry_run is not None:
             shared = SharedMappings(*without_caches(args, kwargs))
             return shared.take_back(self._dry_run(layer, shared.args, shared.kwargs))
+        self._scale_clipped(others_follow=torch.is_grad_enabled())
         if torch.is_grad_enabled():
-            self._clipping.settle()
             layer.refuse_unfrozen()
+            if self._runs_in_graph(layer, args, kwargs):
+                self.prefetcher.let_go()  # also where no forward of the whole model told that training goes on
+                tape, position = self._order.record(layer.index)
+                self._open_forwards.add(_open_forward := tape.open_forward())  # alive until a call holds it
+                try:
+                    return self._graph_calls.run(layer, tape, position, *without_caches(args, kwargs))
+                except HoldsWeightsError:
+                    self._nodes.add(layer.index)
             shared = SharedMappings(*without_caches(args, kwargs))
             call = LayerCall(self._context, layer, shared.args, shared.kwargs)
             tensors = call.take_tensors()
@@ -222,6 +291,18 @@ class StreamingRuntime:
         finally:
             self.prefetcher.release(slot)
 
+    def _runs_in_graph(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the call of a layer that is to be differentiated stays in autograd's graph."""
+        if not LAYERS_IN_GRAPH or layer.index in self._nodes:
+            return False
+        if layer.experts or self._context.keeps_attention(layer) or self.batch_cut.size is not None:
+            return False
+        if layer.has_trainable:
+            return True
+        tensors: list[torch.Tensor] = []
+        map_tensors(tensors.append, (args, kwargs))
+        return any(tensor.requires_grad for tensor in tensors)
+
     def _acquire_forward(self, layer: StreamedLayer, tape: Tape, position: int, backward_follows: bool) -> WeightSlot:
         upcoming = self._order.after_forward(tape, position, self._look_ahead, backward_follows)
         slot = self.prefetcher.acquire(layer, upcoming)
@@ -232,11 +313,16 @@ class StreamingRuntime:
         return slot
 
     def _acquire_backward(self, layer: StreamedLayer, tape: Tape, position: int) -> WeightSlot:
+        return self.prefetcher.acquire(layer, self._upcoming_in_backward(tape, position))
+
+    def _lease_backward(self, layer: StreamedLayer, tape: Tape, position: int) -> Lease:
+        return self.prefetcher.lease(layer, self._upcoming_in_backward(tape, position))
+
+    def _upcoming_in_backward(self, tape: Tape, position: int) -> Sequence[int]:
         self._backward_tape = tape
         self._in_this_backward.add(tape.open_forward())
-        self._clipping.refuse_clipped(state.parameter for state in layer.unit.states)
         forward_follows = not self.gradients_complete()
-        return self.prefetcher.acquire(layer, self._order.after_backward(tape, position, self._look_ahead, forward_follows))
+        return self._order.after_backward(tape, position, self._look_ahead, forward_follows)
 
     @property
     def _look_ahead(self) -> int:
@@ -246,20 +332,29 @@ class StreamingRuntime:
     def _backward_begins(self) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._backward_task:  # of one that raised autograd has dropped the callback
+            self.watch.end()
             self._backward_task = task
-            Variable._execution_engine.queue_callback(self._backward_ends)
+            Variable._execution_engine.queue_callback(_EndOfBackward(self, task))
 
     def resident_gradient_ready(self, parameter: torch.Tensor) -> None:
         """A resident's gradient is complete: its copy to the host begins under the layers' backward."""
         self._backward_begins()
         self.sums.take_up(self._states[id(parameter)])
-        self._clipping.refuse_clipped([parameter])
         self.norms.forget(parameter)
         if self.gradients_complete():
             group = self._group_of[id(parameter)]
             group.fetch_gradients(self.norms, self.sums, only=parameter)
 
-    def _backward_ends(self) -> None:
+    def backward_fails(self, task: int) -> None:
+        """A backward ended by an exception: what it left is taken back."""
+        self._graph_calls.fail(task)
+        self._in_this_backward.clear()
+        if self._backward_task == task:
+            self._backward_task = None
+
+    def backward_ends(self, task: int) -> None:
+        """A backward is over: what it made is complete."""
+        self._graph_calls.finish(task)
         self._backward_task = None
         # Others may wait for a backward of their own.
         self._open_forwards -= self._in_this_backward
@@ -269,12 +364,16 @@ class StreamingRuntime:
         self.activations.settle()
         self.worker.raise_if_failed()
         self.meter.harvest()  # while the GPU is at work; without logs its events would pile up over the steps
-        if self.gradients_complete():
+        if not self.gradients_complete():
+            self.watch.begin()
+        else:
             # From here on anybody may read `parameter.grad`, or let go of it.
             with self.meter.blocked_by(Cause.BACKWARD_END), record_function("megatrain::wait_for_gradients"):
                 self.offloader.wait()
                 for group in self.groups:
                     group.wait_for_gradients()
+            if not self.worker.is_idle:  # layers are stepped in this backward
+                self.watch.begin()
 
     def may_step_in_backward(self, layer: StreamedLayer) -> bool:
         """Whether no other gradient of this layer can still follow before the step."""
@@ -286,8 +385,11 @@ class StreamingRuntime:
     def before_group_use(self, group: ResidentGroup) -> None:
         """Called before a module that reads the group's weights runs."""
         if self._dry_run is None:
+            self._scale_clipped(others_follow=torch.is_grad_enabled())
             group.refresh_if_written()
             group.wait_for_step()
+            if self.watch.is_on:
+                self.watch.release(state.parameter for state in group.unit.states)
 
     @property
     def states_may_move(self) -> bool:
@@ -336,8 +438,13 @@ class StreamingRuntime:
 
     def collect_gradients(self) -> None:
         """Brings every gradient that is still on the device to the host store, and waits for it."""
+        self.watch.end()
+        self._graph_calls.settle()
         self.offloader.wait()
         self._clipping.refuse_written()
+        if self._clipping.has_stepped():  # and not dropped: the next step finds them scaled
+            self.worker.drain()
+            self._clipping.settle_stepped(others_follow=False)
         for group in self.groups:
             group.fetch_gradients(self.norms, self.sums)
         for group in self.groups:
@@ -349,7 +456,7 @@ class StreamingRuntime:
         The value of ``torch.nn.utils.clip_grad_norm_`` on fp32 gradients: the norm of the gradients' norms.
 
         Args:
-            parameters: trained parameters of this model; those without a gradient don't count.
+            parameters: trained ones of this model, or of modules that don't stream; those without a gradient don't count.
         """
         self.collect_gradients()
         return self._clipping.total_norm(parameters)
@@ -357,17 +464,43 @@ class StreamingRuntime:
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Lets the next step scale the gradients so that their global norm is at most ``max_norm``.
 
+        Gradients of parameters of other modules are scaled in place, as torch does it.
+
         Returns:
             The norm before clipping, on the host.
         """
         self.collect_gradients()
-        return self._clipping.clip(parameters, max_norm)
+        norm = self._clipping.clip(parameters, max_norm)
+        if self._open_forwards:
+            self._clipping.settle(others_follow=True)  # by their backward
+        elif self._clipping.is_pending:
+            self.watch.begin()
+        return norm
 
     def take_clip_factors(self, parameters: Iterable[torch.Tensor]) -> dict[int, float]:
         """The factors that clipping asked for since these parameters' last step, by ``id``; 1 where absent."""
         return self._clipping.take_factors(parameters)
 
     # ------------------------------------------------------------------ state as a whole
+
+    def _scale_clipped(self, others_follow: bool) -> None:
+        """Before a forward: who looks at gradients that were clipped, or adds to them, finds them scaled."""
+        if self._clipping.is_pending:
+            with unwatched():
+                if self._clipping.has_unscaled():
+                    self.worker.drain()
+                    self._clipping.settle(others_follow)
+
+    def settle(self) -> None:
+        """Makes weights and gradients what plain PyTorch would show.
+
+        Raises:
+            StepWorkerError: a step failed.
+        """
+        self.offloader.wait()
+        self.drain()
+        self.refresh_if_written()
+        self._clipping.settle(others_follow=False)
 
     def drain(self) -> None:
         """Blocks until all submitted work is applied and visible: host weights, moments, and the device's residents.
@@ -386,6 +519,7 @@ class StreamingRuntime:
 
     def close(self) -> None:
         """Ends the worker and gives the parameters back to ordinary host memory, masters in full precision."""
+        self.watch.end()
         self.worker.close()
         self.streams.synchronize()
         for handle in self._handles:
@@ -396,5 +530,5 @@ class StreamingRuntime:
         self.norms.close()
         for unit in self.units:
             unit.release()
-        for held in (self._states, self.prefetcher.slots, self.offloader.slots):
+        for held in (self._states, self.prefetcher.slots, self.prefetcher.at_address, self.offloader.slots):
             held.clear()  # their memory: an optimizer that outlives the engine holds the runtime through its driver

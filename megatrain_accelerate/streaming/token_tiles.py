@@ -254,10 +254,11 @@ class _TiledFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor | None) -> Any:
         call: _TiledCall = ctx.call
         if grad_output is None:
-            return (None,) * (1 + len(ctx.saved_tensors))
+            return (None,) * len(ctx.needs_input_grad)
         count = call.tensor_count
         needs = ctx.needs_input_grad[1:]
-        inputs, weights = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        saved = ctx.saved_tensors  # once: a checkpoint around gives them once
+        inputs, weights = saved[:count], saved[count:]
         leaves = [weight.detach().requires_grad_(need) for weight, need in zip(weights, needs[count:], strict=True)]
         gradients = [torch.empty_like(t) if need else None for t, need in zip(inputs, needs[:count], strict=True)]
         wanted = [gradient for gradient in gradients if gradient is not None]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from families_other import OTHERS
-from family_gpu import assert_near_plain, planned_training
+from family_gpu import TOLERANCE, assert_near_plain, planned_training
 from family_registry import Family
 
 pytestmark = [
@@ -34,10 +34,12 @@ def test_five_steps_are_near_those_of_plain_pytorch(family: Family) -> None:
     assert_near_plain(family)
 
 
-@pytest.mark.parametrize("name", ["t5_gated", "qwen2_5_vl"])
-def test_compiled_stacks_are_near_plain_pytorch(name: str) -> None:
+# On the CPU, the gated T5's gradients in bf16 are up to 0.023 from those in fp32 of the same weights, in plain PyTorch as well
+# as in compiled layers, which round elsewhere: two runs may differ by twice that. In fp32 the two differ by less than 1e-6.
+@pytest.mark.parametrize(("name", "gradients"), [("t5_gated", 0.05), ("qwen2_5_vl", TOLERANCE["gradients"])])
+def test_compiled_stacks_are_near_plain_pytorch(name: str, gradients: float) -> None:
     # Position biases handed from layer to layer; a tower that splits its tokens by sizes of pictures.
-    assert_near_plain(BY_NAME[name], compile_layers=True)
+    assert_near_plain(BY_NAME[name], {**TOLERANCE, "gradients": gradients}, compile_layers=True)
 
 
 @pytest.mark.parametrize("family", WHOLE, ids=lambda family: family.name)

@@ -90,7 +90,7 @@ def sums_of(engine: Engine, model: nn.Module) -> dict[str, torch.Tensor]:
         assert parameter.grad is not None
         gradient = parameter.grad.cpu()
         found[name] = gradient.float()
-        if state.has_fp32_sum:
+        if state.handle.has_fp32_sum:
             assert state.sum_residual is not None
             found[name] = joined_sum(gradient, state.sum_residual.cpu(), engine.kernels)
     return found

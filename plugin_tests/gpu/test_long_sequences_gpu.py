@@ -131,7 +131,7 @@ def test_the_plan_runs_by_tiles_what_does_not_fit_whole_and_keeps_its_promises(c
     losses += [run.step(ids, max_norm=1.0) for _ in range(3)]
     run.engine.drain()
     peak, predicted = torch.cuda.max_memory_allocated() - base, run.engine.predicted_device_bytes
-    table = capsys.readouterr().err
+    table = " ".join(capsys.readouterr().err.split())
     assert run.engine.runtime.token_tile == 8192
     assert "8192 tokens: input_layernorm, post_attention_layernorm, mlp of Qwen2DecoderLayer" in table
     assert peak <= predicted <= budget

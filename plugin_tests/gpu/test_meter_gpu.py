@@ -10,7 +10,7 @@ import torch
 from engine_runs import attach
 from plain_torch import tiny_model, token_batches
 
-from megatrain_accelerate.integrations.telemetry import Telemetry
+from megatrain_accelerate.integrations.telemetry import Telemetry, bound_by
 from megatrain_accelerate.optim import fused_step
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.streaming import grad_offload, prefetch
@@ -35,7 +35,7 @@ def sleep_before(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, stream:
     monkeypatch.setattr(owner, name, slowed)
 
 
-def last_entries(slow_kernels: bool = False, **settings: Any) -> tuple[str | None, dict[str, float]]:
+def last_entries(slow_kernels: bool = False, **settings: Any) -> tuple[str, dict[str, float]]:
     """(what bounded, log entries) of the last steps of a short training."""
     model = tiny_model().train()
     if slow_kernels:
@@ -60,7 +60,7 @@ def last_entries(slow_kernels: bool = False, **settings: Any) -> tuple[str | Non
         telemetry.step_ends()
     torch.cuda.synchronize()
     entries = telemetry.entries()
-    word = telemetry.bound_by
+    word = bound_by(telemetry.shares)
     telemetry.close()
     engine.close()
     return word, {name.removeprefix("megatrain/"): value for name, value in entries.items()}

@@ -12,13 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+import transformers.trainer
 import yaml
+from accelerate import Accelerator
 from fresh_process import run_python
 from torch import nn
-from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from trainer_runs import assert_same_weights, examples, make_arguments, plugin, snapshot, tiny_llama
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from versions import OLD_CHECKPOINTING_NAMES
 
 import megatrain_accelerate
 from megatrain_accelerate import activation
+from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 
 
@@ -108,6 +113,8 @@ class TestArguments:
         assert before.n_gpu == 4
         active = arguments(use_cpu=False, megatrain=True)
         assert (active.n_gpu, active._n_gpu, active.train_batch_size) == (1, 1, active.per_device_train_batch_size)
+        assert before.n_gpu == 4, "these arguments didn't ask"
+        megatrain_accelerate.enable()
         assert before.n_gpu == 1, "arguments made before a late enable()"
 
     def test_the_model_is_not_placed_on_the_device(self) -> None:
@@ -129,6 +136,7 @@ class TestArguments:
         assert Plain(output_dir="unused", use_cpu=True, megatrain=True).megatrain
         assert HfArgumentParser(Mine).format_help().count("--megatrain_config") == 2
 
+    @pytest.mark.filterwarnings(OLD_CHECKPOINTING_NAMES)  # TRL sets it by its old name
     def test_trl_takes_the_flag_and_the_yaml(self, tmp_path: Path) -> None:
         trl = pytest.importorskip("trl", minversion="1.0")
         parser = trl.TrlParser(trl.SFTConfig)
@@ -213,9 +221,9 @@ def backend_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any,
 
         return call
 
-    for function in ("prepare_model", "prepare_optimizer", "clip_grad_norm", "free_memory"):
+    for function in ("prepare", "prepare_model", "prepare_optimizer", "clip_grad_norm", "free_memory"):
         setattr(backend, function, pass_on(function))
-    backend.after_accelerator_init = lambda accelerator: calls.append(("init", ()))  # type: ignore[attr-defined]
+    backend.require_servable = lambda accelerator: calls.append(("init", ()))  # type: ignore[attr-defined]
     backend.drain = lambda model: calls.append(("drain", (model,)))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, name, backend)
     return calls
@@ -223,8 +231,6 @@ def backend_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any,
 
 class TestAccelerator:
     def use(self) -> tuple[nn.Module, Any]:
-        from accelerate import Accelerator
-
         accelerator = Accelerator(cpu=True)
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -238,8 +244,9 @@ class TestAccelerator:
         megatrain_accelerate.enable()
         model, _ = self.use()
         names = [name for name, _ in backend_calls]
-        assert names == ["init", "prepare_model", "prepare_optimizer", "clip_grad_norm", "free_memory"]
+        assert names == ["init", "prepare", "prepare_model", "prepare_optimizer", "clip_grad_norm", "free_memory"]
         assert backend_calls[1][1][0] is model
+        assert backend_calls[2][1][0] is model
         megatrain_accelerate.drain(model)
         assert backend_calls[-1] == ("drain", (model,))
 
@@ -247,8 +254,27 @@ class TestAccelerator:
         self.use()
         assert backend_calls == []
 
+    def test_an_accelerator_made_before_enable_is_checked_when_it_prepares(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        model = tiny_llama()
+        with plugin(active=False):
+            accelerator = Accelerator()
+            megatrain_accelerate.enable()
+            with pytest.raises(ConfigError, match="found no CUDA device"):
+                accelerator.prepare(model)
+        with plugin(active=False):
+            accelerator = Accelerator(cpu=True)
+            monkeypatch.setattr(Accelerator, "num_processes", 2)
+            megatrain_accelerate.enable()
+            with pytest.raises(UnsupportedError, match="one process so far, and this run has 2"):
+                accelerator.prepare(model)
+            monkeypatch.undo()
+            accelerator.prepare(model)
+        assert engine_of(model) is not None
+
     def test_originals_stay_reachable(self) -> None:
-        from accelerate import Accelerator
 
         assert Accelerator.prepare_model.__wrapped__.__qualname__ == "Accelerator.prepare_model"
         assert Accelerator.prepare_model.__name__ == "prepare_model"
@@ -276,11 +302,52 @@ class TestTrainer:
         assert active == [stock[0], "MegatrainCallback", *stock[1:]]
 
     def test_the_callback_comes_before_those_of_trackers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        import transformers.trainer as module
+        class Tracker(TrainerCallback):
+            pass
 
+        monkeypatch.setattr(transformers.trainer, "get_reporting_integration_callbacks", lambda report_to: [Tracker])
         megatrain_accelerate.enable()
-        names = [callback.__name__ for callback in module.get_reporting_integration_callbacks(["tensorboard"])]
-        assert names == ["MegatrainCallback", "TensorBoardCallback"]
+        trainer = Trainer(model=tiny_model(), args=arguments())
+        names = [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
+        assert names.index("MegatrainCallback") < names.index("Tracker")
+
+    def test_arguments_switch_it_on_for_their_own_trainer_only(self, tmp_path: Path) -> None:
+        def make(name: str, **settings: Any) -> Trainer:
+            args = make_arguments(tmp_path / name, max_steps=2, save_strategy="steps", save_steps=2, **settings)
+            return Trainer(model=tiny_llama(), args=args, train_dataset=examples(), eval_dataset=examples(4))
+
+        def loss(trainer: Trainer) -> float:
+            return trainer.evaluate()["eval_loss"]
+
+        with plugin(active=False):
+            before = make("before")
+            before.train()
+            stock, untrained = snapshot(before.model), loss(make("untrained"))
+            three, four = (make(name, megatrain=True, megatrain_config={"slots": int(name)}) for name in ("3", "4"))
+            plain = make("plain", megatrain=False)
+            # In turns, and not in the order in which they were made.
+            for trainer in (plain, three, four):
+                assert loss(trainer) == pytest.approx(untrained, abs=1e-5)
+            for trainer in (four, plain, three):
+                trainer.train()
+                assert_same_weights(snapshot(trainer.model), stock)
+                assert loss(trainer) == pytest.approx(loss(before), abs=1e-5)
+        for trainer, slots in ((three, 3), (four, 4)):
+            engine = engine_of(trainer.model)
+            assert engine is not None
+            assert engine.config.slots == slots
+        for trainer in (before, plain):
+            assert engine_of(trainer.model) is None
+            names = {type(callback).__name__ for callback in trainer.callback_handler.callbacks}
+            assert "MegatrainCallback" not in names
+            assert not [key for entry in trainer.state.log_history for key in entry if key.startswith("megatrain/")]
+
+    def test_what_only_streamed_trainings_refuse_is_left_alone_in_others(self) -> None:
+        arguments(megatrain=True)
+        # Arguments that set nothing for the whole process, as fsdp does in transformers 4.
+        assert arguments(bf16_full_eval=True, optim="lomo").bf16_full_eval
+        with pytest.raises(UnsupportedError, match="bf16_full_eval=True without bf16=True"):
+            arguments(bf16_full_eval=True, megatrain=True)
 
     def test_steps_of_the_trainer_reach_ours_only_when_active(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from megatrain_accelerate.integrations import trainer as ours

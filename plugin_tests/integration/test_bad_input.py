@@ -208,8 +208,12 @@ def test_a_model_without_repeated_layers_is_refused() -> None:
 def test_layer_classes_that_the_model_has_not_are_refused() -> None:
     model = tiny_model()
     before = remember(model)
-    with pytest.raises(UnsupportedError, match=r"no repeated layers of class LlamaDecoderLayer"):
-        prepare(model, layer_classes=["LlamaDecoderLayer"])
+    with pytest.raises(UnsupportedError) as refusal:
+        prepare(model, layer_classes=["Qwen2DecoderLayr"])
+    message = str(refusal.value)
+    assert "names Qwen2DecoderLayr, and Qwen2ForCausalLM has no repeated layers of such a class" in message
+    assert "did you mean 'Qwen2DecoderLayer'?" in message
+    assert "modules with parameters are Qwen2DecoderLayer (4 of them), " in message, "those of the blocks first"
     assert_untouched(model, before)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def test_a_slow_host_step_bounds_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow(monkeypatch, fused_step, "apply_segments", 0.05)
-    run = run_trainer(tiny_llama, tmp_path, streamed=True)
+    run = run_trainer(tiny_llama, tmp_path, streamed=True, max_steps=12)
     entry = megatrain_logs(run)[-1]
     assert word(entry) == "host_step"
     # Three layers, the embedding and the rest: each step takes 50 ms longer, most of it with nothing else to do.
@@ -123,12 +124,48 @@ def test_a_slow_host_step_bounds_the_step(
     assert "is bound by host_step (host_step " in capsys.readouterr().out
 
 
-def test_what_bounds_is_printed_when_it_changes_only(
+def test_what_bounds_is_printed_once_it_is_known_and_when_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slow(monkeypatch, prefetch.WeightSlot, "views", 0.05)  # in no copy and no step: it counts as compute
-    run_trainer(tiny_llama, tmp_path, streamed=True)
-    assert capsys.readouterr().out.count("is bound by compute") == 1
+    def words(seconds: dict[int, float], steps: int, **changes: Any) -> list[tuple[int, str]]:
+        """(step, word) of each line, where the steps from some on spend so long in the host's AdamW."""
+        now, follow, apply = 0, DevicePlan.follow, fused_step.apply_segments
+
+        def begin(plan: DevicePlan, *args: Any) -> None:
+            nonlocal now
+            now += 1
+            time.sleep(0.03)  # in no copy and no step: it counts as compute
+            follow(plan, *args)
+
+        def slowed(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(seconds[max(step for step in seconds if step <= now)])
+            return apply(*args, **kwargs)
+
+        with monkeypatch.context() as patched:
+            # The plan's time would count as a plan.
+            patched.setattr(Engine, "plan_seconds", property(lambda engine: 0.0, lambda engine, value: None), raising=False)
+            patched.setattr(DevicePlan, "follow", begin)
+            patched.setattr(fused_step, "apply_segments", slowed)
+            run_trainer(tiny_llama, tmp_path / str(len(list(tmp_path.iterdir()))), streamed=True, max_steps=steps, **changes)
+        lines = capsys.readouterr().out.splitlines()
+        found = [re.fullmatch(r"megatrain: step (\d+) is bound by (\w+) \(.*\)", line) for line in lines]
+        return [(int(line[1]), line[2]) for line in found if line]
+
+    assert words({0: 0.0}, steps=8) == [], "too few steps to tell"
+    assert words({0: 0.0}, steps=25) == [(10, "compute")]
+    assert words({0: 0.0}, steps=25, logging_steps=6) == [(12, "compute")]
+    (first, second) = words({0: 0.0, 16: 0.06}, steps=32)
+    assert first == (10, "compute")
+    assert second[1] == "host_step"
+    assert second[0] in range(25, 29), "ten steps after the change"
+
+
+def test_steps_with_a_plan_do_not_tell_what_bounds_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow(monkeypatch, DevicePlan, "follow", 0.05)
+    run_trainer(tiny_llama, tmp_path, streamed=True, max_steps=14)
+    assert "is bound by" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("schedule", ["serial", "backward"])

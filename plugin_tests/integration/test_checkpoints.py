@@ -24,7 +24,7 @@ from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 from versions import older
 
-from megatrain_accelerate.checkpointing import STAGING_FOLDER, publish
+from megatrain_accelerate.checkpointing import STAGING_PREFIX, checkpoint_staging, publish
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.optim.fused_step import RESIDUAL_KEY
 from megatrain_accelerate.units import MIB
@@ -188,10 +188,11 @@ def test_the_best_model_is_loaded_at_the_end_into_weights_and_masters(bf16: bool
 
 
 def test_leftovers_of_a_killed_save_are_removed_by_the_next(tmp_path: Path) -> None:
-    left = tmp_path / STAGING_FOLDER / "checkpoint-1"
-    left.mkdir(parents=True)
-    (left / "model.safetensors").write_bytes(b"half a file")
-    (tmp_path / STAGING_FOLDER / "checkpoint-7.deleted").mkdir()
+    for name in (STAGING_PREFIX, f"{STAGING_PREFIX}-4711"):
+        left = tmp_path / name / "checkpoint-1"
+        left.mkdir(parents=True)
+        (left / "model.safetensors").write_bytes(b"half a file")
+        (tmp_path / name / "checkpoint-7.deleted").mkdir()
     assert get_last_checkpoint(str(tmp_path)) is None
     with plugin():
         make_trainer(tiny_model(), tmp_path, max_steps=1).train()
@@ -214,18 +215,19 @@ def test_a_failed_save_leaves_the_checkpoints_before_and_training_can_go_on(
         trainer = make_trainer(tiny_model(), tmp_path)
         with pytest.raises(OSError, match="No space left"):
             trainer.train()
-        assert [name for name in kept(tmp_path) if name.startswith("checkpoint")] == ["checkpoint-1"]
+        assert kept(tmp_path) == ["checkpoint-1"]
         monkeypatch.undo()
         trainer.train(resume_from_checkpoint=True)
     assert kept(tmp_path) == [f"checkpoint-{step}" for step in range(1, 5)]
 
 
 def test_a_checkpoint_of_the_same_name_is_replaced_without_a_gap(tmp_path: Path) -> None:
-    def stage(version: int) -> None:
-        folder = tmp_path / STAGING_FOLDER / "checkpoint-1"
-        folder.mkdir(parents=True)
-        for name in ("a", "b"):
-            (folder / name).write_text(str(version))
+    def replace(version: int) -> list[Path]:
+        with checkpoint_staging(tmp_path) as staging:
+            (staging / "checkpoint-1").mkdir()
+            for name in ("a", "b"):
+                (staging / "checkpoint-1" / name).write_text(str(version))
+            return publish(staging)
 
     gaps, over = [], threading.Event()
 
@@ -234,13 +236,11 @@ def test_a_checkpoint_of_the_same_name_is_replaced_without_a_gap(tmp_path: Path)
             if not (tmp_path / "checkpoint-1").is_dir():
                 gaps.append(time.time())
 
-    stage(0)
-    publish(tmp_path)
+    replace(0)
     watcher = threading.Thread(target=watch)
     watcher.start()
     for version in range(1, 101):
-        stage(version)
-        assert publish(tmp_path) == [tmp_path / "checkpoint-1"]
+        assert replace(version) == [tmp_path / "checkpoint-1"]
         assert {(tmp_path / "checkpoint-1" / name).read_text() for name in ("a", "b")} == {str(version)}
     over.set()
     watcher.join()
@@ -248,14 +248,87 @@ def test_a_checkpoint_of_the_same_name_is_replaced_without_a_gap(tmp_path: Path)
     assert kept(tmp_path) == ["checkpoint-1"]
 
 
+def stage(staging: Path, content: str) -> None:
+    """A checkpoint of one file."""
+    (staging / "checkpoint-1").mkdir()
+    (staging / "checkpoint-1" / "file").write_text(content)
+
+
 def test_a_file_system_without_exchange_replaces_by_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatrain_accelerate.checkpointing._exchange", lambda first, second: False)
     for version in ("old", "new"):
-        (tmp_path / STAGING_FOLDER / "checkpoint-1").mkdir(parents=True)
-        (tmp_path / STAGING_FOLDER / "checkpoint-1" / "file").write_text(version)
-        publish(tmp_path)
+        with checkpoint_staging(tmp_path) as staging:
+            stage(staging, version)
+            publish(staging)
     assert (tmp_path / "checkpoint-1" / "file").read_text() == "new"
     assert kept(tmp_path) == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_checkpoint_that_made_room_for_nothing_goes_back_to_its_place(
+    killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatrain_accelerate.checkpointing._exchange", lambda first, second: False)
+    rename = os.rename
+
+    def fails_after_the_first(source: Path, target: Path) -> None:
+        if Path(target).name == "checkpoint-1":
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    def replace_badly() -> None:
+        with checkpoint_staging(tmp_path) as staging, monkeypatch.context() as broken:
+            stage(staging, "new")
+            # The disk works again when the staging folder is removed.
+            broken.setattr(os, "rename", fails_after_the_first)
+            publish(staging)
+
+    with checkpoint_staging(tmp_path) as staging:
+        stage(staging, "old")
+        publish(staging)
+    if killed:
+        (tmp_path / f"{STAGING_PREFIX}-4711").mkdir()
+        rename(tmp_path / "checkpoint-1", tmp_path / f"{STAGING_PREFIX}-4711" / "checkpoint-1.replaced")
+        with checkpoint_staging(tmp_path):
+            pass
+    else:
+        with pytest.raises(OSError, match="Input/output error"):
+            replace_badly()
+    assert (tmp_path / "checkpoint-1" / "file").read_text() == "old"
+    assert kept(tmp_path) == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_replaced_checkpoint_keeps_the_files_of_users_and_no_weights_or_states_of_its_own(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "checkpoint-4"
+    with plugin():
+        make_trainer(tiny_model(), tmp_path).train()
+        mine = ("eval.json", "gguf/model.gguf", "merged/model.safetensors", "optimizer-notes.txt", "to_nowhere")
+        for name in mine[:-1]:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(name)
+        (folder / "to_nowhere").symlink_to("nowhere")
+        stale = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "adapter_config.json", "rng_state_1.pth")
+        for name in stale:
+            (folder / name).write_text("stale")
+        before = (folder / "gguf" / "model.gguf").stat()
+        if not links:
+
+            def no_links(*args: Any, **kwargs: Any) -> None:
+                raise OSError(1, "Operation not permitted")
+
+            monkeypatch.setattr(os, "link", no_links)
+        make_trainer(tiny_model(1), tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or path.is_file()}
+    assert found == CHECKPOINT_FILES | set(mine)
+    assert all((folder / name).read_text() == name for name in mine[:-1])
+    assert os.readlink(folder / "to_nowhere") == "nowhere"
+    after = (folder / "gguf" / "model.gguf").stat()
+    assert (after.st_ino == before.st_ino) == links
+    assert after.st_mtime_ns == before.st_mtime_ns
+    assert kept(tmp_path) == [f"checkpoint-{step}" for step in range(1, 5)]
 
 
 def test_a_file_that_a_script_put_into_the_checkpoints_folder_before_it_is_saved_stays(
@@ -275,10 +348,6 @@ def test_a_file_that_a_script_put_into_the_checkpoints_folder_before_it_is_saved
         trainer.train()
     assert (tmp_path / "checkpoint-2" / "notes" / "step.txt").read_text() == "2"
     assert (tmp_path / "checkpoint-2" / "trainer_state.json").exists()
-    # An older checkpoint is replaced whole: a shard of its own would be read with the new one's.
-    (tmp_path / STAGING_FOLDER / "checkpoint-2").mkdir(parents=True)
-    publish(tmp_path)
-    assert not list((tmp_path / "checkpoint-2").iterdir())
 
 
 # ---------------------------------------------------------------------------------------- memory

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import signal
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +20,72 @@ from safetensors.torch import load_file
 from trainer_runs import plugin
 from transformers.trainer_utils import get_last_checkpoint
 
-from megatrain_accelerate.checkpointing import STAGING_FOLDER
+from megatrain_accelerate.checkpointing import STAGING_PREFIX
 
 KILL_STEPS = 10
+KILLS = 8
+"""While checkpoints are replaced, each in another eighth of the operations."""
+NOTE = "my_notes.txt"
+"""A file that a user puts into checkpoints."""
 
 
-def slow_down_saving(signal_file: Path) -> None:
-    """Stretches every part of a save in this process, and says when a save begins."""
-    save, unlink = torch.save, os.unlink
+def die_at_an_operation(folder: Path, number: int | None) -> Iterator[int]:
+    """Kills this process at the operation of a number that changes files under a folder.
 
-    def slow_save(thing: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-        signal_file.touch()
+    Operations are counted rather than time, so that a kill hits a save on machines of every speed: what Python creates,
+    renames and deletes, and the eighths of what ``torch.save`` writes.
+
+    Args:
+        folder: the output folder.
+        number: from 1; None kills nothing.
+
+    Returns:
+        The counter of operations.
+    """
+    operations = itertools.count(1)
+
+    def note() -> None:
+        if next(operations) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open":
+            is_change = bool(args[2] & (os.O_WRONLY | os.O_RDWR)) and str(args[0]).startswith(str(folder))
+        elif event in ("os.mkdir", "os.rename", "os.link"):
+            is_change = str(args[0]).startswith(str(folder))
+        else:  # shutil.rmtree names files within an open folder
+            is_change = event in ("os.remove", "os.rmdir") and (args[1] >= 0 or str(args[0]).startswith(str(folder)))
+        if is_change:
+            note()
+
+    save = torch.save
+
+    def save_in_parts(thing: Any, file: Any, *args: Any, **kwargs: Any) -> None:
         save(thing, file, *args, **kwargs)
         content = Path(file).read_bytes()
         with open(file, "wb") as stream:
             for start in range(0, len(content), len(content) // 8 + 1):
                 stream.write(content[start : start + len(content) // 8 + 1])
                 stream.flush()
-                time.sleep(0.004)
+                note()
 
-    def slow_unlink(*args: Any, **kwargs: Any) -> None:
-        time.sleep(0.004)
-        unlink(*args, **kwargs)
-
-    torch.save = slow_save
-    os.unlink = slow_unlink  # shutil.rmtree deletes with it
+    sys.addaudithook(hook)
+    torch.save = save_in_parts
+    return operations
 
 
-def train_for_kills(folder: Path) -> None:
-    """Trains on from the last checkpoint, if there is one."""
+def train_for_kills(folder: Path, steps: int = KILL_STEPS, resume: str | None = None, **changes: Any) -> None:
+    """Trains on from a checkpoint, the last one unless told otherwise, if there is one."""
     with plugin():
         # The order of the data is drawn before a resume reads the RNG state.
         model = tiny_model(hidden_size=32, intermediate_size=64, num_hidden_layers=2, attention_dropout=0.3)
-        trainer = make_trainer(model, folder, bf16=True, max_steps=KILL_STEPS, save_total_limit=2)
-        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
+        trainer = make_trainer(model, folder, **{"bf16": True, "max_steps": steps, "save_total_limit": 2, **changes})
+        trainer.train(resume_from_checkpoint=resume or get_last_checkpoint(str(folder)))
 
 
-def assert_complete(checkpoint: Path) -> int:
-    """Every file of the checkpoint is there and reads to its end; returns its step."""
-    assert {path.name for path in checkpoint.iterdir()} == CHECKPOINT_FILES
+def assert_complete(checkpoint: Path, others: frozenset[str] = frozenset()) -> int:
+    """Every file of the checkpoint, and of others, is there and reads to its end; returns its step."""
+    assert {path.name for path in checkpoint.iterdir()} == CHECKPOINT_FILES | others
     step = int(checkpoint.name.rpartition("-")[2])
     load_file(checkpoint / "model.safetensors")
     optimizer = torch.load(checkpoint / "optimizer.pt", weights_only=True)
@@ -68,47 +96,89 @@ def assert_complete(checkpoint: Path) -> int:
     return step
 
 
-def kill_again_and_again(folder: Path, seed: int) -> dict[str, int]:
-    """Trains to the end in children that are killed at random instants after a save began.
+def train_in_a_child(folder: Path, kill_at: int | None, **how: Any) -> tuple[bool, bool]:
+    """Trains in a child, which is killed at an operation on files; see :func:`die_at_an_operation`.
 
-    Children are forks of this process, which has imported everything and never trained.
+    The child is a fork of this process, which has imported everything and never trained.
+
+    Args:
+        folder: the output folder.
+        kill_at: the operation's number; None lets it end.
+        how: arguments of :func:`train_for_kills`.
+
+    Returns:
+        Whether the child was killed, and whether that was within a save.
+    """
+    child = os.fork()
+    if child == 0:
+        try:
+            operations = die_at_an_operation(folder, kill_at)
+            train_for_kills(folder, **how)
+            counted_in(folder).write_text(str(next(operations) - 1))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    if not os.WIFSIGNALED(status):
+        assert os.WEXITSTATUS(status) == 0
+        return False, False
+    return True, bool(list(folder.glob(f"{STAGING_PREFIX}*")))
+
+
+def counted_in(folder: Path) -> Path:
+    """The file with the operations that the last child counted that ended by itself."""
+    return folder.with_name(f"{folder.name}-operations")
+
+
+def kill_again_and_again(folder: Path, seed: int) -> dict[str, int]:
+    """Trains to the end in children that are killed at random operations of their first two saves.
 
     Returns:
         How many children were killed, and in how many cases within a save.
     """
+    whole = folder.with_name("measured")
+    assert train_in_a_child(whole, None) == (False, False)
+    two_saves = int(counted_in(whole).read_text()) * 2 // KILL_STEPS
     randomness = random.Random(seed)
     killed = within = last_step = 0
-    signal_file = folder.parent / "saving"
     while last_step < KILL_STEPS:
         assert killed < 100, "no progress"
-        signal_file.unlink(missing_ok=True)
-        child = os.fork()
-        if child == 0:
-            try:
-                slow_down_saving(signal_file)
-                train_for_kills(folder)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        ended = 0
-        while not ended and not signal_file.exists():
-            ended, status = os.waitpid(child, os.WNOHANG)
-            time.sleep(0.002)
-        if not ended:
-            time.sleep(randomness.uniform(0, 0.5))
-            os.kill(child, signal.SIGKILL)
-            _, status = os.waitpid(child, 0)
-        if os.WIFSIGNALED(status):
-            killed += 1
-            within += (folder / STAGING_FOLDER).exists()
-        else:
-            assert os.WEXITSTATUS(status) == 0
+        was_killed, was_within = train_in_a_child(folder, randomness.randint(1, two_saves))
+        killed, within = killed + was_killed, within + was_within
         steps = [assert_complete(path) for path in folder.glob("checkpoint-*")]
         assert len(steps) <= 3, "one more than the limit may be there before the rotation"
         last = get_last_checkpoint(str(folder))
         assert max(steps, default=0) >= last_step, "a complete checkpoint was lost"
         last_step = assert_complete(Path(last)) if last else 0
     return {"killed": killed, "within": within}
+
+
+def kill_while_checkpoints_are_replaced(folder: Path, seed: int) -> dict[str, int]:
+    """Trains over checkpoints with a user's files, in children that are killed at random operations of all their saves.
+
+    Returns:
+        As :func:`kill_again_and_again`, and how many checkpoints were replaced.
+    """
+    randomness = random.Random(seed)
+    assert train_in_a_child(folder, None, steps=3, save_total_limit=None) == (False, False)
+    checkpoints = [folder / f"checkpoint-{step}" for step in (1, 2, 3)]
+    for checkpoint in checkpoints:
+        (checkpoint / NOTE).write_text(checkpoint.name)
+    again: dict[str, Any] = {"steps": 3, "save_total_limit": None, "resume": str(checkpoints[0])}
+    assert train_in_a_child(folder, None, **again) == (False, False)
+    operations = int(counted_in(folder).read_text())
+    kills = [int((part + randomness.random()) / KILLS * operations) + 1 for part in range(KILLS)]
+    randomness.shuffle(kills)
+    killed = within = replaced = 0
+    for kill_at in kills:
+        before = [checkpoint.stat().st_ino for checkpoint in checkpoints]
+        was_killed, was_within = train_in_a_child(folder, kill_at, **again)
+        killed, within = killed + was_killed, within + was_within
+        replaced += sum(checkpoint.stat().st_ino != inode for checkpoint, inode in zip(checkpoints, before, strict=True))
+        for checkpoint in checkpoints:
+            assert_complete(checkpoint, frozenset({NOTE}))
+            assert (checkpoint / NOTE).read_text() == checkpoint.name
+    return {"killed": killed, "within": within, "replaced": replaced}
 
 
 def test_a_kill_at_any_instant_of_a_save_leaves_complete_checkpoints_only(tmp_path: Path) -> None:
@@ -125,7 +195,18 @@ def test_a_kill_at_any_instant_of_a_save_leaves_complete_checkpoints_only(tmp_pa
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == sorted(names)
 
 
+def test_a_kill_while_checkpoints_are_replaced_leaves_each_complete_with_the_files_of_its_user(tmp_path: Path) -> None:
+    counts = json.loads(run_test_file(__file__, "replace", tmp_path / "run").strip().splitlines()[-1])
+    print(counts)
+    assert counts["killed"] >= 5
+    assert counts["within"] >= 3, "the kills must hit saves for the test to mean something"
+    assert counts["replaced"] >= 3, "checkpoints must be replaced for the test to mean something"
+    train_for_kills(tmp_path / "run", steps=3, save_total_limit=None, resume=str(tmp_path / "run" / "checkpoint-1"))
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [f"checkpoint-{step}" for step in (1, 2, 3)]
+
+
 if __name__ == "__main__":
-    _, target = sys.argv[1:]
+    what, target = sys.argv[1:]
     Path(target).mkdir()
-    print(json.dumps(kill_again_and_again(Path(target), seed=1)))
+    kill = kill_again_and_again if what == "kill" else kill_while_checkpoints_are_replaced
+    print(json.dumps(kill(Path(target), seed=1)))

@@ -17,7 +17,7 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
-from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from fresh_process import run_command, script
 
 from megatrain_accelerate.config import MegatrainConfig, usable_cpu_count
@@ -51,9 +51,9 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     for module in ("accelerate.commands.config.config_args", "accelerate.commands.launch"):
         monkeypatch.setattr(sys.modules[module], "default_config_file", nowhere)
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     yield
     launcher._withdraw_exports()
-    launcher._num_processes = None
     for name in ("MEGATRAIN_ACTIVE", "MEGATRAIN_CONFIG", "OMP_NUM_THREADS"):
         os.environ.pop(name, None)
 
@@ -126,6 +126,25 @@ class TestYaml:
             load_config_from_file(str(path))
         assert "MEGATRAIN_ACTIVE" not in os.environ
 
+    @pytest.mark.parametrize("kind", ["MEGATRAN", "Megatrain-accelerate", "mega_train"])
+    def test_a_misspelt_type_names_the_right_one(self, refused: Refused, tmp_path: Path, kind: str) -> None:
+        path = write(tmp_path, distributed_type=kind)
+        with refused(f"distributed_type: {kind} is unknown; did you mean 'MEGATRAIN'"):
+            parse("--config", path)
+        with pytest.raises(ConfigError, match="did you mean 'MEGATRAIN'"):
+            load_config_from_file(str(path))
+
+    @pytest.mark.parametrize("key", ["megatrain_cfg", "megatrainconfig", "Megatrain_config", "megatrain"])
+    @pytest.mark.parametrize("kind", ["MEGATRAIN", "NO"])
+    def test_a_misspelt_section_names_the_right_one(self, refused: Refused, tmp_path: Path, kind: str, key: str) -> None:
+        with refused(f"no key '{key}'; did you mean 'megatrain_config'"):
+            parse("--config", write(tmp_path, distributed_type=kind, **{key: {"slots": 3}}))
+
+    @pytest.mark.parametrize("keys", [{"distributed_type": "MEGATRON_LN"}, {"megatron_lm_cfg": {}}, {"fsdp_cfg": {}}])
+    def test_what_is_like_another_name_of_accelerate_stays_its_error(self, tmp_path: Path, keys: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=r"unknown keys|MEGATRON_LN"):
+            parse("--config", write(tmp_path, drop=("megatrain_config",), **{"distributed_type": "NO", **keys}))
+
     def test_an_unknown_key_outside_the_section_stays_an_error(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="unknown keys"):
             parse("--config", write(tmp_path, no_such_key=1))
@@ -150,31 +169,27 @@ class TestYaml:
 
 
 class TestProcesses:
-    @pytest.mark.parametrize(
-        ("keys", "flags", "kind", "multi_gpu"),
-        [
-            ({}, (), DistributedType.NO, False),
-            ({"use_cpu": False}, (), DistributedType.NO, False),
-            ({"use_cpu": False, "num_processes": 2}, (), DistributedType.MULTI_GPU, True),
-            ({"use_cpu": False, "num_processes": 2}, ("--num_processes", "1"), DistributedType.NO, False),
-            ({"use_cpu": False}, ("--num_processes", "4"), DistributedType.MULTI_GPU, True),
-            ({"num_processes": 2}, (), DistributedType.MULTI_CPU, False),
-        ],
-    )
-    def test_the_type_becomes_one_that_the_world_knows(
-        self, tmp_path: Path, keys: dict[str, Any], flags: tuple[str, ...], kind: DistributedType, multi_gpu: bool
-    ) -> None:
-        path = write(tmp_path, **keys)
-        arguments = parse("--config", path, *flags)
-        assert arguments.multi_gpu is multi_gpu
-        assert load_config_from_file(str(path)).distributed_type == kind
+    @pytest.mark.parametrize("use_cpu", [False, True])
+    @pytest.mark.parametrize("name", ["num_processes", "num_machines"])
+    def test_more_than_one_is_refused(self, refused: Refused, tmp_path: Path, name: str, use_cpu: bool) -> None:
+        remedy = f"{name} is 2, .*set {name}: 1 in the yaml, or give --{name} 1"
+        with refused(remedy):
+            parse("--config", write(tmp_path, use_cpu=use_cpu, **{name: 2}))
+        with refused(remedy):
+            parse("--config", write(tmp_path, use_cpu=use_cpu), f"--{name}", "2")
+        with refused(remedy):
+            parse("--megatrain", f"--{name}", "2")
+        arguments = parse("--config", write(tmp_path, use_cpu=use_cpu, **{name: 2}), f"--{name}", "1")
+        assert (arguments.megatrain, arguments.multi_gpu) == (True, False)
+
+    @pytest.mark.parametrize("use_cpu", [False, True])
+    def test_the_type_becomes_one_that_the_world_knows(self, tmp_path: Path, use_cpu: bool) -> None:
+        path = write(tmp_path, use_cpu=use_cpu)
+        assert parse("--config", path).multi_gpu is False
+        assert load_config_from_file(str(path)).distributed_type == DistributedType.NO
 
     def test_the_number_of_processes_may_be_left_out(self, tmp_path: Path) -> None:
         assert parse("--config", write(tmp_path, drop=("num_processes", "num_machines"))).num_processes == 1
-
-    def test_settings_reach_several_processes_too(self, tmp_path: Path) -> None:
-        path = write(tmp_path, use_cpu=False, num_processes=2, main_process_port=0, megatrain_config={"slots": 3})
-        assert exported(prepare_multi_gpu_env(parse("--config", path))).slots == 3
 
 
 class TestFlags:
@@ -224,10 +239,8 @@ class TestFlags:
 
 
 class TestThreads:
-    def test_each_process_gets_its_share_of_the_cpus(self, tmp_path: Path) -> None:
+    def test_the_process_gets_the_cpus(self, tmp_path: Path) -> None:
         assert environment("--config", write(tmp_path))["OMP_NUM_THREADS"] == str(usable_cpu_count())
-        env = environment("--config", write(tmp_path, num_processes=1000))
-        assert env["OMP_NUM_THREADS"] == "1"
 
     def test_what_the_user_set_stays(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = write(tmp_path)
@@ -292,6 +305,30 @@ class TestCommands:
         path = write(tmp_path, megatrain_config={"slotz": 4})
         output = run_command(script("accelerate"), "launch", "--config", path, training_script, check=False)
         assert "did you mean 'slots'" in output.splitlines()[-1]
+
+    @pytest.mark.parametrize(
+        ("code", "before", "end"),
+        [
+            (
+                "raise ConfigError('wrong')",
+                "megatrain_accelerate.errors.ConfigError: wrong",
+                "exit status 1",
+            ),
+            ("os.kill(os.getpid(), 9)", "begins", "SIGKILL (by the kernel, as a rule, because the host's memory ran out)"),
+        ],
+    )
+    def test_the_launcher_adds_one_line_to_the_error_of_the_training(
+        self, tmp_path: Path, code: str, before: str, end: str
+    ) -> None:
+        path = tmp_path / "failing.py"
+        path.write_text(
+            f"import os\nfrom megatrain_accelerate.errors import ConfigError\nprint('begins', flush=True)\n{code}\n"
+        )
+        output = run_command(script("accelerate"), "launch", "--megatrain", "--cpu", path, check=False)
+        *earlier, last = output.splitlines()
+        assert last.startswith("accelerate launch: the training process ")
+        assert last.endswith(end)
+        assert earlier[-1] == before
 
     def test_the_off_switch_leaves_the_stock_launcher(self, training_script: Path) -> None:
         command = (script("accelerate-launch"), "--megatrain", training_script)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from accelerate import Accelerator
-from loop_runs import Clip, Observed, adamw, both, loss_of, prepared, train, warmup
+from loop_runs import Clip, Observed, adamw, both, gradients, loss_of, prepared, slow, train, warmup
 from plain_torch import token_batches
 from torch import nn
 from torch.utils.data import DataLoader
 from trainer_runs import plugin, tiny_llama
-
-from megatrain_accelerate.errors import StateError
 
 # ---------------------------------------------------------------- prepare
 
@@ -151,36 +146,62 @@ def test_clipping_applies_to_the_gradients_it_was_given_and_no_others() -> None:
     assert min(both(script)) > 0.1
 
 
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("write", [clip_values, lambda _, model: model.lm_head.weight.grad.add_(1.0)], ids=["clip", "noise"])
 @pytest.mark.parametrize("then", ["step", "clip", "forward"])
-def test_gradients_written_to_after_clipping_are_an_error(write: Clip, then: str) -> None:
-    # They are scaled in the step: what was written would be scaled too.
-    with plugin():
-        accelerator = Accelerator(cpu=True)
-        model, optimizer = prepared(accelerator)
-        first, second = token_batches(2)
-        accelerator.backward(loss_of(model, first))
-        accelerator.clip_grad_norm_(model.parameters(), 0.1)
-        write(accelerator, model)
-        actions: dict[str, Callable[[], Any]] = {
-            "step": optimizer.step,
-            "clip": lambda: accelerator.clip_grad_norm_(model.parameters(), 0.1),
-            "forward": lambda: loss_of(model, second),
-        }
-        with pytest.raises(StateError, match=r"after accelerator\.clip_grad_norm_"):
-            actions[then]()
+def test_gradients_may_be_written_to_after_clipping(
+    write: Clip, then: str, optimizer_class: type[torch.optim.Optimizer]
+) -> None:
+    def script(accelerator: Accelerator) -> tuple[nn.Module, Observed]:
+        model = tiny_llama()
+        model, optimizer = accelerator.prepare(model, optimizer_class(model.parameters(), lr=1e-3))
+        observed: Observed = []
+        for first, second in zip(token_batches(2), token_batches(2, seed=9), strict=True):
+            accelerator.backward(loss_of(model, first))
+            observed.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
+            write(accelerator, model)
+            if then == "clip":
+                observed.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.05)))
+            elif then == "forward":
+                accelerator.backward(loss_of(model, second))
+            observed += gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, observed
+
+    both(script)
 
 
-def test_backward_that_adds_to_clipped_gradients_is_an_error() -> None:
-    # No forward lies between, at which the clipping could be carried out.
-    with plugin():
-        accelerator = Accelerator(cpu=True)
-        model, _ = prepared(accelerator)
+def test_a_backward_adds_to_clipped_gradients_of_another() -> None:
+    def script(accelerator: Accelerator) -> tuple[nn.Module, Observed]:
+        model, optimizer = prepared(accelerator, eps=1e-2)
         losses = [loss_of(model, ids) for ids in token_batches(2)]
         accelerator.backward(losses[0])
-        accelerator.clip_grad_norm_(model.parameters(), 0.1)
-        with pytest.raises(StateError, match="clip once"):
-            accelerator.backward(losses[1])
+        norm = float(accelerator.clip_grad_norm_(model.parameters(), 0.1))
+        accelerator.backward(losses[1])
+        observed = [norm, *gradients(model)]
+        optimizer.step()
+        return model, observed
+
+    both(script)
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e4])
+def test_gradients_that_were_clipped_and_stepped_are_added_to_as_they_are_seen(max_norm: float) -> None:
+    def script(accelerator: Accelerator) -> tuple[nn.Module, Observed]:
+        model, optimizer = prepared(accelerator, eps=1e-2)
+        observed: Observed = []
+        for ids in token_batches(3):  # without zero_grad()
+            accelerator.backward(loss_of(model, ids))
+            observed += gradients(model)
+            observed.append(float(accelerator.clip_grad_norm_(model.parameters(), max_norm)))
+            observed += gradients(model)
+            slow(model)
+            optimizer.step()
+            observed += gradients(model)
+        return model, observed
+
+    both(script)
 
 
 @pytest.mark.parametrize("accumulation", [2, 3])

@@ -250,6 +250,100 @@ def test_a_teacher_with_the_students_frozen_embedding_streams_beside_it(shares_m
     both(script)
 
 
+def sharing_frozen(part: str) -> tuple[nn.Module, nn.Module]:
+    """A student and a teacher with the same frozen parameters in a part; the teacher is another model elsewhere."""
+    student, teacher = tiny_llama(), tiny_llama()
+    with torch.no_grad():
+        teacher.model.layers[1].mlp.up_proj.weight.mul_(2)
+    teacher.requires_grad_(False)
+    for name, parameter in teacher.get_submodule(part).named_parameters():
+        owner, _, key = name.rpartition(".")
+        setattr(student.get_submodule(part).get_submodule(owner), key, parameter)
+    return student, teacher
+
+
+def versions(*models: nn.Module) -> list[int]:
+    """Change whenever a store takes weights over."""
+    engines = [engine_of(model) for model in models]
+    return [unit.version for engine in engines if engine is not None for unit in engine.runtime.units]
+
+
+@pytest.mark.parametrize("part", ["model.embed_tokens", "model.layers.0"])
+@pytest.mark.parametrize("first", ["student", "teacher"])
+@pytest.mark.parametrize("settings", [{}, {"device_layers": 1, "resident_layers": 2}], ids=str)
+def test_frozen_weights_in_two_stores_are_read_from_each_without_copies(
+    part: str, first: str, settings: dict[str, Any]
+) -> None:
+    def script(accelerator: Accelerator) -> tuple[nn.Module, Observed]:
+        student, teacher = sharing_frozen(part)
+        student, optimizer = accelerator.prepare(student, adamw(student))
+        teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+        shared = teacher.get_submodule(part)
+        observed: Observed = []
+
+        def wanted(ids: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                return teacher(input_ids=ids).logits
+
+        for ids in token_batches(3):
+            before = versions(teacher)
+            target = wanted(ids) if first == "teacher" else None
+            logits = student(input_ids=ids).logits
+            loss = F.mse_loss(logits, wanted(ids) if target is None else target)
+            accelerator.backward(loss)
+            observed.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            assert versions(teacher) == before, "the teacher's store took weights over that nobody wrote"
+        observed.append([parameter.detach().cpu().clone() for parameter in shared.parameters()])
+        return student, [*observed[:-1], *observed[-1]]
+
+    both(script, settings=settings)
+
+
+@pytest.mark.parametrize("part", ["model.embed_tokens", "model.layers.0"])
+@pytest.mark.parametrize("through", ["student", "teacher"])
+@pytest.mark.parametrize("way", ["in place", "as data"])
+def test_what_is_written_to_frozen_weights_in_two_stores_reaches_both(part: str, through: str, way: str) -> None:
+    def script(accelerator: Accelerator) -> tuple[nn.Module, Observed]:
+        student, teacher = sharing_frozen(part)
+        student, optimizer = accelerator.prepare(student, adamw(student))
+        teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+        observed: Observed = []
+        for ids in token_batches(3):
+            for model in (student, teacher) if through == "student" else (teacher, student):
+                with torch.no_grad():
+                    observed.append(model(input_ids=ids).logits.sum().item())
+            parameter = next(teacher.get_submodule(part).parameters())
+            if way == "in place":
+                with torch.no_grad():
+                    parameter.mul_(1.5)
+            else:
+                parameter.data = 1.5 * parameter.data
+            observed += train(accelerator, student, optimizer, [ids])
+        return student, observed
+
+    both(script, tolerance=1e-5)
+
+
+def test_a_teacher_goes_on_with_frozen_weights_when_the_student_is_gone() -> None:
+    def script(accelerator: Accelerator) -> tuple[nn.Module, Observed]:
+        student, teacher = sharing_frozen("model.layers.0")
+        student, optimizer = accelerator.prepare(student, adamw(student))
+        teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+        train(accelerator, student, optimizer, token_batches(1))
+        if (engine := engine_of(student)) is not None:
+            before = versions(teacher)
+            engine.close()
+            assert all(torch.isfinite(parameter).all() for parameter in student.parameters())
+        with torch.no_grad():
+            observed: Observed = [teacher(input_ids=ids).logits.clone() for ids in token_batches(2)]
+        assert engine is None or versions(teacher) == before
+        return teacher, observed
+
+    both(script)
+
+
 def test_a_trainer_may_call_a_model_whose_part_went_to_another(tmp_path: Path) -> None:
     """As TRL's do in their constructors: the model is prepared again first."""
     with plugin():

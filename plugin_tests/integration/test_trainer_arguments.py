@@ -27,6 +27,7 @@ from trainer_runs import (
     tiny_llama,
 )
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from versions import OLD_CHECKPOINTING_NAMES
 
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import UnsupportedError
@@ -57,6 +58,7 @@ def skip_unknown(*names: str) -> None:
         {"accelerator_config": {"dispatch_batches": True}},
         {"num_train_epochs": 1.5, "max_steps": -1},
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}},
         {"debug": "underflow_overflow"},
         {"tf32": False},
         pytest.param({"skip_memory_metrics": False}, marks=pytest.mark.long),
@@ -64,6 +66,7 @@ def skip_unknown(*names: str) -> None:
     ],
     ids=only,
 )
+@pytest.mark.filterwarnings(OLD_CHECKPOINTING_NAMES)
 def test_arguments_of_training(tmp_path: Path, arguments: Record) -> None:
     skip_unknown(*arguments)
     run_both(tiny_llama, tmp_path, **arguments)

@@ -246,14 +246,15 @@ class Meddler(TrainerCallback):
                         parameter.mul_(0.9)
 
 
-def test_callbacks_that_read_and_write_gradients_and_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{}, {"step_schedule": "deferred"}])
+def test_callbacks_that_read_and_write_gradients_and_weights(tmp_path: Path, settings: dict[str, str]) -> None:
     meddlers = [Meddler(), Meddler()]
     free = iter(meddlers)
     stock, _ = run_both(
         tiny_llama,
         tmp_path,
         max_grad_norm=0.0,
-        settings={"step_schedule": "deferred"},
+        settings=settings,
         options=lambda model: {"callbacks": [next(free)]},
     )
     assert len(meddlers[0].seen) == len(meddlers[1].seen) > 0
@@ -263,5 +264,6 @@ def test_callbacks_that_read_and_write_gradients_and_weights(tmp_path: Path) -> 
 
 
 def test_gradients_changed_after_their_step_was_taken_in_backward_are_an_error(tmp_path: Path) -> None:
+    changes = {"max_grad_norm": 0.0, "settings": {"step_schedule": "backward"}}
     with pytest.raises(StateError, match="step_schedule to 'deferred'"):
-        run_trainer(tiny_llama, tmp_path, streamed=True, max_grad_norm=0.0, options=lambda model: {"callbacks": [Meddler()]})
+        run_trainer(tiny_llama, tmp_path, streamed=True, options=lambda model: {"callbacks": [Meddler()]}, **changes)

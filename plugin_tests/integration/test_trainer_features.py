@@ -341,3 +341,38 @@ def test_forwards_that_liger_replaces_are_those_that_stream(
         options=lambda model: {"eval_dataset": examples(4, seed=9)},
     )
     assert len(applied) == 2
+
+
+class _ScaledInBackward(torch.autograd.Function):
+    """A sum whose gradients are made in forward, as a fused loss makes them; backward leaves out a product by one."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.ones_like(losses))
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> torch.Tensor:
+        (gradient,) = ctx.saved_tensors
+        return gradient if torch.equal(grad_outputs[0], torch.tensor(1.0)) else gradient * grad_outputs[0]
+
+
+def with_a_loss_that_looks_at_its_gradient() -> nn.Module:
+    model = tiny_llama()
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, num_items_in_batch: Any, **kwargs: Any) -> Any:
+        losses = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+        return _ScaledInBackward.apply(losses) / num_items_in_batch
+
+    model.loss_function = loss
+    return model
+
+
+def test_a_loss_that_looks_at_its_gradient_is_planned_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # Liger's does. The Trainer of some versions of transformers hands the count of tokens on as a floating-point number.
+    with caplog.at_level("INFO", logger="megatrain_accelerate"):
+        _, streamed = run_both(with_a_loss_that_looks_at_its_gradient, tmp_path, settings={"gpu_memory_gib": 1.0})
+    assert "can't be predicted" not in caplog.text
+    engine = engine_of(streamed.trainer.model)
+    assert engine is not None
+    assert engine.predicted_device_bytes > 0

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from trainer_runs import Padding, Record, TrainerRun, close, examples, ragged_examples, run_both, run_trainer, tiny_llama
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
-from versions import older, require_arguments
+from transformers.models.llama.modeling_llama import LlamaMLP
+from versions import OLD_CHECKPOINTING_NAMES, older, require_arguments
 
 # ---------------------------------------------------------------- optimizers
 
@@ -247,7 +248,7 @@ def test_sequence_classification_with_an_encoder(tmp_path: Path) -> None:
     "arguments",
     [
         {"label_smoothing_factor": 0.2},
-        {"gradient_checkpointing": True},
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
         {"neftune_noise_alpha": 5.0},
         {"average_tokens_across_devices": False},
@@ -259,9 +260,32 @@ def test_sequence_classification_with_an_encoder(tmp_path: Path) -> None:
     ],
     ids=lambda arguments: "-".join(arguments),
 )
+@pytest.mark.filterwarnings(OLD_CHECKPOINTING_NAMES)
 def test_training_arguments(tmp_path: Path, arguments: Record) -> None:
     require_arguments(arguments)
     run_both(tiny_llama, tmp_path, **arguments)
+
+
+@pytest.mark.filterwarnings(OLD_CHECKPOINTING_NAMES)
+@pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
+def test_checkpointing_under_either_name_runs_no_layer_more_often(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_arguments([name])
+    runs, own = [], LlamaMLP.forward
+
+    def counted(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        runs.append(x.device.type)
+        return own(self, x)
+
+    monkeypatch.setattr(LlamaMLP, "forward", counted)
+    run_trainer(tiny_llama, tmp_path / "without", streamed=True)
+    without = runs.count("cpu")
+    runs.clear()
+    stock, _ = run_both(tiny_llama, tmp_path, **{name: True})
+    assert stock.trainer.args.gradient_checkpointing
+    assert any(getattr(module, "gradient_checkpointing", False) for module in stock.trainer.model.modules())
+    assert runs.count("cpu") - 2 * 3 * 6 == without, "stock runs each of 3 layers twice in each of 6 steps"
 
 
 @pytest.mark.parametrize("use_cache", [True, False])

@@ -93,7 +93,7 @@ def test_a_batch_in_pieces_has_the_losses_and_gradients_of_the_whole(family: Dec
 
 def test_a_batch_whose_samples_are_not_in_front_is_refused_in_pieces() -> None:
     # Gemma 3n's hidden states are (copies, B, T, D).
-    with pytest.raises(UnsupportedError, match="isn't certain which of its dimensions is the batch"):
+    with pytest.raises(UnsupportedError, match="dimension 0 isn't the batch"):
         train_streamed(BY_NAME["gemma3n"], torch.float32, micro_batch_size=1)
 
 

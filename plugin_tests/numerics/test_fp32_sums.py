@@ -44,7 +44,7 @@ def sums_of(run: Training) -> dict[str, torch.Tensor]:
         assert state is not None
         assert parameter.grad is not None
         found[name] = parameter.grad.float().clone()
-        if state.has_fp32_sum:
+        if state.handle.has_fp32_sum:
             assert state.sum_residual is not None
             found[name] = joined_sum(parameter.grad, state.sum_residual, run.engine.kernels)
             assert torch.equal(parameter.grad, round_to_bf16(found[name])), "what is shown is the sum, rounded"

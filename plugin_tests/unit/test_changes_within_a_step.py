@@ -14,6 +14,7 @@ from torch import nn
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
+from megatrain_accelerate.streaming.runtime import LAYERS_IN_GRAPH
 
 PLACEMENTS = pytest.mark.parametrize("settings", [{}, {"keep_layers": 4}, {"offload_layers": 4}], ids=str)
 
@@ -178,6 +179,7 @@ class Differentiating(Projections):
         return super().forward(hidden) + slope
 
 
+@pytest.mark.skipif(LAYERS_IN_GRAPH, reason="such layers train in autograd's graph: numerics/test_ways_between_layers.py")
 @pytest.mark.parametrize(
     ("layer", "settings"), [(Penalised, {}), (Penalised, {"keep_layers": 2}), (Differentiating, {})], ids=str
 )

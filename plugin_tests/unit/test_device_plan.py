@@ -161,7 +161,7 @@ def test_tiles_are_for_steps_that_do_not_fit_whole(
     run.step(long_batch())
     assert run.engine.runtime.token_tile == 128
     names = "input_layernorm, post_attention_layernorm, mlp of Qwen2DecoderLayer"
-    assert f"128 tokens: {names}" in capsys.readouterr().err
+    assert f"128 tokens: {names}" in " ".join(capsys.readouterr().err.split())
     assert run.engine.predicted_device_bytes <= 22 * MIB + LIBRARY_WORKSPACE_BYTES
     for whole in (planned(40), planned(22, token_tile=0)):
         whole.step(long_batch())
@@ -283,6 +283,8 @@ def test_the_table_says_what_lies_where_and_is_shown_once_a_plan(capsys: pytest.
     run.step(batch())
     shown = capsys.readouterr().err
     assert shown.count("megatrain: plan") == 1
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    shown = " ".join(shown.split())
     placement = run.engine.device_plan.placement
     streamed = 8 - len(placement.on_device) - len(placement.resident)
     assert f"{streamed} of 8 layers streamed" in shown

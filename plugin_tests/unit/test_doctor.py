@@ -7,10 +7,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import accelerate
 import psutil
 import pytest
 import torch
+import transformers
 
+import megatrain_accelerate
 from megatrain_accelerate.cli import main
 from megatrain_accelerate.doctor import command, software_checks, speed_checks, system_checks
 from megatrain_accelerate.doctor.finding import Finding, found_by
@@ -353,3 +356,20 @@ def test_the_gpus_memory_node_is_read_from_its_place_on_the_bus(monkeypatch: pyt
         (tmp_path / "0000:1b:00.0" / "numa_node").write_text(text)
         assert command.gpu_numa_node(cuda, tmp_path) == node
     assert command.gpu_numa_node(None, tmp_path) is None
+
+
+def test_the_version_is_one_line_with_those_that_matter(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    for name, version in (
+        ("megatrain-accelerate", megatrain_accelerate.__version__),
+        ("torch", torch.__version__),
+        ("accelerate", accelerate.__version__),
+        ("transformers", transformers.__version__),
+    ):
+        assert f"{name} {version}" in line

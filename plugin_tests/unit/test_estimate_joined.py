@@ -17,6 +17,8 @@ from megatrain_accelerate.estimate.forecast import Forecaster
 from megatrain_accelerate.estimate.predicted_step import Forecast
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 from megatrain_accelerate.planning.machine import Machine
+from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.micro_batches import BatchCut
 from megatrain_accelerate.units import GIB
 
 # A link so slow that a second fetch of the layers costs more than what they compute.
@@ -149,10 +151,10 @@ def test_one_micro_batch_is_nothing_to_join() -> None:
 
 
 def test_a_batch_that_cannot_be_cut_stays_in_its_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(name: str, args: object, kwargs: object, size: int | None) -> object:
-        if size is not None:
+    def refuses(layer: StreamedLayer, args: object, kwargs: object, cut: BatchCut) -> object:
+        if cut.size is not None:
             raise UnsupportedError("it can't be cut")
-        return of_call(name, args, kwargs, size)
+        return of_call(layer, args, kwargs, cut)
 
     of_call = forecast_module.BatchSplit.of_call
     apart = forecast(join_micro_batches=False)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.streaming import activation_offload
+from megatrain_accelerate.streaming.runtime import LAYERS_IN_GRAPH
 
 
 def test_more_kept_layers_than_there_are_is_an_error() -> None:
@@ -24,6 +25,7 @@ def test_more_kept_layers_than_there_are_is_an_error() -> None:
         attach(tiny_model(), keep_layers=5)
 
 
+@pytest.mark.skipif(LAYERS_IN_GRAPH, reason="looks into the node's saved tensors")
 def test_a_kept_layer_holds_no_weights_and_lets_go_after_backward() -> None:
     model = tiny_model().train()
     engine = attach(model, keep_layers=4)

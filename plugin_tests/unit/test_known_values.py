@@ -75,6 +75,25 @@ def test_floating_point_batches_have_no_values() -> None:
         decided(lambda batch: bool(batch.sum() > 1), torch.ones(3))
 
 
+def test_a_single_number_beside_the_batch_has_its_value() -> None:
+    # A count of tokens that was divided by a number of devices, say.
+    assert decided(lambda number: float(2 / number), torch.tensor(5.0)) == pytest.approx(0.4)
+
+
+def test_the_gradient_of_a_loss_is_one_though_nothing_is_known_of_the_loss() -> None:
+    def gradients(divisor: torch.Tensor) -> tuple[bool, float]:
+        seen = []
+        mean = torch.rand(3, requires_grad=True).sum()
+        mean.register_hook(seen.append)
+        loss = mean / divisor
+        loss.register_hook(seen.append)
+        loss.backward()
+        whole, divided = seen
+        return torch.equal(whole, torch.tensor(1.0)), float(divided)
+
+    assert decided(gradients, torch.tensor(4.0)) == (True, 0.25)
+
+
 def test_no_layer_is_left_out_by_a_random_number() -> None:
     assert not decided(lambda _: any(bool(torch.rand([]) < 0.99) for _ in range(20)), torch.ones(1))
 

@@ -141,7 +141,9 @@ def test_a_model_without_repeated_layers_is_refused(model: nn.Module) -> None:
 
 
 def test_classes_that_are_not_there_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="no repeated layers of class Nope, Neither"):
+    with pytest.raises(
+        UnsupportedError, match=r"layer_classes names Nope, Neither, and Plain has no repeated layers .* Block \(3 of them\)"
+    ):
         discover_layers(Plain(), ["Nope", "Neither"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from typing import Any
 
 import pytest
@@ -17,14 +18,17 @@ from megatrain_accelerate.planning.peak_memory import peak_bytes
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_memory import LiveBytes
 from megatrain_accelerate.planning.step_outline import outline_step
-from megatrain_accelerate.streaming.micro_batches import BatchSplit, GradientSums, JoinedOutputs
+from megatrain_accelerate.streaming.micro_batches import BatchCut, BatchSplit, GradientSums, JoinedOutputs
 
 B, T, D = 5, 7, 4
 HIDDEN = torch.randn(B, T, D)
 
 
-def split_of(*args: Any, size: int | None = 2, **kwargs: Any) -> BatchSplit:
-    return BatchSplit.of_call("layers.0", args, kwargs, size)
+def split_of(*args: Any, size: int | None = 2, cut: BatchCut | None = None, rows: int = B, **kwargs: Any) -> BatchSplit:
+    cut = cut or BatchCut(size)
+    cut.begin({"input_ids": torch.zeros(rows, 3), "scale": torch.tensor(2.0)})
+    layer: Any = types.SimpleNamespace(name="layers.0", module=nn.Linear(D, D))
+    return BatchSplit.of_call(layer, args, kwargs, cut)
 
 
 # ---------------------------------------------------------------- arguments
@@ -71,6 +75,9 @@ class BlockMask:
         ({"cu_seqlens": torch.arange(4)}, r"argument \[1\]\['cu_seqlens'\] has shape \(4,\)"),
         ({"position_embeddings": torch.randn(3, B, T, D)}, r"shape \(3, 5, 7, 4\) beside hidden states of shape \(5, 7, 4\)"),
         ({"bias": torch.randn(B, B, T)}, "which of its dimensions is the batch"),
+        ({"bias": torch.randn(B, 1, T)}, "which of its dimensions is the batch"),
+        ({"bias": torch.randn(B, T, T)}, "which of its dimensions is the batch"),
+        ({"table": torch.randn(T, D)}, "which of its dimensions is the batch"),
         ({"mask": BlockMask()}, "is a BlockMask, whose tensors can't be cut"),
     ],
 )
@@ -82,8 +89,20 @@ def test_what_cannot_be_cut_for_certain_is_refused(arguments: dict[str, Any], me
 def test_hidden_states_without_a_batch_and_lengths_that_may_be_either_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="samples can't be told apart"):
         split_of(torch.randn(B, D))
+    with pytest.raises(UnsupportedError, match=r"shape \(7, 5, 4\), but the tensors .* have 5 rows"):
+        split_of(torch.randn(T, B, D))
+    with pytest.raises(UnsupportedError, match="either dimension may be the batch"):
+        split_of(torch.randn(B, B, D))
+
+
+def test_a_batch_as_large_as_it_is_long_is_cut_as_the_ones_before() -> None:
+    cut = BatchCut(2)
+    usual: Any = {"table": torch.randn(B, T, D), "per_token": torch.arange(T), "lengths": torch.arange(B)}
+    assert split_of(HIDDEN, cut=cut, **usual).is_split == (True, True, False, True)
+    square: Any = {"table": torch.randn(B, B, D), "per_token": torch.arange(B), "lengths": torch.arange(B)}
+    assert split_of(torch.randn(B, B, D), cut=cut, **square).is_split == (True, True, False, True)
     with pytest.raises(UnsupportedError, match="isn't certain"):
-        split_of(torch.randn(B, B, D), torch.arange(B))
+        split_of(torch.randn(B, B, D), cut=cut, new=torch.randn(B, D))
 
 
 # ---------------------------------------------------------------- outputs and gradients

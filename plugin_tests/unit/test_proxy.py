@@ -13,7 +13,9 @@ import torch
 from engine_runs import attach
 from plain_torch import tiny_model, token_batches
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from versions import enable_checkpointing
 
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.streaming import proxy
@@ -138,11 +140,11 @@ def test_gradient_checkpointing_stays_off_in_a_proxy_and_is_said_once(caplog: py
     engine = attach(model)
     layer = model.model.layers[0]
     assert layer.gradient_checkpointing is False
-    model.gradient_checkpointing_enable()
+    enable_checkpointing(model)
     assert not any(layer.gradient_checkpointing for layer in model.model.layers)
-    assert caplog.text.count("gradient_checkpointing is left off") == 1
+    assert caplog.text.count("(gradient_checkpointing) is left off") == 1
     engine.close()
-    model.gradient_checkpointing_enable()
+    enable_checkpointing(model)
     assert model.model.layers[0].gradient_checkpointing is True
 
 
@@ -191,3 +193,54 @@ def test_a_layer_that_keeps_gradient_checkpointing_in_itself_has_it_off_in_a_pro
     assert copy.deepcopy(layer).gradient_checkpointing is True
     remove_proxy(layer, forward)
     assert layer.gradient_checkpointing is True
+
+
+class Checkpointed(nn.Module):
+    """Checkpoints what it wraps in its own forward, as models of older transformers do and parts of some layers."""
+
+    def __init__(self, inner: nn.Module, runs: list[str]) -> None:
+        super().__init__()
+        self.inner = inner
+        self.gradient_checkpointing = False
+        self.runs = runs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs.append(type(self.inner).__name__)
+        return checkpoint(self.inner, x, use_reentrant=False) if self.gradient_checkpointing else self.inner(x)
+
+
+class Block(nn.Sequential):
+    """A layer that streams."""
+
+
+@pytest.mark.usefixtures("clean_note")
+@pytest.mark.parametrize("when", ["before", "after", "after a step"])
+def test_models_and_parts_of_layers_that_checkpoint_by_themselves_recompute_once(
+    when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs: list[str] = []
+    blocks = [Block(Checkpointed(nn.Linear(4, 4), runs), nn.Tanh()) for _ in range(2)]
+    model = Checkpointed(nn.Sequential(*blocks), runs)
+    parts = [module for module in model.modules() if isinstance(module, Checkpointed)]
+
+    def switch_on() -> None:
+        for part in parts:
+            part.gradient_checkpointing = True
+
+    if when == "before":
+        switch_on()
+    engine = attach(model, bf16=False, layer_classes=["Block"])
+    if when == "after":
+        switch_on()
+    x = torch.arange(4.0).unsqueeze(0)
+    model(x).sum().backward()  # the plan has been made for such a batch
+    if when == "after a step":
+        switch_on()
+    runs.clear()
+    loss = model(x).sum()
+    assert runs == ["Sequential", "Linear", "Linear"]
+    loss.backward()
+    assert runs == ["Sequential"] + 4 * ["Linear"], "each layer again, and nothing a third time"
+    assert not any(part.gradient_checkpointing for part in parts)
+    assert caplog.text.count("is left off in them") == 1
+    engine.close()

@@ -1,0 +1,172 @@
+"""Writing files that must be complete or absent: free space, a staging folder, flushing, one line on what the disk refused."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from megatrain_accelerate.errors import DiskError
+from megatrain_accelerate.units import format_bytes
+
+REPLACED = ".replaced"
+"""Ends the name of a folder that was moved aside for a newer one of the same name."""
+
+_REFUSED_FLUSHES = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM, errno.EISDIR)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_DISK_FAULTS = (
+    *_NO_ROOM,
+    *(errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE, errno.EEXIST, errno.ENOTDIR),
+)
+_PROBE_BYTES = 1 << 20
+
+
+def existing_part(path: Path) -> Path:
+    """The path itself, or the nearest above it that exists."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if os.path.exists(place))  # False also where looking is forbidden
+
+
+def require_free_bytes(folder: Path, parts: dict[str, int], what: str, remedy: str) -> None:
+    """Refuses to write what the file system has no room for. One that doesn't tell its size isn't checked.
+
+    Args:
+        folder: where it will lie; needn't exist yet.
+        parts: the bytes that it is made of, by what they hold.
+        what: the subject of the message.
+        remedy: a sentence of what helps, for the message.
+
+    Raises:
+        DiskError: with what is needed, what is free, and where.
+    """
+    needed, usage = sum(parts.values()), shutil.disk_usage(existing_part(folder))
+    if usage.total == 0 or needed <= usage.free:
+        return
+    split = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
+    raise DiskError(
+        errno.ENOSPC,
+        f"{what} takes {format_bytes(needed)} ({split}), and {format_bytes(usage.free)} are free in {folder}. {remedy}",
+    )
+
+
+@contextlib.contextmanager
+def _faults_explained(folder: Path, what: str, remedy: str) -> Iterator[None]:
+    """Says in one line what the disk refused while the body wrote to it: torch and safetensors hide or bury it."""
+    try:
+        yield
+    except DiskError:
+        raise
+    except (OSError, RuntimeError, SafetensorError) as error:
+        number = error.errno if isinstance(error, OSError) else _writing_fault(folder)
+        if number not in _DISK_FAULTS:
+            raise
+        file = getattr(error, "filename", None)
+        where = file if file and not Path(os.fsdecode(file)).is_relative_to(folder) else folder
+        free = format_bytes(shutil.disk_usage(existing_part(folder)).free)
+        remedy = remedy if number in _NO_ROOM else "Name a folder that can be written to."
+        raise DiskError(number, f"{what} can't be written: {os.strerror(number)}: {where} ({free} free). {remedy}") from error
+
+
+def _writing_fault(folder: Path) -> int | None:
+    """The error number of writing a little to the folder; None if that works."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(_PROBE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        return error.errno
+    return None
+
+
+def flush_file(path: Path) -> None:
+    """Waits until a file's content is on the disk.
+
+    Raises:
+        OSError: the disk can't take it.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_folder(path: Path) -> None:
+    """Waits until the names in a folder are on the disk, where the file system can be asked for that."""
+    try:
+        flush_file(path)
+    except OSError as error:
+        if error.errno not in _REFUSED_FLUSHES:
+            raise
+
+
+@contextlib.contextmanager
+def staging_folder(parent: Path, prefix: str, what: str, remedy: str) -> Iterator[Path]:
+    """Makes a fresh folder below ``parent`` for the body; it is removed afterwards, and so are folders that dead runs left.
+
+    What can't be removed (files that are still mapped, on NFS) stays until a later call. Folders of live processes are
+    left alone, if the file system supports locks on folders.
+
+    Args:
+        parent: is made if it isn't there.
+        prefix: of the folder's name, and of those that earlier runs left.
+        what: the subject of the error's message: what is written here.
+        remedy: a sentence of what helps where there is no room, for the message.
+
+    Raises:
+        DiskError: the disk refused the folder, or a write in the body. Other errors of the body pass through.
+    """
+    with _faults_explained(parent, what, remedy):
+        parent.mkdir(parents=True, exist_ok=True)
+        for left in [path for path in parent.iterdir() if path.name.startswith(prefix)]:
+            with _locked(left) as is_mine:
+                if is_mine:
+                    _discard(left)
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    with _locked(folder):
+        # Another process may have taken the fresh folder for a dead run's before it was locked.
+        folder.mkdir(exist_ok=True)
+        try:
+            with _faults_explained(parent, what, remedy):
+                yield folder
+        finally:
+            _discard(folder)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Holds the folder's lock while the body runs. Yields False if another process holds it, True if there are no locks."""
+    descriptor = None
+    try:
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:
+            pass  # NFS locks no folders
+        yield True
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _discard(staging: Path) -> None:
+    """Removes a staging folder as far as possible. A folder that was moved aside goes back if no new one took its place."""
+    for replaced in staging.glob(f"*{REPLACED}"):
+        target = staging.parent / replaced.name.removesuffix(REPLACED)
+        if not target.exists():
+            try:
+                os.rename(replaced, target)
+            except OSError:
+                return  # it may be the only copy: a later call tries again
+    shutil.rmtree(staging, ignore_errors=True)

@@ -1,0 +1,549 @@
+"""A streamed layer in autograd's graph: it runs as it is, with views of a slot as weights.
+
+The scheme is FSDP2's (``torch/distributed/fsdp/_fully_shard``), but the weights lie in slots that layers share. Autograd saves
+places in a slot instead of weights (:mod:`.saved_tensors`); in backward the first saved tensor that is read brings the layer
+into a slot again, and a hook on the layer's inputs tells when all of its backward has been issued. Whether activations are
+kept, offloaded or computed anew (``torch.utils.checkpoint``) decides what is saved, not how the layer runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from megatrain_accelerate.errors import StateError, UnsupportedError
+from megatrain_accelerate.streaming.activation_offload import inputs_offloaded
+from megatrain_accelerate.streaming.ambient_state import AmbientState, RandomState
+from megatrain_accelerate.streaming.call_order import Tape
+from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache
+from megatrain_accelerate.streaming.device_slots import WeightSlot
+from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.layer_function import RunContext, trained_now
+from megatrain_accelerate.streaming.nested_tensors import map_tensors
+from megatrain_accelerate.streaming.prefetch import Lease
+from megatrain_accelerate.streaming.saved_tensors import SavedTensors
+from megatrain_accelerate.streaming.shared_mappings import SharedMappings, WatchedArguments, no_writes_to
+from megatrain_accelerate.streaming.written_buffers import BufferValues, buffers_as_before
+
+_current_task = torch._C._current_graph_task_id
+
+
+class HoldsWeightsError(Exception):
+    """A layer's graph refers to its weights in a way that can't be replaced: it has to be a node of its own."""
+
+
+class CallState(enum.Enum):
+    """Where a call of a layer is."""
+
+    FORWARD = "forward"
+    """Its kernels are being issued."""
+    WAITING = "waiting"
+    """The graph holds it; no backward is in it."""
+    BACKWARD = "backward"
+    """A backward has begun with it."""
+    DONE = "done"
+    """That backward has brought all its gradients."""
+
+
+_ALLOWED = {
+    (CallState.FORWARD, CallState.WAITING),
+    (CallState.WAITING, CallState.BACKWARD),
+    (CallState.BACKWARD, CallState.DONE),
+    (CallState.BACKWARD, CallState.WAITING),
+    (CallState.DONE, CallState.WAITING),
+}
+
+
+class _Argument:
+    """Stands for a tensor among the arguments of a checkpoint, which is given the tensors one by one."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+class GraphCall:
+    """One call of a layer, from its forward to the last backward through it.
+
+    Owner: the graph, by way of the leaves, of what is saved and of the hooks on the layer's inputs. It holds none of
+    them itself, so that it goes when the graph goes.
+
+    Args:
+        calls: of the engine.
+        layer: that is called.
+        tape, position: the call on its forward pass.
+    """
+
+    def __init__(self, calls: GraphCalls, layer: StreamedLayer, tape: Tape, position: int) -> None:
+        self.calls = calls
+        self.layer = layer
+        self.tape = tape
+        self.position = position
+        self.open_forward = tape.open_forward()
+        self.state = CallState.FORWARD
+        self.task = -1
+        """Number of the backward (autograd's graph task) that the state is about."""
+        self.version = -1
+        """The unit's, in forward."""
+        self._leaves: list[tuple[int, weakref.ref[torch.Tensor]]] = []
+        """For each weight that was trained in forward: its place among the unit's trainable ones, and the leaf."""
+        self.holds_weights = False
+        """Whether something of the forward besides the leaves still refers to the slot: its backward would read another
+        layer's weights there. A function of the user's own does that which keeps a weight in an attribute of its context."""
+        self._running_slot: WeightSlot | None = None
+        """The slot in which it runs forward."""
+        self._is_compiled = False
+        self._offloads = False
+        self._is_checked = False
+        """Whether this backward has found the forward's weights."""
+        self._trained: list[bool] = trained_now(layer)
+        """Which weights are trained in forward, in entry order."""
+
+    def move_to(self, state: CallState) -> None:
+        """The one place where a call changes its state.
+
+        Raises:
+            StateError: the move isn't allowed; the message names both states.
+        """
+        if (self.state, state) not in _ALLOWED:
+            raise StateError(f"a call of layer {self.layer.name} can't go from {self.state.value!r} to {state.value!r}")
+        self.state = state
+
+    # ------------------------------------------------------------------ forward
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the layer with the slot's weights as this call's leaves."""
+        context, layer = self.calls.context, self.layer
+        slot = context.acquire_forward(layer, self.tape, self.position, True)
+        try:
+            self._running_slot = slot
+            uses = slot.uses_with(layer.unit.layout)
+            watched: dict[int, torch.Tensor] = {}
+            args, kwargs = map_tensors(lambda tensor: self._watched(tensor, watched), (args, kwargs))
+            self.version = layer.unit.version
+            weights = self._take_leaves(slot)
+            if not watched:
+                self._watch_leaves(weights)
+            self._is_compiled = context.compiled.wants(layer)
+            with (
+                record_function(f"megatrain::forward ({layer.name})"),
+                self.calls.running(self, slot),
+                without_autocast_cache(),
+            ):
+                output = self._run_by_policy(weights, args, kwargs)
+                output = map_tensors(lambda tensor: self._handed_out(tensor, watched), output)
+            del weights
+            leaves = sum(leaf() is not None for _, leaf in self._leaves)
+            self.holds_weights = slot.uses_with(layer.unit.layout) > uses + leaves
+            return output
+        finally:
+            self._running_slot = None
+            context.prefetcher.release(slot)
+            self.move_to(CallState.WAITING)
+
+    def _watched(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Has :meth:`_all_issued` called when the tensor's gradient is known: nothing of this layer is left to run then,
+        since autograd runs what was computed later first."""
+        if not tensor.requires_grad or tensor.device != self.calls.context.device:
+            return tensor
+        if id(tensor) not in watched:
+            # A leaf lives on, and hooks on it would pile up.
+            through = tensor.view_as(tensor) if tensor.is_leaf else tensor
+            # Weakly: the graph below the layer may live longer than the layer's own.
+            through.register_hook(functools.partial(_all_issued, weakref.ref(self)))
+            watched[id(tensor)] = watched[id(through)] = through
+        return watched[id(tensor)]
+
+    def _take_leaves(self, slot: WeightSlot) -> list[torch.Tensor]:
+        weights = self._leaves_in(slot)
+        row = 0
+        for state, weight in zip(self.layer.unit.states, weights, strict=True):
+            if weight.requires_grad:
+                self._leaves.append((row, weakref.ref(weight)))
+                weight._megatrain_call = self  # type: ignore[attr-defined]
+            row += state.entry.spec.trainable
+        return weights
+
+    def _leaves_in(self, slot: WeightSlot) -> list[torch.Tensor]:
+        """The layer's weights in the slot, in entry order, as leaves; each with a version of its own (``data``)."""
+        views = slot.views(self.layer.unit.layout)
+        return [view.data.requires_grad_(flag) for view, flag in zip(views, self._trained, strict=True)]
+
+    def _watch_leaves(self, weights: list[torch.Tensor]) -> None:
+        """No input will tell that the layer's backward is over: its leaves do."""
+
+        hook = functools.partial(_leaf_arrived, weakref.ref(self))
+        for weight in weights:
+            if weight.requires_grad:
+                weight.register_post_accumulate_grad_hook(hook)
+
+    def _run_by_policy(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        context, layer = self.calls.context, self.layer
+        context.activations.run_begins()
+        self._offloads = context.offloads(layer)
+        if not self._offloads and not context.keeps(layer):
+            return self._run_to_recompute(weights, args, kwargs)
+        offloaded = None
+        if self._offloads:
+            stay: list[torch.Tensor] = list(layer.module.buffers())
+            map_tensors(stay.append, (args, kwargs))
+            offloaded = context.activations.record(layer.name, stay)
+        with layer.bound(weights), SavedTensors(self.calls.reader_at, offloaded).recording():
+            output = self._run_layer(args, kwargs)
+        if offloaded is not None:
+            context.activations.send(offloaded, self.tape, self.position)
+        return output
+
+    def _run_layer(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool = False) -> Any:
+        if self._is_compiled:
+            return self.calls.context.compiled.run(self.layer, args, kwargs, is_recompute=is_recompute)
+        return self.layer.run(args, kwargs)
+
+    def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        context, layer, recorder = self.calls.context, self.layer, self.calls.context.recorder
+        # What it writes into a mapping the recompute writes too, into one of its own.
+        shared = SharedMappings(args, kwargs)
+        others = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, torch.Tensor)]
+        arguments_before = WatchedArguments(layer.name, args, kwargs, others)
+        ambient = AmbientState(context.device, layer.module)
+        tensors: list[torch.Tensor] = []
+
+        def take(tensor: torch.Tensor) -> _Argument:
+            tensors.append(tensor)
+            return _Argument(len(tensors) - 1)
+
+        arguments = map_tensors(take, (shared.args, shared.kwargs))
+        before: list[BufferValues] = []
+        # What the first run binds; nobody holds it afterwards but the graph.
+        first: list[list[torch.Tensor]] = [weights]
+        token = recorder.start(None) if recorder is not None and self._is_compiled else None
+
+        def body(*given: torch.Tensor) -> Any:
+            args, kwargs = map_tensors(lambda argument: given[argument.position], arguments, _Argument)
+            saved = SavedTensors(self.calls.reader_at)
+            if first:
+                with layer.bound(first.pop()), saved.recording(), layer.buffers.watched(before):
+                    return self._run_layer(args, kwargs)
+            with (
+                self._pinned() as slot,
+                self.calls.running(self, slot),
+                layer.bound(self._leaves_in(slot)),
+                ambient.entered(),
+                saved.recording(),
+                buffers_as_before(before[0]),
+                record_function(f"megatrain::recompute ({layer.name})"),
+            ):
+                replay = recorder.start(token) if recorder is not None and token is not None else None
+                try:
+                    return self._run_layer(args, kwargs, is_recompute=True)
+                finally:
+                    if recorder is not None and replay is not None:
+                        recorder.finish(replay)
+
+        leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if context.offloads_inputs(layer):
+            self._offloads = True
+            leaving = inputs_offloaded(context.activations, layer.name, tensors, self.tape, self.position)
+        with no_writes_to(tensors, layer.name), leaving:
+            # Random numbers, autocast and modes are put back by the body, those of Python and NumPy too.
+            output = checkpoint(body, *tensors, use_reentrant=False, preserve_rng_state=False)
+        arguments_before.refuse_written()
+        if recorder is not None and token is not None:
+            recorder.publish(token, recorder.finish(token))
+        return shared.take_back(output)
+
+    def _handed_out(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
+        """What the layer returns doesn't lie in its slot, and tells when its backward begins."""
+        if tensor.layout is torch.strided and self.calls.reader_at(tensor.untyped_storage().data_ptr()) is not None:
+            tensor = tensor.clone()
+        if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in watched:
+            tensor.register_hook(self._begins)
+        return tensor
+
+    # ------------------------------------------------------------------ backward
+
+    def _begins(self, _: torch.Tensor) -> None:
+        if self.state is not CallState.FORWARD:
+            self.slot()
+
+    def _begin(self) -> None:
+        task = _current_task()
+        if self.task == task:
+            return
+        if self.task != -1:
+            self._leave_task()
+        self.move_to(CallState.BACKWARD)
+        self.task = task
+        self.calls.context.backward_begins()
+        self.calls.begin(self, task)
+        if self._offloads:
+            self.calls.context.activations.bring_back(self.tape, self.position, 0)
+
+    def _leave_task(self) -> None:
+        """Another backward comes: one within the one before, or that one has failed."""
+        found = self._take_gradients()
+        if found and self.calls.is_alive(self.task):
+            self.calls.add_up(self.task, self.layer, found)
+        self.forget()
+
+    def slot(self) -> WeightSlot:
+        """The slot with the layer's weights, for kernels that are issued now.
+
+        Raises:
+            StateError: the weights aren't those of the forward any more.
+        """
+        if self._running_slot is not None:  # a backward within the layer's own forward
+            return self._running_slot
+        self._begin()
+        prefetcher = self.calls.context.prefetcher
+        lease = prefetcher.lease_of(self.layer)
+        if lease is None:
+            lease = self._take_lease()
+        elif not self._is_checked:
+            # The leases of two calls of one layer are one, and so are their weights.
+            self.layer.require_version(self.version)
+        self._is_checked = True
+        prefetcher.touch(lease.slot)
+        return lease.slot
+
+    def _take_lease(self) -> Lease:
+        layer, context = self.layer, self.calls.context
+        layer.require_version(self.version)  # a closed engine has no slots left
+        lease = context.lease_backward(layer, self.tape, self.position)
+        try:
+            layer.require_version(self.version)  # of weights that were written since, which are taken over by now
+            # A checkpoint inside the layer reads its weights when it computes anew.
+            lease.leaves = self._leaves_in(lease.slot)
+            lease.until_end.enter_context(layer.bound(lease.leaves))
+        except BaseException:
+            context.prefetcher.end_lease(layer.index)
+            raise
+        return lease
+
+    @contextlib.contextmanager
+    def _pinned(self) -> Iterator[WeightSlot]:
+        """The slot, which no other layer can take while the body runs."""
+        slot = self.slot()
+        slot.users += 1
+        try:
+            yield slot
+        finally:
+            self.calls.context.prefetcher.release(slot)
+
+    def _is_complete(self) -> bool:
+        """Whether all leaves that the graph still holds have their gradients: autograd brings each at once."""
+        return all(leaf is None or leaf.grad is not None for leaf in (found() for _, found in self._leaves))
+
+    def all_issued(self) -> None:
+        """Everything of the layer's backward has been issued, as far as a hook can tell."""
+        if self.state is CallState.FORWARD:
+            return
+        self._begin()
+        if self.state is CallState.BACKWARD and self._is_complete():
+            self._deliver_gradients()
+            self.move_to(CallState.DONE)
+        self._end_lease()
+
+    def leaf_arrived(self) -> None:
+        """A leaf has its gradient, of a call whose inputs have none."""
+        if self.state is not CallState.FORWARD:
+            self._begin()
+            if self._is_complete():
+                self.all_issued()
+
+    def finish(self) -> None:
+        """The backward is over: gradients of which no input told go too."""
+        if self.state is CallState.BACKWARD:
+            self._deliver_gradients()
+        self.forget()
+
+    def forget(self) -> None:
+        """No backward is in this call."""
+        self._end_lease()
+        self.task = -1
+        if self.state is not CallState.WAITING:
+            self.move_to(CallState.WAITING)
+
+    def discard(self) -> None:
+        """Gradients that a backward left which didn't end count for nothing."""
+        self._take_gradients()
+        self.forget()
+
+    def _end_lease(self) -> None:
+        self.calls.context.prefetcher.end_lease(self.layer.index)
+        self._is_checked = False
+
+    def _take_gradients(self) -> dict[int, torch.Tensor]:
+        taken: dict[int, torch.Tensor] = {}
+        leaves = [(row, found()) for row, found in self._leaves]
+        lease = self.calls.context.prefetcher.leases.get(self.layer.index)
+        if lease is not None:
+            # Of a checkpoint inside the layer that runs a backward of its own.
+            trainable = [
+                weight
+                for weight, state in zip(lease.leaves, self.layer.unit.states, strict=True)
+                if state.entry.spec.trainable
+            ]
+            leaves += enumerate(trainable)
+        for row, leaf in leaves:
+            if leaf is None or leaf.grad is None:
+                continue
+            gradient, leaf.grad = leaf.grad, None
+            taken[row] = taken[row] + gradient if row in taken else gradient
+        return taken
+
+    def _deliver_gradients(self) -> None:
+        taken = self._take_gradients()
+        if not taken:
+            return
+        if any(gradient.requires_grad for gradient in taken.values()):
+            raise UnsupportedError(
+                f"layer {self.layer.name}: a backward with create_graph=True gives its parameters gradients that can be "
+                "differentiated, which can't leave the device; use torch.autograd.grad(..., create_graph=True) on inputs "
+                "or outputs of layers instead"
+            )
+        if self.tape.calls.count(self.layer.index) > 1:
+            self.calls.add_up(self.task, self.layer, taken)
+        else:
+            self.calls.send(self.layer, taken)
+
+    def settle(self) -> None:
+        """Sends gradients that no hook has told of: of a tensor, say, that depends on weights alone and wasn't returned."""
+        if self.state is CallState.WAITING:
+            self.calls.send(self.layer, self._take_gradients())
+
+
+def _all_issued(call: weakref.ref[GraphCall], _: torch.Tensor) -> None:
+    if (found := call()) is not None:
+        found.all_issued()
+
+
+def _leaf_arrived(call: weakref.ref[GraphCall], _: torch.Tensor) -> None:
+    if (found := call()) is not None:
+        found.leaf_arrived()
+
+
+class GraphCalls:
+    """The calls of all layers of one engine that are in autograd's graph.
+
+    Args:
+        context: what a call needs of the engine.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self.context = context
+        self._running: dict[int, GraphCall] = {}
+        """The calls that compute, by where their slots begin."""
+        self._tried: set[int] = set()
+        """Indices of layers that were found to leave nothing in their slots."""
+        self._alive: weakref.WeakSet[GraphCall] = weakref.WeakSet()
+        self._tasks: dict[int, list[GraphCall]] = {}
+        """The calls that a backward has come to, by its number."""
+        self._sums: dict[tuple[int, int], tuple[StreamedLayer, dict[int, torch.Tensor]]] = {}
+        """Gradients of layers that run several times in one forward, by the backward's number and the layer's index."""
+
+    def run(self, layer: StreamedLayer, tape: Tape, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a layer so that its graph can be differentiated.
+
+        Raises:
+            HoldsWeightsError: its graph can't be separated from its weights, which the first call finds out. Random
+                numbers and buffers are as before.
+        """
+        call = GraphCall(self, layer, tape, position)
+        self._alive.add(call)
+        if layer.index in self._tried:
+            return call.run(args, kwargs)
+        random_numbers, buffers = RandomState(self.context.device), list[BufferValues]()
+        with layer.buffers.watched(buffers):
+            output = call.run(args, kwargs)
+        if call.holds_weights:
+            random_numbers.put_back()
+            for owner, name, value in buffers[0]:
+                owner._buffers[name] = value
+            raise HoldsWeightsError
+        self._tried.add(layer.index)
+        return output
+
+    @contextlib.contextmanager
+    def running(self, call: GraphCall, slot: WeightSlot) -> Iterator[None]:
+        """The call computes with the slot while the body runs."""
+        before = self._running.get(slot.address)
+        self._running[slot.address] = call
+        try:
+            yield
+        finally:
+            if before is None:
+                del self._running[slot.address]
+            else:
+                self._running[slot.address] = before
+
+    def reader_at(self, address: int) -> GraphCall | None:
+        """The call that computes with the slot at this address; None for other memory.
+
+        Raises:
+            StateError: none does: another layer's weights may soon lie there.
+        """
+        call = self._running.get(address)
+        if call is None and address in self.context.prefetcher.at_address:
+            raise StateError(
+                "a weight of a streamed layer is used outside the layer's forward, where another layer's may lie in its "
+                "place; use the parameter itself, or set megatrain_config.layer_classes to larger blocks"
+            )
+        return call
+
+    def begin(self, call: GraphCall, task: int) -> None:
+        """A backward has come to the call."""
+        self._tasks.setdefault(task, []).append(call)
+
+    def send(self, layer: StreamedLayer, found: dict[int, torch.Tensor]) -> None:
+        """Sends gradients to ``parameter.grad``.
+
+        Args:
+            layer: whose they are.
+            found: by place among the layer's trainable parameters.
+        """
+        if found:
+            # One that was frozen since the forward takes no gradient.
+            gradients = [
+                found.get(row) if state.parameter.requires_grad else None for row, state in enumerate(layer.trainable)
+            ]
+            self.context.offloader.offload(layer, gradients)
+
+    def add_up(self, task: int, layer: StreamedLayer, found: dict[int, torch.Tensor]) -> None:
+        """Adds gradients to those of the layer's other calls in one backward, as autograd does before it accumulates."""
+        _, sums = self._sums.setdefault((task, layer.index), (layer, {}))
+        for row, gradient in found.items():
+            sums[row] = sums[row].add_(gradient) if row in sums else gradient
+
+    def finish(self, task: int) -> None:
+        """A backward is over."""
+        for call in self._tasks.pop(task, ()):
+            if call.task == task:
+                call.finish()
+        for key in [key for key in self._sums if key[0] == task]:
+            self.send(*self._sums.pop(key))
+
+    def is_alive(self, task: int) -> bool:
+        """Whether a backward is under way."""
+        return task in self._tasks
+
+    def fail(self, task: int) -> None:
+        """A backward has failed: what it left counts for nothing."""
+        for call in self._tasks.pop(task, ()):
+            if call.task == task:
+                call.discard()
+        for key in [key for key in self._sums if key[0] == task]:
+            del self._sums[key]
+
+    def settle(self) -> None:
+        """Before gradients are read as a whole: takes those of which no hook has told."""
+        for call in list(self._alive):
+            call.settle()

@@ -1,0 +1,42 @@
+"""Tensors within arguments and results: tuples, lists, dicts and dataclasses are looked through, other objects aren't."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def map_tensors(change: Callable[[Any], Any], value: Any, kind: type | tuple[type, ...] = torch.Tensor) -> Any:
+    """Replaces each tensor by what ``change`` returns for it. A container in which nothing changes keeps its identity.
+
+    Args:
+        change: called with each object of ``kind``, in order.
+        value: tensors, containers of tensors, or anything else, which stays.
+        kind: what counts as a tensor.
+    """
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(change, item, kind) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        found = {key: map_tensors(change, item, kind) for key, item in value.items()}
+        changed = {key: item for key, item in found.items() if item is not value[key]}
+        if changed:
+            value = copy.copy(value)
+            for key, item in changed.items():
+                value[key] = item
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        found = {field.name: map_tensors(change, getattr(value, field.name), kind) for field in dataclasses.fields(value)}
+        changed = {name: item for name, item in found.items() if item is not getattr(value, name)}
+        if changed:
+            value = copy.copy(value)
+            for name, item in changed.items():
+                object.__setattr__(value, name, item)
+    return value

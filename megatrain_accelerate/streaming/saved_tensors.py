@@ -1,0 +1,104 @@
+"""What autograd saves of a layer that stays in its graph: weights as places in a slot, the rest checked as autograd would.
+
+``saved_tensors_hooks`` put an object of ours where autograd would hold a tensor. A view of a slot is saved as the place where
+it lies and read again from whatever slot holds the layer when its backward comes. Hooks switch off autograd's own check that
+nobody wrote to a saved tensor, and hide the hooks of whoever is around the layer (activation checkpointing,
+``save_on_cpu``): both are made good here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatrain_accelerate.streaming.activation_offload import ParcelPlace, Recording
+from megatrain_accelerate.streaming.device_slots import WeightSlot
+
+
+class SlotReader(Protocol):
+    """A call of a layer, as far as it matters here."""
+
+    def slot(self) -> WeightSlot:
+        """The slot that holds the layer's weights now; within a backward only."""
+
+
+class SlotPlace(NamedTuple):
+    """A view of a layer's slot, without the slot."""
+
+    reader: SlotReader
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> torch.Tensor:
+        """The view of the slot that holds the layer now."""
+        view = self.reader.slot().view(self.dtype, self.shape, self.stride, self.offset)
+        # The graph of a gradient that is itself differentiated must not hold a slot.
+        return view.clone() if torch.is_grad_enabled() else view
+
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class SavedTensors:
+    """The hooks under which one run of a layer saves what its backward needs.
+
+    Args:
+        reader_at: the call to whose slot the memory at an address belongs; None for other memory.
+        offloaded: collects what goes to the host; None where it stays on the device.
+    """
+
+    def __init__(self, reader_at: Callable[[int], SlotReader | None], offloaded: Recording | None = None) -> None:
+        self._reader_at = reader_at
+        self._offloaded = offloaded
+
+    def recording(self) -> saved_tensors_hooks:
+        """Autograd saves what the body computes. To be entered anew for each body: only the innermost hooks act."""
+        outer: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if outer is None:
+            return saved_tensors_hooks(self._pack, _unpack)
+        outer_pack, outer_unpack = outer
+
+        def pack(tensor: torch.Tensor) -> Any:
+            return self._place(tensor) or outer_pack(tensor)
+
+        def unpack(packed: Any) -> torch.Tensor:
+            return packed.tensor() if type(packed) is SlotPlace else outer_unpack(packed)
+
+        return saved_tensors_hooks(pack, unpack)
+
+    def _place(self, tensor: torch.Tensor) -> SlotPlace | None:
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except (RuntimeError, NotImplementedError):  # sparse ones and wrappers around others have no memory of their own
+            return None
+        reader = self._reader_at(address)
+        if reader is None:
+            return None
+        return SlotPlace(reader, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        place = self._place(tensor)
+        if place is not None:
+            return place
+        if tensor.grad_fn is not None:
+            # Its own node may be the one that saves it (softmax): a cycle that no garbage collector sees.
+            tensor = tensor.detach()
+        away = None if self._offloaded is None else self._offloaded.place(tensor)
+        return (tensor, tensor._version) if away is None else away
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    if type(packed) is SlotPlace or type(packed) is ParcelPlace:
+        return packed.tensor()
+    tensor: torch.Tensor = packed[0]
+    if tensor._version != packed[1]:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {packed[1]} instead"
+        )
+    return tensor

@@ -1,0 +1,215 @@
+"""What a person sees while a Trainer runs: short lines, and bars where they can be drawn."""
+
+from __future__ import annotations
+
+import ast
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fresh_process import clean_environment
+from trainer_runs import TrainerRun, examples, make_arguments, plugin, run_trainer, tiny_llama
+from transformers import Trainer, TrainerCallback
+
+FIGURES = {"tokens_per_second", "gpu_gib", "host_gib"}
+
+
+class Tracker(TrainerCallback):
+    """Keeps what trackers get; user's callbacks come after those of the trackers and before the printer."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.seen.append(dict(logs))
+
+
+def ours(logs: dict[str, Any]) -> set[str]:
+    return {name.removeprefix("megatrain/") for name in logs if name.startswith("megatrain/")}
+
+
+def training_lines(printed: str) -> list[dict[str, Any]]:
+    entries = [ast.literal_eval(line) for line in re.findall(r"\{.*\}", printed)]
+    return [entry for entry in entries if "loss" in entry]
+
+
+def run_with_tracker(tmp_path: Path, trainer_class: type[Trainer] = Trainer, **arguments: Any) -> tuple[TrainerRun, Tracker]:
+    tracker = Tracker()
+    run = run_trainer(
+        tiny_llama,
+        tmp_path,
+        streamed=True,
+        options=lambda model: {"callbacks": [tracker], "eval_dataset": examples(2)},
+        trainer_class=trainer_class,
+        **{"max_steps": 3, **arguments},
+    )
+    return run, tracker
+
+
+@pytest.mark.parametrize("disable_tqdm", [False, True])
+def test_a_line_on_the_console_shows_stock_entries_and_three_figures_at_most(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], disable_tqdm: bool
+) -> None:
+    run_trainer(tiny_llama, tmp_path / "stock", streamed=False, max_steps=3, disable_tqdm=disable_tqdm)
+    stock = training_lines(capsys.readouterr().out)
+    run, tracker = run_with_tracker(tmp_path / "streamed", disable_tqdm=disable_tqdm)
+    lines = training_lines(capsys.readouterr().out)
+    assert [line.keys() - FIGURES for line in lines] == [line.keys() for line in stock]
+    assert [line["loss"] for line in lines] == [line["loss"] for line in stock]
+    for line in lines:
+        assert line.keys() & FIGURES == {"tokens_per_second", "host_gib"}, "all but the GPU's, which the CPU has not"
+    # Trackers and the history have everything.
+    history = [entry for entry in run.trainer.state.log_history if "loss" in entry]
+    tracked = [entry for entry in tracker.seen if "loss" in entry]
+    for line, logged, entry in zip(lines, history, tracked, strict=True):
+        assert ours(logged) == ours(entry) >= {"tokens_per_second", "host_peak_gib", "h2d_gb", "bound_share_compute"}
+        assert float(line["tokens_per_second"]) == pytest.approx(entry["megatrain/tokens_per_second"], rel=1e-3)
+        assert not FIGURES & (logged.keys() | entry.keys())
+
+
+def test_a_figure_of_the_scripts_own_keeps_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Own(Trainer):
+        def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            super().log({**logs, "host_gib": "mine"}, *args, **kwargs)
+
+    run_with_tracker(tmp_path, Own)
+    assert [line["host_gib"] for line in training_lines(capsys.readouterr().out)] == ["mine"] * 3
+
+
+def test_the_tables_of_trl_are_as_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    callbacks = pytest.importorskip("trl.trainer.callbacks", reason="TRL isn't installed")
+    pytest.importorskip("rich")
+    with plugin():
+        args = make_arguments(tmp_path, max_steps=2)
+        trainer = Trainer(
+            model=tiny_llama(), args=args, train_dataset=examples(), callbacks=[callbacks.RichProgressCallback()]
+        )
+        trainer.train()
+    printed = capsys.readouterr().out
+    assert "tokens_per_second" in printed
+    assert "bound_share" not in printed
+
+
+def renamed(logs: dict[str, Any]) -> dict[str, Any]:
+    return {{"loss": "embedding_loss"}.get(name, name): value for name, value in logs.items()}
+
+
+def nested(logs: dict[str, Any]) -> dict[str, Any]:
+    return {"train": logs} if "loss" in logs else logs
+
+
+@pytest.mark.parametrize("change", [renamed, nested])
+def test_a_loss_by_another_name_is_logged_with_the_figures(tmp_path: Path, change: Any) -> None:
+    class Changed(Trainer):
+        def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            super().log(change(logs), *args, **kwargs)
+
+    run, _ = run_with_tracker(tmp_path, Changed, eval_strategy="steps", eval_steps=1)
+    history = run.trainer.state.log_history
+    training = [entry for entry in history if "embedding_loss" in entry or "train" in entry]
+    assert len(training) == 3
+    assert all(entry["megatrain/tokens_per_second"] > 0 for entry in training)
+    others = [entry for entry in history if entry not in training]
+    assert len(others) == 4, "three evaluations and the summary"
+    assert not any(ours(entry) for entry in others)
+
+
+def test_what_a_script_logs_within_a_step_takes_no_figures_from_the_trainers_entry(tmp_path: Path) -> None:
+    class Chatty(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            self.log({"auxiliary_loss": 1.0})
+            return super().compute_loss(*args, **kwargs)
+
+    run, _ = run_with_tracker(tmp_path, Chatty, max_steps=4, logging_steps=2)
+    history = run.trainer.state.log_history
+    assert not any(ours(entry) for entry in history if "auxiliary_loss" in entry)
+    first, second = (entry for entry in history if "loss" in entry)
+    assert ours(first) >= ours(second) > {"tokens_per_second"}
+
+
+def test_two_entries_of_one_step_have_the_same_figures(tmp_path: Path) -> None:
+    class Twice(Trainer):
+        def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            if "loss" in logs:
+                super().log({"my_loss": logs["loss"]})
+            super().log(logs, *args, **kwargs)
+
+    run, _ = run_with_tracker(tmp_path, Twice)
+    history = run.trainer.state.log_history
+    pairs = list(zip(*([entry for entry in history if name in entry] for name in ("my_loss", "loss")), strict=True))
+    assert len(pairs) == 3
+    for mine, theirs in pairs:
+        assert ours(mine) == ours(theirs)
+        assert all(mine[f"megatrain/{name}"] == theirs[f"megatrain/{name}"] for name in ours(mine))
+
+
+TRAINING = """
+import sys
+from trainer_runs import examples, make_arguments, tiny_llama
+from transformers import Trainer
+import megatrain_accelerate
+
+megatrain_accelerate.enable()
+changes = {"disable_tqdm": sys.argv[2] == "off", "max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+Trainer(model=tiny_llama(), args=make_arguments(sys.argv[1], **changes), train_dataset=examples()).train()
+"""
+
+
+def run_on_terminal(tmp_path: Path, disable_tqdm: bool, **env: str) -> str:
+    """What a training's process writes to a terminal."""
+    main, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+    written = bytearray()
+
+    def read() -> None:
+        try:
+            while chunk := os.read(main, 4096):
+                written.extend(chunk)
+        except OSError:  # the other end is closed
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        command = (sys.executable, "-c", TRAINING, str(tmp_path), "off" if disable_tqdm else "on")
+        environment = clean_environment(**{"PYTHONPATH": os.pathsep.join(filter(None, paths)), **env})
+        subprocess.run(command, env=environment, stdout=terminal, stderr=terminal, check=True, timeout=300)
+    finally:
+        os.close(terminal)
+        reader.join()
+        os.close(main)
+    return written.decode()
+
+
+def test_bars_are_drawn_on_a_terminal(tmp_path: Path) -> None:
+    assert "megatrain: adopting 3 layers" in run_on_terminal(tmp_path, disable_tqdm=False)
+
+
+@pytest.mark.parametrize(("disable_tqdm", "env"), [(True, {}), (False, {"TQDM_DISABLE": "1"})])
+def test_bars_are_off_where_the_user_switched_bars_off(tmp_path: Path, disable_tqdm: bool, env: dict[str, str]) -> None:
+    written = run_on_terminal(tmp_path, disable_tqdm=disable_tqdm, **env)
+    assert "train_loss" in written
+    assert "megatrain: adopting" not in written
+    assert "megatrain: saving" not in written
+
+
+@pytest.mark.parametrize("bars", ["on", "off"])
+def test_a_log_file_holds_a_line_for_the_model_and_no_fragments_of_bars(tmp_path: Path, bars: str) -> None:
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    command = (sys.executable, "-c", TRAINING, str(tmp_path), bars)
+    environment = clean_environment(PYTHONPATH=os.pathsep.join(filter(None, paths)))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    assert "train_loss" in done.stdout
+    ours = [line for line in done.stderr.splitlines() if "megatrain" in line]
+    count = sum(parameter.numel() for parameter in tiny_llama().parameters())
+    assert ours == [f"megatrain: adopting 3 layers ({count:,} parameters)"]

@@ -1,0 +1,197 @@
+"""Layers with graphs of their own inside, and backwards that begin inside layers or end there: gradients are those of plain
+PyTorch, element by element.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from layer_uses import (
+    PLACEMENTS,
+    RECOMPUTED,
+    Case,
+    Layer,
+    Net,
+    check,
+    each_placement,
+    fails,
+    loss_of,
+    net,
+    one_step,
+    placed,
+    random_rows,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatrain_accelerate.errors import UnsupportedError
+
+
+class ChecksPointsWithABackwardOfItsOwn(Layer):
+    """A part of the layer is under a reentrant checkpoint, whose recompute is differentiated by another backward."""
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        inner = checkpoint(lambda rows: self.activation(self.up(rows * self.scale)), hidden, use_reentrant=True)
+        return hidden + self.down(inner)
+
+
+class Product(torch.autograd.Function):
+    """Keeps what its backward needs in attributes, where no hook sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.rows, ctx.weight = rows.detach(), weight.detach()
+        return rows @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient @ ctx.weight, gradient.t() @ ctx.rows
+
+
+class HidesItsWeight(Layer):
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return hidden + self.down(self.activation(Product.apply(hidden, self.up.weight)))
+
+
+class HidesItsWeightAndCounts(HidesItsWeight):
+    """Writes to a buffer, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        self.calls += 1
+        return super().forward(self.dropout(hidden)) * self.calls
+
+
+class DifferentiatesInside(Layer):
+    def forward(self, hidden: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            output = self.mlp(hidden)
+            (slope,) = torch.autograd.grad(output.sum(), hidden, retain_graph=True)
+        return hidden + output + slope.detach()
+
+
+def backward_within_a_backward(model: Any) -> list[torch.Tensor]:
+    """A hook inside the third layer, when some of its weights have their gradients, differentiates through the layer."""
+    activations: list[torch.Tensor] = []
+    handle = model.layers[2].activation.register_forward_hook(lambda module, args, output: activations.append(output))
+    hidden = [model.projection(random_rows())]
+    for layer in model.layers:
+        hidden.append(layer(hidden[-1]))
+    handle.remove()
+    loss, other = hidden[-1].pow(2).sum(), hidden[3].sum()
+    seen: list[torch.Tensor] = []
+
+    def differentiate(_: torch.Tensor) -> None:
+        handle.remove()  # the inner backward comes here too
+        seen.extend(torch.autograd.grad(other, hidden[2], retain_graph=True))
+
+    handle = activations[0].register_hook(differentiate)
+    loss.backward(retain_graph=True)
+    return [loss, *seen]
+
+
+INSIDE = {
+    "checkpoint_with_a_backward_of_its_own": net(ChecksPointsWithABackwardOfItsOwn, today=fails(RuntimeError)),
+    "weight_hidden_from_hooks": net(HidesItsWeight),
+    "weight_hidden_from_hooks_beside_a_buffer": net(HidesItsWeightAndCounts),
+    "backward_within_a_backward": net(
+        step=backward_within_a_backward,
+        today=fails(UnsupportedError, ["kept", "mixed"]) | fails(RuntimeError, ["recomputed", "recomputed_with_3_slots"]),
+    ),
+}
+
+
+@each_placement(INSIDE)
+def test_gradients_of_graphs_inside_layers_are_those_of_plain_pytorch(case: Case, placement: str) -> None:
+    check(case, placement)
+
+
+def test_a_kept_layer_may_differentiate_in_its_forward() -> None:
+    check(net(DifferentiatesInside), "kept")
+
+
+@pytest.mark.parametrize("placement", RECOMPUTED)
+def test_a_recomputed_layer_that_differentiates_in_its_forward_is_refused(placement: str) -> None:
+    model = Net(DifferentiatesInside)
+    with placed(model, placement), pytest.raises(UnsupportedError, match="elsewhere than its outputs"):
+        one_step(model)
+
+
+# ------------------------------------------------------------------------------ backwards that fail
+
+
+class UsersError(Exception):
+    """Raised by a script's own code."""
+
+
+def fail_in_backward(model: Any) -> None:
+    """A backward that raises in the middle of the second layer."""
+
+    def fail(_: torch.Tensor) -> None:
+        raise UsersError
+
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    handle = model.layers[1].up.register_forward_hook(hook)
+    with pytest.raises(UsersError):
+        loss_of(model).backward()
+    handle.remove()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_after_a_failed_backward_the_weights_of_now_are_trained(placement: str) -> None:
+    torch.manual_seed(0)
+    model = Net().eval()
+    plain = copy.deepcopy(model)
+    with placed(model, placement) as engine:
+        one_step(model)
+        fail_in_backward(model)
+        assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
+        assert engine.runtime.open_forwards == 0
+        for each in (model, plain):
+            each.zero_grad()
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    parameter.add_(0.5)
+        ours, theirs = one_step(model), one_step(plain)
+        assert torch.equal(ours[0], theirs[0])
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
+
+
+# ------------------------------------------------------------------------------ what layers share through a mapping
+
+
+class Hands(Layer):
+    """Writes what it made into a mapping that all layers get."""
+
+    def forward(self, hidden: torch.Tensor, shared: UserDict[str, torch.Tensor]) -> Any:
+        output = super().forward(hidden)
+        shared["made"] = output * 2 + shared.get("made", 0)
+        return output
+
+
+def with_a_mapping(layers: Any, hidden: torch.Tensor) -> torch.Tensor:
+    shared: UserDict[str, torch.Tensor] = UserDict()
+    for layer in layers:
+        hidden = layer(hidden, shared=shared)
+    return hidden + shared["made"]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_dropped_forward_of_layers_that_share_a_mapping_leaves_nothing(placement: str) -> None:
+    model = Net(Hands, with_a_mapping)
+    with placed(model, placement) as engine:
+        loss_of(model)
+        gc.collect()
+        assert engine.runtime.open_forwards == 0
+    check(net(Hands, with_a_mapping), placement)
