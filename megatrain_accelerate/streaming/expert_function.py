@@ -214,8 +214,19 @@ class _Call:
         pairs = zip(cut, self.experts.unit.states, strict=True)
         return cut, [w.requires_grad_() for w, s in pairs if s.entry.spec.trainable and s.parameter.requires_grad]
 
+    def take_routing(self) -> Routing:
+        """The routing, which autograd holds from now on: what isn't kept of a layer is to go."""
+        routing = self.routing
+        del self.routing
+        return routing
+
     def backward(
-        self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor, gradient_TD: torch.Tensor, needs: Sequence[bool]
+        self,
+        hidden_TD: torch.Tensor,
+        weights_TK: torch.Tensor,
+        routing: Routing,
+        gradient_TD: torch.Tensor,
+        needs: Sequence[bool],
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The gradients of hidden states and weights; those of the parts leave.
 
@@ -224,7 +235,6 @@ class _Call:
         """
         if self.source.streams_parts:
             self.experts.require_version(self.version)
-        routing = self.routing
         gradients = self.source.gradients(self.is_last)
         if gradients is None and not any(needs):
             return None, None  # all were frozen since the model was prepared
@@ -285,16 +295,19 @@ class _ExpertsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, call: _Call, anchor: torch.Tensor, hidden_TD: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
-        ctx.call = call
-        ctx.save_for_backward(hidden_TD, weights_TK)
         call.enters_autocast(hidden_TD.device)
-        return call.forward(hidden_TD, weights_TK, ctx.needs_input_grad[2:])
+        output_TD = call.forward(hidden_TD, weights_TK, ctx.needs_input_grad[2:])
+        routing = call.take_routing()
+        ctx.save_for_backward(hidden_TD, weights_TK, routing.order_S, routing.experts_S)
+        ctx.call, ctx.bounds = call, routing.bounds
+        return output_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_TD: torch.Tensor) -> Any:
-        hidden_TD, weights_TK = ctx.saved_tensors
-        return (None, None, *ctx.call.backward(hidden_TD, weights_TK, gradient_TD, ctx.needs_input_grad[2:]))
+        hidden_TD, weights_TK, order_S, experts_S = ctx.saved_tensors
+        routing = Routing(*weights_TK.shape, order_S, experts_S, ctx.bounds)
+        return (None, None, *ctx.call.backward(hidden_TD, weights_TK, routing, gradient_TD, ctx.needs_input_grad[2:]))
 
 
 def run_experts(streams: ExpertStreams, experts: StreamedExperts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

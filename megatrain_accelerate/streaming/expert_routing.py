@@ -36,9 +36,9 @@ class Routing:
 
     tokens: int
     choices: int
-    _order_S: torch.Tensor
-    _experts_S: torch.Tensor
-    _bounds: tuple[int, ...]
+    order_S: torch.Tensor
+    experts_S: torch.Tensor
+    bounds: tuple[int, ...]
     """Where in the order each part begins, and where the last one ends; pairs behind that have no expert."""
 
     @classmethod
@@ -60,25 +60,25 @@ class Routing:
     @property
     def size_bytes(self) -> int:
         """Bytes that it holds on the device."""
-        return self._order_S.nbytes + self._experts_S.nbytes
+        return self.order_S.nbytes + self.experts_S.nbytes
 
     @property
     def all_have_an_expert(self) -> bool:
         """Whether no pair goes to none."""
-        return self._bounds[-1] - self._bounds[0] == self._order_S.numel()
+        return self.bounds[-1] - self.bounds[0] == self.order_S.numel()
 
     def rows(self, place: int, part: ExpertPart) -> Rows | None:
         """The pairs of the part at ``place`` among the layer's; None if it has none."""
-        begin, end = self._bounds[place : place + 2]
+        begin, end = self.bounds[place : place + 2]
         if begin == end:
             return None
-        pairs_n = self._order_S[begin:end]
-        index_n1 = (self._experts_S[begin:end] - part.experts.first).unsqueeze(1)
+        pairs_n = self.order_S[begin:end]
+        index_n1 = (self.experts_S[begin:end] - part.experts.first).unsqueeze(1)
         return Rows(pairs_n, torch.div(pairs_n, self.choices, rounding_mode="floor"), index_n1)
 
     def pair_buffer(self, like: torch.Tensor, width: int | None = None) -> torch.Tensor:
         """Memory for one row of ``width`` a pair, or one number; zero where no part will write."""
-        shape = (self._order_S.numel(),) if width is None else (self._order_S.numel(), width)
+        shape = (self.order_S.numel(),) if width is None else (self.order_S.numel(), width)
         return like.new_empty(shape) if self.all_have_an_expert else like.new_zeros(shape)
 
     def sum_of_choices(self, pairs_SD: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from megatrain_accelerate.streaming.ambient_state import AmbientState, RandomSta
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache
 from megatrain_accelerate.streaming.device_slots import WeightSlot
+from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import RunContext, trained_now
 from megatrain_accelerate.streaming.nested_tensors import map_tensors
@@ -132,7 +133,8 @@ class GraphCall:
             weights = self._take_leaves(slot)
             if not watched:
                 self._watch_leaves(weights)
-            self._is_compiled = context.compiled.wants(layer)
+            # Experts in parts wait for their routing, which a compiled layer couldn't.
+            self._is_compiled = not layer.experts and context.compiled.wants(layer)
             with (
                 record_function(f"megatrain::forward ({layer.name})"),
                 self.calls.running(self, slot),
@@ -189,7 +191,10 @@ class GraphCall:
         context, layer = self.calls.context, self.layer
         context.activations.run_begins()
         self._offloads = context.offloads(layer)
-        if not self._offloads and not context.keeps(layer):
+        is_recomputed = not self._offloads and not context.keeps(layer)
+        # Where inputs make room, results as large mustn't take it.
+        self._expert_results = ExpertResults(keeps=is_recomputed and not context.offloads_inputs(layer))
+        if is_recomputed:
             return self._run_to_recompute(weights, args, kwargs)
         offloaded = None
         if self._offloads:
@@ -205,7 +210,10 @@ class GraphCall:
     def _run_layer(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool = False) -> Any:
         if self._is_compiled:
             return self.calls.context.compiled.run(self.layer, args, kwargs, is_recompute=is_recompute)
-        return self.layer.run(args, kwargs)
+        if not self.layer.experts:
+            return self.layer.run(args, kwargs)
+        with self._expert_results.at_work(self.layer, replays=is_recompute):
+            return self.layer.run(args, kwargs)
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         context, layer, recorder = self.calls.context, self.layer, self.calls.context.recorder

@@ -25,6 +25,7 @@ from megatrain_accelerate.streaming.expert_routing import Routing
 from megatrain_accelerate.streaming.expert_streams import ExpertStreams
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
+from megatrain_accelerate.streaming.runtime import LAYERS_IN_GRAPH
 
 TOLERANCE = 1e-5
 
@@ -214,15 +215,22 @@ def test_zeros_take_the_place_of_a_gradient_that_somebody_dropped() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_experts_that_are_called_more_often_in_recompute_are_refused() -> None:
+def test_experts_that_are_called_more_often_in_recompute_change_no_gradient() -> None:
     calls = 1
     model = with_calls(tiny_experts(num_hidden_layers=1), lambda: calls)
+    plain = copy.deepcopy(model)
     engine = attach(model, bf16=False, expert_parts=3)
     ids = token_batches(1)[0]
     loss = model(input_ids=ids, labels=ids).loss
+    plain(input_ids=ids, labels=ids).loss.backward()
     calls = 2
-    with pytest.raises(StateError, match=r"mlp\.experts\.inner .* called 2 times or more .* 1 times in .*expert_parts to 1"):
-        loss.backward()
+    if LAYERS_IN_GRAPH:
+        loss.backward()  # the recompute ends where it has what the forward saved, before the second call
+        assert_close_gradients(model, plain)
+    else:
+        refused = r"mlp\.experts\.inner .* called 2 times or more .* 1 times in .*expert_parts to 1"
+        with pytest.raises(StateError, match=refused):
+            loss.backward()
     engine.close()
 
 
