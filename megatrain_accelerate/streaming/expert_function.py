@@ -306,7 +306,8 @@ class _ExpertsFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_TD: torch.Tensor) -> Any:
         hidden_TD, weights_TK, order_S, experts_S = ctx.saved_tensors
-        routing = Routing(*weights_TK.shape, order_S, experts_S, ctx.bounds)
+        tokens, choices = weights_TK.shape
+        routing = Routing(tokens, choices, order_S, experts_S, ctx.bounds)
         return (None, None, *ctx.call.backward(hidden_TD, weights_TK, routing, gradient_TD, ctx.needs_input_grad[2:]))
 
 
