@@ -301,6 +301,8 @@ class ActivationOffloader:
             tape, position: the call.
             run: which of the call's runs, in forward order; backward takes them from the last.
         """
+        if not self._recordings:
+            return
         self._drop_strays()
         near = range(position - self.spacing, position + 1)
         for departure in [d for d in self._leaving if d.tape is not tape or d.position not in near]:

@@ -102,7 +102,6 @@ class GraphCall:
         self._running_slot: WeightSlot | None = None
         """The slot in which it runs forward."""
         self._is_compiled = False
-        self._offloads = False
         self._is_checked = False
         """Whether this backward has found the forward's weights."""
         self._trained: list[bool] = trained_now(layer)
@@ -190,14 +189,14 @@ class GraphCall:
     def _run_by_policy(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         context, layer = self.calls.context, self.layer
         context.activations.run_begins()
-        self._offloads = context.offloads(layer)
-        is_recomputed = not self._offloads and not context.keeps(layer)
+        is_offloaded = context.offloads(layer)
+        is_recomputed = not is_offloaded and not context.keeps(layer)
         # Where inputs make room, results as large mustn't take it.
         self._expert_results = ExpertResults(keeps=is_recomputed and not context.offloads_inputs(layer))
         if is_recomputed:
             return self._run_to_recompute(weights, args, kwargs)
         offloaded = None
-        if self._offloads:
+        if is_offloaded:
             stay: list[torch.Tensor] = list(layer.module.buffers())
             map_tensors(stay.append, (args, kwargs))
             offloaded = context.activations.record(layer.name, stay)
@@ -258,7 +257,6 @@ class GraphCall:
 
         leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if context.offloads_inputs(layer):
-            self._offloads = True
             leaving = inputs_offloaded(context.activations, layer.name, tensors, self.tape, self.position)
         with no_writes_to(tensors, layer.name), leaving:
             # Random numbers, autocast and modes are put back by the body, those of Python and NumPy too.
@@ -292,8 +290,8 @@ class GraphCall:
         self.task = task
         self.calls.context.backward_begins()
         self.calls.begin(self, task)
-        if self._offloads:
-            self.calls.context.activations.bring_back(self.tape, self.position, 0)
+        # Of layers that come later, too.
+        self.calls.context.activations.bring_back(self.tape, self.position, 0)
 
     def _leave_task(self) -> None:
         """Another backward comes: one within the one before, or that one has failed."""
