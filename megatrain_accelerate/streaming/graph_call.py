@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.streaming.activation_offload import inputs_offloaded
 from megatrain_accelerate.streaming.ambient_state import AmbientState, RandomState
+from megatrain_accelerate.streaming.attention_results import AttentionResults
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache
 from megatrain_accelerate.streaming.device_slots import WeightSlot
@@ -132,8 +133,8 @@ class GraphCall:
             weights = self._take_leaves(slot)
             if not watched:
                 self._watch_leaves(weights)
-            # Experts in parts wait for their routing, which a compiled layer couldn't.
-            self._is_compiled = not layer.experts and context.compiled.wants(layer)
+            # Experts in parts wait for their routing, and attention inside a compiled graph isn't seen.
+            self._is_compiled = not layer.experts and not context.keeps_attention(layer) and context.compiled.wants(layer)
             with (
                 record_function(f"megatrain::forward ({layer.name})"),
                 self.calls.running(self, slot),
@@ -233,11 +234,24 @@ class GraphCall:
         first: list[list[torch.Tensor]] = [weights]
         token = recorder.start(None) if recorder is not None and self._is_compiled else None
 
+        leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        attention = attention_leaving = None
+        if context.offloads_inputs(layer):
+            leaving = inputs_offloaded(context.activations, layer.name, tensors, self.tape, self.position)
+        if context.keeps_attention(layer):
+            attention_leaving = context.activations.record(layer.name) if context.offloads_inputs(layer) else None
+            attention = AttentionResults(attention_leaving)
+
         def body(*given: torch.Tensor) -> Any:
             args, kwargs = map_tensors(lambda argument: given[argument.position], arguments, _Argument)
             saved = SavedTensors(self.calls.reader_at)
             if first:
-                with layer.bound(first.pop()), saved.recording(), layer.buffers.watched(before):
+                with (
+                    layer.bound(first.pop()),
+                    saved.recording(),
+                    layer.buffers.watched(before),
+                    attention.recording() if attention is not None else contextlib.nullcontext(),
+                ):
                     return self._run_layer(args, kwargs)
             with (
                 self._pinned() as slot,
@@ -247,6 +261,7 @@ class GraphCall:
                 saved.recording(),
                 buffers_as_before(before[0]),
                 record_function(f"megatrain::recompute ({layer.name})"),
+                attention.replaying() if attention is not None else contextlib.nullcontext(),
             ):
                 replay = recorder.start(token) if recorder is not None and token is not None else None
                 try:
@@ -255,13 +270,12 @@ class GraphCall:
                     if recorder is not None and replay is not None:
                         recorder.finish(replay)
 
-        leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if context.offloads_inputs(layer):
-            leaving = inputs_offloaded(context.activations, layer.name, tensors, self.tape, self.position)
         with no_writes_to(tensors, layer.name), leaving:
             # Random numbers, autocast and modes are put back by the body, those of Python and NumPy too.
             output = checkpoint(body, *tensors, use_reentrant=False, preserve_rng_state=False)
         arguments_before.refuse_written()
+        if attention_leaving is not None:
+            context.activations.send(attention_leaving, self.tape, self.position)
         if recorder is not None and token is not None:
             recorder.publish(token, recorder.finish(token))
         return shared.take_back(output)
