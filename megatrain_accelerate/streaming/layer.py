@@ -136,23 +136,23 @@ class StreamedLayer:
         """
         if self._bound:
             return
-        present = (parameter for owner in self.module.modules() for parameter in owner._parameters.values())
         with unwatched():
-            has_unknown = any(p is not None and p.requires_grad and id(p) not in self._known for p in present)
-        if has_unknown:
-            added = next(name for name, p in self.module.named_parameters() if p.requires_grad and id(p) not in self._known)
-            raise StateError(
-                f"parameter {self.name}.{added} was added or replaced after the model was prepared and has no place for a "
-                "gradient; change the model (adapters, heads, tokens) before accelerator.prepare(), or prepare it anew"
-            )
-        for experts in self.experts:
-            experts.refuse_unfrozen()
-        for state in self.unit.states:
-            if state.parameter.requires_grad and not state.entry.spec.trainable:
+            if any(p is not None and p.requires_grad and id(p) not in self._known for p in _parameters_of(self.module)):
+                named = self.module.named_parameters()
+                added = next(name for name, p in named if p.requires_grad and id(p) not in self._known)
                 raise StateError(
-                    f"parameter {self.name}.{state.name} was unfrozen after the model was prepared and has no place for a "
-                    "gradient; call the prepared model itself and not a part of it (it is adopted anew then), or prepare again"
+                    f"parameter {self.name}.{added} was added or replaced after the model was prepared and has no place for a "
+                    "gradient; change the model (adapters, heads, tokens) before accelerator.prepare(), or prepare it anew"
                 )
+            for experts in self.experts:
+                experts.refuse_unfrozen()
+            for state in self.unit.states:
+                if not state.entry.spec.trainable and state.parameter.requires_grad:
+                    raise StateError(
+                        f"parameter {self.name}.{state.name} was unfrozen after the model was prepared and has no place for a "
+                        "gradient; call the prepared model itself and not a part of it (it is adopted anew then), or prepare "
+                        "again"
+                    )
 
     def require_version(self, version: int | None) -> None:
         """Raises in a backward whose forward saw other weights.
@@ -182,3 +182,12 @@ class StreamedLayer:
             self.unit.write_master(state, state.parameter.detach())
             state.handle.show(state.weight)
         self.unit.version += 1
+
+
+def _parameters_of(module: nn.Module) -> Iterator[nn.Parameter | None]:
+    """All parameters below a module, shared ones several times: each forward asks, and ``modules()`` is slow."""
+    modules: list[nn.Module | None] = [module]
+    for each in modules:
+        if each is not None:
+            yield from each._parameters.values()
+            modules += each._modules.values()

@@ -32,6 +32,7 @@ from megatrain_accelerate.streaming.micro_batches import BatchCut, BatchSplit, G
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.prefetch import Lease, Prefetcher
 from megatrain_accelerate.streaming.shared_mappings import WatchedArguments, no_writes_to
+from megatrain_accelerate.streaming.watched_parameters import unwatched
 from megatrain_accelerate.streaming.written_buffers import BufferValues, buffers_as_before
 
 
@@ -195,7 +196,8 @@ def _cut_off(tensors: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[to
 
 def trained_now(layer: StreamedLayer) -> list[bool]:
     """Which of the layer's weights are trained, in entry order: scripts freeze and unfreeze them at any time."""
-    return [state.entry.spec.trainable and state.parameter.requires_grad for state in layer.unit.states]
+    with unwatched():
+        return [state.entry.spec.trainable and state.parameter.requires_grad for state in layer.unit.states]
 
 
 def bound_weights(
