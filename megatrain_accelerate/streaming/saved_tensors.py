@@ -8,6 +8,7 @@ nobody wrote to a saved tensor, and hide the hooks of whoever is around the laye
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -44,6 +45,31 @@ class SlotPlace(NamedTuple):
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
+def _innermost() -> Hooks | None:
+    """The hooks that act now."""
+    found: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found
+
+
+if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):  # before torch 2.6, which doesn't tell
+    _entered = threading.local()
+    _enter, _exit = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
+
+    def _enter_and_note(self: saved_tensors_hooks) -> None:
+        _enter(self)
+        _entered.__dict__.setdefault("hooks", []).append((self.pack_hook, self.unpack_hook))
+
+    def _forget_and_exit(self: saved_tensors_hooks, *error: object) -> None:
+        _entered.hooks.pop()
+        _exit(self, *error)
+
+    def _innermost() -> Hooks | None:
+        hooks = _entered.__dict__.get("hooks")
+        return hooks[-1] if hooks else None
+
+    saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = _enter_and_note, _forget_and_exit  # type: ignore
+
+
 class SavedTensors:
     """The hooks under which one run of a layer saves what its backward needs.
 
@@ -58,7 +84,7 @@ class SavedTensors:
 
     def recording(self) -> saved_tensors_hooks:
         """Autograd saves what the body computes. To be entered anew for each body: only the innermost hooks act."""
-        outer: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer = _innermost()
         if outer is None:
             return saved_tensors_hooks(self._pack, _unpack)
         outer_pack, outer_unpack = outer
