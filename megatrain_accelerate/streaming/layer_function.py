@@ -307,18 +307,17 @@ class LayerFunction(torch.autograd.Function):
         input_gradients: list[list[torch.Tensor | None]] = [[]] * split.count
         try:
             layer.require_version(ctx.weights_version)  # of weights that were written since, which are taken over by now
-            if split.count > 1:
-                context.sums.begin(layer.unit.layout)
+            sums = context.sums.begin(layer.unit.layout) if split.count > 1 else None
             grads_of = ctx.joined.gradients_of_pieces(grad_outputs, split)
             for piece in reversed(range(split.count)):
                 context.activations.bring_back(ctx.tape, ctx.position, piece)
                 input_gradients[piece], weight_gradients = LayerFunction._backward_piece(ctx, slot, piece, grads_of[piece])
                 grads_of[piece] = []
-                if split.count > 1:
-                    context.sums.add(weight_gradients)
+                if sums is not None:
+                    sums.add(weight_gradients)
                     weight_gradients = []  # gone before the next piece makes its own
-            if split.count > 1:
-                weight_gradients = context.sums.take(to_stay=layer.unit.is_on_device)
+            if sums is not None:
+                weight_gradients = sums.take(to_stay=layer.unit.is_on_device)
         finally:
             context.release(slot)
         joined = split.join_gradients(input_gradients)

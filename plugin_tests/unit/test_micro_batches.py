@@ -18,7 +18,7 @@ from megatrain_accelerate.planning.peak_memory import peak_bytes
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_memory import LiveBytes
 from megatrain_accelerate.planning.step_outline import outline_step
-from megatrain_accelerate.streaming.micro_batches import BatchCut, BatchSplit, GradientSums, JoinedOutputs
+from megatrain_accelerate.streaming.micro_batches import BatchCut, BatchSplit, GradientSums, JoinedOutputs, LayerSums
 
 B, T, D = 5, 7, 4
 HIDDEN = torch.randn(B, T, D)
@@ -149,9 +149,9 @@ def test_weight_gradients_are_summed_in_fp32_and_absent_ones_stay_absent() -> No
     specs = [ParameterSpec("a", (3, 2), torch.bfloat16, True), ParameterSpec("b", (5,), torch.float32, True)]
     specs += [ParameterSpec("frozen", (2,), torch.bfloat16, False), ParameterSpec("c", (1,), torch.bfloat16, True)]
     layout = FlatLayout(specs)
-    sums = GradientSums(torch.device("cpu"), [layout])
+    gradient_sums = GradientSums(torch.device("cpu"), [layout])
     for _ in range(2):
-        sums.begin(layout)
+        sums = gradient_sums.begin(layout)
         for value in (256.0, 1.0, 1.0):
             sums.add([torch.full((3, 2), value, dtype=torch.bfloat16), None, None])
         sums.add([None, torch.arange(5.0), None])
@@ -162,13 +162,37 @@ def test_weight_gradients_are_summed_in_fp32_and_absent_ones_stay_absent() -> No
         assert torch.equal(total[1], torch.arange(5.0))
         assert total[2] is None
         own = sums.take(to_stay=True)
-        sums.begin(layout)
-        sums.add([torch.zeros(3, 2), torch.zeros(5), None])
+        del sums
+        gradient_sums.begin(layout).add([torch.zeros(3, 2), torch.zeros(5), None])
         assert own[0] is not None
         assert torch.equal(own[0], torch.full((3, 2), 258.0, dtype=torch.bfloat16))
         assert own[1] is not None
         assert torch.equal(own[1], torch.arange(5.0))
         assert own[2] is None
+
+
+def test_sums_that_begin_while_others_live_have_memory_of_their_own() -> None:
+    layout = FlatLayout([ParameterSpec("a", (3, 2), torch.bfloat16, True)])
+    gradient_sums = GradientSums(torch.device("cpu"), [layout])
+
+    def begun(value: float) -> LayerSums:
+        sums = gradient_sums.begin(layout)
+        sums.add([torch.full((3, 2), value)])
+        return sums
+
+    def taken(sums: LayerSums) -> torch.Tensor:
+        (total,) = sums.take(to_stay=False)
+        assert total is not None
+        return total
+
+    first, second = begun(1.0), begun(2.0)
+    first.add([torch.ones(3, 2)])
+    assert torch.equal(taken(first), torch.full((3, 2), 2.0))
+    assert torch.equal(taken(second), torch.full((3, 2), 2.0))
+    address = taken(first).data_ptr()
+    assert address != taken(second).data_ptr()
+    del first
+    assert taken(begun(3.0)).data_ptr() == address, "the buffer is free again"
 
 
 # ---------------------------------------------------------------- in the engine
@@ -245,9 +269,10 @@ def peaks(**settings: object) -> tuple[int, int]:
     runtime = engine.runtime
     engine.device_plan.follow(model, {"input_ids": ids, "labels": ids})  # not while it is measured
     runtime.gradient_sums.begin(runtime.layers[0].unit.layout)
+    assert runtime.gradient_sums._buffer is not None
     present = [slot.buffer for slot in [*runtime.prefetcher.slots, *runtime.offloader.slots]]
     present += [*model.parameters(), *model.buffers(), *(unit.gradients for unit in runtime.units)]
-    present += [runtime.norms.norms, *runtime.gradient_sums._sums]
+    present += [runtime.norms.norms, runtime.gradient_sums._buffer]
     with LiveBytes(present) as live:
         model(input_ids=ids, labels=ids).loss.backward()
     engine.close()
