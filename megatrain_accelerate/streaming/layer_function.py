@@ -28,7 +28,13 @@ from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.kept_graph import KeptGraph, edges_of
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.micro_batches import BatchCut, BatchSplit, GradientSums, JoinedOutputs
+from megatrain_accelerate.streaming.micro_batches import (
+    BatchCut,
+    BatchSplit,
+    GradientSums,
+    JoinedOutputs,
+    require_same_structure,
+)
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.prefetch import Lease, Prefetcher
 from megatrain_accelerate.streaming.shared_mappings import WatchedArguments, no_writes_to
@@ -84,7 +90,7 @@ class RunContext:
         """Keeps the node in the graph when no input requires grad (a frozen embedding below trained layers)."""
 
 
-def _refuse_hidden_tensors(layer: StreamedLayer, leaves: Sequence[Any]) -> None:
+def refuse_hidden_tensors(layer: StreamedLayer, leaves: Sequence[Any]) -> None:
     """Tensors inside a dataclass that pytree doesn't know would be cut off from the graph without a word.
 
     Raises:
@@ -107,7 +113,7 @@ class LayerCall:
         self.layer = layer
         leaves, self._spec = tree_flatten((args, kwargs))
         self._tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        _refuse_hidden_tensors(layer, leaves)
+        refuse_hidden_tensors(layer, leaves)
         self._rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         self.output_spec: TreeSpec | None = None
@@ -156,14 +162,11 @@ class LayerCall:
                 recorded = recorder.finish(token)
         watched.refuse_written()
         leaves, spec = tree_flatten(output)
-        _refuse_hidden_tensors(self.layer, leaves)
+        refuse_hidden_tensors(self.layer, leaves)
         if not replay:
             rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            if piece and (spec, rest) != (self.output_spec, self.output_rest):
-                raise UnsupportedError(
-                    f"layer {self.layer.name} returns other things for other pieces of a batch, which can't be joined; leave "
-                    "megatrain_config.micro_batch_size unset"
-                )
+            if piece:
+                require_same_structure(self.layer.name, (self.output_spec, self.output_rest), (spec, rest))
             self.tokens.append(token)
             self.output_spec, self.output_rest = spec, rest
             self.output_is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map_only
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.memory.flat_layout import FlatLayout
@@ -165,6 +165,29 @@ class BatchSplit:
         cut = [t.split(self.sizes) if flag else (t,) * self.count for t, flag in zip(tensors, self.is_split, strict=True)]
         return [list(piece) for piece in zip(*cut, strict=True)]
 
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The arguments of each piece, in autograd's graph; a tensor that is passed twice stays one."""
+        leaves, spec = tree_flatten((args, kwargs))
+        flags = iter(self.is_split)
+        of_tensor: dict[tuple[int, bool], Sequence[torch.Tensor]] = {}
+        columns: list[Sequence[Any]] = []
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                columns.append((leaf,) * self.count)
+                continue
+            key = (id(leaf), next(flags))
+            if key not in of_tensor:
+                of_tensor[key] = self._pieces_of(leaf, is_split=key[1])
+            columns.append(of_tensor[key])
+        return [tree_unflatten(list(piece), spec) for piece in zip(*columns, strict=True)]
+
+    def _pieces_of(self, tensor: torch.Tensor, is_split: bool) -> Sequence[torch.Tensor]:
+        if is_split:
+            # One node, which joins the gradients: that of a slice would make one as large as the batch for each piece.
+            return tensor.split(self.sizes)
+        pieces: Sequence[torch.Tensor] = _Shared.apply(tensor, self.count) if tensor.requires_grad else (tensor,) * self.count
+        return pieces
+
     def first_piece(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments with the tensors of the first piece, which no other is larger than."""
         if not self.sizes:
@@ -209,10 +232,7 @@ class BatchSplit:
                 ]
                 joined.append(torch.cat(whole))
             else:
-                total = found[0].float()
-                for gradient in found[1:]:
-                    total = total + gradient
-                joined.append(total.to(found[0].dtype))
+                joined.append(_added(found))
         return joined
 
 
@@ -351,6 +371,44 @@ class GradientSums:
 
     def _memory(self, elements: int) -> torch.Tensor:
         return torch.empty(elements, dtype=torch.float32, device=self._device)
+
+
+def require_same_structure(layer: str, first: Any, piece: Any) -> None:
+    """Pieces whose outputs are to be joined return the same but for the tensors.
+
+    Args:
+        layer: for the message.
+        first, piece: what two pieces return besides tensors.
+
+    Raises:
+        UnsupportedError: they don't.
+    """
+    if first != piece:
+        raise UnsupportedError(
+            f"layer {layer} returns other things for other pieces of a batch, which can't be joined; leave "
+            "megatrain_config.micro_batch_size unset"
+        )
+
+
+class _Shared(torch.autograd.Function):
+    """A tensor for several pieces, whose gradients are summed in fp32 and rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for _ in range(count))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        found = [gradient for gradient in gradients if gradient is not None]
+        return (_added(found) if found else None), None
+
+
+def _added(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = gradients[0].float()
+    for gradient in gradients[1:]:
+        total = total + gradient
+    return total.to(gradients[0].dtype)
 
 
 def _holds_tensors(value: Any) -> bool:

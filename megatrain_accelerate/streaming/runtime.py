@@ -295,7 +295,7 @@ class StreamingRuntime:
         """Whether the call of a layer that is to be differentiated stays in autograd's graph."""
         if not LAYERS_IN_GRAPH or layer.index in self._nodes:
             return False
-        if layer.experts or self._context.keeps_attention(layer) or self.batch_cut.size is not None:
+        if layer.experts or self._context.keeps_attention(layer):
             return False
         if layer.has_trainable:
             return True

@@ -18,6 +18,7 @@ from megatrain_accelerate.planning.peak_memory import peak_bytes
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_memory import LiveBytes
 from megatrain_accelerate.planning.step_outline import outline_step
+from megatrain_accelerate.streaming import activation_offload
 from megatrain_accelerate.streaming.micro_batches import BatchCut, BatchSplit, GradientSums, JoinedOutputs, LayerSums
 
 B, T, D = 5, 7, 4
@@ -208,10 +209,18 @@ def step_counters(**settings: object) -> Any:
     return counters
 
 
-def test_a_layer_is_fetched_once_for_all_pieces_and_its_gradients_leave_once() -> None:
-    whole, cut = step_counters(), step_counters(micro_batch_size=2)
+@pytest.mark.parametrize("placement", [{}, {"keep_layers": 4}, {"keep_layers": 2, "offload_layers": 2}], ids=str)
+def test_a_layer_is_fetched_once_for_all_pieces_and_its_gradients_leave_once(placement: dict[str, int]) -> None:
+    whole, cut = step_counters(**placement), step_counters(micro_batch_size=2, **placement)
     assert cut.weight_fetches == whole.weight_fetches == 4 + 2
     assert cut.d2h_bytes == whole.d2h_bytes
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_inputs_that_leave_the_device_leave_it_once_for_all_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_offload, "MIN_OFFLOADED_BYTES", 1)
+    whole, cut = step_counters(offload_inputs=True), step_counters(offload_inputs=True, micro_batch_size=size)
+    assert cut.d2h_bytes == whole.d2h_bytes > step_counters().d2h_bytes
 
 
 def test_a_second_backward_through_pieces_gives_the_gradients_of_the_first_twice() -> None:
