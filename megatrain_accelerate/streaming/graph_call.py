@@ -493,16 +493,20 @@ class GraphCalls:
 
         Raises:
             HoldsWeightsError: its graph can't be separated from its weights, which the first call finds out. Random
-                numbers and buffers are as before.
+                numbers, buffers and what is recorded are as before.
         """
         calls: list[GraphCall] = []
         if layer.index in self._tried:
             return self._run(calls, layer, tape, position, args, kwargs)
         random_numbers, buffers = RandomState(self.context.device), list[BufferValues]()
+        recorder = self.context.recorder
+        token = recorder.start(None) if recorder is not None else None
         with layer.buffers.watched(buffers):
             output = self._run(calls, layer, tape, position, args, kwargs)
         if any(call.holds_weights for call in calls):
             random_numbers.put_back()
+            if recorder is not None:
+                recorder.discard(token)
             for owner, name, value in buffers[0]:
                 owner._buffers[name] = value
             raise HoldsWeightsError
