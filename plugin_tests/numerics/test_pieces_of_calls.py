@@ -5,8 +5,10 @@ after the other.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -140,9 +142,7 @@ KINDS = {
     "layers": cut(),
     "without_gradients_of_inputs": cut(model=NetOnFrozenInputs),
     "what_nobody_uses": cut(ReturnsMore, firsts),
-    "a_table_for_all_samples": cut(
-        TakesTable, with_a_table, functools.partial(lambda model: backward_of(loss_of(model, rows=4)))
-    ),
+    "a_table_for_all_samples": cut(TakesTable, with_a_table, lambda model: backward_of(loss_of(model, rows=4))),
     "checkpoints_within": cut(Checkpointing),
     "checkpoints_around": cut(run=each_checkpointed, today=fails(CheckpointError, RECOMPUTED)),
 }
@@ -151,6 +151,43 @@ KINDS = {
 @each_placement(KINDS)
 def test_layers_run_on_one_piece_after_the_other(case: Case, placement: str) -> None:
     check(case, placement)
+
+
+class ReadsMapping(Layer):
+    """Scales its result by what the first layer left in a mapping that all of them share."""
+
+    def forward(self, hidden: torch.Tensor, mapping: UserDict[str, torch.Tensor]) -> Any:
+        hidden = super().forward(hidden)
+        if "first" not in mapping:
+            mapping["first"] = hidden * self.scale
+        return hidden * mapping["first"]
+
+
+def with_a_mapping(layers: Any, hidden: torch.Tensor) -> torch.Tensor:
+    mapping: UserDict[str, torch.Tensor] = UserDict()
+    for layer in layers:
+        hidden = layer(hidden, mapping)
+    return hidden
+
+
+def assert_close_gradients(model: nn.Module, plain: nn.Module) -> None:
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert theirs.grad is not None
+        # Sums over pieces in another order: a few roundings of fp32.
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5 * float(theirs.grad.abs().max()))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_mappings_that_layers_share_are_cut_and_joined(placement: str) -> None:
+    model: Any = Net(ReadsMapping, with_a_mapping)
+    for layer in model.layers:
+        layer.dropout.p = 0.0
+    plain = copy.deepcopy(model)
+    with placed(model, placement, micro_batch_size=SIZE) as engine:
+        one_step(model)
+        one_step(plain)
+        engine.runtime.collect_gradients()
+        assert_close_gradients(model, plain)
 
 
 # ------------------------------------------------------------------------------ orders of backwards
@@ -235,9 +272,7 @@ def test_layers_that_run_twice_add_up_the_gradients_of_their_calls(placement: st
             torch.manual_seed(1)
             one_step(run)
         engine.runtime.collect_gradients()
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            # The sums of the two calls are added, in plain PyTorch all pieces: two roundings more of fp32.
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5 * float(theirs.grad.abs().max()))
+        assert_close_gradients(model, plain)  # the sums of the two calls are added, in plain PyTorch all pieces
 
 
 # ------------------------------------------------------------------------------ failures
