@@ -9,6 +9,7 @@ kept, offloaded or computed anew (``torch.utils.checkpoint``) decides what is sa
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import functools
 import weakref
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from torch.profiler import record_function
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
@@ -29,7 +30,8 @@ from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.layer_function import RunContext, trained_now
+from megatrain_accelerate.streaming.layer_function import RunContext, refuse_hidden_tensors, trained_now
+from megatrain_accelerate.streaming.micro_batches import BatchSplit, JoinedOutputs, LayerSums, require_same_structure
 from megatrain_accelerate.streaming.nested_tensors import map_tensors
 from megatrain_accelerate.streaming.prefetch import Lease
 from megatrain_accelerate.streaming.saved_tensors import SavedTensors
@@ -72,8 +74,31 @@ class _Argument:
         self.position = position
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class CutCall:
+    """A call of a layer in pieces of its batch. Each piece is a :class:`GraphCall`; their weight gradients leave as one.
+
+    Attributes:
+        layer, tape: as of a piece.
+        count: number of pieces.
+    """
+
+    layer: StreamedLayer
+    tape: Tape
+    count: int
+
+
+@dataclasses.dataclass
+class _PieceSums:
+    """Weight gradients of a call's pieces in one backward."""
+
+    sums: LayerSums
+    arrived: int = 0
+    """Pieces that have brought all of theirs."""
+
+
 class GraphCall:
-    """One call of a layer, from its forward to the last backward through it.
+    """One call of a layer, or a piece of one, from its forward to the last backward through it.
 
     Owner: the graph, by way of the leaves, of what is saved and of the hooks on the layer's inputs. It holds none of
     them itself, so that it goes when the graph goes.
@@ -82,13 +107,25 @@ class GraphCall:
         calls: of the engine.
         layer: that is called.
         tape, position: the call on its forward pass.
+        cut: the call of which this is a piece; None for a whole one.
+        piece: its number, in forward order.
     """
 
-    def __init__(self, calls: GraphCalls, layer: StreamedLayer, tape: Tape, position: int) -> None:
+    def __init__(
+        self,
+        calls: GraphCalls,
+        layer: StreamedLayer,
+        tape: Tape,
+        position: int,
+        cut: CutCall | None = None,
+        piece: int = 0,
+    ) -> None:
         self.calls = calls
         self.layer = layer
         self.tape = tape
         self.position = position
+        self.cut = cut
+        self.piece = piece
         self.open_forward = tape.open_forward()
         self.state = CallState.FORWARD
         self.task = -1
@@ -120,10 +157,9 @@ class GraphCall:
 
     # ------------------------------------------------------------------ forward
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the layer with the slot's weights as this call's leaves."""
+    def run(self, slot: WeightSlot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the layer with the weights in ``slot`` as this call's leaves."""
         context, layer = self.calls.context, self.layer
-        slot = context.acquire_forward(layer, self.tape, self.position, True)
         try:
             self._running_slot = slot
             uses = slot.uses_with(layer.unit.layout)
@@ -148,7 +184,6 @@ class GraphCall:
             return output
         finally:
             self._running_slot = None
-            context.prefetcher.release(slot)
             self.move_to(CallState.WAITING)
 
     def _watched(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -157,8 +192,8 @@ class GraphCall:
         if not tensor.requires_grad or tensor.device != self.calls.context.device:
             return tensor
         if id(tensor) not in watched:
-            # A leaf lives on, and hooks on it would pile up.
-            through = tensor.view_as(tensor) if tensor.is_leaf else tensor
+            # A leaf lives on, and hooks on it would pile up. The gradients of all pieces are known at once.
+            through = tensor.view_as(tensor) if tensor.is_leaf or self.cut is not None else tensor
             # Weakly: the graph below the layer may live longer than the layer's own.
             through.register_hook(functools.partial(_all_issued, weakref.ref(self)))
             watched[id(tensor)] = watched[id(through)] = through
@@ -193,7 +228,8 @@ class GraphCall:
         is_offloaded = context.offloads(layer)
         is_recomputed = not is_offloaded and not context.keeps(layer)
         # Where inputs make room, results as large mustn't take it.
-        self._expert_results = ExpertResults(keeps=is_recomputed and not context.offloads_inputs(layer))
+        keeps_results = is_recomputed and not context.offloads_inputs(layer)
+        self._expert_results = ExpertResults(keeps_results, is_last=self.piece == 0)
         if is_recomputed:
             return self._run_to_recompute(weights, args, kwargs)
         offloaded = None
@@ -204,7 +240,7 @@ class GraphCall:
         with layer.bound(weights), SavedTensors(self.calls.reader_at, offloaded).recording():
             output = self._run_layer(args, kwargs)
         if offloaded is not None:
-            context.activations.send(offloaded, self.tape, self.position)
+            context.activations.send(offloaded, self.tape, self.position, self.piece)
         return output
 
     def _run_layer(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool = False) -> Any:
@@ -234,13 +270,10 @@ class GraphCall:
         first: list[list[torch.Tensor]] = [weights]
         token = recorder.start(None) if recorder is not None and self._is_compiled else None
 
-        leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        attention = attention_leaving = None
-        if context.offloads_inputs(layer):
-            leaving = inputs_offloaded(context.activations, layer.name, tensors, self.tape, self.position)
+        attention = leaving = None
         if context.keeps_attention(layer):
-            attention_leaving = context.activations.record(layer.name) if context.offloads_inputs(layer) else None
-            attention = AttentionResults(attention_leaving)
+            leaving = context.activations.record(layer.name) if context.offloads_inputs(layer) else None
+            attention = AttentionResults(leaving)
 
         def body(*given: torch.Tensor) -> Any:
             args, kwargs = map_tensors(lambda argument: given[argument.position], arguments, _Argument)
@@ -270,12 +303,12 @@ class GraphCall:
                     if recorder is not None and replay is not None:
                         recorder.finish(replay)
 
-        with no_writes_to(tensors, layer.name), leaving:
+        with no_writes_to(tensors, layer.name):
             # Random numbers, autocast and modes are put back by the body, those of Python and NumPy too.
             output = checkpoint(body, *tensors, use_reentrant=False, preserve_rng_state=False)
         arguments_before.refuse_written()
-        if attention_leaving is not None:
-            context.activations.send(attention_leaving, self.tape, self.position)
+        if leaving is not None:
+            context.activations.send(leaving, self.tape, self.position, self.piece)
         if recorder is not None and token is not None:
             recorder.publish(token, recorder.finish(token))
         return shared.take_back(output)
@@ -305,13 +338,16 @@ class GraphCall:
         self.calls.context.backward_begins()
         self.calls.begin(self, task)
         # Of layers that come later, too.
-        self.calls.context.activations.bring_back(self.tape, self.position, 0)
+        self.calls.context.activations.bring_back(self.tape, self.position, self.piece)
 
     def _leave_task(self) -> None:
         """Another backward comes: one within the one before, or that one has failed."""
         found = self._take_gradients()
         if found and self.calls.is_alive(self.task):
-            self.calls.add_up(self.task, self.layer, found)
+            if self.cut is None:
+                self.calls.add_up(self.task, self.layer, found)
+            else:
+                self.calls.add_piece(self.task, self.cut, found, is_whole=False)
         self.forget()
 
     def slot(self) -> WeightSlot:
@@ -367,10 +403,13 @@ class GraphCall:
         if self.state is CallState.FORWARD:
             return
         self._begin()
-        if self.state is CallState.BACKWARD and self._is_complete():
-            self._deliver_gradients()
-            self.move_to(CallState.DONE)
-        self._end_lease()
+        is_complete = self._is_complete()
+        if self.state is CallState.BACKWARD and (is_complete or self.cut is not None):
+            self._deliver_gradients(is_complete)
+            if is_complete:
+                self.move_to(CallState.DONE)
+        if self.piece == 0:  # the last one in backward
+            self._end_lease()
 
     def leaf_arrived(self) -> None:
         """A leaf has its gradient, of a call whose inputs have none."""
@@ -382,7 +421,7 @@ class GraphCall:
     def finish(self) -> None:
         """The backward is over: gradients of which no input told go too."""
         if self.state is CallState.BACKWARD:
-            self._deliver_gradients()
+            self._deliver_gradients(is_whole=False)
         self.forget()
 
     def forget(self) -> None:
@@ -420,20 +459,19 @@ class GraphCall:
             taken[row] = taken[row] + gradient if row in taken else gradient
         return taken
 
-    def _deliver_gradients(self) -> None:
+    def _deliver_gradients(self, is_whole: bool) -> None:
+        """Sends what there is of its gradients, or adds it to that of the other pieces; ``is_whole``: no more will come."""
         taken = self._take_gradients()
-        if not taken:
-            return
         if any(gradient.requires_grad for gradient in taken.values()):
             raise UnsupportedError(
                 f"layer {self.layer.name}: a backward with create_graph=True gives its parameters gradients that can be "
                 "differentiated, which can't leave the device; use torch.autograd.grad(..., create_graph=True) on inputs "
                 "or outputs of layers instead"
             )
-        if self.tape.calls.count(self.layer.index) > 1:
-            self.calls.add_up(self.task, self.layer, taken)
+        if self.cut is not None:
+            self.calls.add_piece(self.task, self.cut, taken, is_whole)
         else:
-            self.calls.send(self.layer, taken)
+            self.calls.deliver(self.task, self.tape, self.layer, taken)
 
     def settle(self) -> None:
         """Sends gradients that no hook has told of: of a tensor, say, that depends on weights alone and wasn't returned."""
@@ -469,28 +507,91 @@ class GraphCalls:
         """The calls that a backward has come to, by its number."""
         self._sums: dict[tuple[int, int], tuple[StreamedLayer, dict[int, torch.Tensor]]] = {}
         """Gradients of layers that run several times in one forward, by the backward's number and the layer's index."""
+        self._pieces: dict[tuple[int, CutCall], _PieceSums] = {}
+        """Gradients of calls in pieces, by the backward's number."""
 
     def run(self, layer: StreamedLayer, tape: Tape, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a layer so that its graph can be differentiated.
 
         Raises:
             HoldsWeightsError: its graph can't be separated from its weights, which the first call finds out. Random
-                numbers and buffers are as before.
+                numbers, buffers and what is recorded are as before.
         """
-        call = GraphCall(self, layer, tape, position)
-        self._alive.add(call)
+        calls: list[GraphCall] = []
         if layer.index in self._tried:
-            return call.run(args, kwargs)
+            return self._run(calls, layer, tape, position, args, kwargs)
         random_numbers, buffers = RandomState(self.context.device), list[BufferValues]()
+        recorder = self.context.recorder
+        token = recorder.start(None) if recorder is not None else None
         with layer.buffers.watched(buffers):
-            output = call.run(args, kwargs)
-        if call.holds_weights:
+            output = self._run(calls, layer, tape, position, args, kwargs)
+        if any(call.holds_weights for call in calls):
             random_numbers.put_back()
+            if recorder is not None:
+                recorder.discard(token)
             for owner, name, value in buffers[0]:
                 owner._buffers[name] = value
             raise HoldsWeightsError
         self._tried.add(layer.index)
         return output
+
+    def _run(
+        self,
+        calls: list[GraphCall],
+        layer: StreamedLayer,
+        tape: Tape,
+        position: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Runs a layer, whole or in pieces; ``calls`` gets what that takes."""
+        context = self.context
+        shared = SharedMappings(args, kwargs)
+        split = BatchSplit.of_call(layer, shared.args, shared.kwargs, context.cut)
+        inputs: list[torch.Tensor] = []
+        map_tensors(inputs.append, (shared.args, shared.kwargs))
+        leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if context.offloads_inputs(layer):
+            leaving = inputs_offloaded(context.activations, layer.name, inputs, tape, position)
+        cut = CutCall(layer, tape, split.count) if split.count > 1 else None
+        calls += [GraphCall(self, layer, tape, position, cut, piece) for piece in range(split.count)]
+        self._alive.update(calls)
+        slot = context.acquire_forward(layer, tape, position, True)
+        try:
+            with leaving:
+                if cut is None:
+                    return calls[0].run(slot, args, kwargs)
+                with no_writes_to(inputs, layer.name, "a function that returns multiple views"):
+                    return shared.take_back(self._run_pieces(calls, slot, split, shared))
+        finally:
+            context.prefetcher.release(slot)
+
+    def _run_pieces(self, calls: list[GraphCall], slot: WeightSlot, split: BatchSplit, shared: SharedMappings) -> Any:
+        """The output of a call in pieces, with what was recorded meanwhile joined too."""
+        layer, recorder = calls[0].layer, self.context.recorder
+        pieces: list[list[torch.Tensor]] = []
+        tokens: list[Any] = []
+        first: Any = None
+        for call, (args, kwargs) in zip(calls, split.arguments(shared.args, shared.kwargs), strict=True):
+            others = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, torch.Tensor)]
+            arguments_before = WatchedArguments(layer.name, args, kwargs, others)
+            tokens.append(recorder.start(None) if recorder is not None else None)
+            leaves, spec = tree_flatten(call.run(slot, args, kwargs))
+            recorded = recorder.finish(tokens[-1]) if recorder is not None else []
+            arguments_before.refuse_written()
+            refuse_hidden_tensors(layer, leaves)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            first = first or (spec, rest, [isinstance(leaf, torch.Tensor) for leaf in leaves], len(tensors))
+            require_same_structure(layer.name, first[:2], (spec, rest))
+            pieces.append(tensors + recorded)
+        joined = iter(JoinedOutputs.of_pieces(layer.name, split, pieces, outputs=first[3]).tensors)
+        leaves = [next(joined) if flag else rest for flag, rest in zip(first[2], first[1], strict=True)]
+        if recorder is not None:
+            for token in reversed(tokens[1:]):
+                recorder.discard(token)
+            recorder.publish(tokens[0], list(joined))
+        return tree_unflatten(leaves, first[0])
 
     @contextlib.contextmanager
     def running(self, call: GraphCall, slot: WeightSlot) -> Iterator[None]:
@@ -537,6 +638,37 @@ class GraphCalls:
             ]
             self.context.offloader.offload(layer, gradients)
 
+    def deliver(self, task: int, tape: Tape, layer: StreamedLayer, found: dict[int, torch.Tensor]) -> None:
+        """Takes the gradients of one call: they go at once unless others of the layer come in this backward."""
+        if tape.calls.count(layer.index) == 1:
+            self.send(layer, found)
+        elif found:
+            self.add_up(task, layer, found)
+
+    def add_piece(self, task: int, cut: CutCall, found: dict[int, torch.Tensor], is_whole: bool) -> None:
+        """Adds gradients of a piece to those of the others; when all pieces have brought theirs they go as those of one call.
+
+        Args:
+            task: the backward.
+            cut: the call.
+            found: the gradients.
+            is_whole: whether the piece brings no more of them.
+        """
+        key = (task, cut)
+        if key not in self._pieces:
+            self._pieces[key] = _PieceSums(self.context.sums.begin(cut.layer.unit.layout))
+        of_call = self._pieces[key]
+        of_call.sums.add([found.get(row) for row in range(len(cut.layer.trainable))])
+        of_call.arrived += is_whole
+        if of_call.arrived == cut.count:
+            self._deliver_pieces(*key)
+
+    def _deliver_pieces(self, task: int, cut: CutCall) -> None:
+        sums = self._pieces.pop((task, cut)).sums
+        is_added_up = cut.tape.calls.count(cut.layer.index) > 1
+        taken = sums.take(to_stay=cut.layer.unit.is_on_device or is_added_up)
+        self.deliver(task, cut.tape, cut.layer, {row: gradient for row, gradient in enumerate(taken) if gradient is not None})
+
     def add_up(self, task: int, layer: StreamedLayer, found: dict[int, torch.Tensor]) -> None:
         """Adds gradients to those of the layer's other calls in one backward, as autograd does before it accumulates."""
         _, sums = self._sums.setdefault((task, layer.index), (layer, {}))
@@ -548,6 +680,8 @@ class GraphCalls:
         for call in self._tasks.pop(task, ()):
             if call.task == task:
                 call.finish()
+        for at in [key for key in self._pieces if key[0] == task]:
+            self._deliver_pieces(*at)
         for key in [key for key in self._sums if key[0] == task]:
             self.send(*self._sums.pop(key))
 
@@ -560,6 +694,8 @@ class GraphCalls:
         for call in self._tasks.pop(task, ()):
             if call.task == task:
                 call.discard()
+        for at in [key for key in self._pieces if key[0] == task]:
+            del self._pieces[at]
         for key in [key for key in self._sums if key[0] == task]:
             del self._sums[key]
 

@@ -28,7 +28,13 @@ from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.kept_graph import KeptGraph, edges_of
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.micro_batches import BatchCut, BatchSplit, GradientSums, JoinedOutputs
+from megatrain_accelerate.streaming.micro_batches import (
+    BatchCut,
+    BatchSplit,
+    GradientSums,
+    JoinedOutputs,
+    require_same_structure,
+)
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.prefetch import Lease, Prefetcher
 from megatrain_accelerate.streaming.shared_mappings import WatchedArguments, no_writes_to
@@ -85,7 +91,7 @@ class RunContext:
         """Keeps the node in the graph when no input requires grad (a frozen embedding below trained layers)."""
 
 
-def _refuse_hidden_tensors(layer: StreamedLayer, leaves: Sequence[Any]) -> None:
+def refuse_hidden_tensors(layer: StreamedLayer, leaves: Sequence[Any]) -> None:
     """Tensors inside a dataclass that pytree doesn't know would be cut off from the graph without a word.
 
     Raises:
@@ -108,7 +114,7 @@ class LayerCall:
         self.layer = layer
         leaves, self._spec = tree_flatten((args, kwargs))
         self._tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        _refuse_hidden_tensors(layer, leaves)
+        refuse_hidden_tensors(layer, leaves)
         self._rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         self.output_spec: TreeSpec | None = None
@@ -157,14 +163,11 @@ class LayerCall:
                 recorded = recorder.finish(token)
         watched.refuse_written()
         leaves, spec = tree_flatten(output)
-        _refuse_hidden_tensors(self.layer, leaves)
+        refuse_hidden_tensors(self.layer, leaves)
         if not replay:
             rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            if piece and (spec, rest) != (self.output_spec, self.output_rest):
-                raise UnsupportedError(
-                    f"layer {self.layer.name} returns other things for other pieces of a batch, which can't be joined; leave "
-                    "megatrain_config.micro_batch_size unset"
-                )
+            if piece:
+                require_same_structure(self.layer.name, (self.output_spec, self.output_rest), (spec, rest))
             self.tokens.append(token)
             self.output_spec, self.output_rest = spec, rest
             self.output_is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
@@ -309,18 +312,17 @@ class LayerFunction(torch.autograd.Function):
         input_gradients: list[list[torch.Tensor | None]] = [[]] * split.count
         try:
             layer.require_version(ctx.weights_version)  # of weights that were written since, which are taken over by now
-            if split.count > 1:
-                context.sums.begin(layer.unit.layout)
+            sums = context.sums.begin(layer.unit.layout) if split.count > 1 else None
             grads_of = ctx.joined.gradients_of_pieces(grad_outputs, split)
             for piece in reversed(range(split.count)):
                 context.activations.bring_back(ctx.tape, ctx.position, piece)
                 input_gradients[piece], weight_gradients = LayerFunction._backward_piece(ctx, slot, piece, grads_of[piece])
                 grads_of[piece] = []
-                if split.count > 1:
-                    context.sums.add(weight_gradients)
+                if sums is not None:
+                    sums.add(weight_gradients)
                     weight_gradients = []  # gone before the next piece makes its own
-            if split.count > 1:
-                weight_gradients = context.sums.take(to_stay=layer.unit.is_on_device)
+            if sums is not None:
+                weight_gradients = sums.take(to_stay=layer.unit.is_on_device)
         finally:
             context.release(slot)
         joined = split.join_gradients(input_gradients)

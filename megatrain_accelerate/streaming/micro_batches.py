@@ -8,13 +8,14 @@ which have them along dimension 0: hidden states that have something else there 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map_only
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.memory.flat_layout import FlatLayout
@@ -164,6 +165,29 @@ class BatchSplit:
         cut = [t.split(self.sizes) if flag else (t,) * self.count for t, flag in zip(tensors, self.is_split, strict=True)]
         return [list(piece) for piece in zip(*cut, strict=True)]
 
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The arguments of each piece, in autograd's graph; a tensor that is passed twice stays one."""
+        leaves, spec = tree_flatten((args, kwargs))
+        flags = iter(self.is_split)
+        of_tensor: dict[tuple[int, bool], Sequence[torch.Tensor]] = {}
+        columns: list[Sequence[Any]] = []
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                columns.append((leaf,) * self.count)
+                continue
+            key = (id(leaf), next(flags))
+            if key not in of_tensor:
+                of_tensor[key] = self._pieces_of(leaf, is_split=key[1])
+            columns.append(of_tensor[key])
+        return [tree_unflatten(list(piece), spec) for piece in zip(*columns, strict=True)]
+
+    def _pieces_of(self, tensor: torch.Tensor, is_split: bool) -> Sequence[torch.Tensor]:
+        if is_split:
+            # One node, which joins the gradients: that of a slice would make one as large as the batch for each piece.
+            return tensor.split(self.sizes)
+        pieces: Sequence[torch.Tensor] = _Shared.apply(tensor, self.count) if tensor.requires_grad else (tensor,) * self.count
+        return pieces
+
     def first_piece(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments with the tensors of the first piece, which no other is larger than."""
         if not self.sizes:
@@ -208,10 +232,7 @@ class BatchSplit:
                 ]
                 joined.append(torch.cat(whole))
             else:
-                total = found[0].float()
-                for gradient in found[1:]:
-                    total = total + gradient
-                joined.append(total.to(found[0].dtype))
+                joined.append(_added(found))
         return joined
 
 
@@ -268,45 +289,21 @@ class JoinedOutputs:
         return JoinedOutputs([], self.lengths)
 
 
-class GradientSums:
-    """fp32 sums of the weight gradients of a call's pieces, on the device, rounded once when they leave.
-
-    Owner: the runtime. Writer and reader: the compute stream, one layer at a time. One flat buffer of the largest layer's
-    trained parameters, made when the first call is cut.
+class LayerSums:
+    """fp32 sums of one layer's weight gradients over the pieces of a call, rounded once when they leave.
 
     Args:
-        device: where the layers compute.
-        layouts: of all layers.
+        layout: the layer's.
+        buffer: flat fp32 memory, which nobody else uses while these sums live.
     """
 
-    def __init__(self, device: torch.device, layouts: Iterable[FlatLayout]) -> None:
-        self._device = device
-        self._elements = max((layout.state_elements for layout in layouts), default=0)
-        self._buffer: torch.Tensor | None = None
-        self._sums: list[torch.Tensor] = []
-        self._dtypes: list[torch.dtype] = []
-        self._present: set[int] = set()
-
-    @property
-    def planned_bytes(self) -> int:
-        """Bytes of the buffer, whether it exists yet or not."""
-        return 4 * self._elements
-
-    @property
-    def is_made(self) -> bool:
-        """Whether the buffer exists."""
-        return self._buffer is not None
-
-    def begin(self, layout: FlatLayout) -> None:
-        """A layer's backward begins: all sums are empty."""
-        if self._buffer is None:
-            self._buffer = torch.empty(self._elements, dtype=torch.float32, device=self._device)
-        self._present.clear()
-        self._sums = []
+    def __init__(self, layout: FlatLayout, buffer: torch.Tensor) -> None:
         self._dtypes = [entry.spec.dtype for entry in layout.trainable_entries]
+        self._sums: list[torch.Tensor] = []
+        self._present: set[int] = set()
         for entry in layout.trainable_entries:
             assert entry.state_offset is not None
-            flat = self._buffer[entry.state_offset : entry.state_offset + entry.spec.numel]
+            flat = buffer[entry.state_offset : entry.state_offset + entry.spec.numel]
             self._sums.append(flat.view(entry.spec.shape))
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -325,12 +322,93 @@ class GradientSums:
 
         Args:
             to_stay: as tensors of their own, rounded to the dtypes of the weights, for gradients that stay on the device; else
-                in fp32, valid until the next layer begins.
+                in fp32, valid until the next layer's begin.
         """
         found = [total if place in self._present else None for place, total in enumerate(self._sums)]
         if not to_stay:
             return found
         return [None if g is None else g.to(dtype, copy=True) for g, dtype in zip(found, self._dtypes, strict=True)]
+
+
+class GradientSums:
+    """Where the layers' sums lie: one flat buffer on the device, as large as the largest layer's trained parameters.
+
+    Owner: the runtime. Writer and reader: the compute stream. The buffer is made when the first call is cut, and belongs to
+    one layer's sums as long as these live. Sums that begin meanwhile (of a backward within a backward) get memory of their
+    own.
+
+    Args:
+        device: where the layers compute.
+        layouts: of all layers.
+    """
+
+    def __init__(self, device: torch.device, layouts: Iterable[FlatLayout]) -> None:
+        self._device = device
+        self._elements = max((layout.state_elements for layout in layouts), default=0)
+        self._buffer: torch.Tensor | None = None
+        self._user: weakref.ref[LayerSums] | None = None
+        """The sums in the buffer."""
+
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes of the buffer, whether it exists yet or not."""
+        return 4 * self._elements
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the buffer exists."""
+        return self._buffer is not None
+
+    def begin(self, layout: FlatLayout) -> LayerSums:
+        """Empty sums for the gradients of a layer with this layout."""
+        if self._buffer is None:
+            self._buffer = self._memory(self._elements)
+        if self._user is not None and self._user() is not None:
+            return LayerSums(layout, self._memory(layout.state_elements))
+        sums = LayerSums(layout, self._buffer)
+        self._user = weakref.ref(sums)
+        return sums
+
+    def _memory(self, elements: int) -> torch.Tensor:
+        return torch.empty(elements, dtype=torch.float32, device=self._device)
+
+
+def require_same_structure(layer: str, first: Any, piece: Any) -> None:
+    """Pieces whose outputs are to be joined return the same but for the tensors.
+
+    Args:
+        layer: for the message.
+        first, piece: what two pieces return besides tensors.
+
+    Raises:
+        UnsupportedError: they don't.
+    """
+    if first != piece:
+        raise UnsupportedError(
+            f"layer {layer} returns other things for other pieces of a batch, which can't be joined; leave "
+            "megatrain_config.micro_batch_size unset"
+        )
+
+
+class _Shared(torch.autograd.Function):
+    """A tensor for several pieces, whose gradients are summed in fp32 and rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for _ in range(count))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        found = [gradient for gradient in gradients if gradient is not None]
+        return (_added(found) if found else None), None
+
+
+def _added(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = gradients[0].float()
+    for gradient in gradients[1:]:
+        total = total + gradient
+    return total.to(gradients[0].dtype)
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -295,8 +295,6 @@ class StreamingRuntime:
         """Whether the call of a layer that is to be differentiated stays in autograd's graph."""
         if not LAYERS_IN_GRAPH or layer.index in self._nodes:
             return False
-        if self.batch_cut.size is not None:
-            return False
         if layer.has_trainable:
             return True
         tensors: list[torch.Tensor] = []

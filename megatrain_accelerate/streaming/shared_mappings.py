@@ -157,8 +157,15 @@ def _held_tensors(value: Any) -> list[int]:
 
 
 @contextlib.contextmanager
-def no_writes_to(tensors: Sequence[torch.Tensor], layer: str) -> Iterator[None]:
+def no_writes_to(
+    tensors: Sequence[torch.Tensor], layer: str, torch_refuses: str = "leaf Variable that requires grad"
+) -> Iterator[None]:
     """Refuses a layer whose run in the body writes to its inputs.
+
+    Args:
+        tensors: the inputs.
+        layer: its name, for the message.
+        torch_refuses: what torch's own error says about a write to what the layer gets of them.
 
     Raises:
         UnsupportedError: it does.
@@ -168,7 +175,7 @@ def no_writes_to(tensors: Sequence[torch.Tensor], layer: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "leaf Variable that requires grad" not in str(error):
+        if torch_refuses not in str(error):
             raise
         cause = error
     if cause is not None or versions != [tensor._version for tensor in tensors]:

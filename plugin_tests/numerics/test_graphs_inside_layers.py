@@ -14,6 +14,7 @@ import torch
 from layer_uses import (
     PLACEMENTS,
     RECOMPUTED,
+    WIDTH,
     Case,
     Layer,
     Net,
@@ -28,6 +29,7 @@ from layer_uses import (
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers.utils import output_capturing
 
 from megatrain_accelerate.errors import UnsupportedError
 
@@ -112,6 +114,29 @@ INSIDE = {
 @each_placement(INSIDE)
 def test_gradients_of_graphs_inside_layers_are_those_of_plain_pytorch(case: Case, placement: str) -> None:
     check(case, placement)
+
+
+class HidesItsWeightAndRecords(HidesItsWeight):
+    """Hands its result to transformers' side channel too."""
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        hidden = super().forward(hidden)
+        output_capturing._active_collector.get()["results"].append(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+def test_what_such_a_layer_records_in_its_first_call_is_recorded_once(placement: str, micro_batch_size: int | None) -> None:
+    model, results = Net(HidesItsWeightAndRecords), list[torch.Tensor]()
+    token = output_capturing._active_collector.set({"results": results})
+    try:
+        with placed(model, placement, micro_batch_size=micro_batch_size):
+            output = model(torch.randn(5, 3, WIDTH))
+    finally:
+        output_capturing._active_collector.reset(token)
+    assert len(results) == 4
+    assert torch.equal(results[-1], output)
 
 
 def test_a_kept_layer_may_differentiate_in_its_forward() -> None:

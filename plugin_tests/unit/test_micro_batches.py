@@ -18,7 +18,8 @@ from megatrain_accelerate.planning.peak_memory import peak_bytes
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_memory import LiveBytes
 from megatrain_accelerate.planning.step_outline import outline_step
-from megatrain_accelerate.streaming.micro_batches import BatchCut, BatchSplit, GradientSums, JoinedOutputs
+from megatrain_accelerate.streaming import activation_offload
+from megatrain_accelerate.streaming.micro_batches import BatchCut, BatchSplit, GradientSums, JoinedOutputs, LayerSums
 
 B, T, D = 5, 7, 4
 HIDDEN = torch.randn(B, T, D)
@@ -149,9 +150,9 @@ def test_weight_gradients_are_summed_in_fp32_and_absent_ones_stay_absent() -> No
     specs = [ParameterSpec("a", (3, 2), torch.bfloat16, True), ParameterSpec("b", (5,), torch.float32, True)]
     specs += [ParameterSpec("frozen", (2,), torch.bfloat16, False), ParameterSpec("c", (1,), torch.bfloat16, True)]
     layout = FlatLayout(specs)
-    sums = GradientSums(torch.device("cpu"), [layout])
+    gradient_sums = GradientSums(torch.device("cpu"), [layout])
     for _ in range(2):
-        sums.begin(layout)
+        sums = gradient_sums.begin(layout)
         for value in (256.0, 1.0, 1.0):
             sums.add([torch.full((3, 2), value, dtype=torch.bfloat16), None, None])
         sums.add([None, torch.arange(5.0), None])
@@ -162,13 +163,37 @@ def test_weight_gradients_are_summed_in_fp32_and_absent_ones_stay_absent() -> No
         assert torch.equal(total[1], torch.arange(5.0))
         assert total[2] is None
         own = sums.take(to_stay=True)
-        sums.begin(layout)
-        sums.add([torch.zeros(3, 2), torch.zeros(5), None])
+        del sums
+        gradient_sums.begin(layout).add([torch.zeros(3, 2), torch.zeros(5), None])
         assert own[0] is not None
         assert torch.equal(own[0], torch.full((3, 2), 258.0, dtype=torch.bfloat16))
         assert own[1] is not None
         assert torch.equal(own[1], torch.arange(5.0))
         assert own[2] is None
+
+
+def test_sums_that_begin_while_others_live_have_memory_of_their_own() -> None:
+    layout = FlatLayout([ParameterSpec("a", (3, 2), torch.bfloat16, True)])
+    gradient_sums = GradientSums(torch.device("cpu"), [layout])
+
+    def begun(value: float) -> LayerSums:
+        sums = gradient_sums.begin(layout)
+        sums.add([torch.full((3, 2), value)])
+        return sums
+
+    def taken(sums: LayerSums) -> torch.Tensor:
+        (total,) = sums.take(to_stay=False)
+        assert total is not None
+        return total
+
+    first, second = begun(1.0), begun(2.0)
+    first.add([torch.ones(3, 2)])
+    assert torch.equal(taken(first), torch.full((3, 2), 2.0))
+    assert torch.equal(taken(second), torch.full((3, 2), 2.0))
+    address = taken(first).data_ptr()
+    assert address != taken(second).data_ptr()
+    del first
+    assert taken(begun(3.0)).data_ptr() == address, "the buffer is free again"
 
 
 # ---------------------------------------------------------------- in the engine
@@ -184,10 +209,18 @@ def step_counters(**settings: object) -> Any:
     return counters
 
 
-def test_a_layer_is_fetched_once_for_all_pieces_and_its_gradients_leave_once() -> None:
-    whole, cut = step_counters(), step_counters(micro_batch_size=2)
+@pytest.mark.parametrize("placement", [{}, {"keep_layers": 4}, {"keep_layers": 2, "offload_layers": 2}], ids=str)
+def test_a_layer_is_fetched_once_for_all_pieces_and_its_gradients_leave_once(placement: dict[str, int]) -> None:
+    whole, cut = step_counters(**placement), step_counters(micro_batch_size=2, **placement)
     assert cut.weight_fetches == whole.weight_fetches == 4 + 2
     assert cut.d2h_bytes == whole.d2h_bytes
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_inputs_that_leave_the_device_leave_it_once_for_all_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_offload, "MIN_OFFLOADED_BYTES", 1)
+    whole, cut = step_counters(offload_inputs=True), step_counters(offload_inputs=True, micro_batch_size=size)
+    assert cut.d2h_bytes == whole.d2h_bytes > step_counters().d2h_bytes
 
 
 def test_a_second_backward_through_pieces_gives_the_gradients_of_the_first_twice() -> None:
@@ -245,9 +278,10 @@ def peaks(**settings: object) -> tuple[int, int]:
     runtime = engine.runtime
     engine.device_plan.follow(model, {"input_ids": ids, "labels": ids})  # not while it is measured
     runtime.gradient_sums.begin(runtime.layers[0].unit.layout)
+    assert runtime.gradient_sums._buffer is not None
     present = [slot.buffer for slot in [*runtime.prefetcher.slots, *runtime.offloader.slots]]
     present += [*model.parameters(), *model.buffers(), *(unit.gradients for unit in runtime.units)]
-    present += [runtime.norms.norms, *runtime.gradient_sums._sums]
+    present += [runtime.norms.norms, runtime.gradient_sums._buffer]
     with LiveBytes(present) as live:
         model(input_ids=ids, labels=ids).loss.backward()
     engine.close()
