@@ -9,7 +9,6 @@ kept, offloaded or computed anew (``torch.utils.checkpoint``) decides what is sa
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import functools
 import weakref
@@ -18,20 +17,19 @@ from typing import Any
 
 import torch
 from torch.profiler import record_function
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
-from megatrain_accelerate.streaming.activation_offload import inputs_offloaded
-from megatrain_accelerate.streaming.ambient_state import AmbientState, RandomState
+from megatrain_accelerate.streaming.ambient_state import AmbientState
 from megatrain_accelerate.streaming.attention_results import AttentionResults
+from megatrain_accelerate.streaming.call_gradients import CallGradients, CutCall
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.layer_function import RunContext, refuse_hidden_tensors, trained_now
-from megatrain_accelerate.streaming.micro_batches import BatchSplit, JoinedOutputs, LayerSums, require_same_structure
+from megatrain_accelerate.streaming.layer_function import RunContext, trained_now
 from megatrain_accelerate.streaming.nested_tensors import map_tensors
 from megatrain_accelerate.streaming.prefetch import Lease
 from megatrain_accelerate.streaming.saved_tensors import SavedTensors
@@ -39,10 +37,6 @@ from megatrain_accelerate.streaming.shared_mappings import SharedMappings, Watch
 from megatrain_accelerate.streaming.written_buffers import BufferValues, buffers_as_before
 
 _current_task = torch._C._current_graph_task_id
-
-
-class HoldsWeightsError(Exception):
-    """A layer's graph refers to its weights in a way that can't be replaced: it has to be a node of its own."""
 
 
 class CallState(enum.Enum):
@@ -74,29 +68,6 @@ class _Argument:
         self.position = position
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class CutCall:
-    """A call of a layer in pieces of its batch. Each piece is a :class:`GraphCall`; their weight gradients leave as one.
-
-    Attributes:
-        layer, tape: as of a piece.
-        count: number of pieces.
-    """
-
-    layer: StreamedLayer
-    tape: Tape
-    count: int
-
-
-@dataclasses.dataclass
-class _PieceSums:
-    """Weight gradients of a call's pieces in one backward."""
-
-    sums: LayerSums
-    arrived: int = 0
-    """Pieces that have brought all of theirs."""
-
-
 class GraphCall:
     """One call of a layer, or a piece of one, from its forward to the last backward through it.
 
@@ -113,7 +84,7 @@ class GraphCall:
 
     def __init__(
         self,
-        calls: GraphCalls,
+        calls: ActiveCalls,
         layer: StreamedLayer,
         tape: Tape,
         position: int,
@@ -345,9 +316,9 @@ class GraphCall:
         found = self._take_gradients()
         if found and self.calls.is_alive(self.task):
             if self.cut is None:
-                self.calls.add_up(self.task, self.layer, found)
+                self.calls.gradients.add_up(self.task, self.layer, found)
             else:
-                self.calls.add_piece(self.task, self.cut, found, is_whole=False)
+                self.calls.gradients.add_piece(self.task, self.cut, found, is_whole=False)
         self.forget()
 
     def slot(self) -> WeightSlot:
@@ -469,14 +440,14 @@ class GraphCall:
                 "or outputs of layers instead"
             )
         if self.cut is not None:
-            self.calls.add_piece(self.task, self.cut, taken, is_whole)
+            self.calls.gradients.add_piece(self.task, self.cut, taken, is_whole)
         else:
-            self.calls.deliver(self.task, self.tape, self.layer, taken)
+            self.calls.gradients.deliver(self.task, self.tape, self.layer, taken)
 
     def settle(self) -> None:
         """Sends gradients that no hook has told of: of a tensor, say, that depends on weights alone and wasn't returned."""
         if self.state is CallState.WAITING:
-            self.calls.send(self.layer, self._take_gradients())
+            self.calls.gradients.send(self.layer, self._take_gradients())
 
 
 def _all_issued(call: weakref.ref[GraphCall], _: torch.Tensor) -> None:
@@ -489,8 +460,8 @@ def _leaf_arrived(call: weakref.ref[GraphCall], _: torch.Tensor) -> None:
         found.leaf_arrived()
 
 
-class GraphCalls:
-    """The calls of all layers of one engine that are in autograd's graph.
+class ActiveCalls:
+    """Which calls compute in which slot, and to which calls the backwards that are under way have come. One object per engine.
 
     Args:
         context: what a call needs of the engine.
@@ -498,100 +469,11 @@ class GraphCalls:
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
+        self.gradients = CallGradients(context.offloader, context.sums)
         self._running: dict[int, GraphCall] = {}
         """The calls that compute, by where their slots begin."""
-        self._tried: set[int] = set()
-        """Indices of layers that were found to leave nothing in their slots."""
-        self._alive: weakref.WeakSet[GraphCall] = weakref.WeakSet()
         self._tasks: dict[int, list[GraphCall]] = {}
         """The calls that a backward has come to, by its number."""
-        self._sums: dict[tuple[int, int], tuple[StreamedLayer, dict[int, torch.Tensor]]] = {}
-        """Gradients of layers that run several times in one forward, by the backward's number and the layer's index."""
-        self._pieces: dict[tuple[int, CutCall], _PieceSums] = {}
-        """Gradients of calls in pieces, by the backward's number."""
-
-    def run(self, layer: StreamedLayer, tape: Tape, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a layer so that its graph can be differentiated.
-
-        Raises:
-            HoldsWeightsError: its graph can't be separated from its weights, which the first call finds out. Random
-                numbers, buffers and what is recorded are as before.
-        """
-        calls: list[GraphCall] = []
-        if layer.index in self._tried:
-            return self._run(calls, layer, tape, position, args, kwargs)
-        random_numbers, buffers = RandomState(self.context.device), list[BufferValues]()
-        recorder = self.context.recorder
-        token = recorder.start(None) if recorder is not None else None
-        with layer.buffers.watched(buffers):
-            output = self._run(calls, layer, tape, position, args, kwargs)
-        if any(call.holds_weights for call in calls):
-            random_numbers.put_back()
-            if recorder is not None:
-                recorder.discard(token)
-            for owner, name, value in buffers[0]:
-                owner._buffers[name] = value
-            raise HoldsWeightsError
-        self._tried.add(layer.index)
-        return output
-
-    def _run(
-        self,
-        calls: list[GraphCall],
-        layer: StreamedLayer,
-        tape: Tape,
-        position: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Runs a layer, whole or in pieces; ``calls`` gets what that takes."""
-        context = self.context
-        shared = SharedMappings(args, kwargs)
-        split = BatchSplit.of_call(layer, shared.args, shared.kwargs, context.cut)
-        inputs: list[torch.Tensor] = []
-        map_tensors(inputs.append, (shared.args, shared.kwargs))
-        leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if context.offloads_inputs(layer):
-            leaving = inputs_offloaded(context.activations, layer.name, inputs, tape, position)
-        cut = CutCall(layer, tape, split.count) if split.count > 1 else None
-        calls += [GraphCall(self, layer, tape, position, cut, piece) for piece in range(split.count)]
-        self._alive.update(calls)
-        slot = context.acquire_forward(layer, tape, position, True)
-        try:
-            with leaving:
-                if cut is None:
-                    return calls[0].run(slot, args, kwargs)
-                with no_writes_to(inputs, layer.name, "a function that returns multiple views"):
-                    return shared.take_back(self._run_pieces(calls, slot, split, shared))
-        finally:
-            context.prefetcher.release(slot)
-
-    def _run_pieces(self, calls: list[GraphCall], slot: WeightSlot, split: BatchSplit, shared: SharedMappings) -> Any:
-        """The output of a call in pieces, with what was recorded meanwhile joined too."""
-        layer, recorder = calls[0].layer, self.context.recorder
-        pieces: list[list[torch.Tensor]] = []
-        tokens: list[Any] = []
-        first: Any = None
-        for call, (args, kwargs) in zip(calls, split.arguments(shared.args, shared.kwargs), strict=True):
-            others = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, torch.Tensor)]
-            arguments_before = WatchedArguments(layer.name, args, kwargs, others)
-            tokens.append(recorder.start(None) if recorder is not None else None)
-            leaves, spec = tree_flatten(call.run(slot, args, kwargs))
-            recorded = recorder.finish(tokens[-1]) if recorder is not None else []
-            arguments_before.refuse_written()
-            refuse_hidden_tensors(layer, leaves)
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            first = first or (spec, rest, [isinstance(leaf, torch.Tensor) for leaf in leaves], len(tensors))
-            require_same_structure(layer.name, first[:2], (spec, rest))
-            pieces.append(tensors + recorded)
-        joined = iter(JoinedOutputs.of_pieces(layer.name, split, pieces, outputs=first[3]).tensors)
-        leaves = [next(joined) if flag else rest for flag, rest in zip(first[2], first[1], strict=True)]
-        if recorder is not None:
-            for token in reversed(tokens[1:]):
-                recorder.discard(token)
-            recorder.publish(tokens[0], list(joined))
-        return tree_unflatten(leaves, first[0])
 
     @contextlib.contextmanager
     def running(self, call: GraphCall, slot: WeightSlot) -> Iterator[None]:
@@ -624,82 +506,20 @@ class GraphCalls:
         """A backward has come to the call."""
         self._tasks.setdefault(task, []).append(call)
 
-    def send(self, layer: StreamedLayer, found: dict[int, torch.Tensor]) -> None:
-        """Sends gradients to ``parameter.grad``.
-
-        Args:
-            layer: whose they are.
-            found: by place among the layer's trainable parameters.
-        """
-        if found:
-            # One that was frozen since the forward takes no gradient.
-            gradients = [
-                found.get(row) if state.parameter.requires_grad else None for row, state in enumerate(layer.trainable)
-            ]
-            self.context.offloader.offload(layer, gradients)
-
-    def deliver(self, task: int, tape: Tape, layer: StreamedLayer, found: dict[int, torch.Tensor]) -> None:
-        """Takes the gradients of one call: they go at once unless others of the layer come in this backward."""
-        if tape.calls.count(layer.index) == 1:
-            self.send(layer, found)
-        elif found:
-            self.add_up(task, layer, found)
-
-    def add_piece(self, task: int, cut: CutCall, found: dict[int, torch.Tensor], is_whole: bool) -> None:
-        """Adds gradients of a piece to those of the others; when all pieces have brought theirs they go as those of one call.
-
-        Args:
-            task: the backward.
-            cut: the call.
-            found: the gradients.
-            is_whole: whether the piece brings no more of them.
-        """
-        key = (task, cut)
-        if key not in self._pieces:
-            self._pieces[key] = _PieceSums(self.context.sums.begin(cut.layer.unit.layout))
-        of_call = self._pieces[key]
-        of_call.sums.add([found.get(row) for row in range(len(cut.layer.trainable))])
-        of_call.arrived += is_whole
-        if of_call.arrived == cut.count:
-            self._deliver_pieces(*key)
-
-    def _deliver_pieces(self, task: int, cut: CutCall) -> None:
-        sums = self._pieces.pop((task, cut)).sums
-        is_added_up = cut.tape.calls.count(cut.layer.index) > 1
-        taken = sums.take(to_stay=cut.layer.unit.is_on_device or is_added_up)
-        self.deliver(task, cut.tape, cut.layer, {row: gradient for row, gradient in enumerate(taken) if gradient is not None})
-
-    def add_up(self, task: int, layer: StreamedLayer, found: dict[int, torch.Tensor]) -> None:
-        """Adds gradients to those of the layer's other calls in one backward, as autograd does before it accumulates."""
-        _, sums = self._sums.setdefault((task, layer.index), (layer, {}))
-        for row, gradient in found.items():
-            sums[row] = sums[row].add_(gradient) if row in sums else gradient
+    def is_alive(self, task: int) -> bool:
+        """Whether a backward is under way."""
+        return task in self._tasks
 
     def finish(self, task: int) -> None:
         """A backward is over."""
         for call in self._tasks.pop(task, ()):
             if call.task == task:
                 call.finish()
-        for at in [key for key in self._pieces if key[0] == task]:
-            self._deliver_pieces(*at)
-        for key in [key for key in self._sums if key[0] == task]:
-            self.send(*self._sums.pop(key))
-
-    def is_alive(self, task: int) -> bool:
-        """Whether a backward is under way."""
-        return task in self._tasks
+        self.gradients.finish(task)
 
     def fail(self, task: int) -> None:
         """A backward has failed: what it left counts for nothing."""
         for call in self._tasks.pop(task, ()):
             if call.task == task:
                 call.discard()
-        for at in [key for key in self._pieces if key[0] == task]:
-            del self._pieces[at]
-        for key in [key for key in self._sums if key[0] == task]:
-            del self._sums[key]
-
-    def settle(self) -> None:
-        """Before gradients are read as a whole: takes those of which no hook has told."""
-        for call in list(self._alive):
-            call.settle()
+        self.gradients.drop(task)

@@ -29,7 +29,8 @@ from megatrain_accelerate.streaming.expert_streams import ExpertStreams
 from megatrain_accelerate.streaming.forward_order import UnitInOrder, in_forward_order
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
-from megatrain_accelerate.streaming.graph_call import GraphCalls, HoldsWeightsError
+from megatrain_accelerate.streaming.graph_call import ActiveCalls
+from megatrain_accelerate.streaming.graph_calls import GraphCalls, HoldsWeightsError
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.layer_function import LayerCall, LayerFunction, RunContext
 from megatrain_accelerate.streaming.meter import Cause, Meter
@@ -185,7 +186,8 @@ class StreamingRuntime:
             cut=self.batch_cut,
             sums=self.gradient_sums,
         )
-        self._graph_calls = GraphCalls(self._context)
+        self._active_calls = ActiveCalls(self._context)
+        self._graph_calls = GraphCalls(self._active_calls)
         self._nodes: set[int] = set()
         """Indices of layers that can't stay in autograd's graph."""
         self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}
@@ -345,14 +347,14 @@ class StreamingRuntime:
 
     def backward_fails(self, task: int) -> None:
         """A backward ended by an exception: what it left is taken back."""
-        self._graph_calls.fail(task)
+        self._active_calls.fail(task)
         self._in_this_backward.clear()
         if self._backward_task == task:
             self._backward_task = None
 
     def backward_ends(self, task: int) -> None:
         """A backward is over: what it made is complete."""
-        self._graph_calls.finish(task)
+        self._active_calls.finish(task)
         self._backward_task = None
         # Others may wait for a backward of their own.
         self._open_forwards -= self._in_this_backward

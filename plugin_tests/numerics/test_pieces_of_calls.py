@@ -321,7 +321,7 @@ def test_what_follows_a_failure_is_as_if_nothing_had_failed(case: Case, placemen
 def test_a_failed_backward_leaves_no_sums(placement: str) -> None:
     model: Any = Net()
     with placed(model, placement, micro_batch_size=SIZE) as engine:
-        calls, sums = engine.runtime._graph_calls, engine.runtime.gradient_sums
+        calls, sums = engine.runtime._active_calls.gradients, engine.runtime.gradient_sums
         during: list[int] = []
         with called_in_backwards(model, lambda: during.append(len(calls._pieces))):
             one_step(model)

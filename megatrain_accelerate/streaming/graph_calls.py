@@ -1,0 +1,133 @@
+"""Calls of layers in autograd's graph as the engine makes them: whole, or in pieces of their batch.
+
+The first call of a layer finds out whether its graph can be separated from its weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from megatrain_accelerate.streaming.activation_offload import inputs_offloaded
+from megatrain_accelerate.streaming.ambient_state import RandomState
+from megatrain_accelerate.streaming.call_gradients import CutCall
+from megatrain_accelerate.streaming.call_order import Tape
+from megatrain_accelerate.streaming.device_slots import WeightSlot
+from megatrain_accelerate.streaming.graph_call import ActiveCalls, GraphCall
+from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.layer_function import refuse_hidden_tensors
+from megatrain_accelerate.streaming.micro_batches import BatchSplit, JoinedOutputs, require_same_structure
+from megatrain_accelerate.streaming.nested_tensors import map_tensors
+from megatrain_accelerate.streaming.shared_mappings import SharedMappings, WatchedArguments, no_writes_to
+from megatrain_accelerate.streaming.written_buffers import BufferValues
+
+
+class HoldsWeightsError(Exception):
+    """A layer's graph refers to its weights in a way that can't be replaced: it has to be a node of its own."""
+
+
+class GraphCalls:
+    """Runs the layers of one engine that are in autograd's graph.
+
+    Args:
+        active: the calls that are at work.
+    """
+
+    def __init__(self, active: ActiveCalls) -> None:
+        self._active = active
+        self._tried: set[int] = set()
+        """Indices of layers that were found to leave nothing in their slots."""
+        self._alive: weakref.WeakSet[GraphCall] = weakref.WeakSet()
+
+    def run(self, layer: StreamedLayer, tape: Tape, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a layer so that its graph can be differentiated.
+
+        Raises:
+            HoldsWeightsError: its graph can't be separated from its weights, which the first call finds out. Random
+                numbers, buffers and what is recorded are as before.
+        """
+        calls: list[GraphCall] = []
+        if layer.index in self._tried:
+            return self._run(calls, layer, tape, position, args, kwargs)
+        random_numbers, buffers = RandomState(self._active.context.device), list[BufferValues]()
+        recorder = self._active.context.recorder
+        token = recorder.start(None) if recorder is not None else None
+        with layer.buffers.watched(buffers):
+            output = self._run(calls, layer, tape, position, args, kwargs)
+        if any(call.holds_weights for call in calls):
+            random_numbers.put_back()
+            if recorder is not None:
+                recorder.discard(token)
+            for owner, name, value in buffers[0]:
+                owner._buffers[name] = value
+            raise HoldsWeightsError
+        self._tried.add(layer.index)
+        return output
+
+    def _run(
+        self,
+        calls: list[GraphCall],
+        layer: StreamedLayer,
+        tape: Tape,
+        position: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Runs a layer, whole or in pieces; ``calls`` gets what that takes."""
+        context = self._active.context
+        inputs: list[torch.Tensor] = []
+        leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if context.cut.size is not None or context.offloads_inputs(layer):
+            map_tensors(inputs.append, (args, kwargs))
+        if context.offloads_inputs(layer):
+            leaving = inputs_offloaded(context.activations, layer.name, inputs, tape, position)
+        shared = SharedMappings(args, kwargs)
+        split = BatchSplit.of_call(layer, shared.args, shared.kwargs, context.cut)
+        cut = CutCall(layer, tape, split.count) if split.count > 1 else None
+        calls += [GraphCall(self._active, layer, tape, position, cut, piece) for piece in range(split.count)]
+        self._alive.update(calls)
+        slot = context.acquire_forward(layer, tape, position, True)
+        try:
+            with leaving:
+                if cut is None:
+                    return calls[0].run(slot, args, kwargs)
+                with no_writes_to(inputs, layer.name, "a function that returns multiple views"):
+                    return shared.take_back(self._run_pieces(calls, slot, split, shared))
+        finally:
+            context.prefetcher.release(slot)
+
+    def _run_pieces(self, calls: list[GraphCall], slot: WeightSlot, split: BatchSplit, shared: SharedMappings) -> Any:
+        """The output of a call in pieces, with what was recorded meanwhile joined too."""
+        layer, recorder = calls[0].layer, self._active.context.recorder
+        pieces: list[list[torch.Tensor]] = []
+        tokens: list[Any] = []
+        first: Any = None
+        for call, (args, kwargs) in zip(calls, split.arguments(shared.args, shared.kwargs), strict=True):
+            others = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, torch.Tensor)]
+            arguments_before = WatchedArguments(layer.name, args, kwargs, others)
+            tokens.append(recorder.start(None) if recorder is not None else None)
+            leaves, spec = tree_flatten(call.run(slot, args, kwargs))
+            recorded = recorder.finish(tokens[-1]) if recorder is not None else []
+            arguments_before.refuse_written()
+            refuse_hidden_tensors(layer, leaves)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            first = first or (spec, rest, [isinstance(leaf, torch.Tensor) for leaf in leaves], len(tensors))
+            require_same_structure(layer.name, first[:2], (spec, rest))
+            pieces.append(tensors + recorded)
+        joined = iter(JoinedOutputs.of_pieces(layer.name, split, pieces, outputs=first[3]).tensors)
+        leaves = [next(joined) if flag else rest for flag, rest in zip(first[2], first[1], strict=True)]
+        if recorder is not None:
+            for token in reversed(tokens[1:]):
+                recorder.discard(token)
+            recorder.publish(tokens[0], list(joined))
+        return tree_unflatten(leaves, first[0])
+
+    def settle(self) -> None:
+        """Before gradients are read as a whole: takes those of which no hook has told."""
+        for call in list(self._alive):
+            call.settle()
