@@ -4,7 +4,7 @@
 
 The model is a Llama whose layers are too small for their arithmetic to count, so that what remains is Python and the launch
 of kernels: 48 layers, hidden size 16, one batch of 8 tokens, fp32, ``torch.optim.AdamW``, one thread, on the CPU. All layers
-are kept and nothing is streamed in parts. Every figure is the median of ``--steps`` steps; plain and streamed rounds
+are kept, and their weights are streamed. Every figure is the median of ``--steps`` steps; plain and streamed rounds
 alternate, and the best of ``--rounds`` counts, so that a neighbour on the machine disturbs both alike.
 """
 
@@ -45,7 +45,7 @@ def prepared(model: nn.Module, is_streamed: bool) -> tuple[nn.Module, torch.opti
     """The model and its AdamW after ``accelerator.prepare``."""
     AcceleratorState._reset_state(reset_partial_state=True)
     if is_streamed:
-        megatrain_accelerate.enable(keep_layers=48, device_layers=0, resident_layers=0, compile_layers=False)
+        megatrain_accelerate.enable(keep_layers=48, device_layers=0)
     else:
         megatrain_accelerate.disable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
