@@ -58,7 +58,7 @@ def test_a_callback_that_looks_sees_what_it_would_see_if_everything_were_waited_
         def __getattribute__(self, name: str) -> Any:
             if name.startswith("on_") and (engine := engine_of(trainers[-1].model)) is not None:
                 torch.cuda.synchronize()
-                engine.runtime.settle()
+                engine.runtime.watch.settle()
             return super().__getattribute__(name)
 
     found, trainers = [], []
