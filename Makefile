@@ -40,7 +40,7 @@ GPU_DEMO_ARGS := --block_size 1024 --max_text_mib 8 --per_device_train_batch_siz
 COMMON_DEMO_ARGS := --model_size auto --lr_scheduler_type cosine --adam_beta2 0.95 --weight_decay 0.1 --seed 42 \
 	--eval_strategy steps --save_strategy no --report_to wandb --run_name demo
 
-.PHONY: demo test test-fast test-graph test-long test-oldest test-nightly lint bench clean venv
+.PHONY: demo test test-fast test-long test-oldest test-nightly lint bench clean venv
 .DELETE_ON_ERROR:
 
 venv: $(INSTALLED)
@@ -96,12 +96,6 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not gpu and not long" $(TEST_ARGS)
-
-# Layers in autograd's graph (docs/architecture.md): the tests of numbers that they share with layers that are nodes.
-test-graph: $(INSTALLED)
-	MEGATRAIN_LAYERS_IN_GRAPH=1 $(BIN)/python -m pytest -m "not gpu and not long" $(TEST_ARGS) $(addprefix plugin_tests/numerics/test_, \
-		exactness.py placement_exactness.py offload_exactness.py token_tiles.py kinds_of_models_in_use.py uses_of_layers.py \
-		ways_between_layers.py graphs_inside_layers.py)
 
 test-long: $(INSTALLED)
 	$(BIN)/python -m pytest -m "long and not gpu" $(TEST_ARGS)

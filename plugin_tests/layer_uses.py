@@ -17,7 +17,6 @@ from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.planning.layer_discovery import discover_layers
 from megatrain_accelerate.streaming.device_slots import SlotState, WeightSlot
 from megatrain_accelerate.streaming.prefetch import Prefetcher
-from megatrain_accelerate.streaming.runtime import LAYERS_IN_GRAPH
 
 Step = Callable[[Any], list[torch.Tensor]]
 Failure = type[BaseException]
@@ -31,11 +30,6 @@ PLACEMENTS: dict[str, tuple[float, int]] = {
 """The share of the layers whose activations are kept, counted from the model's end, and the number of slots."""
 
 RECOMPUTED = ("recomputed", "mixed", "recomputed_with_3_slots")
-
-
-def fails(raises: Failure, placements: Iterable[str] = PLACEMENTS) -> dict[str, Failure]:
-    """What a case raises today under these placements."""
-    return dict.fromkeys(placements, raises)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,28 +55,13 @@ class Case:
     """Whether gradients are looked at as clipping and a step do: a backward that goes through no output of a layer tells of
     none before."""
 
-    today: Mapping[str, Failure] = dataclasses.field(default_factory=dict)
-    """By placement, what the case raises; see :func:`fails`."""
-
-
-def differs_today(raises: Failure) -> list[pytest.MarkDecorator]:
-    """The marks of a case that doesn't do yet what plain PyTorch does."""
-    if LAYERS_IN_GRAPH:
-        return []
-    return [pytest.mark.xfail(strict=True, raises=raises, reason="Layers in autograd's graph")]
-
 
 def each_placement(cases: Mapping[str, Case]) -> pytest.MarkDecorator:
     """Parametrises a test by ``case`` and ``placement``."""
     return pytest.mark.parametrize(
         ("case", "placement"),
         [
-            pytest.param(
-                case,
-                placement,
-                id=f"{name}-{placement}",
-                marks=differs_today(case.today[placement]) if placement in case.today else [],
-            )
+            pytest.param(case, placement, id=f"{name}-{placement}")
             for name, case in cases.items()
             for placement in case.placements
         ],
@@ -149,16 +128,8 @@ def run_on_engine(case: Case, placement: str) -> Outcome:
         return _take(case, model, engine.runtime.collect_gradients)
 
 
-class DiffersError(AssertionError):
-    """The engine's numbers aren't those of plain PyTorch."""
-
-
 def assert_same_outcome(ours: Outcome, plain: Outcome) -> None:
-    """Observations and gradients are equal element by element, and the same parameters have none.
-
-    Raises:
-        DiffersError: they aren't.
-    """
+    """Observations and gradients are equal element by element, and the same parameters have none."""
     assert any(gradient is not None for gradient in plain.gradients.values())
     assert ours.gradients.keys() == plain.gradients.keys()
     observed = ((f"observation {place}", seen) for place, seen in enumerate(plain.observed))
@@ -170,8 +141,7 @@ def assert_same_outcome(ours: Outcome, plain: Outcome) -> None:
                 differing[name] = "only one run has it"
         elif not torch.equal(found, expected):
             differing[name] = f"by {float((found - expected).abs().max() / expected.abs().max()):.1e} of the largest element"
-    if differing:
-        raise DiffersError(f"{len(differing)} values differ: {differing}")
+    assert not differing, f"{len(differing)} values differ: {differing}"
 
 
 def check(case: Case, placement: str) -> None:

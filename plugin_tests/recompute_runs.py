@@ -11,7 +11,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.streaming.generated_code import ShortCode
-from megatrain_accelerate.streaming.layer_function import bound_weights, trained_now
 
 
 def poison_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +44,7 @@ def run_layer(
 
     slot = runtime.prefetcher.acquire(layer, ())
     try:
-        weights, _ = bound_weights(layer, slot, trained_now(layer))
+        weights = [view.data.requires_grad_() for view in slot.views(layer.unit.layout)]
         with layer.bound(weights), torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
             output = runtime.compiled.run(layer, args, kwargs, is_recompute)
     finally:

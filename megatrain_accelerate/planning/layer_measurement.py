@@ -29,13 +29,13 @@ from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
 from megatrain_accelerate.planning.trial_runs import Trial, enter_recorded, run_on_trial
 from megatrain_accelerate.streaming.ambient_state import random_numbers_put_back
 from megatrain_accelerate.streaming.attention_results import is_attention
+from megatrain_accelerate.streaming.call_context import trained_now
 from megatrain_accelerate.streaming.compiled_layer import without_saving
 from megatrain_accelerate.streaming.device_slots import WeightSlot
-from megatrain_accelerate.streaming.kept_graph import KeptGraph
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.layer_function import bound_weights, trained_now
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
+from megatrain_accelerate.streaming.saved_tensors import SavedTensors
 
 logger = logging.getLogger(__name__)
 
@@ -268,9 +268,19 @@ class _AttentionTimer(TorchDispatchMode):
         return sum(1e-3 * start.elapsed_time(end) for start, end in self._kernels)
 
 
+@dataclasses.dataclass(frozen=True)
+class _InSlot:
+    """A layer that stays in its slot."""
+
+    in_slot: WeightSlot
+
+    def slot(self) -> WeightSlot:
+        """See :class:`SlotReader <megatrain_accelerate.streaming.saved_tensors.SlotReader>`."""
+        return self.in_slot
+
+
 class _Measurement:
-    """Forward, forward with a graph, backward and, of a compiled layer, recompute, over and over: the phases of
-    ``LayerFunction``.
+    """Forward, forward with a graph, backward and, of a compiled layer, recompute, over and over: the phases of a call.
 
     Args:
         runtime: the engine.
@@ -339,12 +349,16 @@ class _Measurement:
     def _round(self, chooses_kernels: bool = False) -> Trial:
         layer, slot = self._layer, self._slot
         args, kwargs = self._inputs()
-        weights, leaves = bound_weights(layer, slot, trained_now(layer))
-        # As in LayerFunction: the graph that recompute makes, dropped at once.
+        weights = [
+            view.data.requires_grad_(flag)
+            for view, flag in zip(slot.views(layer.unit.layout), trained_now(layer), strict=True)
+        ]
+        leaves = [weight for weight in weights if weight.requires_grad]
+        # The graph that recompute makes, dropped at once.
         timer = self._attention or contextlib.nullcontext()
         with layer.bound(weights), torch.enable_grad(), without_saving(), self.forward.running(), timer:
             self._call(args, kwargs)
-        kept = KeptGraph(slot)
+        kept = SavedTensors(lambda address: _InSlot(slot) if address == slot.address else None)
         with layer.bound(weights), torch.enable_grad():
             recording, saved = kept.recording(), set[int]()
 

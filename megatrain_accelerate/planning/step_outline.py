@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from megatrain_accelerate.planning.step_memory import LiveBytes, OpCosts, dry_model, loss_of
@@ -24,7 +24,6 @@ from megatrain_accelerate.streaming import activation_offload
 from megatrain_accelerate.streaming.attention_results import AttentionResults
 from megatrain_accelerate.streaming.compiled_layer import without_saving
 from megatrain_accelerate.streaming.expert_function import ExpertResults
-from megatrain_accelerate.streaming.kept_graph import edges_of
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchCut, BatchSplit
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
@@ -202,7 +201,7 @@ class _Outliner:
         wanted = [t for t in tree_flatten((cut_args, cut_kwargs))[0] if isinstance(t, torch.Tensor) and t.requires_grad]
         wanted += [p for p in layer.module.parameters() if p.requires_grad]
         with torch.enable_grad():
-            edges = [edge for edge in edges_of(outputs) if edge is not None]
+            edges = edges_of(outputs)
         # Those that came from above are there already.
         above = live.live_bytes
         of_outputs = [torch.ones_like(tensor) for tensor in outputs]
@@ -284,6 +283,15 @@ class _Outliner:
 
 def _tensors(trial: Trial) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(trial.output)[0] if isinstance(leaf, torch.Tensor)] + trial.recorded
+
+
+def edges_of(outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:
+    """Where backward enters the graphs of the outputs; whoever holds these instead of the outputs holds none of their memory.
+
+    Call it where gradients are enabled.
+    """
+    # Of a view, whose node is torch's own and holds the graph: one written in Python doesn't keep itself alive in torch 2.5.
+    return [get_gradient_edge(output.view_as(output)) for output in outputs]
 
 
 def as_leaves(

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.streaming.ambient_state import RandomState
-from megatrain_accelerate.streaming.kept_graph import entered_from_elsewhere
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.output_recorder import Captures, OutputRecorder, take_handed_out
 from megatrain_accelerate.streaming.recompute_graph import RecomputeGraphs
@@ -115,8 +115,6 @@ class CompiledLayers:
 
     def __init__(self, wanted: bool | str, device: torch.device, recorder: OutputRecorder | None = None) -> None:
         self._recorder = recorder
-        self.keeps_for_second = False
-        """Whether a second backward finds what it needs: the first doesn't write over it."""
         self._smallest = SMALLEST_LAYER_PARAMETERS if wanted == "auto" else 0
         self._is_on = device.type == "cuda" if wanted == "auto" else bool(wanted)
         self._device = device
@@ -216,10 +214,11 @@ class CompiledLayers:
         """Dynamo's backend: forward and backward of one graph, so that neither can fail later."""
         _announce(self._compiling)
         self.compilations += 1
-        settings = {"force_non_lazy_backward_lowering": True}
-        if self.keeps_for_second and hasattr(torch._functorch.config, "donated_buffer"):
-            settings["donated_buffer"] = False
-        with torch._functorch.config.patch(settings):
+        # A second backward finds what it needs: the first doesn't write over it. For the whole process, since each backward
+        # looks at the setting, on autograd's thread.
+        if hasattr(torch._functorch.config, "donated_buffer"):
+            torch._functorch.config.donated_buffer = False
+        with torch._functorch.config.patch({"force_non_lazy_backward_lowering": True}):
             if self.backend == "inductor":
                 # Dropout must draw the masks that the layer's own code draws: the run that follows a failure, or a recompute
                 # after one, has to repeat them.
@@ -275,4 +274,8 @@ def _forget(_: Any) -> Any:
 
 
 def _remember(_: Any) -> Any:
-    raise entered_from_elsewhere()
+    raise UnsupportedError(
+        "backward went into a streamed layer's forward from elsewhere than its outputs: through torch.autograd.grad() within "
+        "it, or a loss that it leaves in an attribute. A layer that is run again as a whole has no graph there; let it return "
+        "the loss with its output, or name other layers in megatrain_config.layer_classes"
+    )

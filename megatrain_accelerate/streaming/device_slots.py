@@ -99,8 +99,9 @@ class WeightSlot:
         found = self._at.get(key)
         if found is None:
             with torch.inference_mode(False), torch.no_grad():
-                whole = self.buffer[: self.buffer.numel() // 16 * 16].view(dtype)
-                found = self._at[key] = whole.as_strided(shape, stride, offset)
+                # Not a view of the buffer, which would hold another one: each counts as one use of the memory.
+                found = torch.empty(0, dtype=dtype, device=self.buffer.device)
+                self._at[key] = found.set_(self.buffer.untyped_storage(), offset, shape, stride)
         return found
 
 

@@ -23,17 +23,18 @@ from torch.utils.checkpoint import checkpoint
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.streaming.ambient_state import AmbientState
 from megatrain_accelerate.streaming.attention_results import AttentionResults
+from megatrain_accelerate.streaming.call_context import RunContext, trained_now
 from megatrain_accelerate.streaming.call_gradients import CallGradients, CutCall
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.layer_function import RunContext, trained_now
 from megatrain_accelerate.streaming.nested_tensors import map_tensors
 from megatrain_accelerate.streaming.prefetch import Lease
 from megatrain_accelerate.streaming.saved_tensors import SavedTensors
 from megatrain_accelerate.streaming.shared_mappings import SharedMappings, WatchedArguments, no_writes_to
+from megatrain_accelerate.streaming.whole_recompute import WholeRun
 from megatrain_accelerate.streaming.written_buffers import BufferValues, buffers_as_before
 
 _current_task = torch._C._current_graph_task_id
@@ -80,6 +81,7 @@ class GraphCall:
         tape, position: the call on its forward pass.
         cut: the call of which this is a piece; None for a whole one.
         piece: its number, in forward order.
+        is_whole: whether the layer has to be run again as a whole (:mod:`.whole_recompute`).
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class GraphCall:
         position: int,
         cut: CutCall | None = None,
         piece: int = 0,
+        is_whole: bool = False,
     ) -> None:
         self.calls = calls
         self.layer = layer
@@ -97,6 +100,7 @@ class GraphCall:
         self.position = position
         self.cut = cut
         self.piece = piece
+        self.is_whole = is_whole
         self.open_forward = tape.open_forward()
         self.state = CallState.FORWARD
         self.task = -1
@@ -105,6 +109,8 @@ class GraphCall:
         """The unit's, in forward."""
         self._leaves: list[tuple[int, weakref.ref[torch.Tensor]]] = []
         """For each weight that was trained in forward: its place among the unit's trainable ones, and the leaf."""
+        self._of_whole: dict[int, torch.Tensor] = {}
+        """The weights' gradients where the layer was run again as a whole, by the same places."""
         self.holds_weights = False
         """Whether something of the forward besides the leaves still refers to the slot: its backward would read another
         layer's weights there. A function of the user's own does that which keeps a weight in an attribute of its context."""
@@ -137,9 +143,9 @@ class GraphCall:
             watched: dict[int, torch.Tensor] = {}
             args, kwargs = map_tensors(lambda tensor: self._watched(tensor, watched), (args, kwargs))
             self.version = layer.unit.version
-            weights = self._take_leaves(slot)
-            if not watched:
-                self._watch_leaves(weights)
+            weights = self._leaves_in(slot)
+            if not self.is_whole:
+                self._take_leaves(weights, is_watched=not watched)
             # Experts in parts wait for their routing, and attention inside a compiled graph isn't seen.
             self._is_compiled = not layer.experts and not context.keeps_attention(layer) and context.compiled.wants(layer)
             with (
@@ -170,34 +176,31 @@ class GraphCall:
             watched[id(tensor)] = watched[id(through)] = through
         return watched[id(tensor)]
 
-    def _take_leaves(self, slot: WeightSlot) -> list[torch.Tensor]:
-        weights = self._leaves_in(slot)
-        row = 0
-        for state, weight in zip(self.layer.unit.states, weights, strict=True):
-            if weight.requires_grad:
-                self._leaves.append((row, weakref.ref(weight)))
-                weight._megatrain_call = self  # type: ignore[attr-defined]
-            row += state.entry.spec.trainable
-        return weights
+    def _take_leaves(self, weights: list[torch.Tensor], is_watched: bool) -> None:
+        """Notes whose gradients are to come; if ``is_watched``, no input will tell that the layer's backward is over."""
+        arrived = functools.partial(_leaf_arrived, weakref.ref(self))
+        for row, weight in self._trained_of(weights).items():
+            self._leaves.append((row, weakref.ref(weight)))
+            weight._megatrain_call = self  # type: ignore[attr-defined]
+            if is_watched:
+                weight.register_post_accumulate_grad_hook(arrived)
+
+    def _trained_of(self, weights: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Those of the leaves that require grad, by place among the unit's trainable parameters."""
+        states = self.layer.unit.states
+        trainable = [weight for weight, state in zip(weights, states, strict=True) if state.entry.spec.trainable]
+        return {row: weight for row, weight in enumerate(trainable) if weight.requires_grad}
 
     def _leaves_in(self, slot: WeightSlot) -> list[torch.Tensor]:
         """The layer's weights in the slot, in entry order, as leaves; each with a version of its own (``data``)."""
         views = slot.views(self.layer.unit.layout)
         return [view.data.requires_grad_(flag) for view, flag in zip(views, self._trained, strict=True)]
 
-    def _watch_leaves(self, weights: list[torch.Tensor]) -> None:
-        """No input will tell that the layer's backward is over: its leaves do."""
-
-        hook = functools.partial(_leaf_arrived, weakref.ref(self))
-        for weight in weights:
-            if weight.requires_grad:
-                weight.register_post_accumulate_grad_hook(hook)
-
     def _run_by_policy(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         context, layer = self.calls.context, self.layer
         context.activations.run_begins()
-        is_offloaded = context.offloads(layer)
-        is_recomputed = not is_offloaded and not context.keeps(layer)
+        is_offloaded = not self.is_whole and context.offloads(layer)
+        is_recomputed = self.is_whole or not (is_offloaded or context.keeps(layer))
         # Where inputs make room, results as large mustn't take it.
         keeps_results = is_recomputed and not context.offloads_inputs(layer)
         self._expert_results = ExpertResults(keeps_results, is_last=self.piece == 0)
@@ -239,7 +242,8 @@ class GraphCall:
         before: list[BufferValues] = []
         # What the first run binds; nobody holds it afterwards but the graph.
         first: list[list[torch.Tensor]] = [weights]
-        token = recorder.start(None) if recorder is not None and self._is_compiled else None
+        token = recorder.start(None) if recorder is not None and self._is_compiled and not self.is_whole else None
+        whole = WholeRun(layer.name, self._pinned, self._take_whole, recorder) if self.is_whole else None
 
         attention = leaving = None
         if context.keeps_attention(layer):
@@ -248,11 +252,11 @@ class GraphCall:
 
         def body(*given: torch.Tensor) -> Any:
             args, kwargs = map_tensors(lambda argument: given[argument.position], arguments, _Argument)
-            saved = SavedTensors(self.calls.reader_at)
+            saving = contextlib.nullcontext() if whole is not None else SavedTensors(self.calls.reader_at).recording()
             if first:
                 with (
                     layer.bound(first.pop()),
-                    saved.recording(),
+                    saving,
                     layer.buffers.watched(before),
                     attention.recording() if attention is not None else contextlib.nullcontext(),
                 ):
@@ -260,13 +264,16 @@ class GraphCall:
             with (
                 self._pinned() as slot,
                 self.calls.running(self, slot),
-                layer.bound(self._leaves_in(slot)),
+                layer.bound(again := self._leaves_in(slot)),
                 ambient.entered(),
-                saved.recording(),
+                saving,
                 buffers_as_before(before[0]),
                 record_function(f"megatrain::recompute ({layer.name})"),
                 attention.replaying() if attention is not None else contextlib.nullcontext(),
             ):
+                if whole is not None:
+                    whole.leaves = self._trained_of(again)
+                del again
                 replay = recorder.start(token) if recorder is not None and token is not None else None
                 try:
                     return self._run_layer(args, kwargs, is_recompute=True)
@@ -276,7 +283,11 @@ class GraphCall:
 
         with no_writes_to(tensors, layer.name):
             # Random numbers, autocast and modes are put back by the body, those of Python and NumPy too.
-            output = checkpoint(body, *tensors, use_reentrant=False, preserve_rng_state=False)
+            if whole is not None:
+                whole.body = body
+                output = whole.output(context.anchor if layer.has_trainable else context.anchor.detach(), tensors)
+            else:
+                output = checkpoint(body, *tensors, use_reentrant=False, preserve_rng_state=False)
         arguments_before.refuse_written()
         if leaving is not None:
             context.activations.send(leaving, self.tape, self.position, self.piece)
@@ -411,8 +422,13 @@ class GraphCall:
         self.calls.context.prefetcher.end_lease(self.layer.index)
         self._is_checked = False
 
+    def _take_whole(self, gradients: dict[int, torch.Tensor]) -> None:
+        """The layer was run again as a whole: these are all its gradients."""
+        self._of_whole = gradients
+        self.all_issued()
+
     def _take_gradients(self) -> dict[int, torch.Tensor]:
-        taken: dict[int, torch.Tensor] = {}
+        taken, self._of_whole = self._of_whole, {}
         leaves = [(row, found()) for row, found in self._leaves]
         lease = self.calls.context.prefetcher.leases.get(self.layer.index)
         if lease is not None:

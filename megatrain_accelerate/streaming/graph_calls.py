@@ -6,12 +6,15 @@ The first call of a layer finds out whether its graph can be separated from its 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.streaming.activation_offload import inputs_offloaded
 from megatrain_accelerate.streaming.ambient_state import RandomState
 from megatrain_accelerate.streaming.call_gradients import CutCall
@@ -19,15 +22,25 @@ from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.graph_call import ActiveCalls, GraphCall
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.layer_function import refuse_hidden_tensors
-from megatrain_accelerate.streaming.micro_batches import BatchSplit, JoinedOutputs, require_same_structure
+from megatrain_accelerate.streaming.micro_batches import BatchSplit, require_same_structure
 from megatrain_accelerate.streaming.nested_tensors import map_tensors
 from megatrain_accelerate.streaming.shared_mappings import SharedMappings, WatchedArguments, no_writes_to
 from megatrain_accelerate.streaming.written_buffers import BufferValues
 
 
-class HoldsWeightsError(Exception):
-    """A layer's graph refers to its weights in a way that can't be replaced: it has to be a node of its own."""
+def refuse_hidden_tensors(layer: StreamedLayer, leaves: Sequence[Any]) -> None:
+    """Tensors inside a dataclass that pytree doesn't know would be cut off from the graph without a word.
+
+    Raises:
+        UnsupportedError: there are such.
+    """
+    for leaf in leaves:
+        if dataclasses.is_dataclass(leaf) and any(isinstance(value, torch.Tensor) for value in vars(leaf).values()):
+            raise UnsupportedError(
+                f"layer {layer.name} takes or returns a {type(leaf).__name__} with tensors in it, which gradients can't pass; "
+                "register it with torch.utils._pytree.register_dataclass, or name other layers in "
+                "megatrain_config.layer_classes"
+            )
 
 
 class GraphCalls:
@@ -40,15 +53,16 @@ class GraphCalls:
     def __init__(self, active: ActiveCalls) -> None:
         self._active = active
         self._tried: set[int] = set()
-        """Indices of layers that were found to leave nothing in their slots."""
+        """Indices of layers of which a call has shown whether something is left in their slots."""
+        self._whole: set[int] = set()
+        """Indices of those that leave something, so that their graph can't be kept: backward runs them again as a whole."""
         self._alive: weakref.WeakSet[GraphCall] = weakref.WeakSet()
 
     def run(self, layer: StreamedLayer, tape: Tape, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a layer so that its graph can be differentiated.
 
-        Raises:
-            HoldsWeightsError: its graph can't be separated from its weights, which the first call finds out. Random
-                numbers, buffers and what is recorded are as before.
+        Where the first call finds that the graph can't be separated from its weights, the layer is run again as a whole in
+        backward, and random numbers, buffers and what is recorded are put back before the call is run in that way.
         """
         calls: list[GraphCall] = []
         if layer.index in self._tried:
@@ -64,7 +78,9 @@ class GraphCalls:
                 recorder.discard(token)
             for owner, name, value in buffers[0]:
                 owner._buffers[name] = value
-            raise HoldsWeightsError
+            del output
+            self._whole.add(layer.index)
+            output = self._run([], layer, tape, position, args, kwargs)
         self._tried.add(layer.index)
         return output
 
@@ -88,7 +104,8 @@ class GraphCalls:
         shared = SharedMappings(args, kwargs)
         split = BatchSplit.of_call(layer, shared.args, shared.kwargs, context.cut)
         cut = CutCall(layer, tape, split.count) if split.count > 1 else None
-        calls += [GraphCall(self._active, layer, tape, position, cut, piece) for piece in range(split.count)]
+        is_whole = layer.index in self._whole
+        calls += [GraphCall(self._active, layer, tape, position, cut, piece, is_whole) for piece in range(split.count)]
         self._alive.update(calls)
         slot = context.acquire_forward(layer, tape, position, True)
         try:
@@ -119,7 +136,7 @@ class GraphCalls:
             first = first or (spec, rest, [isinstance(leaf, torch.Tensor) for leaf in leaves], len(tensors))
             require_same_structure(layer.name, first[:2], (spec, rest))
             pieces.append(tensors + recorded)
-        joined = iter(JoinedOutputs.of_pieces(layer.name, split, pieces, outputs=first[3]).tensors)
+        joined = iter(split.joined(layer.name, pieces, outputs=first[3]))
         leaves = [next(joined) if flag else rest for flag, rest in zip(first[2], first[1], strict=True)]
         if recorder is not None:
             for token in reversed(tokens[1:]):

@@ -158,13 +158,6 @@ class BatchSplit:
             sizes.append(batch % cut.size)
         return cls(tuple(sizes), is_split)
 
-    def pieces(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """The tensors of each piece, as views."""
-        if not self.sizes:
-            return [list(tensors)]
-        cut = [t.split(self.sizes) if flag else (t,) * self.count for t, flag in zip(tensors, self.is_split, strict=True)]
-        return [list(piece) for piece in zip(*cut, strict=True)]
-
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """The arguments of each piece, in autograd's graph; a tensor that is passed twice stays one."""
         leaves, spec = tree_flatten((args, kwargs))
@@ -211,82 +204,24 @@ class BatchSplit:
         total, first = sum(self.sizes), self.sizes[0]
         return [tensor.new_zeros((len(tensor) * total // first, *tensor.shape[1:])) for tensor in recorded]
 
-    def join_gradients(self, pieces: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
-        """The gradients of the call's tensors from those of its pieces; what pieces share is summed in fp32.
-
-        Args:
-            pieces: for each piece in order, one gradient per tensor; None where no gradient flows.
-        """
-        if not self.sizes:
-            return list(pieces[0])
-        joined: list[torch.Tensor | None] = []
-        for flag, gradients in zip(self.is_split, zip(*pieces, strict=True), strict=True):
-            found = [gradient for gradient in gradients if gradient is not None]
-            if not found:
-                joined.append(None)
-            elif flag:
-                like = found[0]
-                whole = [
-                    like.new_zeros((size, *like.shape[1:])) if gradient is None else gradient
-                    for size, gradient in zip(self.sizes, gradients, strict=True)
-                ]
-                joined.append(torch.cat(whole))
-            else:
-                joined.append(_added(found))
-        return joined
-
-
-@dataclasses.dataclass(frozen=True)
-class JoinedOutputs:
-    """The outputs of a call, joined from those of its pieces.
-
-    Attributes:
-        tensors: the layer's output tensors, then the recorded ones.
-        lengths: for each tensor, its pieces' sizes along dimension 0; empty for a call that wasn't cut.
-    """
-
-    tensors: list[torch.Tensor]
-    lengths: list[list[int]]
-
-    @classmethod
-    def of_pieces(cls, layer: str, split: BatchSplit, pieces: Sequence[list[torch.Tensor]], outputs: int) -> JoinedOutputs:
-        """Joins along dimension 0: samples, or for recorded tensors the tokens of samples, in the batch's order.
+    def joined(self, layer: str, pieces: Sequence[list[torch.Tensor]], outputs: int) -> list[torch.Tensor]:
+        """What a call returns from what its pieces return: samples, or for recorded tensors the tokens of samples, in order.
 
         Args:
             layer: for messages.
-            split: of the call.
             pieces: each piece's tensors.
             outputs: how many of them the layer returned; the rest was recorded.
 
         Raises:
             UnsupportedError: a tensor doesn't have the piece's samples along dimension 0.
         """
-        if not split.sizes:
-            return cls(pieces[0], [])
         if len({len(piece) for piece in pieces}) > 1:
             raise _cannot(layer, f"its pieces return {[len(piece) for piece in pieces]} tensors")
-        for size, piece in zip(split.sizes, pieces, strict=True):
+        for size, piece in zip(self.sizes, pieces, strict=True):
             for place, tensor in enumerate(piece):
                 if tensor.dim() == 0 or (place < outputs and tensor.shape[0] != size):
                     raise _cannot(layer, f"a piece of {size} samples returns a tensor of shape {tuple(tensor.shape)}")
-        columns = list(zip(*pieces, strict=True))
-        return cls([torch.cat(column) for column in columns], [[len(tensor) for tensor in column] for column in columns])
-
-    def gradients_of_pieces(
-        self, gradients: Sequence[torch.Tensor | None], split: BatchSplit
-    ) -> list[list[torch.Tensor | None]]:
-        """The outputs' gradients, cut as the outputs were joined."""
-        if not split.sizes:
-            return [list(gradients)]
-        cut = [
-            [None] * split.count if gradient is None else list(gradient.split(lengths))
-            for gradient, lengths in zip(gradients, self.lengths, strict=True)
-        ]
-        return [list(piece) for piece in zip(*cut, strict=True)]
-
-    def without_tensors(self) -> JoinedOutputs:
-        """The lengths alone: what backward needs."""
-        return JoinedOutputs([], self.lengths)
+        return [torch.cat(column) for column in zip(*pieces, strict=True)]
 
 
 class LayerSums:

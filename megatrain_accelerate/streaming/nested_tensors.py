@@ -40,3 +40,10 @@ def map_tensors(change: Callable[[Any], Any], value: Any, kind: type | tuple[typ
             for name, item in changed.items():
                 object.__setattr__(value, name, item)
     return value
+
+
+def any_requires_grad(value: Any) -> bool:
+    """Whether a tensor that :func:`map_tensors` finds requires grad."""
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, value)
+    return any(tensor.requires_grad for tensor in found)

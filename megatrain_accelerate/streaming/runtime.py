@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -18,8 +17,9 @@ from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
-from megatrain_accelerate.streaming.activation_offload import ActivationOffloader, inputs_offloaded
+from megatrain_accelerate.streaming.activation_offload import ActivationOffloader
 from megatrain_accelerate.streaming.caches import without_caches
+from megatrain_accelerate.streaming.call_context import RunContext
 from megatrain_accelerate.streaming.call_order import CallOrder, OpenForward, Tape
 from megatrain_accelerate.streaming.clipping import Clipping
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
@@ -30,12 +30,11 @@ from megatrain_accelerate.streaming.forward_order import UnitInOrder, in_forward
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.graph_call import ActiveCalls
-from megatrain_accelerate.streaming.graph_calls import GraphCalls, HoldsWeightsError
+from megatrain_accelerate.streaming.graph_calls import GraphCalls
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.layer_function import LayerCall, LayerFunction, RunContext
 from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.micro_batches import BatchCut, GradientSums
-from megatrain_accelerate.streaming.nested_tensors import map_tensors
+from megatrain_accelerate.streaming.nested_tensors import any_requires_grad
 from megatrain_accelerate.streaming.norm_table import NormTable
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.outside_gradients import OutsideGradients
@@ -60,9 +59,6 @@ def is_streamed(parameter: torch.Tensor) -> bool:
     """Whether a parameter is in the host store of any model."""
     return any(runtime.state_of(parameter) is not None for runtime in _running)
 
-
-LAYERS_IN_GRAPH = os.environ.get("MEGATRAIN_LAYERS_IN_GRAPH") == "1"
-"""Whether dense layers stay in autograd's graph (:mod:`.graph_call`) instead of being a node of their own."""
 
 LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -161,7 +157,6 @@ class StreamingRuntime:
         self.keep_states_on_host: Callable[[], None] = lambda: self.place((), (), groups_on_device=False)
         """Brings all states to the host; set by the plan."""
         self.compiled = CompiledLayers(config.compile_layers, streams.device, recorder)
-        self.compiled.keeps_for_second = LAYERS_IN_GRAPH
         self.recorder = recorder
         self._order = CallOrder(len(self.layers))
         self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
@@ -170,8 +165,6 @@ class StreamingRuntime:
         self._context = RunContext(
             device=streams.device,
             acquire_forward=self._acquire_forward,
-            acquire_backward=self._acquire_backward,
-            release=self.prefetcher.release,
             prefetcher=self.prefetcher,
             lease_backward=self._lease_backward,
             offloader=self.offloader,
@@ -185,11 +178,10 @@ class StreamingRuntime:
             compiled=self.compiled,
             cut=self.batch_cut,
             sums=self.gradient_sums,
+            anchor=torch.zeros((), device=streams.device, requires_grad=True),
         )
         self._active_calls = ActiveCalls(self._context)
         self._graph_calls = GraphCalls(self._active_calls)
-        self._nodes: set[int] = set()
-        """Indices of layers that can't stay in autograd's graph."""
         self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}
         parameters = [state.parameter for unit in self.units for state in unit.states]
         self.watch = Watch(parameters, functools.partial(_settle, weakref.ref(self)))
@@ -265,26 +257,11 @@ class StreamingRuntime:
         self._scale_clipped(others_follow=torch.is_grad_enabled())
         if torch.is_grad_enabled():
             layer.refuse_unfrozen()
-            if self._runs_in_graph(layer, args, kwargs):
+            if layer.has_trainable or any_requires_grad((args, kwargs)):
                 self.prefetcher.let_go()  # also where no forward of the whole model told that training goes on
                 tape, position = self._order.record(layer.index)
                 self._open_forwards.add(_open_forward := tape.open_forward())  # alive until a call holds it
-                try:
-                    return self._graph_calls.run(layer, tape, position, *without_caches(args, kwargs))
-                except HoldsWeightsError:
-                    self._nodes.add(layer.index)
-            shared = SharedMappings(*without_caches(args, kwargs))
-            call = LayerCall(self._context, layer, shared.args, shared.kwargs)
-            tensors = call.take_tensors()
-            if layer.has_trainable or any(tensor.requires_grad for tensor in tensors):
-                self.prefetcher.let_go()  # also where no forward of the whole model told that training goes on
-                tape, position = self._order.record(layer.index)
-                self._open_forwards.add(_open_forward := tape.open_forward())  # alive until a node holds it
-                anchor = self._context.anchor if layer.has_trainable else self._context.anchor.detach()
-                offloading = inputs_offloaded(self.activations, layer.name, tensors, tape, position)
-                with offloading if self._context.offloads_inputs(layer) else contextlib.nullcontext():
-                    outputs = list(LayerFunction.apply(call, tape, position, anchor, *tensors))
-                return shared.take_back(call.rebuild(outputs))
+                return self._graph_calls.run(layer, tape, position, *without_caches(args, kwargs))
         tape, position = self._order.record(layer.index)
         slot = self._acquire_forward(layer, tape, position, False)
         try:
@@ -292,16 +269,6 @@ class StreamingRuntime:
                 return layer.forward(*args, **kwargs)
         finally:
             self.prefetcher.release(slot)
-
-    def _runs_in_graph(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the call of a layer that is to be differentiated stays in autograd's graph."""
-        if not LAYERS_IN_GRAPH or layer.index in self._nodes:
-            return False
-        if layer.has_trainable:
-            return True
-        tensors: list[torch.Tensor] = []
-        map_tensors(tensors.append, (args, kwargs))
-        return any(tensor.requires_grad for tensor in tensors)
 
     def _acquire_forward(self, layer: StreamedLayer, tape: Tape, position: int, backward_follows: bool) -> WeightSlot:
         upcoming = self._order.after_forward(tape, position, self._look_ahead, backward_follows)
@@ -311,9 +278,6 @@ class StreamingRuntime:
             for group in self.groups:
                 group.wait_for_step()
         return slot
-
-    def _acquire_backward(self, layer: StreamedLayer, tape: Tape, position: int) -> WeightSlot:
-        return self.prefetcher.acquire(layer, self._upcoming_in_backward(tape, position))
 
     def _lease_backward(self, layer: StreamedLayer, tape: Tape, position: int) -> Lease:
         return self.prefetcher.lease(layer, self._upcoming_in_backward(tape, position))

@@ -8,11 +8,7 @@ from accelerate import Accelerator
 from loop_runs import Observed, both, gradients, loss_of, prepared, slow
 from plain_torch import token_batches
 from torch import nn
-from trainer_runs import plugin
 from transformers import DynamicCache
-
-from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.streaming.runtime import LAYERS_IN_GRAPH
 
 # ---------------------------------------------------------------- what p.grad is
 
@@ -98,30 +94,6 @@ def test_gradient_of_the_inputs() -> None:
         return model, observed
 
     both(script)
-
-
-@pytest.mark.skipif(LAYERS_IN_GRAPH, reason="they are right there: numerics/test_uses_of_layers.py")
-@pytest.mark.parametrize("what", ["grad", "inputs", "double"])
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_gradients_that_bypass_the_parameters_are_refused(what: str) -> None:
-    # The layers' gradients leave in backward, whatever was asked for: better an error than gradients that nobody wanted.
-    with plugin():
-        accelerator = Accelerator(cpu=True)
-        model, _ = prepared(accelerator)
-        ids = token_batches(1)[0]
-        embedded = model.model.embed_tokens(ids).detach().requires_grad_()
-        loss = model(inputs_embeds=embedded, labels=ids).loss
-        if what == "grad":
-            with pytest.raises(UnsupportedError, match="backward"):
-                torch.autograd.grad(loss, embedded)
-        elif what == "inputs":
-            with pytest.raises(UnsupportedError, match="backward"):
-                loss.backward(inputs=[embedded])
-        else:
-            loss.backward(create_graph=True)
-            with pytest.raises(RuntimeError, match="once_differentiable"):
-                embedded.grad.sum().backward()
-            model.zero_grad()
 
 
 # ---------------------------------------------------------------- forwards and backwards in other orders

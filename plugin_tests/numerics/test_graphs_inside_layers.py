@@ -13,14 +13,12 @@ import pytest
 import torch
 from layer_uses import (
     PLACEMENTS,
-    RECOMPUTED,
     WIDTH,
     Case,
     Layer,
     Net,
     check,
     each_placement,
-    fails,
     loss_of,
     net,
     one_step,
@@ -101,12 +99,12 @@ def backward_within_a_backward(model: Any) -> list[torch.Tensor]:
 
 
 INSIDE = {
-    "checkpoint_with_a_backward_of_its_own": net(ChecksPointsWithABackwardOfItsOwn, today=fails(RuntimeError)),
+    "checkpoint_with_a_backward_of_its_own": net(ChecksPointsWithABackwardOfItsOwn),
     "weight_hidden_from_hooks": net(HidesItsWeight),
     "weight_hidden_from_hooks_beside_a_buffer": net(HidesItsWeightAndCounts),
+    "derivative_in_the_forward": net(DifferentiatesInside),
     "backward_within_a_backward": net(
         step=backward_within_a_backward,
-        today=fails(UnsupportedError, ["kept", "mixed"]) | fails(RuntimeError, ["recomputed", "recomputed_with_3_slots"]),
     ),
 }
 
@@ -114,6 +112,15 @@ INSIDE = {
 @each_placement(INSIDE)
 def test_gradients_of_graphs_inside_layers_are_those_of_plain_pytorch(case: Case, placement: str) -> None:
     check(case, placement)
+
+
+def test_gradients_asked_for_by_name_are_refused_where_weights_are_hidden() -> None:
+    model = Net(HidesItsWeight)
+    with placed(model, "recomputed"):
+        hidden = random_rows().requires_grad_()
+        loss = model.layers[0](model.projection(hidden)).sum()
+        with pytest.raises(UnsupportedError, match=r"keeps a weight where autograd doesn't see it.*save_for_backward"):
+            torch.autograd.grad(loss, hidden)
 
 
 class HidesItsWeightAndRecords(HidesItsWeight):
@@ -137,17 +144,6 @@ def test_what_such_a_layer_records_in_its_first_call_is_recorded_once(placement:
         output_capturing._active_collector.reset(token)
     assert len(results) == 4
     assert torch.equal(results[-1], output)
-
-
-def test_a_kept_layer_may_differentiate_in_its_forward() -> None:
-    check(net(DifferentiatesInside), "kept")
-
-
-@pytest.mark.parametrize("placement", RECOMPUTED)
-def test_a_recomputed_layer_that_differentiates_in_its_forward_is_refused(placement: str) -> None:
-    model = Net(DifferentiatesInside)
-    with placed(model, placement), pytest.raises(UnsupportedError, match="elsewhere than its outputs"):
-        one_step(model)
 
 
 # ------------------------------------------------------------------------------ backwards that fail

@@ -11,7 +11,7 @@ import torch
 from families import DECODERS, REFUSED
 from families_other import BART, BERT_LIKE, OTHERS, T5, masked_texts, translations
 from family_models import TOWER, VOCABULARY, Build, Inputs, build_of, config_of, words
-from layer_uses import Case, DiffersError, Step, backward_of, check, each_placement, fails
+from layer_uses import Case, Step, backward_of, check, each_placement
 from torch import nn
 from versions import enable_checkpointing
 
@@ -19,8 +19,6 @@ from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.planning import device_plan
 
 FAMILIES = {family.name: family for family in (*DECODERS, *REFUSED, *OTHERS)}
-DIFFERS = fails(DiffersError)
-"""Gradients of a tensor that several layers use are added up in another order, layer by layer, and round otherwise."""
 
 
 @pytest.fixture(autouse=True)
@@ -173,21 +171,18 @@ clip = build_of("CLIPModel", config_of("CLIPConfig", **CLIP))
 albert = build_of("AlbertForMaskedLM", config_of("AlbertConfig", **ALBERT))
 
 OTHER_CASES = {
-    "t5": Case(build=t5(), step=training_on(translations(0)), today=DIFFERS),
+    "t5": Case(build=t5(), step=training_on(translations(0))),
     # A layer that may run again gets no cache. Keys lie otherwise in the memory of one, and attention rounds otherwise.
-    "t5_asked_for_a_cache": Case(build=t5(use_cache=True), plain_build=t5(), step=training_on(translations(0)), today=DIFFERS),
-    "bart_with_layers_left_out": Case(build=bart, step=training_on(translations(0), translations(1)), today=DIFFERS),
-    "whisper": Case(build=whisper(), step=training_on(speech()), today=DIFFERS),
+    "t5_asked_for_a_cache": Case(build=t5(use_cache=True), plain_build=t5(), step=training_on(translations(0))),
+    "bart_with_layers_left_out": Case(build=bart, step=training_on(translations(0), translations(1))),
+    "whisper": Case(build=whisper(), step=training_on(speech())),
     "whisper_with_layers_left_out": Case(
-        build=whisper(**layers_left_out("layerdrop"), dropout=0.1), step=training_on(speech(0), speech(1)), today=DIFFERS
+        build=whisper(**layers_left_out("layerdrop"), dropout=0.1), step=training_on(speech(0), speech(1))
     ),
     "bert": family("bert_mlm"),
     "albert": Case(build=albert, step=training_on(masked_texts(0)), settings={"layer_classes": ["AlbertLayer"]}),
     "albert_accumulating": Case(
-        build=albert,
-        step=training_on(masked_texts(0), masked_texts(1)),
-        settings={"layer_classes": ["AlbertLayer"]},
-        today=DIFFERS,
+        build=albert, step=training_on(masked_texts(0), masked_texts(1)), settings={"layer_classes": ["AlbertLayer"]}
     ),
     "clip": Case(build=clip, step=training_on(captioned_pictures())),
     "clip_with_frozen_embeddings": Case(
@@ -268,7 +263,7 @@ def checkpointing_switched_on() -> nn.Module:
 
 
 USES = {
-    "hidden_states_in_the_loss": Case(build=llama(), step=all_hidden_states_in_the_loss, today=DIFFERS),
+    "hidden_states_in_the_loss": Case(build=llama(), step=all_hidden_states_in_the_loss),
     "inner_hidden_states_alone": Case(build=llama(), step=inner_hidden_states_alone),
     "several_lengths": Case(build=llama(attention_dropout=0.1), step=batches_of_several_lengths),
     "evaluation_and_then_training": Case(build=llama(), step=evaluation_and_then_training),

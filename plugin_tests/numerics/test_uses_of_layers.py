@@ -22,7 +22,6 @@ from layer_uses import (
     backward_of,
     check,
     each_placement,
-    fails,
     loss_of,
     net,
     one_after_another,
@@ -34,8 +33,6 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
-
-from megatrain_accelerate.errors import UnsupportedError
 
 # ------------------------------------------------------------------------------ forwards, backwards and their order
 
@@ -118,9 +115,9 @@ ORDERS = {
     "forwards_without_a_backward": net(step=forwards_without_a_backward),
     "evaluation_before_the_backward": net(step=evaluation_before_the_backward),
     "backward_in_another_thread": net(step=backward_in_another_thread),
-    "gradients_of_inputs": net(step=gradients_of_inputs, today=fails(UnsupportedError)),
-    "gradients_of_some_leaves": net(step=gradients_of_some_leaves, today=fails(UnsupportedError)),
-    "gradient_penalty": net(step=gradient_penalty, today=fails(UnsupportedError)),
+    "gradients_of_inputs": net(step=gradients_of_inputs),
+    "gradients_of_some_leaves": net(step=gradients_of_some_leaves),
+    "gradient_penalty": net(step=gradient_penalty),
 }
 
 

@@ -15,14 +15,11 @@ from layer_uses import (
     ROWS,
     WIDTH,
     Case,
-    DiffersError,
     Layer,
     LeavesHiddenStatesBehind,
     Net,
     check,
-    differs_today,
     each_placement,
-    fails,
     loss_of,
     net,
     one_after_another,
@@ -30,8 +27,6 @@ from layer_uses import (
     placed,
 )
 from torch import nn
-
-from megatrain_accelerate.errors import UnsupportedError
 
 # ------------------------------------------------------------------------------ parents that change what layers return
 
@@ -94,8 +89,8 @@ def written_to(layers: Any, hidden: torch.Tensor) -> torch.Tensor:
 IN_PLACE = {
     "output": net(run=changed_in_place),
     "view_of_an_output": net(ReturnsView, view_changed_in_place),
-    "input_passed_on": net(ReturnsItsInput, passed_on_and_changed_in_place, today=fails(RuntimeError, RECOMPUTED)),
-    "input_within_a_kept_layer": net(WritesToItsInput, written_to, placements=["kept"], today=fails(RuntimeError)),
+    "input_passed_on": net(ReturnsItsInput, passed_on_and_changed_in_place),
+    "input_within_a_kept_layer": net(WritesToItsInput, written_to, placements=["kept"]),
 }
 
 
@@ -126,11 +121,7 @@ def inputs_changed_after_the_call(layers: Any, hidden: torch.Tensor) -> torch.Te
     return hidden
 
 
-@pytest.mark.parametrize(
-    "placement",
-    # Nobody notices it, and gradients are wrong.
-    [pytest.param("kept", marks=differs_today(pytest.fail.Exception)), *RECOMPUTED],
-)
+@pytest.mark.parametrize("placement", ["kept", *RECOMPUTED])
 def test_an_input_that_is_changed_in_place_after_the_call_is_an_error(placement: str) -> None:
     model = Net(UsesItsInputTwice, inputs_changed_after_the_call)
     with placed(model, placement):
@@ -255,15 +246,15 @@ def watched_by_backward_hooks(model: Any) -> list[torch.Tensor]:
 
 
 INTERFACES = {
-    "containers": net(TakesState, through_containers, today=fails(UnsupportedError)),
-    "weights_handed_out": net(HandsOutItsWeights, weights_used_outside, today=fails(RuntimeError)),
+    "containers": net(TakesState, through_containers),
+    "weights_handed_out": net(HandsOutItsWeights, weights_used_outside),
     # Sums of what two layers make of one tensor have another order.
-    "branches": net(run=branches, today=fails(DiffersError)),
+    "branches": net(run=branches),
     # Gradients of weights that don't come by the layer's output are lost.
-    "weights_left_behind_alone": net(LeavesWeightsBehind, what_is_left_alone, collected=True, today=fails(DiffersError)),
-    "weights_left_behind": net(LeavesWeightsBehind, what_is_left_too, today=fails(DiffersError)),
+    "weights_left_behind_alone": net(LeavesWeightsBehind, what_is_left_alone, collected=True),
+    "weights_left_behind": net(LeavesWeightsBehind, what_is_left_too),
     "weights_left_behind_without_use": net(LeavesWeightsBehind),
-    "loss_left_behind": net(LeavesHiddenStatesBehind, what_is_left_too, today=fails(UnsupportedError)),
+    "loss_left_behind": net(LeavesHiddenStatesBehind, what_is_left_too),
     "inputs_from_another_thread": Case(build=fed_by_another_thread, step=one_step),
     "backward_hooks_of_modules": net(step=watched_by_backward_hooks),
 }

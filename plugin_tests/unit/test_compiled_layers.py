@@ -24,8 +24,6 @@ from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.streaming import compiled_layer
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
 from megatrain_accelerate.streaming.device_slots import SlotState
-from megatrain_accelerate.streaming.kept_graph import _SavedTensors, _SlotPlace
-from megatrain_accelerate.streaming.runtime import LAYERS_IN_GRAPH
 from megatrain_accelerate.streaming.saved_tensors import SavedTensors, SlotPlace
 
 LAYERS = 4
@@ -222,9 +220,8 @@ def test_keeping_compiled_layers_changes_no_bit_with_dropout() -> None:
 @pytest.mark.parametrize("kept", [0, LAYERS])
 def test_backward_doesnt_read_what_forward_left_in_the_slots(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[Any] = []
-    saving, way, place = (SavedTensors, "_pack", SlotPlace) if LAYERS_IN_GRAPH else (_SavedTensors, "pack", _SlotPlace)
-    pack = getattr(saving, way)
-    monkeypatch.setattr(saving, way, lambda self, tensor: packed.append(pack(self, tensor)) or packed[-1])
+    pack = SavedTensors._pack
+    monkeypatch.setattr(SavedTensors, "_pack", lambda self, tensor: packed.append(pack(self, tensor)) or packed[-1])
     reference = one_pass(True, keep_layers=kept)[1]
     model = tiny_model().train()
     # A slot for every layer: all would still be there.
@@ -236,7 +233,7 @@ def test_backward_doesnt_read_what_forward_left_in_the_slots(kept: int, monkeypa
         slot.holder = None
     loss.backward()
     assert all(torch.equal(gradient, reference[name]) for name, gradient in gradients_of(model).items())
-    places = sum(isinstance(item, place) for item in packed)
+    places = sum(isinstance(item, SlotPlace) for item in packed)
     assert places >= (7 * kept), "weights are saved as places in a slot, also by a compiled layer"
 
 
@@ -250,7 +247,7 @@ def test_an_offloaded_layer_is_compiled_though_recomputed_ones_keep_attention() 
         engine.close()
 
 
-def test_a_second_backward_through_a_compiled_kept_layer_recomputes() -> None:
+def test_a_second_backward_through_compiled_layers_that_are_kept_or_recomputed_is_the_same() -> None:
     gradients = []
     for kept in (0, LAYERS):
         model = tiny_model().train()
@@ -392,8 +389,7 @@ def test_hooks_inside_a_layer_keep_working(reasons: Callable[[], list[str]]) -> 
     means: list[float] = []
     handle = model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: means.append(output.mean().item()))
     loss_of(model).backward()
-    # In the graph a recompute ends when all is there that backward needs, which may be before the hook.
-    assert len(means) == (1 if LAYERS_IN_GRAPH else 2), "forward and recompute"
+    assert len(means) == 1, "a recompute ends when all is there that backward needs, before the hook"
     calls = len(means)
     handle.remove()
     loss_of(model).backward()

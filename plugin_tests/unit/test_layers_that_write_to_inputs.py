@@ -8,7 +8,6 @@ from engine_runs import attach
 from torch import nn
 
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.streaming.runtime import LAYERS_IN_GRAPH
 
 WIDTH = 8
 
@@ -45,12 +44,11 @@ class Stack(nn.Module):
         return hidden_BTD.sum()
 
 
-# One that is kept in autograd's graph may: plugin_tests/numerics/test_ways_between_layers.py.
-@pytest.mark.parametrize("keep_layers", [0] if LAYERS_IN_GRAPH else [0, 2])
+# One that is kept may: plugin_tests/numerics/test_ways_between_layers.py.
 @pytest.mark.parametrize("writes_to", ["hidden", "mask"])
-def test_a_layer_that_writes_to_its_inputs_is_refused(writes_to: str, keep_layers: int) -> None:
+def test_a_recomputed_layer_that_writes_to_its_inputs_is_refused(writes_to: str) -> None:
     model = Stack(writes_to)
-    attach(model, bf16=False, keep_layers=keep_layers)
+    attach(model, bf16=False, keep_layers=0)
     with pytest.raises(UnsupportedError, match=r"layer layers\.0 writes to its inputs in place.*layer_classes"):
         model(torch.tensor([[0, 1], [2, 3]]))
 

@@ -132,7 +132,7 @@ def test_code_that_cant_be_cut_is_recomputed_whole(error: Exception, monkeypatch
     assert assert_kept_is_recomputed(qwen2) == [()]
 
 
-def test_a_second_backward_recomputes_shortly_what_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_backward_gives_kept_and_recomputed_layers_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_recomputes(monkeypatch)
     gradients = []
     for kept in (0, LAYERS):

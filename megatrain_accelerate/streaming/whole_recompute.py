@@ -1,0 +1,150 @@
+"""A layer that backward runs again as a whole: one whose graph can't be separated from its weights.
+
+A function that keeps a weight in an attribute of its context, where no hook on saved tensors sees it, holds a view of the
+slot. When its backward comes another layer lies there. So the graph of the forward is dropped at once, and backward makes a
+new one while the layer is in a slot. The scheme is that of reentrant activation checkpointing (Chen et al., arXiv 1604.06174;
+``torch/utils/checkpoint.py``); the gradients of the weights are handed on instead of accumulating on leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.profiler import record_function
+
+from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.streaming.compiled_layer import without_saving
+from megatrain_accelerate.streaming.nested_tensors import map_tensors
+from megatrain_accelerate.streaming.output_recorder import OutputRecorder
+
+
+class _Output:
+    """Stands for a tensor among what a layer returned."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+class WholeRun:
+    """A call of a layer that runs in forward and again in backward.
+
+    Args:
+        name: the layer's.
+        in_backward: a context manager in which the layer's weights stay in their slot.
+        take: takes the weights' gradients, by place among the trainable weights. Nothing is left of the layer's backward then.
+        recorder: see :class:`OutputRecorder`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        in_backward: Callable[[], contextlib.AbstractContextManager[Any]],
+        take: Callable[[dict[int, torch.Tensor]], None],
+        recorder: OutputRecorder | None,
+    ) -> None:
+        self.name, self.in_backward, self.take = name, in_backward, take
+        self.body: Callable[..., Any]
+        """Runs the layer with the input tensors that it is given."""
+        self.leaves: dict[int, torch.Tensor] = {}
+        """The weights with which the body ran last, those that were trained in forward; as for ``take``."""
+        self._recorder = recorder
+        self._token: Any = None
+        self._returned: Any = None
+        self._count = 0
+
+    def made(self, inputs: Sequence[torch.Tensor], is_again: bool) -> list[torch.Tensor]:
+        """Runs the layer; returns its output tensors, then what it recorded."""
+        recorder, found = self._recorder, list[torch.Tensor]()
+        token = recorder.start(self._token) if recorder is not None else None
+        recorded: list[torch.Tensor] = []
+        try:
+            output = self.body(*inputs)
+        finally:
+            if recorder is not None:
+                recorded = recorder.finish(token)
+
+        def take(tensor: torch.Tensor) -> _Output:
+            found.append(tensor)
+            return _Output(len(found) - 1)
+
+        output = map_tensors(take, output)
+        if not is_again:
+            self._token, self._returned, self._count = token, output, len(found)
+        return found + recorded
+
+    def output(self, anchor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Any:
+        """Runs the layer forward; returns its output.
+
+        Args:
+            anchor: requires grad if the layer trains.
+            tensors: the layer's inputs.
+        """
+        outputs = WholeRecompute.apply(self, anchor, *tensors)
+        if self._recorder is not None:
+            self._recorder.publish(self._token, list(outputs[self._count :]))
+        returned, self._returned = self._returned, None
+        return map_tensors(lambda output: outputs[output.position], returned, _Output)
+
+
+class WholeRecompute(torch.autograd.Function):
+    """The node of such a call."""
+
+    @staticmethod
+    def forward(ctx: Any, run: WholeRun, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Runs the layer with a graph that saves nothing: without a graph its kernels may be others than in backward."""
+        ctx.run, ctx.anchor = run, anchor
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        with without_saving(), torch.enable_grad():
+            made = run.made(_cut_off(tensors, ctx.needs_input_grad[2:]), is_again=False)
+        outputs = [tensor.detach() for tensor in made]
+        # A tensor that wouldn't require grad in a plain run mustn't here: attention picks its kernel by that of its mask.
+        ctx.mark_non_differentiable(*(out for out, tensor in zip(outputs, made, strict=True) if not tensor.requires_grad))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *of_outputs: torch.Tensor | None) -> Any:
+        """Gradients of the inputs; those of the weights go to ``run``.
+
+        Raises:
+            UnsupportedError: only some gradients were asked for.
+        """
+        run: WholeRun = ctx.run
+        if ctx.anchor.requires_grad and not torch.autograd._is_checkpoint_valid():
+            raise UnsupportedError(
+                f"torch.autograd.grad() and backward(inputs=...) can't be used through layer {run.name}: one of its functions "
+                "keeps a weight where autograd doesn't see it, and the weights' gradients would go to parameter.grad. Use "
+                "loss.backward(), or let the function keep its weights with ctx.save_for_backward()"
+            )
+        with run.in_backward():
+            inputs = _cut_off(ctx.saved_tensors, ctx.needs_input_grad[2:])
+            with torch.enable_grad():
+                made = run.made(inputs, is_again=True)
+            pairs = [pair for pair in zip(made, of_outputs, strict=True) if pair[0].requires_grad and pair[1] is not None]
+            wanted = [tensor for tensor in inputs if tensor.requires_grad]
+            # The anchor's, for experts that stream in parts: their gradients go elsewhere, and their nodes must run.
+            wanted += [*run.leaves.values(), *([ctx.anchor] if ctx.anchor.requires_grad else [])]
+            del made
+            found: tuple[torch.Tensor | None, ...] = (None,) * len(wanted)
+            if pairs and wanted:
+                with record_function(f"megatrain::backward ({run.name})"):
+                    tensors, gradients = zip(*pairs, strict=True)
+                    found = torch.autograd.grad(tensors, wanted, gradients, allow_unused=True)
+            rest = iter(found)
+            of_inputs = [next(rest) if tensor.requires_grad else None for tensor in inputs]
+            of_weights = {row: next(rest) for row in run.leaves}
+            run.leaves = {}
+        run.take({row: gradient for row, gradient in of_weights.items() if gradient is not None})
+        return (None, None, *of_inputs)
+
+
+def _cut_off(tensors: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[torch.Tensor]:
+    """The layer's inputs as leaves of a graph of its own."""
+    return [
+        tensor.detach().requires_grad_() if need else tensor.detach() for tensor, need in zip(tensors, needed, strict=True)
+    ]
