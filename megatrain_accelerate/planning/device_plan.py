@@ -287,7 +287,7 @@ class DevicePlan:
 
     def _measured(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
         try:
-            return measure_layers(model, self._runtime, inputs, outline)
+            return measure_layers(model, self._runtime, inputs, outline, self._budget_bytes())
         except torch.OutOfMemoryError:
             if self.placement == self._settled():
                 raise
@@ -297,7 +297,7 @@ class DevicePlan:
         # What an earlier plan put on the device for smaller batches makes room.
         self._place(Placement())
         torch.cuda.empty_cache()
-        return measure_layers(model, self._runtime, inputs, outline)
+        return measure_layers(model, self._runtime, inputs, outline, self._budget_bytes())
 
     def _plan(self, outline: StepOutline, budget_bytes: int) -> None:
         fixed_bytes = self._fixed_bytes(outline)

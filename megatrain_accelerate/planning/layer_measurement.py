@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ _ROUNDS = (4, 32)
 _LONG_SECONDS = 2.0
 """A round that takes so long (sequences of several 100,000 tokens) is at the power limit itself, and isn't run again."""
 _OUTSIDE_ROUNDS = 3
+_CERTAIN_SHARE = 0.75
+"""Of the device: where the activations of all layers are less, none will be recomputed, and no graph is compiled for it."""
 
 
 class _Stopwatch:
@@ -93,7 +96,7 @@ class _Stopwatch:
 
 
 def measure_layers(
-    model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], outline: StepOutline
+    model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], outline: StepOutline, budget_bytes: int
 ) -> StepOutline:
     """The outline with measured profiles.
 
@@ -102,12 +105,13 @@ def measure_layers(
         runtime: its engine, between steps.
         inputs: the keyword arguments of the real call.
         outline: of the same call.
+        budget_bytes: of the device, for a step.
 
     Raises:
         torch.OutOfMemoryError: the working set of one layer doesn't fit.
     """
     device = runtime.streams.device
-    layers = _MeasuredLayers(runtime, outline)
+    layers = _MeasuredLayers(runtime, outline, budget_bytes)
     with (
         random_numbers_put_back(device),
         without_hooks(model),
@@ -131,12 +135,13 @@ def _wake_autograd_thread(device: torch.device) -> None:
 class _MeasuredLayers:
     """Runs in the place of the layers: the first call of each kind is measured, later ones hand on what it returned."""
 
-    def __init__(self, runtime: StreamingRuntime, outline: StepOutline) -> None:
+    def __init__(self, runtime: StreamingRuntime, outline: StepOutline, budget_bytes: int) -> None:
         self.profiles: dict[Hashable, LayerProfile] = {}
         self.leaves: list[torch.Tensor] = []
         """What the last layer returned: the loss's backward ends here."""
         self._runtime = runtime
         self._outline = outline
+        self._budget_bytes = budget_bytes
         self._kinds = [event.kind for event in outline.forward_calls]
         self._outputs: dict[Hashable, Trial] = {}
         self._position = 0
@@ -155,7 +160,7 @@ class _MeasuredLayers:
         self._position += 1
         if kind not in self._outputs:
             self.profiles[kind], self._outputs[kind] = _measure(
-                self._runtime, layer, args, kwargs, self._outline.profiles[kind]
+                self._runtime, layer, args, kwargs, self._outline.profiles[kind], functools.partial(self._may_recompute, kind)
             )
         trial = self._outputs[kind]
         made = (trial.output, trial.recorded)
@@ -164,6 +169,16 @@ class _MeasuredLayers:
         self.leaves = [t for t in tree_flatten((output, recorded))[0] if isinstance(t, torch.Tensor) and t.requires_grad]
         enter_recorded(self._runtime.recorder, trial.channels, recorded)
         return output
+
+    def _may_recompute(self, kind: Hashable, kept_bytes: int) -> bool:
+        """Whether it isn't certain that the activations of all calls fit the device.
+
+        Args:
+            kind: of a call.
+            kept_bytes: what such a call keeps, as measured.
+        """
+        others = sum(self._outline.profiles[other].kept_bytes for other in self._kinds if other != kind)
+        return self._kinds.count(kind) * kept_bytes + others > _CERTAIN_SHARE * self._budget_bytes
 
 
 def _measure_outside(
@@ -195,19 +210,27 @@ def _measure_outside(
 
 
 def _measure(
-    runtime: StreamingRuntime, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], dry: LayerProfile
+    runtime: StreamingRuntime,
+    layer: StreamedLayer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dry: LayerProfile,
+    may_recompute: Callable[[int], bool],
 ) -> tuple[LayerProfile, Trial]:
     split = BatchSplit.of_call(layer, args, kwargs, runtime.batch_cut)
     args, kwargs = split.first_piece(args, kwargs)
     slot = runtime.prefetcher.acquire(layer, ())
     try:
         timer = _AttentionTimer() if layer.tiles.tile_tokens and dry.attention_bytes else None
-        measurement = _Measurement(runtime, layer, slot, lambda: as_leaves(args, kwargs, dry.inputs_need_grad), timer)
+        inputs = functools.partial(as_leaves, args, kwargs, dry.inputs_need_grad)
+        measurement = _Measurement(runtime, layer, slot, inputs, timer)
         trial = measurement.run()
+        kept_bytes = max(0, measurement.kept_forward.left_bytes - measurement.given_up_bytes)
+        if may_recompute(kept_bytes * max(1, split.count)):
+            measurement.run_recomputes()
     finally:
         runtime.prefetcher.release(slot)
     forward, kept_forward, backward = measurement.forward, measurement.kept_forward, measurement.backward
-    kept_bytes = max(0, kept_forward.left_bytes - measurement.given_up_bytes)
     trial = Trial(split.whole_output(trial.output), split.whole_recorded(trial.recorded), trial.channels)
     share = sum(split.sizes) / split.sizes[0] if split.sizes else 1.0
     profile = dataclasses.replace(
@@ -224,7 +247,7 @@ def _measure(
         forward_bytes=forward.peak_bytes,
         kept_forward_bytes=kept_forward.peak_bytes,
         kept_backward_bytes=backward.peak_bytes,
-        recomputed_bytes=max(kept_forward.peak_bytes, kept_bytes + backward.peak_bytes),
+        recomputed_bytes=measurement.recomputed_bytes or max(kept_forward.peak_bytes, kept_bytes + backward.peak_bytes),
         forward_seconds=forward.seconds(),
         kept_forward_seconds=kept_forward.seconds(),
         recompute_seconds=measurement.recompute_seconds,
@@ -280,7 +303,8 @@ class _InSlot:
 
 
 class _Measurement:
-    """Forward, forward with a graph, backward and, of a compiled layer, recompute, over and over: the phases of a call.
+    """Forward, forward with a graph and backward, over and over; of a compiled layer that may be recomputed also the backward
+    that does it.
 
     Args:
         runtime: the engine.
@@ -306,6 +330,8 @@ class _Measurement:
         self._recorder = runtime.recorder
         self._attention = timer
         self._compiled = runtime.compiled if not layer.experts and runtime.compiled.wants(layer) else None
+        self.is_recomputed_by_compiler = False
+        """Whether ``recompute`` was measured."""
         self.given_up_bytes = 0
         """Of what the layer returns and its graph doesn't hold."""
 
@@ -315,16 +341,30 @@ class _Measurement:
         trial = self._round(chooses_kernels=to_compile is not None)
         if to_compile is not None and not to_compile.wants(self._layer):
             self._compiled = None  # it can't be compiled, as is known since
-        if to_compile is not None or self._seconds() < _LONG_SECONDS:
-            trial = self._round()
-        for stopwatch in (self.forward, self.kept_forward, self.recompute, self.backward):
-            stopwatch.counts_bytes = False
         seconds = self._seconds()
+        if to_compile is not None or seconds < _LONG_SECONDS:
+            trial = self._round()
+        self._warm_up(self._round, self._seconds(), (self.forward, self.kept_forward, self.backward))
+        return trial
+
+    def run_recomputes(self) -> None:
+        """Runs rounds of a compiled layer whose backward computes the activations again. Does nothing for another one."""
+        for chooses_kernels in (True, False):
+            if self._compiled is None or not self._compiled.recomputes(self._layer):
+                return
+            self._recomputing_round(chooses_kernels)
+        self.is_recomputed_by_compiler = True
+        self._warm_up(self._recomputing_round, self.recompute.seconds(), (self.recompute,))
+
+    @staticmethod
+    def _warm_up(work: Callable[[], Any], seconds: float, stopwatches: Sequence[_Stopwatch]) -> None:
+        """Repeats ``work``, a round of which takes ``seconds``, without waits for the device."""
+        for stopwatch in stopwatches:
+            stopwatch.counts_bytes = False
         fewest, most = _ROUNDS
         rounds = min(most, max(fewest, math.ceil(_SUSTAINED_SECONDS / seconds)))
         for _ in range(rounds if seconds < _LONG_SECONDS else 0):
-            self._round()
-        return trial
+            work()
 
     @property
     def attention_seconds(self) -> float | None:
@@ -333,58 +373,72 @@ class _Measurement:
 
     @property
     def recompute_seconds(self) -> float | None:
-        """None where a recompute is a forward that keeps its graph."""
-        return None if self._compiled is None else self.recompute.seconds()
+        """By how much a backward that recomputes is longer; None where a recompute is a forward that keeps its graph."""
+        return max(0.0, self.recompute.seconds() - self.backward.seconds()) if self.is_recomputed_by_compiler else None
+
+    @property
+    def recomputed_bytes(self) -> int | None:
+        """The most in a backward that recomputes; likewise."""
+        return self.recompute.peak_bytes if self.is_recomputed_by_compiler else None
 
     def _seconds(self) -> float:
-        seconds = self.forward.seconds() + self.kept_forward.seconds() + self.backward.seconds()
-        return seconds + (self.recompute_seconds or 0.0)
+        return self.forward.seconds() + self.kept_forward.seconds() + self.backward.seconds()
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool = False) -> Trial:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], memory_budget: float = 1.0) -> Trial:
         compiled, layer = self._compiled, self._layer
         if compiled is not None:
-            return run_on_trial(self._recorder, lambda: compiled.run(layer, args, kwargs, is_recompute))
+            return run_on_trial(self._recorder, lambda: compiled.run(layer, args, kwargs, memory_budget))
         return run_on_trial(self._recorder, lambda: layer.run(args, kwargs))
 
-    def _round(self, chooses_kernels: bool = False) -> Trial:
-        layer, slot = self._layer, self._slot
+    def _inputs_and_weights(self) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor], list[torch.Tensor]]:
+        """Arguments, weights, and those of both whose gradients are wanted."""
         args, kwargs = self._inputs()
-        weights = [
-            view.data.requires_grad_(flag)
-            for view, flag in zip(slot.views(layer.unit.layout), trained_now(layer), strict=True)
-        ]
-        leaves = [weight for weight in weights if weight.requires_grad]
-        # The graph that recompute makes, dropped at once.
-        timer = self._attention or contextlib.nullcontext()
-        with layer.bound(weights), torch.enable_grad(), without_saving(), self.forward.running(), timer:
-            self._call(args, kwargs)
-        kept = SavedTensors(lambda address: _InSlot(slot) if address == slot.address else None)
-        with layer.bound(weights), torch.enable_grad():
-            recording, saved = kept.recording(), set[int]()
+        views = self._slot.views(self._layer.unit.layout)
+        weights = [view.data.requires_grad_(flag) for view, flag in zip(views, trained_now(self._layer), strict=True)]
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        return args, kwargs, weights, [tensor for tensor in [*tensors, *weights] if tensor.requires_grad]
+
+    def _saved_tensors(self) -> SavedTensors:
+        return SavedTensors(lambda address: _InSlot(self._slot) if address == self._slot.address else None)
+
+    def _recomputing_round(self, chooses_kernels: bool = False) -> None:
+        args, kwargs, weights, wanted = self._inputs_and_weights()
+        with self._layer.bound(weights), torch.enable_grad():
+            with self._saved_tensors().recording():
+                trial = self._call(args, kwargs, memory_budget=0.0)
+            self._differentiate(trial, wanted, self.recompute, chooses_kernels)
+
+    def _round(self, chooses_kernels: bool = False) -> Trial:
+        args, kwargs, weights, wanted = self._inputs_and_weights()
+        with self._layer.bound(weights), torch.enable_grad():
+            # The graph that recompute makes, dropped at once.
+            with without_saving(), self.forward.running(), self._attention or contextlib.nullcontext():
+                self._call(args, kwargs)
+            recording, storages_saved = self._saved_tensors().recording(), set[int]()
 
             def pack(tensor: torch.Tensor) -> Any:
-                saved.add(tensor.untyped_storage().data_ptr())
+                storages_saved.add(tensor.untyped_storage().data_ptr())
                 return recording.pack_hook(tensor)
 
             with saved_tensors_hooks(pack, recording.unpack_hook), self.kept_forward.running():
                 trial = self._call(args, kwargs)
             made = tree_flatten((trial.output, trial.recorded))[0]
-            tensors = [t for t in made if isinstance(t, torch.Tensor)]
-            results = [t for t in tensors if t.requires_grad]
-            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-            self.given_up_bytes = sum(size for address, size in storages.items() if address not in saved)
+            storages = {
+                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in made if isinstance(t, torch.Tensor)
+            }
+            self.given_up_bytes = sum(size for address, size in storages.items() if address not in storages_saved)
             output, recorded = tree_map_only(torch.Tensor, torch.Tensor.detach, (trial.output, trial.recorded))
             returned = Trial(output, recorded, trial.channels)
-            del trial, made, tensors, output, recorded
-            # Numbers as they come: a GPU takes less power for products of equal ones, and is faster.
-            gradients = [torch.randn_like(tensor) for tensor in results]
-            wanted = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
-            wanted = [t for t in [*wanted, *leaves] if t.requires_grad]
-            with self.backward.running(chooses_kernels):
-                if results and wanted:
-                    torch.autograd.grad(results, wanted, gradients, allow_unused=True)
-            del results, gradients
-            if self._compiled is not None:
-                with kept.recording(), self.recompute.running():
-                    self._call(args, kwargs, is_recompute=True)
+            del made, output, recorded
+            self._differentiate(trial, wanted, self.backward, chooses_kernels)
         return returned
+
+    @staticmethod
+    def _differentiate(trial: Trial, wanted: list[torch.Tensor], stopwatch: _Stopwatch, chooses_kernels: bool) -> None:
+        made = tree_flatten((trial.output, trial.recorded))[0]
+        results = [t for t in made if isinstance(t, torch.Tensor) and t.requires_grad]
+        # Numbers as they come: a GPU takes less power for products of equal ones, and is faster.
+        gradients = [torch.randn_like(tensor) for tensor in results]
+        with stopwatch.running(chooses_kernels):
+            if results and wanted:
+                torch.autograd.grad(results, wanted, gradients, allow_unused=True)

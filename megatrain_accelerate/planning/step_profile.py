@@ -48,7 +48,7 @@ class LayerProfile:
     """Measured (:mod:`.layer_measurement`); None: to be reckoned from the costs."""
     kept_forward_seconds: float | None = None
     recompute_seconds: float | None = None
-    """Of a forward in backward; None: it is one that keeps its graph. A compiled layer's leaves out what only outputs need."""
+    """By how much a backward that recomputes is longer. None: by a forward that keeps its graph; a compiler needs less."""
     backward_seconds: float | None = None
     attention_seconds: float | None = None
 

@@ -8,14 +8,17 @@ and layers that differ in it get graphs of their own.
 What is recorded inside a layer (router logits) leaves the compiled function beside its output (:mod:`.output_recorder`);
 layers that record and layers that don't are of different kinds.
 
-A compiled layer always runs the graph that can be differentiated, also in a forward that is recomputed later: forward and
-recompute then round alike, keeping a layer changes no bit, and there is one graph to compile instead of two. A recompute runs
-the kernels of that graph less those that only the layer's outputs need (:mod:`.recompute_graph`).
+What backward computes again of a compiled layer is decided where the compiler's partitioner parts forward and backward: at a
+*memory budget* of 1.0 it saves all that backward reads, at 0.0 the inputs alone
+(``torch._functorch.config.activation_memory_budget``). Each budget has a graph of its own, which rounds in its own way. A
+layer that draws random numbers can't be recomputed like that, since the partitioner would draw other ones in backward: its
+graph saves everything, and a checkpoint runs it again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import types
@@ -31,7 +34,6 @@ from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.streaming.ambient_state import RandomState
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.output_recorder import Captures, OutputRecorder, take_handed_out
-from megatrain_accelerate.streaming.recompute_graph import RecomputeGraphs
 from megatrain_accelerate.streaming.shared_mappings import takes_mappings
 
 logger = logging.getLogger(__name__)
@@ -86,12 +88,18 @@ class _Kind:
     Args:
         forward: their class's forward, not bound.
         name: of their class.
-        backend: what compiles.
+        memory_budget: what share of the activations is saved, from 0.0 (the inputs) to 1.0.
+        compile_graph: compiles a graph of dynamo's for a kind.
     """
 
-    def __init__(self, forward: Callable[..., Any], name: str, backend: Backend) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], name: str, memory_budget: float, compile_graph: Callable[..., Callable[..., Any]]
+    ) -> None:
         self.name = name
+        self.memory_budget = memory_budget
         self.gave_up = False
+        self.is_random = False
+        """Whether one of its graphs draws random numbers, or may do so, since nobody can look."""
 
         def run_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             output = forward(module, *args, **kwargs)
@@ -101,7 +109,28 @@ class _Kind:
         # the second kind's weights would have dynamic sizes.
         code = run_layer.__code__.replace(co_name=f"run_layer_{next(_kind_numbers)}")
         function = types.FunctionType(code, run_layer.__globals__, code.co_name, None, run_layer.__closure__)
+        # Dynamo doesn't guard on the budget: what compiles sets it, also when a graph is compiled anew.
+        backend = functools.partial(compile_graph, self)
         self.function: Callable[..., Any] = torch.compile(function, backend=backend, fullgraph=True)
+
+    def note_random_numbers(self, graph: torch.fx.Graph) -> None:
+        """Looks through the graph of forward and backward before it is parted. One that draws random numbers saves everything.
+
+        Operations with a probability of zero, attention above all, draw none.
+        """
+        if any(_draws(node) for node in graph.nodes):
+            self.is_random = True
+            torch._functorch.config.activation_memory_budget = 1.0  # until the end of this compilation
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    operation = node.target
+    if not isinstance(operation, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    names = [argument.name for argument in operation._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    # One that is left out has its default, which is zero for all that have one.
+    return not ({"p", "dropout_p"} & set(names)) or bool(given.get("dropout_p", given.get("p", 0.0)))
 
 
 class CompiledLayers:
@@ -123,7 +152,6 @@ class CompiledLayers:
         self._kinds: dict[Any, _Kind] = {}
         self._eager_noted: set[tuple[str, str]] = set()
         self._compiling = ""
-        self.recomputes = RecomputeGraphs()
         self.compilations = 0
         """Graphs compiled so far."""
 
@@ -141,7 +169,16 @@ class CompiledLayers:
             return False  # a compiled graph would hold all tokens at once
         return self._compilable(layer) is not None
 
-    def run(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool = False) -> Any:
+    def recomputes(self, layer: StreamedLayer) -> bool:
+        """Whether a layer that :meth:`wants` approved can be compiled so that its backward computes the activations again.
+
+        Whether it draws random numbers shows when it is compiled: until then the answer is yes, and such a layer keeps the
+        activations of that one call.
+        """
+        compilable = self._compilable(layer, memory_budget=0.0)
+        return compilable is not None and not compilable[0].is_random
+
+    def run(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], memory_budget: float = 1.0) -> Any:
         """Runs the layer's forward with the weights that are bound to it: compiled, or its own code if that fails.
 
         Called with gradients enabled, for a layer that :meth:`wants` approved.
@@ -149,20 +186,19 @@ class CompiledLayers:
         Args:
             layer: the layer.
             args, kwargs: of its forward.
-            is_recompute: whether only the graph is wanted that leads to the outputs. Their values, and those of what is
-                recorded, may be anything then.
+            memory_budget: 1.0, or 0.0 for a layer that :meth:`recomputes`.
 
         Raises:
             Exception: what the layer's own code raises.
         """
-        compilable = self._compilable(layer)
+        compilable = self._compilable(layer, memory_budget)
         if compilable is None or takes_mappings(args, kwargs):
             return layer.run(args, kwargs)
         kind, captures = compilable
         before = RandomState(self._device)
         self._compiling = kind.name
         try:
-            with _run_settings(), captures.replaced(), self.recomputes.entered(is_recompute):
+            with _run_settings(), captures.replaced():
                 output, recorded = kind.function(layer.module, args, kwargs)
             if self._recorder is not None and recorded:
                 self._recorder.enter([channel for channel, _ in recorded], [tensor for _, tensor in recorded])
@@ -178,31 +214,31 @@ class CompiledLayers:
         self._note_eager(kind.name, reason)
         return output
 
-    def _compilable(self, layer: StreamedLayer) -> tuple[_Kind, Captures] | None:
+    def _compilable(self, layer: StreamedLayer, memory_budget: float = 1.0) -> tuple[_Kind, Captures] | None:
         """The layer's kind, and what it is to hand out; None if it runs as it is, which is said once."""
         captures = Captures.inside(layer.module, self._recorder)
         if captures is None:
             self._note_eager(type(layer.module).__name__, "hooks are registered inside it")
             return None
-        kind = self._kind_of(layer, captures)
+        kind = self._kind_of(layer, captures, memory_budget)
         return None if kind is None or kind.gave_up else (kind, captures)
 
-    def _kind_of(self, layer: StreamedLayer, captures: Captures) -> _Kind | None:
+    def _kind_of(self, layer: StreamedLayer, captures: Captures, memory_budget: float) -> _Kind | None:
         forward = getattr(layer.forward, "__func__", None)
         name = type(layer.module).__name__
         if forward is None or getattr(layer.forward, "__self__", None) is not layer.module:
             self._note_eager(name, "its forward was replaced by something that isn't a method of it")
             return None
-        key = (forward, layer.unit.layout.key, captures.key)
+        key = (forward, layer.unit.layout.key, captures.key, memory_budget)
         kind = self._kinds.get(key)
         if kind is None:
             reason = _missing_in_torch()
-            if reason is None and len(self._kinds) == MOST_KINDS:
+            if reason is None and len({key[:-1] for key in (*self._kinds, key)}) > MOST_KINDS:
                 reason = f"more than {MOST_KINDS} kinds of layers, with other parameters or outputs, would have to be compiled"
             if reason is not None:
                 self._note_eager(name, reason)
                 return None
-            kind = self._kinds[key] = _Kind(forward, name, self._compile)
+            kind = self._kinds[key] = _Kind(forward, name, memory_budget, self._compile)
         return kind
 
     def _note_eager(self, name: str, reason: str) -> None:
@@ -210,7 +246,7 @@ class CompiledLayers:
             self._eager_noted.add((name, reason))
             logger.warning("megatrain: %s isn't compiled and runs as it is (%s)", name, reason)
 
-    def _compile(self, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
+    def _compile(self, kind: _Kind, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
         """Dynamo's backend: forward and backward of one graph, so that neither can fail later."""
         _announce(self._compiling)
         self.compilations += 1
@@ -218,14 +254,35 @@ class CompiledLayers:
         # looks at the setting, on autograd's thread.
         if hasattr(torch._functorch.config, "donated_buffer"):
             torch._functorch.config.donated_buffer = False
-        with torch._functorch.config.patch({"force_non_lazy_backward_lowering": True}):
-            if self.backend == "inductor":
-                # Dropout must draw the masks that the layer's own code draws: the run that follows a failure, or a recompute
-                # after one, has to repeat them.
-                return self.recomputes.compile(graph, inputs, {"fallback_random": True})
-            compiler = torch._dynamo.lookup_backend(self.backend)
-            compiled: Callable[..., Any] = compiler(graph, inputs)
+        settings: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
+        options: dict[str, Any] = {}
+        if self.backend != "inductor":
+            kind.is_random = True
+        else:
+            # Dropout must draw the masks that the layer's own code draws: the run that follows a failure, or a recompute
+            # after one, has to repeat them.
+            options["config_patches"] = {"fallback_random": True}
+            if kind.memory_budget < 1.0:
+                settings["activation_memory_budget"] = kind.memory_budget
+                options["config_patches"]["joint_custom_pre_pass"] = _looking_at(kind)
+                settings["enable_autograd_cache"] = False  # nobody looks at what is found there
+        with torch._functorch.config.patch(settings):
+            compiled: Callable[..., Any] = torch._dynamo.lookup_backend(self.backend)(graph, inputs, **options)
         return compiled
+
+
+def _looking_at(kind: _Kind) -> Any:
+    """A pass of Inductor's that only looks, so that what is compiled is cached as without it."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Look(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            kind.note_random_numbers(graph)
+
+        def uuid(self) -> str:
+            return "megatrain_accelerate: random numbers"
+
+    return Look()
 
 
 def _missing_in_torch() -> str | None:

@@ -204,7 +204,8 @@ class GraphCall:
         # Where inputs make room, results as large mustn't take it.
         keeps_results = is_recomputed and not context.offloads_inputs(layer)
         self._expert_results = ExpertResults(keeps_results, is_last=self.piece == 0)
-        if is_recomputed:
+        by_compiler = is_recomputed and self._is_compiled and not self.is_whole and context.compiled.recomputes(layer)
+        if is_recomputed and not by_compiler:
             return self._run_to_recompute(weights, args, kwargs)
         offloaded = None
         if is_offloaded:
@@ -212,14 +213,16 @@ class GraphCall:
             map_tensors(stay.append, (args, kwargs))
             offloaded = context.activations.record(layer.name, stay)
         with layer.bound(weights), SavedTensors(self.calls.reader_at, offloaded).recording():
-            output = self._run_layer(args, kwargs)
+            output = self._run_layer(args, kwargs, memory_budget=0.0 if by_compiler else 1.0)
         if offloaded is not None:
             context.activations.send(offloaded, self.tape, self.position, self.piece)
         return output
 
-    def _run_layer(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool = False) -> Any:
+    def _run_layer(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool = False, memory_budget: float = 1.0
+    ) -> Any:
         if self._is_compiled:
-            return self.calls.context.compiled.run(self.layer, args, kwargs, is_recompute=is_recompute)
+            return self.calls.context.compiled.run(self.layer, args, kwargs, memory_budget)
         if not self.layer.experts:
             return self.layer.run(args, kwargs)
         with self._expert_results.at_work(self.layer, replays=is_recompute):
@@ -250,6 +253,9 @@ class GraphCall:
             leaving = context.activations.record(layer.name) if context.offloads_inputs(layer) else None
             attention = AttentionResults(leaving)
 
+        # The graph of a layer that draws random numbers saves everything at any budget.
+        budget = 1.0 if self.is_whole else 0.0
+
         def body(*given: torch.Tensor) -> Any:
             args, kwargs = map_tensors(lambda argument: given[argument.position], arguments, _Argument)
             saving = contextlib.nullcontext() if whole is not None else SavedTensors(self.calls.reader_at).recording()
@@ -260,7 +266,7 @@ class GraphCall:
                     layer.buffers.watched(before),
                     attention.recording() if attention is not None else contextlib.nullcontext(),
                 ):
-                    return self._run_layer(args, kwargs)
+                    return self._run_layer(args, kwargs, memory_budget=budget)
             with (
                 self._pinned() as slot,
                 self.calls.running(self, slot),
@@ -276,7 +282,7 @@ class GraphCall:
                 del again
                 replay = recorder.start(token) if recorder is not None and token is not None else None
                 try:
-                    return self._run_layer(args, kwargs, is_recompute=True)
+                    return self._run_layer(args, kwargs, is_recompute=True, memory_budget=budget)
                 finally:
                     if recorder is not None and replay is not None:
                         recorder.finish(replay)
