@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.profiler import record_function
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import UnsupportedError
@@ -25,6 +24,7 @@ from megatrain_accelerate.memory.host_pool import HostBlock, HostPool
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.meter import Cause, Meter
+from megatrain_accelerate.streaming.ranges import named_range
 from megatrain_accelerate.streaming.streams import Streams
 from megatrain_accelerate.units import MIB
 
@@ -277,7 +277,7 @@ class ActivationOffloader:
             parcel.block, parcel.last_copy_event = self.pool.take(parcel.size_bytes), copied_event
         made_event.record(self._streams.compute_stream)
         d2h_stream = self._streams.d2h_stream
-        with self._streams.on(d2h_stream), record_function(f"megatrain::offload_activations ({recording.label})"):
+        with self._streams.on(d2h_stream), named_range(f"megatrain::offload_activations ({recording.label})"):
             # RAW: the copies must see the finished activations.
             d2h_stream.wait_event(made_event)
             for parcel in parcels:
@@ -319,7 +319,7 @@ class ActivationOffloader:
         for recording in wanted:
             away = [parcel for parcel in recording.parcels() if parcel.on_device is None]
             if away:
-                with record_function(f"megatrain::bring_back_activations ({recording.label})"):
+                with named_range(f"megatrain::bring_back_activations ({recording.label})"):
                     self._bring_back(away)
 
     def on_device(self, parcel: _Parcel) -> torch.UntypedStorage:

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.profiler import record_function
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.streaming import tile_loops
@@ -31,6 +30,7 @@ from megatrain_accelerate.streaming.expert_parts import ExpertPart, StreamedExpe
 from megatrain_accelerate.streaming.expert_routing import Routing, Rows, require_flat
 from megatrain_accelerate.streaming.expert_streams import ExpertStreams, Places, Source
 from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.ranges import named_range
 
 
 @dataclasses.dataclass
@@ -202,7 +202,7 @@ class _Call:
                 weights_n1.requires_grad_(needs[1])
                 for context in (without_saving(), without_autocast_cache(), torch.enable_grad()):
                     stack.enter_context(context)
-            with record_function(f"megatrain::forward ({part.name})"):
+            with named_range(f"megatrain::forward ({part.name})"):
                 return _run_part(part, weights, rows_nD, rows.index_n1, weights_n1).detach()
 
     def _place(self, place: int) -> tuple[Tape, int] | None:
@@ -278,9 +278,9 @@ class _Call:
             cut, leaves = self._leaves(weights)
             wanted = [tensor for tensor in (rows_nD, weights_n1) if tensor.requires_grad]
             assert self._autocast is not None
-            with self._autocast.entered(), torch.enable_grad(), record_function(f"megatrain::recompute ({part.name})"):
+            with self._autocast.entered(), torch.enable_grad(), named_range(f"megatrain::recompute ({part.name})"):
                 made_nD = _run_part(part, cut, rows_nD, rows.index_n1, weights_n1)
-            with record_function(f"megatrain::backward ({part.name})"):
+            with named_range(f"megatrain::backward ({part.name})"):
                 of_rows_nD = gradient_TD[rows.tokens_n].to(made_nD.dtype)
                 found = torch.autograd.grad(made_nD, [*wanted, *leaves], of_rows_nD, allow_unused=True)
         of_wanted = iter(found[: len(wanted)])

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.profiler import record_function
 
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
@@ -22,6 +21,7 @@ from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.gradient_buffers import Addition
 from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.norm_table import NormTable
+from megatrain_accelerate.streaming.ranges import named_range
 from megatrain_accelerate.streaming.streams import Streams
 
 
@@ -82,7 +82,7 @@ class ExpertGradients:
         # WAR: a step that is still to be applied reads the gradients of the pass before.
         ways.meter.wait_for_step(part.name, part.gate.is_open, part.gate.wait)
         slot = ways.offloader.take_slot()
-        with record_function(f"megatrain::offload_gradients ({part.name})"):
+        with named_range(f"megatrain::offload_gradients ({part.name})"):
             # WAR: the copy of what used this slot last may still read it.
             ways.meter.compute_waits_for(slot.grads_copied_event, Cause.D2H)
             views = slot.views(layout)

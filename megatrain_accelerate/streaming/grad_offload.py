@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.profiler import record_function
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.memory.host_store import HostUnit
@@ -26,6 +25,7 @@ from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.norm_table import NormTable
 from megatrain_accelerate.streaming.passing_gradients import PassingBuffers, gradient_that_passed, require_stepped
+from megatrain_accelerate.streaming.ranges import named_range
 from megatrain_accelerate.streaming.streams import Streams
 
 
@@ -171,7 +171,7 @@ class GradientOffloader:
         # WAR: a step that is still to be applied reads the gradients of the pass before.
         self._meter.wait_for_step(layer.name, layer.gate.is_open, layer.gate.wait)
         slot = self.take_slot()
-        with record_function(f"megatrain::offload_gradients ({layer.name})"):
+        with named_range(f"megatrain::offload_gradients ({layer.name})"):
             # WAR: the copy of the layer that used this slot last may still read it.
             self._meter.compute_waits_for(slot.grads_copied_event, Cause.D2H)
             views = slot.views(unit.layout)
@@ -323,7 +323,7 @@ class GradientOffloader:
             norms: where the slot's norms go; None if they stay.
         """
         d2h_stream = self._streams.d2h_stream
-        with self._streams.on(d2h_stream), record_function(f"megatrain::copy_gradients ({name})"):
+        with self._streams.on(d2h_stream), named_range(f"megatrain::copy_gradients ({name})"):
             # RAW: the copy must see the finished gradients.
             d2h_stream.wait_event(slot.grads_ready_event)
             with self._meter.copying(Cause.D2H, size):

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -32,6 +31,7 @@ from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.nested_tensors import map_tensors
 from megatrain_accelerate.streaming.prefetch import Lease
+from megatrain_accelerate.streaming.ranges import named_range
 from megatrain_accelerate.streaming.saved_tensors import SavedTensors
 from megatrain_accelerate.streaming.shared_mappings import SharedMappings, WatchedArguments, no_writes_to
 from megatrain_accelerate.streaming.whole_recompute import WholeRun
@@ -119,6 +119,8 @@ class GraphCall:
         self._is_compiled = False
         self._is_checked = False
         """Whether this backward has found the forward's weights."""
+        self._range = contextlib.ExitStack()
+        """In a profile, the range of the backward that is in the call."""
         self._trained: list[bool] = trained_now(layer)
         """Which weights are trained in forward, in entry order."""
 
@@ -149,7 +151,7 @@ class GraphCall:
             # Experts in parts wait for their routing, and attention inside a compiled graph isn't seen.
             self._is_compiled = not layer.experts and not context.keeps_attention(layer) and context.compiled.wants(layer)
             with (
-                record_function(f"megatrain::forward ({layer.name})"),
+                named_range(f"megatrain::forward ({layer.name})"),
                 self.calls.running(self, slot),
                 without_autocast_cache(),
             ):
@@ -274,7 +276,7 @@ class GraphCall:
                 ambient.entered(),
                 saving,
                 buffers_as_before(before[0]),
-                record_function(f"megatrain::recompute ({layer.name})"),
+                named_range(f"megatrain::recompute ({layer.name})"),
                 attention.replaying() if attention is not None else contextlib.nullcontext(),
             ):
                 if whole is not None:
@@ -325,6 +327,8 @@ class GraphCall:
         self.task = task
         self.calls.context.backward_begins()
         self.calls.begin(self, task)
+        if torch.autograd._profiler_enabled():
+            self._range.enter_context(named_range(f"megatrain::backward ({self.layer.name})"))
         # Of layers that come later, too.
         self.calls.context.activations.bring_back(self.tape, self.position, self.piece)
 
@@ -425,6 +429,7 @@ class GraphCall:
         self.forget()
 
     def _end_lease(self) -> None:
+        self._range.close()
         self.calls.context.prefetcher.end_lease(self.layer.index)
         self._is_checked = False
 

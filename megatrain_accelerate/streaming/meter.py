@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.profiler import record_function
-
+from megatrain_accelerate.streaming.ranges import named_range
 from megatrain_accelerate.streaming.streams import Streams
 
 
@@ -150,7 +149,7 @@ class Meter:
         if is_open:
             wait()
             return
-        with self.blocked_by(Cause.HOST_STEP), record_function(f"megatrain::wait_for_step ({name})"):
+        with self.blocked_by(Cause.HOST_STEP), named_range(f"megatrain::wait_for_step ({name})"):
             wait()
 
     @contextlib.contextmanager

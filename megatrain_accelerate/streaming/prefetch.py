@@ -8,12 +8,12 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
-from torch.profiler import record_function
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.flat_layout import FlatLayout
 from megatrain_accelerate.streaming.device_slots import SlotState, WeightSlot
 from megatrain_accelerate.streaming.meter import Cause, Meter
+from megatrain_accelerate.streaming.ranges import named_range
 from megatrain_accelerate.streaming.streams import Streams
 from megatrain_accelerate.streaming.update_gate import UpdateGate
 
@@ -361,7 +361,7 @@ class Prefetcher:
         slot.late_ms = 1e3 * (now - self._refused_at.pop(layer.index, now))
         size_bytes = layer.unit.layout.weight_bytes
         h2d_stream = self._streams.h2d_stream
-        with self._streams.on(h2d_stream), record_function(f"megatrain::prefetch ({layer.name})"):
+        with self._streams.on(h2d_stream), named_range(f"megatrain::prefetch ({layer.name})"):
             # WAR: kernels of the layer that the slot held may still read it.
             h2d_stream.wait_event(slot.compute_finished_event)
             with self._meter.copying(Cause.H2D, size_bytes):

@@ -11,7 +11,6 @@ import weakref
 from typing import Any, Protocol
 
 import torch
-from torch.profiler import record_function
 
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
@@ -19,6 +18,7 @@ from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.meter import Cause, Meter
 from megatrain_accelerate.streaming.norm_table import NormTable
+from megatrain_accelerate.streaming.ranges import named_range
 from megatrain_accelerate.streaming.streams import Streams
 from megatrain_accelerate.streaming.update_gate import UpdateGate
 
@@ -127,7 +127,7 @@ class ResidentGroup:
             norm = sums.norms([state])[0]
             self._gradients_ready_event.record(self._streams.compute_stream)
             d2h_stream = self._streams.d2h_stream
-            with self._streams.on(d2h_stream), record_function(f"megatrain::copy_gradients ({self.name})"):
+            with self._streams.on(d2h_stream), named_range(f"megatrain::copy_gradients ({self.name})"):
                 # RAW: gradient and norm must be finished.
                 d2h_stream.wait_event(self._gradients_ready_event)
                 if state.gradient is not None:
@@ -167,7 +167,7 @@ class ResidentGroup:
             readers_finished_event: from :meth:`announce_push`, behind all kernels that read the old weights.
         """
         h2d_stream = self._streams.h2d_stream
-        with torch.no_grad(), self._streams.on(h2d_stream), record_function(f"megatrain::push_weights ({self.name})"):
+        with torch.no_grad(), self._streams.on(h2d_stream), named_range(f"megatrain::push_weights ({self.name})"):
             # WAR: kernels issued before the step read the old weights.
             h2d_stream.wait_event(readers_finished_event)
             pushed = [state for state in self.unit.states if state.entry.spec.trainable]

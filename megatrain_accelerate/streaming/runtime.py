@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
-from torch.profiler import record_function
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.memory.host_store import HostUnit
@@ -39,6 +38,7 @@ from megatrain_accelerate.streaming.norm_table import NormTable
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.outside_gradients import OutsideGradients
 from megatrain_accelerate.streaming.prefetch import Lease, Prefetcher
+from megatrain_accelerate.streaming.ranges import named_range
 from megatrain_accelerate.streaming.relocation import Part, relocate
 from megatrain_accelerate.streaming.resident import ResidentGroup, gradient_ready
 from megatrain_accelerate.streaming.shared_mappings import SharedMappings
@@ -257,11 +257,12 @@ class StreamingRuntime:
         self._scale_clipped(others_follow=torch.is_grad_enabled())
         if torch.is_grad_enabled():
             layer.refuse_unfrozen()
-            if layer.has_trainable or any_requires_grad((args, kwargs)):
+            arguments = without_caches(args, kwargs)
+            if layer.has_trainable or any_requires_grad(arguments):
                 self.prefetcher.let_go()  # also where no forward of the whole model told that training goes on
                 tape, position = self._order.record(layer.index)
                 self._open_forwards.add(_open_forward := tape.open_forward())  # alive until a call holds it
-                return self._graph_calls.run(layer, tape, position, *without_caches(args, kwargs))
+                return self._graph_calls.run(layer, tape, position, *arguments)
         tape, position = self._order.record(layer.index)
         slot = self._acquire_forward(layer, tape, position, False)
         try:
@@ -332,7 +333,7 @@ class StreamingRuntime:
             self.watch.begin()
         else:
             # From here on anybody may read `parameter.grad`, or let go of it.
-            with self.meter.blocked_by(Cause.BACKWARD_END), record_function("megatrain::wait_for_gradients"):
+            with self.meter.blocked_by(Cause.BACKWARD_END), named_range("megatrain::wait_for_gradients"):
                 self.offloader.wait()
                 for group in self.groups:
                     group.wait_for_gradients()

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.profiler import record_function
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.streaming.compiled_layer import without_saving
@@ -132,9 +131,8 @@ class WholeRecompute(torch.autograd.Function):
             del made
             found: tuple[torch.Tensor | None, ...] = (None,) * len(wanted)
             if pairs and wanted:
-                with record_function(f"megatrain::backward ({run.name})"):
-                    tensors, gradients = zip(*pairs, strict=True)
-                    found = torch.autograd.grad(tensors, wanted, gradients, allow_unused=True)
+                tensors, gradients = zip(*pairs, strict=True)
+                found = torch.autograd.grad(tensors, wanted, gradients, allow_unused=True)
             rest = iter(found)
             of_inputs = [next(rest) if tensor.requires_grad else None for tensor in inputs]
             of_weights = {row: next(rest) for row in run.leaves}

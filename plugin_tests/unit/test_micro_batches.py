@@ -19,7 +19,7 @@ from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_memory import LiveBytes
 from megatrain_accelerate.planning.step_outline import outline_step
 from megatrain_accelerate.streaming import activation_offload
-from megatrain_accelerate.streaming.micro_batches import BatchCut, BatchSplit, GradientSums, JoinedOutputs, LayerSums
+from megatrain_accelerate.streaming.micro_batches import BatchCut, BatchSplit, GradientSums, LayerSums
 
 B, T, D = 5, 7, 4
 HIDDEN = torch.randn(B, T, D)
@@ -49,7 +49,7 @@ def test_what_holds_the_batch_is_cut_and_what_samples_share_is_not() -> None:
     )
     assert split.sizes == (2, 2, 1)
     assert split.is_split == (True, True, False, False, True, False, False, False, True)
-    pieces = split.pieces([HIDDEN, *[torch.zeros(B, 1)] * 8])
+    pieces = [args for args, _ in split.arguments((HIDDEN, *(torch.zeros(B, 1) for _ in range(8))), {})]
     assert torch.equal(torch.cat([piece[0] for piece in pieces]), HIDDEN)
     assert [piece[1].shape[0] for piece in pieces] == [2, 2, 1]
     assert [piece[2].shape[0] for piece in pieces] == [B, B, B]
@@ -57,10 +57,7 @@ def test_what_holds_the_batch_is_cut_and_what_samples_share_is_not() -> None:
 
 @pytest.mark.parametrize("size", [None, B, B + 1])
 def test_a_batch_that_is_not_larger_runs_whole(size: int | None) -> None:
-    split = split_of(HIDDEN, cu_seqlens=torch.arange(4), size=size)
-    assert split.count == 1
-    (piece,) = split.pieces([HIDDEN])
-    assert piece[0] is HIDDEN
+    assert split_of(HIDDEN, cu_seqlens=torch.arange(4), size=size).count == 1
 
 
 class BlockMask:
@@ -109,16 +106,13 @@ def test_a_batch_as_large_as_it_is_long_is_cut_as_the_ones_before() -> None:
 # ---------------------------------------------------------------- outputs and gradients
 
 
-def test_outputs_are_joined_in_order_and_their_gradients_cut_alike() -> None:
+def test_outputs_are_joined_in_order() -> None:
     split = split_of(HIDDEN)
     logits = torch.randn(B * T, 3)
     pieces = [[h, r] for h, r in zip(HIDDEN.split((2, 2, 1)), logits.split((2 * T, 2 * T, T)), strict=True)]
-    joined = JoinedOutputs.of_pieces("layers.0", split, pieces, outputs=1)
-    assert torch.equal(joined.tensors[0], HIDDEN)
-    assert torch.equal(joined.tensors[1], logits)
-    cut = joined.without_tensors().gradients_of_pieces([None, logits], split)
-    assert [piece[0] for piece in cut] == [None] * 3
-    assert all(torch.equal(mine[1], theirs[1]) for mine, theirs in zip(cut, pieces, strict=True) if mine[1] is not None)
+    hidden, recorded = split.joined("layers.0", pieces, outputs=1)
+    assert torch.equal(hidden, HIDDEN)
+    assert torch.equal(recorded, logits)
 
 
 @pytest.mark.parametrize(
@@ -126,24 +120,24 @@ def test_outputs_are_joined_in_order_and_their_gradients_cut_alike() -> None:
 )
 def test_outputs_that_are_not_the_pieces_are_refused(shape: tuple[int, ...], outputs: int) -> None:
     with pytest.raises(UnsupportedError, match="a piece of 2 samples returns a tensor of shape"):
-        JoinedOutputs.of_pieces("layers.0", split_of(HIDDEN), [[torch.zeros(shape)]] * 3, outputs=outputs)
+        split_of(HIDDEN).joined("layers.0", [[torch.zeros(shape)]] * 3, outputs=outputs)
 
 
 def test_gradients_of_inputs_are_joined_and_of_shared_ones_summed_in_fp32() -> None:
     split = BatchSplit((2, 2, 1), (True, False, True))
-    rows = torch.randn(B, T)
+    rows, shared, unused = torch.zeros(B, T), torch.zeros(1, T, dtype=torch.bfloat16), torch.zeros(B)
+    for tensor in (rows, shared, unused):
+        tensor.requires_grad_()
+    pieces = [args for args, _ in split.arguments((rows, shared, unused), {})]
+    of_rows = torch.randn(B, T)
     # 256 + 1 + 1 isn't a bf16 number step by step, but 258 is.
-    shared = [torch.full((1, T), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
-    pieces = [[row, value, None] for row, value in zip(rows.split((2, 2, 1)), shared, strict=True)]
-    pieces[1][0] = None
-    joined = split.join_gradients(pieces)
-    expected = rows.clone()
-    expected[2:4] = 0
-    assert joined[0] is not None
-    assert torch.equal(joined[0], expected)
-    assert joined[1] is not None
-    assert torch.equal(joined[1], torch.full((1, T), 258.0, dtype=torch.bfloat16))
-    assert joined[2] is None
+    of_shared = [torch.full((1, T), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
+    outputs = [pieces[0][0], pieces[2][0], *(piece[1] for piece in pieces)]
+    torch.autograd.backward(outputs, [of_rows[:2], of_rows[4:], *of_shared])
+    of_rows[2:4] = 0
+    assert torch.equal(rows.grad, of_rows)
+    assert torch.equal(shared.grad, torch.full((1, T), 258.0, dtype=torch.bfloat16))
+    assert unused.grad is None
 
 
 def test_weight_gradients_are_summed_in_fp32_and_absent_ones_stay_absent() -> None:
