@@ -345,7 +345,7 @@ class Prefetcher:
             if not layer.gate.is_open:
                 self._refused_at.setdefault(index, time.perf_counter())
                 break  # its copy is issued when it is next, right after its step
-            layer.refresh_if_written()
+            # Of a write since its last use `acquire` learns, and copies it again.
             if self._is_held(layer):
                 continue
             layer.gate.wait()

@@ -255,3 +255,31 @@ def test_gpu_peak_stays_within_the_predicted_figure(length: int) -> None:
     # so small that one layer's gradients, which have left for their slot at the peak, still show.
     assert engine.predicted_device_bytes - LIBRARY_WORKSPACE_BYTES < 1.33 * peak
     engine.close()
+
+
+PLACES = [
+    {"keep_layers": 0, "device_layers": 0, "resident_layers": 0},
+    {"keep_layers": 2, "offload_layers": 1, "device_layers": 1, "resident_layers": 1},
+]
+
+
+@pytest.mark.parametrize("compile_layers", [False, True])
+@pytest.mark.parametrize("places", PLACES, ids=["streamed and recomputed", "each way"])
+def test_no_operation_of_a_step_synchronises_with_the_device(places: dict[str, Any], compile_layers: bool) -> None:
+    model = tiny_model().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = attach(model, device="cuda", compile_layers=compile_layers, **places)
+    adopt_optimizer(optimizer, engine.runtime, "deferred")
+    ids = token_batches(1)[0].cuda()
+    try:
+        for step in range(6):
+            if step == 3:  # plans and compilers have done their work
+                torch.cuda.set_sync_debug_mode("error")
+            model(input_ids=ids, labels=ids).loss.backward()
+            engine.runtime.clip_grad_norm(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    engine.drain()
+    engine.close()
