@@ -363,7 +363,8 @@ class Engine:
             self.runtime.offloader.prepare_accumulation()
 
     def go_on_counting(self, before: Engine) -> None:
-        """What an earlier engine of the same training counted is this one's."""
+        """What an earlier engine of the same training counted and expects is this one's."""
+        self.device_plan.expect_steps(*before.device_plan.expected)
         self.runtime.meter.counters = before.runtime.meter.counters
         self.plan_seconds += before.plan_seconds
 

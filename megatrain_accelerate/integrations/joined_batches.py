@@ -23,6 +23,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.integrations.recorded_choices import record_choice, recorded_choice
 from megatrain_accelerate.integrations.user_code import has_users_callback
 from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.planning.summed_loss import what_sees_a_batch
@@ -31,9 +32,6 @@ logger = logging.getLogger(__name__)
 
 _joiners: weakref.WeakKeyDictionary[Engine, Joiner] = weakref.WeakKeyDictionary()
 """Of the training in progress, or the last one, of each engine."""
-
-_STATE_KEY = "MegatrainCallback"
-"""Of ``TrainerState.stateful_callbacks``, which checkpoints hold, and which a Trainer without the plugin passes over."""
 
 _STOCK_METHODS = ("get_batch_samples", "training_step", "compute_loss", "_prepare_inputs")
 
@@ -167,7 +165,7 @@ class Joiner:
         self._is_refused = False
         self._is_proven = False
         self._weighed_elements = 0
-        before = _decision_in(training)
+        before = recorded_choice(training, "joining") or {}
         is_taken_over = before.get("is_asked_for") == is_asked_for
         self._agreed_elements: int = before["joined_elements"] if is_taken_over else 0
         if is_taken_over and before["apart_because"] is not None:
@@ -246,7 +244,7 @@ class Joiner:
             "joined_elements": self._agreed_elements,
             "apart_because": apart_because,
         }
-        self.training.stateful_callbacks[_STATE_KEY] = {"args": {}, "attributes": {"joining": decision}}
+        record_choice(self.training, "joining", decision)
 
     def _weigh(self, trainer: Any, engine: Engine, model: nn.Module, joined: JoinedBatch, num_items: Any) -> None:
         """Looks at the plan for batches larger than all before.
@@ -289,12 +287,6 @@ class Joiner:
             )
         self._weighed_elements = elements
         self._note_decision(None)
-
-
-def _decision_in(training: Any) -> dict[str, Any]:
-    """What a training's earlier part decided, as its checkpoint holds it; empty if there was none."""
-    decision: dict[str, Any] = training.stateful_callbacks.get(_STATE_KEY, {}).get("attributes", {}).get("joining", {})
-    return decision
 
 
 def _joiner_of(trainer: Any, engine: Engine | None) -> Joiner | None:

@@ -18,6 +18,7 @@ from megatrain_accelerate.checkpointing import TRAINER_STATE, checkpoint_staging
 from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.integrations.accelerate_backend import begin_training, require_steps_in_backward_possible
 from megatrain_accelerate.integrations.checkpoint_room import require_room_for_a_checkpoint, require_saving_possible
+from megatrain_accelerate.integrations.recorded_choices import record_choice, recorded_choice
 from megatrain_accelerate.integrations.telemetry import Telemetry, describe_bound, is_training_log
 from megatrain_accelerate.integrations.user_code import looks_before_step
 from megatrain_accelerate.progress import say
@@ -172,6 +173,7 @@ class MegatrainCallback(TrainerCallback):
             tries_again = bool(args.auto_find_batch_size)
             require_steps_in_backward_possible(engine.config, args.gradient_accumulation_steps, clips, tries_again)
             engine.expect_accumulation(args.gradient_accumulation_steps)
+            engine.device_plan.expect_steps(state.max_steps, recorded_choice(state, "compiles"))
             require_saving_possible(args, kwargs["model"], kwargs.get("optimizer"), engine)
             trainer = self.trainer()
             looks = trainer is None or looks_before_step(trainer)
@@ -185,6 +187,8 @@ class MegatrainCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A step is over."""
+        if (engine := self._engine(kwargs)) is not None:
+            record_choice(state, "compiles", engine.runtime.compiled.pays)
         if self._telemetry is not None:
             self._telemetry.step_ends()
 

@@ -15,9 +15,12 @@ from torch import nn
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes
 from megatrain_accelerate.optim.device_kernel import can_step_on
+from megatrain_accelerate.planning.batch_extent import GROWTH, BatchExtent, enlarged
+from megatrain_accelerate.planning.compile_choice import compilation_pays
 from megatrain_accelerate.planning.device_memory import SEGMENT_BYTES, USABLE_SHARE_OF_DEVICE, free_bytes, whole_free_bytes
 from megatrain_accelerate.planning.engine_sizes import engine_model, state_bytes, unit_sizes
 from megatrain_accelerate.planning.evaluation_weights import EvaluationWeights, has_cache, is_next_token
+from megatrain_accelerate.planning.extrapolated_step import extrapolated
 from megatrain_accelerate.planning.layer_measurement import measure_layers
 from megatrain_accelerate.planning.machine import Machine, measured_machine
 from megatrain_accelerate.planning.peak_memory import peak_bytes
@@ -46,7 +49,10 @@ _CLEARLY_LARGER = 1.25
 
 
 class DevicePlan:
-    """Follows the batches: when one is larger than all before, its step is predicted and planned anew.
+    """Follows the batches: when one is larger than what is planned for, its step is predicted and planned anew.
+
+    Layers are measured once, on the first batch; other steps are extrapolated from it. The second plan and later ones leave
+    room for batches that are larger still, so that data of many lengths has few plans.
 
     Args:
         runtime: the engine at work; the plan places its layers.
@@ -61,19 +67,24 @@ class DevicePlan:
         self._device = device
         self.show = show
         """Whether this process shows the table."""
-        self._planned_elements = self._evaluated_elements = self._evaluation_bytes = 0
+        self._seen, self._planned = BatchExtent(), BatchExtent()
+        self._plans = 0
+        self._measured_steps: dict[Hashable, tuple[StepOutline, StepOutline]] = {}
+        """By micro-batch size and names of the inputs, the step that was measured: without data, and as measured."""
+        self._evaluated, self._evaluation_bytes = BatchExtent(), 0
         self._displaced: Placement | None = None
         self._is_interrupted = False
         self.evaluation_weights = EvaluationWeights(runtime, config.evaluation_weights)
         """Which layers stay on the device from one forward without gradients to the next."""
         self._forwards_at_once = 1
         self._foreseen: dict[Hashable, StepOutline] = {}
+        self._expected: tuple[int | None, bool | None] = (None, None)
         self.micro_batches = 1
         """Backwards before each optimizer step."""
         self.predicted_bytes = 0
-        """Predicted peak of the device's memory for the largest batch so far; 0 before the first, or if unknown."""
+        """Predicted peak of the device's memory for the batch that is planned for; 0 before the first plan, or if unknown."""
         self.predicted_time: StepTime | None = None
-        """Predicted step on the largest batch so far; None before the first, without a GPU or budget, or if unknown."""
+        """Predicted step on the batch that is planned for; None before the first, without a GPU or budget, or if unknown."""
         self.placement = Placement()
         count = len(runtime.layers)
         self._choices = Choices.of_settings(config, count)
@@ -158,18 +169,18 @@ class DevicePlan:
             torch.cuda.empty_cache()
 
     def _predict_evaluation(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        elements = _elements(inputs)
+        extent = BatchExtent.of(inputs)
         # A token's inputs grow by its mask; it needs less than the text before it, and can't run without its cache.
-        if elements <= self._evaluated_elements or is_next_token(inputs):
+        if self._evaluated.covers(extent) or is_next_token(inputs):
             return
-        self._evaluated_elements = elements
+        self._evaluated = self._evaluated.joined(extent)
         try:
             self._evaluation_bytes = evaluation_bytes(model, self._runtime, inputs, self._device)
         except Exception as error:  # a model that looks at its data can't be run without any
             logger.info("megatrain: an evaluation's memory can't be predicted for this model (%s)", error)
 
     def follow(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Plans for a training forward on ``inputs`` (keyword arguments of the model) if it is the largest so far.
+        """Plans for a training forward on ``inputs`` (keyword arguments of the model) if no plan covers it.
 
         A forward that begins before the backward of another (a preference loss on two batches) is recomputed whole, and the
         next plan leaves room for as many at once.
@@ -177,7 +188,7 @@ class DevicePlan:
         open_forwards = self._runtime.open_forwards
         if open_forwards:
             if open_forwards >= self._forwards_at_once:
-                self._forwards_at_once, self._planned_elements = open_forwards + 1, 0
+                self._forwards_at_once, self._planned = open_forwards + 1, BatchExtent()
             self._runtime.kept_layers = self._runtime.offloaded_layers = self._runtime.attention_layers = frozenset()
             return
         self._treat_activations()
@@ -185,33 +196,48 @@ class DevicePlan:
             placement, self._displaced = self._displaced, None
             torch.cuda.empty_cache()
             self._place(placement)
-        elements = _elements(inputs)
-        if elements <= self._planned_elements:
+        extent = BatchExtent.of(inputs)
+        if self._planned.covers(extent):
             return
         budget_bytes = self._budget_bytes()
-        # A plan that fills the memory has no room for a batch that is only a little longer; a mere prediction may wait.
-        if not budget_bytes and elements <= _CLEARLY_LARGER * self._planned_elements:
+        # A plan that fills the memory has no room for a batch that is only a little larger; a mere prediction may wait.
+        if not budget_bytes and self._planned.times(_CLEARLY_LARGER).covers(extent):
             return
         self._runtime.refresh_if_written()
-        foreseen = self._foreseen.get(self._key(inputs))
-        self._foreseen.clear()
+        seen = self._seen.joined(extent)
         try:
-            outline = foreseen or self._outlined(model, inputs)
+            batch, outline = self._batch_to_plan_for(model, inputs, seen)
+        except torch.OutOfMemoryError:
+            raise  # and the batch doesn't count: it is tried again smaller
         except Exception as error:  # a model that looks at its data can't be run without any
             logger.log(logging.WARNING if budget_bytes else logging.INFO, _NOT_PREDICTED, type(error).__name__, error)
             self._place(self._settled())
-            self._planned_elements = elements
+            self._planned = seen
             return
+        self._foreseen.clear()
         self._runtime.token_tile = outline.token_tile
-        if not budget_bytes:
+        if budget_bytes:
+            self._plan(outline, budget_bytes)
+        else:
             placed_bytes = peak_bytes(outline, self.model_sizes(), self.placement)
             self.predicted_bytes = self._fixed_bytes(outline) + placed_bytes
-        else:
-            if self._measures and foreseen is None:
-                outline = self._measured_to_fit(model, inputs, outline)
-            self._plan(outline, budget_bytes)
-        # Not before: a batch that was too large to be planned for is tried again smaller.
-        self._planned_elements = elements
+        self._seen, self._planned = seen, seen.joined(BatchExtent.of(batch))
+        self._plans += 1
+
+    def _batch_to_plan_for(
+        self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent
+    ) -> tuple[Mapping[str, Any], StepOutline]:
+        """The batch itself in the first plan, then one that covers all so far, with room for larger ones; its step."""
+        if self._plans and self.has_budget:
+            for growth in (GROWTH[min(self._plans, len(GROWTH)) - 1], 1.0):
+                batch = enlarged(model, inputs, seen, growth)
+                if batch is None:
+                    break
+                outline = self._predicted(model, batch)
+                if growth == 1.0 or self._search_for(outline).something_fits:
+                    return batch, outline
+        foreseen = self._foreseen.get(self._key(inputs))
+        return inputs, foreseen or self._predicted(model, inputs)
 
     def _fixed_bytes(self, outline: StepOutline) -> int:
         """What such a step takes under any placement."""
@@ -222,9 +248,35 @@ class DevicePlan:
         held = sum(self._planned_fixed_bytes_by_kind().values()) + LIBRARY_WORKSPACE_BYTES
         return held + (self._forwards_at_once - 1) * waiting
 
+    def expect_steps(self, steps: int | None, compiles: bool | None = None) -> None:
+        """A training begins.
+
+        Args:
+            steps: of its optimizer, where their number is known: layers are compiled only if that pays for itself.
+            compiles: what the training chose before it was interrupted.
+        """
+        if (steps, compiles) != self._expected:
+            self._expected, self._runtime.compiled.pays = (steps, compiles), compiles
+            self._measured_steps.clear()
+            self.forget()
+
+    @property
+    def expected(self) -> tuple[int | None, bool | None]:
+        """Steps of the training in progress, and whether it compiles layers; None for what isn't known."""
+        return self._expected[0], self._runtime.compiled.pays
+
+    def _choose_compilation(self, outline: StepOutline) -> None:
+        compiled, steps = self._runtime.compiled, self._expected[0]
+        if compiled.is_optional and compiled.pays is None and steps is not None:
+            compiled.pays = compilation_pays(outline, steps * self.micro_batches)
+            if not compiled.pays:
+                logger.info(
+                    "megatrain: %d steps don't pay for compiling the layers (compile_layers: true compiles them)", steps
+                )
+
     def forget(self) -> None:
         """The next batch is planned for as if it were the first: steps are to run in another way from now on."""
-        self._planned_elements = 0
+        self._seen, self._planned, self._plans = BatchExtent(), BatchExtent(), 0
 
     @property
     def has_budget(self) -> bool:
@@ -243,10 +295,7 @@ class DevicePlan:
             self._runtime.refresh_if_written()
             token_tile = self._runtime.token_tile
             try:
-                outline = self._outlined(model, inputs)
-                if self._measures:
-                    outline = self._measured_to_fit(model, inputs, outline)
-                self._foreseen[key] = outline
+                self._foreseen[key] = self._predicted(model, inputs)
             finally:
                 self._runtime.token_tile = token_tile
         return self._foreseen[key]
@@ -258,6 +307,22 @@ class DevicePlan:
             Exception: see :meth:`foresee`.
         """
         return self._search_for(self.foresee(model, inputs)).best()
+
+    def _predicted(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
+        """The outline of a step with what its layers take: measured the first time, in proportion to that later."""
+        outline = self._outlined(model, inputs)
+        self._choose_compilation(outline)
+        if not (self._measures and self.has_budget):
+            return outline
+        key = (self._runtime.micro_batch_size, frozenset(inputs))
+        if key in self._measured_steps:
+            found = extrapolated(outline, *self._measured_steps[key], self._machine)
+            if found is not None and self._search_for(found).something_fits:
+                return found
+        measured = self._measured_to_fit(model, inputs, outline)
+        if measured.token_tile == outline.token_tile:
+            self._measured_steps[key] = (outline, measured)
+        return measured
 
     def _outlined(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
         """The outline of a step with the tiles that suit it, which the runtime has from then on."""
@@ -387,7 +452,3 @@ class DevicePlan:
 
 def _on_host(placement: Placement) -> Placement:
     return dataclasses.replace(placement, on_device=frozenset(), groups_on_device=False)
-
-
-def _elements(inputs: Mapping[str, Any]) -> int:
-    return sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))

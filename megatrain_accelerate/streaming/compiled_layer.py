@@ -152,6 +152,10 @@ class CompiledLayers:
         self._kinds: dict[Any, _Kind] = {}
         self._eager_noted: set[tuple[str, str]] = set()
         self._compiling = ""
+        self.is_optional = self._is_on and wanted == "auto"
+        """Whether the plan may do without."""
+        self.pays: bool | None = None
+        """Whether the training is long enough for it; None if that isn't known. Set by the plan where it may do without."""
         self.compilations = 0
         """Graphs compiled so far."""
 
@@ -160,7 +164,7 @@ class CompiledLayers:
 
         Layers with hooks inside that aren't the recorder's aren't: dynamo doesn't look whether hooks come and go.
         """
-        if not self._is_on or layer.unit.layout.parameter_count < self._smallest:
+        if not self._is_on or self.pays is False or layer.unit.layout.parameter_count < self._smallest:
             return False
         if torch._C._len_torch_dispatch_stack() > 0:
             # Dynamo declines under a mode that watches operations (a FLOP counter), and it should see them all.

@@ -200,7 +200,6 @@ def test_a_list_that_a_forward_appends_to_has_an_entry_for_each_call(where: str)
     assert not any(isinstance(entry, FakeTensor) for entry in watching.seen)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=LATER)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_longer_rows_of_as_many_tokens_are_planned_for(attention: str) -> None:
     def predicted(*shapes: tuple[int, int]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import random
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.planning import device_plan, tile_choice
 from megatrain_accelerate.planning.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.planning.machine import Machine
+from megatrain_accelerate.planning.peak_memory import peak_bytes
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_memory import LiveBytes
 from megatrain_accelerate.planning.step_profile import StepOutline
@@ -251,22 +253,105 @@ def test_more_memory_never_makes_a_slower_plan() -> None:
     assert seconds[-1] < 0.9 * seconds[0]
 
 
-def test_a_longer_batch_is_planned_anew_and_a_shorter_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = planned(24)
-    outlined: list[int] = []
+@pytest.fixture
+def outlined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the batches that are planned for."""
+    shapes: list[tuple[int, ...]] = []
     outline_step = device_plan.outline_step
 
-    def counted(model: object, runtime: object, inputs: dict[str, torch.Tensor], device: object) -> object:
-        outlined.append(inputs["input_ids"].shape[1])
+    def noted(model: object, runtime: object, inputs: dict[str, torch.Tensor], device: object) -> object:
+        shapes.append(tuple(inputs["input_ids"].shape))
         return outline_step(model, runtime, inputs, device)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(device_plan, "outline_step", counted)
-    kept = []
-    for length in (64, 32, 64, 65, 128, 100):
+    monkeypatch.setattr(device_plan, "outline_step", noted)
+    return shapes
+
+
+def test_from_the_second_plan_on_there_is_room_for_longer_batches(outlined: list[tuple[int, ...]]) -> None:
+    run = planned(24)
+    for length in (64, 32, 64, 65, 98, 50, 128, 256, 100):
         run.step(batch(length))
-        kept.append(len(run.engine.runtime.kept_layers) + len(run.engine.runtime.offloaded_layers))
-    assert outlined == [64, 65, 128]
-    assert run.engine.predicted_device_bytes <= 24 * MIB + LIBRARY_WORKSPACE_BYTES
+        assert run.engine.predicted_device_bytes <= 24 * MIB + LIBRARY_WORKSPACE_BYTES
+    # 1.5 times 65 and 2 times 128 tokens.
+    assert outlined == [(4, 64), (4, 98), (4, 256)]
+
+
+def test_no_room_is_left_where_a_larger_batch_would_not_fit(outlined: list[tuple[int, ...]]) -> None:
+    run = planned(9, offload_layers=0, offload_inputs=False, token_tile=0)
+    run.step(batch(64))
+    run.step(batch(128))
+    assert outlined == [(4, 64), (4, 192), (4, 128)]
+    assert run.engine.predicted_device_bytes <= 9 * MIB + LIBRARY_WORKSPACE_BYTES
+
+
+def test_room_ends_where_the_positions_of_the_model_do(outlined: list[tuple[int, ...]]) -> None:
+    run = planned(200)
+    run.model.config.max_position_embeddings = 100
+    run.step(batch(64))
+    run.step(batch(80))
+    assert outlined == [(4, 64), (5, 100)]  # 1.5 times the tokens, in rows of 100
+
+
+def test_a_plan_covers_the_batches_before_it_too(outlined: list[tuple[int, ...]]) -> None:
+    run = planned(30)
+    many_short, few_long = token_batches(1, batch=32, length=16, vocabulary=512)[0], long_batch(100)
+    for ids in (many_short, few_long, many_short):
+        run.step(ids)
+    # 1.5 times the 512 tokens of the first, in rows of 1.5 times the second's length.
+    assert outlined == [(32, 16), (6, 150)]
+    taken, predicted = peak_of_a_step(run, many_short)
+    assert taken <= 1.03 * predicted + 0.1 * MIB
+
+
+@pytest.mark.parametrize("budget_mib", [40, pytest.param(80, marks=pytest.mark.long)])
+def test_batches_of_all_shapes_have_few_plans_which_all_of_them_fit(
+    capsys: pytest.CaptureFixture[str], budget_mib: float
+) -> None:
+    shapes = random.Random(budget_mib)
+    run = planned(budget_mib)
+    plan = run.engine.device_plan
+    plan.show = True
+    for _ in range(20):
+        ids = token_batches(1, batch=shapes.randint(1, 8), length=shapes.randint(16, 256), vocabulary=512)[0]
+        inputs = {"input_ids": ids, "labels": ids}
+        plan.follow(run.model, inputs)
+        exact = device_plan.outline_step(run.model, run.engine.runtime, inputs, run.engine.device)
+        taken = plan._fixed_bytes(exact) + peak_bytes(exact, plan.model_sizes(), plan.placement)
+        assert taken <= plan.predicted_bytes <= budget_mib * MIB + LIBRARY_WORKSPACE_BYTES
+    assert 1 < capsys.readouterr().err.count("megatrain: plan") <= 3
+
+
+def test_layers_are_measured_once_and_other_steps_are_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[StepOutline] = []
+
+    def measures(model: nn.Module, runtime: object, inputs: object, outline: StepOutline, *_: object) -> StepOutline:
+        """Kernels that keep half and take three times as long as is reckoned from 1e12 operations a second."""
+        profiles = {
+            kind: dataclasses.replace(
+                profile, kept_bytes=profile.kept_bytes // 2, forward_seconds=3e-12 * profile.forward.flops
+            )
+            for kind, profile in outline.profiles.items()
+        }
+        measured.append(dataclasses.replace(outline, profiles=profiles))
+        return measured[-1]
+
+    monkeypatch.setattr(device_plan, "measure_layers", measures)
+    monkeypatch.setattr(device_plan.DevicePlan, "_measures", True)
+    # Products alone, so that a layer's time is that of its operations.
+    monkeypatch.setattr(
+        device_plan, "measured_machine", lambda *_: dataclasses.replace(MACHINE, device_bytes=1e30, device_flops=1e12)
+    )
+    run = planned(200)
+    plan = run.engine.device_plan
+    found = [plan._predicted(run.model, {"input_ids": batch(length), "labels": batch(length)}) for length in (64, 192)]
+    assert measured == [found[0]]
+    (profile,), (dry,) = (
+        found[1].profiles.values(),
+        plan._outlined(run.model, {"input_ids": batch(192), "labels": batch(192)}).profiles.values(),
+    )
+    assert profile.kept_bytes == pytest.approx(dry.kept_bytes / 2, rel=0.01)
+    assert profile.forward_seconds == pytest.approx(3e-12 * dry.forward.flops, rel=0.01)
+    assert profile.backward_seconds is None
 
 
 def test_a_batch_too_large_for_the_budget_is_said_and_tried(caplog: pytest.LogCaptureFixture) -> None:
