@@ -109,6 +109,19 @@ def test_a_setting_without_a_value_is_refused(scripts: Any) -> None:
         scripts("bench_cases").parse_setting("slots")
 
 
+def test_the_stock_trainers_job_knows_nothing_of_the_plugin_and_has_as_many_threads(
+    scripts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRAIN_CONFIG", "{}")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    environment = scripts("bench_cases").stock_environment()
+    assert [name for name in environment if name.startswith(("MEGATRAIN_", "ACCELERATE_"))] == ["MEGATRAIN_DISABLE"]
+    assert (environment["MEGATRAIN_DISABLE"], environment["OMP_NUM_THREADS"]) == ("1", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert scripts("bench_cases").stock_environment()["OMP_NUM_THREADS"] == "3"
+
+
 def test_ratios_are_to_peers_of_the_same_shape_only(scripts: Any) -> None:
     report = scripts("bench_report")
     ours = {"system": report.OURS, "shape": ["3b", 2, 64], "data": "random", "tokens": 128, "tokens_per_second": 300.0}

@@ -147,6 +147,11 @@ def plain_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("MEGATRAIN_", "ACCELERATE_"))}
 
 
+def stock_environment() -> dict[str, str]:
+    """The environment of the stock Trainer's job: no plugin, and as many threads as Accelerate's launcher gives ours."""
+    return {"OMP_NUM_THREADS": "1", **plain_environment(), "MEGATRAIN_DISABLE": "1"}
+
+
 def peer_environment(shape: tuple[str, int, int], steps: int, warmup: int, limit: int, folder: Path) -> dict[str, str]:
     """The environment of a peer's ``run_suite.sh``; its results go to ``folder/peers.jsonl``."""
     preset, batch, length = shape

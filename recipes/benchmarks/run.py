@@ -29,8 +29,8 @@ from bench_cases import (
     launch_command,
     parse_setting,
     peer_environment,
-    plain_environment,
     script_command,
+    stock_environment,
 )
 from bench_report import OURS, STOCK, Row, add_ratios, draw, facts, format_stock_table, format_table, peer_row, trainer_row
 
@@ -92,7 +92,7 @@ class Bench:
 
     def run_stock(self, case: Case) -> None:
         """Measures the stock Trainer on a case, by the same script without the plugin."""
-        self._run_trainer(case, STOCK, [sys.executable], {**plain_environment(), "MEGATRAIN_DISABLE": "1"})
+        self._run_trainer(case, STOCK, [sys.executable], stock_environment())
 
     def _run_trainer(self, case: Case, system: str, launch: list[str], environment: dict[str, str] | None = None) -> Path:
         """Runs `trainer_run.py` on a case and adds its row; returns the folder of its results."""
