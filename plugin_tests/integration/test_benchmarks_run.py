@@ -1,4 +1,4 @@
-"""The benchmarks' whole chain on the CPU: our Trainer job, a suite of peers, table, JSON, plots, trace."""
+"""The benchmarks' whole chain on the CPU: our Trainer job and the stock one, peers, generation, tables, plots, trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from fresh_process import run_command
 
-RUN = Path(__file__).parents[2] / "recipes" / "benchmarks" / "run.py"
+RECIPES = Path(__file__).parents[2] / "recipes"
+RUN = RECIPES / "benchmarks" / "run.py"
 
 SUITE = """
 echo "$@" >> "$OUT/../calls.txt"
@@ -66,6 +67,63 @@ def test_our_job_and_the_peers_end_in_one_table(tmp_path: Path) -> None:
     assert document["cpus"] >= 1
     for name in ("tokens_per_second.png", "step_split.png", "memory.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_documents_train_alike_under_the_plugin_and_by_the_stock_trainer(tmp_path: Path) -> None:
+    printed, document = bench(tmp_path, "--cases", "tiny-real-4x64", "--stock")
+    rows = {row["system"]: row for row in document["rows"]}
+    results = {line["system"]: line for line in document["results"]}
+    stock, ours = results["stock"], results["megatrain"]
+    assert "accelerate.commands.launch" not in stock["command"]
+    assert not stock["log_medians"], "the plugin was at work in the stock Trainer's job"
+    assert ours["losses"] == pytest.approx(stock["losses"], abs=2e-4), "the same weights on the same documents"
+    assert (ours["data"], ours["weights"], ours["tokens"]) == ("real", "fp32", stock["tokens"])
+    assert ours["plans"] >= 1
+    assert ours["all_plans_seconds"] >= round(ours["plan_seconds"], 1)
+    assert rows["megatrain"]["ratios"]["stock"] == ours["tokens_per_second"] / stock["tokens_per_second"]
+    assert f"{ours['first_step_seconds'] / stock['first_step_seconds']:.2f}" in printed
+    for result in results.values():
+        assert 4 * 2 <= result["tokens"] < 4 * 64, "padding counted as tokens"
+        # The four steps after the first, of which the last three count as warm ones.
+        assert result["tokens_per_second"] * result["mean_step_seconds"] == pytest.approx(result["tokens"], rel=0.01)
+        assert 4 * result["mean_step_seconds"] >= sum(result["step_seconds_all"]) - 0.01
+        assert result["first_step_seconds"] < result["total_seconds"]
+
+
+def test_generation_is_measured_beside_plain_transformers_and_gives_the_same_tokens(tmp_path: Path) -> None:
+    result_file = tmp_path / "result.jsonl"
+    shape = (
+        "--preset",
+        "tiny",
+        "--layers",
+        "2",
+        "--prompts",
+        "3",
+        "--prompt-length",
+        "5",
+        "--new-tokens",
+        "4",
+        "--rounds",
+        "1",
+    )
+    launch = (sys.executable, "-m", "accelerate.commands.launch", "--config", RECIPES / "megatrain_cpu.yaml")
+    printed = run_command(*launch, RECIPES / "benchmarks" / "generation_run.py", *shape, "--json", result_file)
+    assert "adopting 2 layers" in printed
+    result = json.loads(result_file.read_text())
+    assert (result["layers"], result["prompts"], result["new_tokens"]) == (2, 3, 4)
+    for name in ("plain", "prepared"):
+        assert result[name]["tokens_per_second"] * result[name]["seconds"] == pytest.approx(3 * 4, rel=0.01)
+    assert result["ratio"] == pytest.approx(
+        result["prepared"]["tokens_per_second"] / result["plain"]["tokens_per_second"], abs=1e-3
+    )
+    assert result["same_tokens"]
+
+
+def test_peers_are_not_compared_on_documents_which_they_do_not_train_on(tmp_path: Path) -> None:
+    (tmp_path / "run_suite.sh").write_text(SUITE)
+    arguments = ("--cases", "tiny-2x32", "tiny-real-2x32", "--peers", tmp_path)
+    printed = run_command(sys.executable, RUN, "--out", tmp_path, *arguments, check=False)
+    assert "leave out the cases with -real" in printed
 
 
 @pytest.mark.slow

@@ -13,27 +13,36 @@ from typing import Any
 from model_shapes import PRESETS
 
 HERE = Path(__file__).resolve().parent
-_NAME = re.compile(r"(?P<preset>[\w.]+)-(?P<batch>\d+)x(?P<length>\d+)(?:-(?P<gib>\d+(?:\.\d+)?)gib)?$")
+_NAME = re.compile(r"(?P<preset>[\w.]+)(?P<real>-real)?-(?P<batch>\d+)x(?P<length>\d+)(?:-(?P<gib>\d+(?:\.\d+)?)gib)?$")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One shape of work: ``PRESET-BATCHxLENGTH``, with ``-NNgib`` if the GPU's memory is capped."""
+    """One shape of work: ``PRESET-BATCHxLENGTH``, with ``-NNgib`` if the GPU's memory is capped.
+
+    ``PRESET-real-BATCHxLENGTH`` trains on documents of their own lengths up to LENGTH instead of random tokens.
+    """
 
     preset: str
     batch: int
     length: int
     gpu_memory_gib: float | None = None
+    real: bool = False
 
     @property
     def name(self) -> str:
         """As it is given to ``--cases``."""
         cap = f"-{self.gpu_memory_gib:g}gib" if self.gpu_memory_gib is not None else ""
-        return f"{self.preset}-{self.batch}x{self.length}{cap}"
+        return f"{self.preset}{'-real' if self.real else ''}-{self.batch}x{self.length}{cap}"
+
+    @property
+    def data(self) -> str:
+        """As it is given to `trainer_run.py`."""
+        return "real" if self.real else "random"
 
     @property
     def tokens(self) -> int:
-        """Tokens of one optimizer step. There is no padding: `trainer_run.py` refuses any."""
+        """Tokens of one batch; of real documents the most that there can be, padding among them."""
         return self.batch * self.length
 
     @property
@@ -51,10 +60,12 @@ class Case:
         found = _NAME.match(name)
         if found is None:
             raise ValueError(
-                f"a case is PRESET-BATCHxLENGTH or PRESET-BATCHxLENGTH-NNgib, for example 3b-8x4096-24gib; got {name!r}"
+                "a case is PRESET-BATCHxLENGTH or PRESET-BATCHxLENGTH-NNgib, for example 3b-8x4096-24gib, and "
+                f"PRESET-real-... for documents of their own lengths; got {name!r}"
             )
         gib = found["gib"]
-        return cls(found["preset"], int(found["batch"]), int(found["length"]), float(gib) if gib else None)
+        cap = float(gib) if gib else None
+        return cls(found["preset"], int(found["batch"]), int(found["length"]), cap, found["real"] is not None)
 
 
 TABLE = [
@@ -67,25 +78,29 @@ TABLE = [
     Case("14b", 8, 4096),
 ]
 """What is measured by default."""
+STOCK_TABLE = [Case("1.5b", 8, 2048, real=True), Case("0.5b", 4, 1024), Case("1.5b", 4, 2048)]
+"""What is measured by default beside the stock Trainer: models that fit a GPU with their states."""
 TINY = [Case("tiny", 2, 32), Case("tiny", 4, 32)]
 """`--preset tiny`: for a look at the chain on any machine, and for its test."""
 
 
-def chosen(names: list[str], preset: str | None, sweep: list[int]) -> list[Case]:
+def chosen(names: list[str], preset: str | None, sweep: list[int], stock: bool = False) -> list[Case]:
     """The cases to run, in order, each once.
 
     Args:
         names: of cases; the table's by default.
         preset: only those of this preset.
         sweep: batch sizes in which every case is measured besides its own.
+        stock: they are measured with the stock Trainer too, which has a table of its own.
 
     Raises:
         ValueError: a malformed name, an unknown preset, a batch or length of 0, or nothing is left.
     """
-    cases = [Case.parse(name) for name in names] or (TINY if preset == "tiny" else TABLE)
+    table = STOCK_TABLE if stock else TABLE
+    cases = [Case.parse(name) for name in names] or (TINY if preset == "tiny" else table)
     cases = [case for case in cases if preset in (None, case.preset)]
     if not cases:
-        raise ValueError(f"no case has the preset {preset!r}; the table's are {', '.join(case.name for case in TABLE + TINY)}")
+        raise ValueError(f"no case has the preset {preset!r}; the table's are {', '.join(case.name for case in table + TINY)}")
     cases += [dataclasses.replace(case, batch=batch) for case in cases for batch in sweep]
     for case in cases:
         if case.preset not in PRESETS:
@@ -110,39 +125,35 @@ def parse_setting(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def training_command(
-    case: Case,
-    config: Path,
-    settings: dict[str, Any],
-    steps: int,
-    warmup: int,
-    result: Path | None,
-    script_arguments: list[str],
-) -> list[str]:
-    """Our own job: the stock Trainer under ``accelerate launch``, in a process of its own."""
+def script_command(case: Case, steps: int, warmup: int, result: Path | None, script_arguments: list[str]) -> list[str]:
+    """`trainer_run.py` with its arguments, as a launcher or an interpreter takes it."""
+    values = {"--preset": case.preset, "--data": case.data, "--batch": case.batch, "--length": case.length}
+    values |= {"--steps": steps, "--warmup": warmup}
+    command = [str(HERE / "trainer_run.py"), *(str(word) for pair in values.items() for word in pair), *script_arguments]
+    return command + (["--json", str(result)] if result is not None else [])
+
+
+def launch_command(case: Case, config: Path, settings: dict[str, Any]) -> list[str]:
+    """What stands before :func:`script_command` to measure our own job: ``accelerate launch`` with the plugin's settings."""
     given = dict(settings)
     if case.gpu_memory_gib is not None:
         given["gpu_memory_gib"] = case.gpu_memory_gib
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config", str(config)]
-    if given:
-        command += ["--megatrain_config", json.dumps(given)]
-    command += [
-        str(HERE / "trainer_run.py"),
-        "--preset",
-        case.preset,
-        "--batch",
-        str(case.batch),
-        "--length",
-        str(case.length),
-        "--without-weights",
-    ]
-    command += ["--steps", str(steps), "--warmup", str(warmup), *script_arguments]
-    return command + (["--json", str(result)] if result is not None else [])
+    return command + (["--megatrain_config", json.dumps(given)] if given else [])
+
+
+def plain_environment() -> dict[str, str]:
+    """This process's environment without what Accelerate and the plugin were told."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("MEGATRAIN_", "ACCELERATE_"))}
+
+
+def stock_environment() -> dict[str, str]:
+    """The environment of the stock Trainer's job: no plugin, and as many threads as Accelerate's launcher gives ours."""
+    return {"OMP_NUM_THREADS": "1", **plain_environment(), "MEGATRAIN_DISABLE": "1"}
 
 
 def peer_environment(shape: tuple[str, int, int], steps: int, warmup: int, limit: int, folder: Path) -> dict[str, str]:
     """The environment of a peer's ``run_suite.sh``; its results go to ``folder/peers.jsonl``."""
     preset, batch, length = shape
     values = {"PRESET": preset, "BATCH": batch, "SEQ": length, "STEPS": steps, "WARMUP": warmup, "LIMIT": limit, "OUT": folder}
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MEGATRAIN_", "ACCELERATE_"))}
-    return {**plain, **{name: str(value) for name, value in values.items()}}
+    return {**plain_environment(), **{name: str(value) for name, value in values.items()}}

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 OURS = "megatrain"
+STOCK = "stock"
+"""The Trainer without the plugin."""
 RESOURCES = {"compute": "#4c9be8", "h2d": "#57b36a", "d2h": "#b06fc4", "host_step": "#c9463d"}
 """What a step is split into, with colours."""
 Row = dict[str, Any]
@@ -51,20 +53,26 @@ def facts() -> dict[str, Any]:
     }
 
 
-def our_row(case: str, shape: tuple[str, int, int], result: dict[str, Any]) -> Row:
-    """The row of our own job, of `trainer_run.py`'s JSON line."""
+def trainer_row(case: str, shape: tuple[str, int, int], system: str, result: dict[str, Any]) -> Row:
+    """The row of a Trainer's job, ours or the stock one, of `trainer_run.py`'s JSON line."""
     logged = {name.removeprefix("megatrain/"): value for name, value in result["log_medians"].items()}
     shares = {name: logged[f"bound_share_{name}"] for name in RESOURCES if f"bound_share_{name}" in logged}
     step_ms = 1e3 * result["step_seconds"]
     return {
         "case": case,
-        "system": OURS,
+        "system": system,
         "shape": list(shape),
+        "data": result["data"],
         "tokens": result["tokens"],
         "tokens_per_second": result["tokens_per_second"],
         "tflops": result["tflops_6n"],
         "tflops_with_attention": result.get("tflops_with_attention"),
         "step_ms": step_ms,
+        "first_step_seconds": result["first_step_seconds"],
+        "mean_step_seconds": result["mean_step_seconds"],
+        "late_step_seconds": result["late_step_seconds"],
+        "plans": result["plans"],
+        "all_plans_seconds": result["all_plans_seconds"],
         "predicted_step_ms": logged.get("predicted_step_ms"),
         "gpu_peak_gib": logged.get("gpu_peak_gib"),
         "gpu_predicted_gib": logged.get("gpu_predicted_gib"),
@@ -76,7 +84,7 @@ def our_row(case: str, shape: tuple[str, int, int], result: dict[str, Any]) -> R
 
 def peer_row(case: str, shape: tuple[str, int, int], system: str, result: dict[str, Any]) -> Row:
     """The row of a peer, of its JSON line."""
-    row: Row = {"case": case, "system": system, "shape": list(shape), "tokens": shape[1] * shape[2]}
+    row: Row = {"case": case, "system": system, "shape": list(shape), "data": "random", "tokens": shape[1] * shape[2]}
     if not result.get("ok"):
         return {**row, "error": str(result.get("error", "not ok"))}
     return {
@@ -90,12 +98,16 @@ def peer_row(case: str, shape: tuple[str, int, int], system: str, result: dict[s
 
 
 def add_ratios(rows: list[Row]) -> None:
-    """Gives each of our rows its speed over that of each peer that ran the same shape, the fastest peer last."""
+    """Gives each of our rows its speed over that of each peer that ran the same work, the fastest peer last."""
     for row in rows:
         if row["system"] == OURS and "error" not in row:
-            peers = [r for r in rows if r["system"] != OURS and r["shape"] == row["shape"] and "error" not in r]
+            peers = [r for r in rows if r["system"] != OURS and _same_work(r, row) and "error" not in r]
             peers.sort(key=lambda peer: peer["tokens_per_second"])
             row["ratios"] = {peer["system"]: row["tokens_per_second"] / peer["tokens_per_second"] for peer in peers}
+
+
+def _same_work(row: Row, other: Row) -> bool:
+    return row["shape"] == other["shape"] and row["data"] == other["data"]
 
 
 _COLUMNS = (
@@ -130,13 +142,37 @@ def format_table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+_STOCK_COLUMNS = (
+    ("first step, s", "first_step_seconds", ".2f"),
+    ("mean step, s", "mean_step_seconds", ".3f"),
+    ("late step, s", "late_step_seconds", ".3f"),
+    ("tokens/s", "tokens_per_second", ",.0f"),
+)
+
+
+def format_stock_table(rows: list[Row]) -> str:
+    """Our rows beside those of the stock Trainer as text: each figure of both, and ours over the stock one's."""
+    lines = [f"{'ours, stock, ratio':<20}" + "".join(f"{title:>27}" for title, _, _ in _STOCK_COLUMNS) + "   plans, s"]
+    for row in rows:
+        stocks = [r for r in rows if r["system"] == STOCK and _same_work(r, row) and "error" not in r]
+        if row["system"] != OURS or "error" in row or not stocks:
+            continue
+        cells = f"{row['case']:<20}"
+        for _, key, form in _STOCK_COLUMNS:
+            ours, stock = row[key], stocks[0][key]
+            cells += f"{ours:>10{form}}{stock:>10{form}}{ours / stock:>7.2f}" if ours and stock else f"{'-':>27}"
+        lines.append(f"{cells}   {row['plans']} in {row['all_plans_seconds']:.1f}")
+    return "\n".join(lines)
+
+
 def _series(rows: list[Row]) -> dict[str, list[Row]]:
     """Rows that differ in the batch only, by a name for the legend."""
     found: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         preset, _, length = row["shape"]
         cap = row["case"].rpartition("-")[2] if row["system"] == OURS and row["case"].endswith("gib") else ""
-        found[f"{row['system']} {preset}, length {length:,} {cap}".rstrip()].append(row)
+        of_documents = ", documents" if row["data"] == "real" else ""
+        found[f"{row['system']} {preset}, length {length:,}{of_documents} {cap}".rstrip()].append(row)
     return {name: sorted(members, key=lambda row: row["tokens"]) for name, members in found.items()}
 
 

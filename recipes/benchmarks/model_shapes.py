@@ -101,22 +101,29 @@ def shape_config(preset: str, length: int, layers: int | None = None) -> PreTrai
     return kind(**values)
 
 
-def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model in bf16 on the meta device; its rotary frequencies, which no weights are made of, are there."""
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """The model on the meta device; its rotary frequencies, which no weights are made of, are there."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model
 
 
-def build_model(preset: str, length: int, layers: int | None = None, without_weights: bool = False) -> PreTrainedModel:
-    """The preset's model in bf16, filled with random values on the GPU where there is one.
+def build_model(
+    preset: str,
+    length: int,
+    layers: int | None = None,
+    without_weights: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> PreTrainedModel:
+    """The preset's model in host memory, filled with random values that the GPU draws where there is one.
 
     Args:
         preset, length, layers: see :func:`shape_config`.
         without_weights: leave the filling to whoever prepares the model.
+        dtype: of the weights.
     """
-    model = empty_model(shape_config(preset, length, layers))
+    model = empty_model(shape_config(preset, length, layers), dtype)
     return model if without_weights else _filled(model)
 
 
@@ -125,7 +132,7 @@ def _filled(model: Any) -> PreTrainedModel:
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in list(model.named_parameters()):
         owner_name, _, attribute = name.rpartition(".")
-        value = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
+        value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         if parameter.dim() > 1:
             value.normal_(0.0, 0.02, generator=generator)
         else:

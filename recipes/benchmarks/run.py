@@ -1,11 +1,12 @@
-"""Measures our own Trainer job, and peers if given, in one run: a table, a JSON file and plots.
+"""Measures our own Trainer job, and the stock Trainer or peers if asked for, in one run: a table, a JSON file and plots.
 
     python recipes/benchmarks/run.py --out outputs/bench --cases 3b-8x4096 3b-8x4096-24gib --peers FOLDER
+    python recipes/benchmarks/run.py --out outputs/bench --cases 1.5b-real-8x2048 --stock --steps 60
 
-Each case is a process of its own: `trainer_run.py` under `accelerate launch`. FOLDER holds a `run_suite.sh` that runs the
-peers that it is given by name, with PRESET, BATCH, SEQ, STEPS, WARMUP, LIMIT and OUT in its environment, and appends JSON
-lines (`tag`, `ok`, `tokens_per_s`, `step_s`, ...) to `$OUT/peers.jsonl`. A case that fails is a row of the table and the
-others go on; the exit status is 1 then.
+Each case is a process of its own: `trainer_run.py` under `accelerate launch`, and with `--stock` one without it before.
+FOLDER holds a `run_suite.sh` that runs the peers that it is given by name, with PRESET, BATCH, SEQ, STEPS, WARMUP, LIMIT and
+OUT in its environment, and appends JSON lines (`tag`, `ok`, `tokens_per_s`, `step_s`, ...) to `$OUT/peers.jsonl`. A case that
+fails is a row of the table and the others go on; the exit status is 1 then.
 """
 
 from __future__ import annotations
@@ -21,8 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_cases import HERE, Case, chosen, parse_setting, peer_environment, training_command
-from bench_report import OURS, Row, add_ratios, draw, facts, format_table, our_row, peer_row
+from bench_cases import (
+    HERE,
+    Case,
+    chosen,
+    launch_command,
+    parse_setting,
+    peer_environment,
+    script_command,
+    stock_environment,
+)
+from bench_report import OURS, STOCK, Row, add_ratios, draw, facts, format_stock_table, format_table, peer_row, trainer_row
 
 PEER_SETUP_SECONDS = 300
 """What a suite may take besides its benches: installing, compiling, growing the host memory."""
@@ -71,28 +81,53 @@ class Bench:
     def run_ours(self, case: Case) -> None:
         """Measures a case, and traces a step of it in a run of its own if that was asked for."""
         options = self._options
-        folder: Path = options.out / case.name
+        launch = launch_command(case, options.config, self._settings)
+        folder = self._run_trainer(case, OURS, launch)
+        if options.trace and "error" not in self.rows[-1]:
+            steps = options.warmup + 2
+            command = [*launch, *script_command(case, steps, options.warmup, None, self._script_arguments())]
+            trace = [sys.executable, "-m", "megatrain_accelerate", "trace", "--out", str(folder), "--step", str(steps), "--"]
+            error = run_logged([*trace, *command], folder / "trace_log.txt", options.time_limit)
+            print(f"{case.name}: trace {'in ' + str(folder) if error is None else 'failed: ' + error}", flush=True)
+
+    def run_stock(self, case: Case) -> None:
+        """Measures the stock Trainer on a case, by the same script without the plugin."""
+        self._run_trainer(case, STOCK, [sys.executable], stock_environment())
+
+    def _run_trainer(self, case: Case, system: str, launch: list[str], environment: dict[str, str] | None = None) -> Path:
+        """Runs `trainer_run.py` on a case and adds its row; returns the folder of its results."""
+        options = self._options
+        folder: Path = options.out / (case.name if system == OURS else f"{case.name}-{system}")
         folder.mkdir(parents=True, exist_ok=True)
         result, log = folder / "result.jsonl", folder / "log.txt"
         for path in (result, log):
             path.unlink(missing_ok=True)
-        arguments = ["--accumulation", str(options.accumulation), "--max-grad-norm", str(options.max_grad_norm)]
-        command = training_command(case, options.config, self._settings, options.steps, options.warmup, result, arguments)
-        error = run_logged(command, log, options.time_limit)
+        script = script_command(case, options.steps, options.warmup, result, self._script_arguments())
+        error = run_logged([*launch, *script], log, options.time_limit, environment)
         found = read_lines(result)
         if error is None and not found:
             error = f"no result; see {log}"
         if error is not None:
-            self._add({"case": case.name, "system": OURS, "shape": list(case.shape), "tokens": case.tokens, "error": error})
-            return
-        self.raw.append({"case": case.name, "system": OURS, "command": command, **found[-1]})
-        self._add(our_row(case.name, case.shape, found[-1]))
-        if options.trace:
-            steps = options.warmup + 2
-            command = training_command(case, options.config, self._settings, steps, options.warmup, None, arguments)
-            trace = [sys.executable, "-m", "megatrain_accelerate", "trace", "--out", str(folder), "--step", str(steps), "--"]
-            error = run_logged([*trace, *command], folder / "trace_log.txt", options.time_limit)
-            print(f"{case.name}: trace {'in ' + str(folder) if error is None else 'failed: ' + error}", flush=True)
+            self._add(
+                {
+                    "case": case.name,
+                    "system": system,
+                    "shape": list(case.shape),
+                    "data": case.data,
+                    "tokens": case.tokens,
+                    "error": error,
+                }
+            )
+        else:
+            self.raw.append({"case": case.name, "system": system, "command": [*launch, *script], **found[-1]})
+            self._add(trainer_row(case.name, case.shape, system, found[-1]))
+        return folder
+
+    def _script_arguments(self) -> list[str]:
+        """Both systems get the same job: beside the stock Trainer, which needs fp32 weights, ours begins with them too."""
+        options = self._options
+        weights = ["--weights", "fp32"] if options.stock else ["--without-weights"]
+        return ["--accumulation", str(options.accumulation), "--max-grad-norm", str(options.max_grad_norm), *weights]
 
     def run_peers(self, case: Case) -> None:
         """Measures the peers in a case's shape."""
@@ -127,7 +162,7 @@ def parse() -> tuple[argparse.Namespace, list[Case], dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("outputs/bench"), help="folder for results, logs and plots")
     parser.add_argument(
-        "--cases", nargs="+", default=[], metavar="CASE", help="PRESET-BATCHxLENGTH[-NNgib]; default: the table"
+        "--cases", nargs="+", default=[], metavar="CASE", help="PRESET[-real]-BATCHxLENGTH[-NNgib]; default: the table"
     )
     parser.add_argument("--preset", help="only the cases of this preset; `tiny` has cases for any machine")
     parser.add_argument("--sweep", nargs="+", type=int, default=[], metavar="BATCH", help="every case in these batches too")
@@ -139,6 +174,9 @@ def parse() -> tuple[argparse.Namespace, list[Case], dict[str, Any]]:
     parser.add_argument("--time-limit", type=float, default=600.0, metavar="SECONDS", help="of each case and each peer")
     parser.add_argument("--config", type=Path, help="yaml for accelerate launch; default: that of recipes/ for this machine")
     parser.add_argument("--trace", action="store_true", help="draw a step of each case too, in a run of its own")
+    parser.add_argument(
+        "--stock", action="store_true", help="measure each shape with the stock Trainer too, whose model must fit"
+    )
     parser.add_argument("--peers", type=Path, metavar="FOLDER", help="folder with a run_suite.sh")
     parser.add_argument("--peer-benches", nargs="+", default=["ds3"], metavar="NAME", help="benches of the suite to measure")
     parser.add_argument("--peer-setup", nargs="*", default=["warm"], metavar="NAME", help="run once before the first of them")
@@ -152,9 +190,13 @@ def parse() -> tuple[argparse.Namespace, list[Case], dict[str, Any]]:
     if not 0 <= options.warmup < options.steps:
         parser.error(f"--warmup must be 0 or more and below --steps; got {options.warmup} of {options.steps}")
     try:
-        return options, chosen(options.cases, options.preset, options.sweep), dict(map(parse_setting, options.set))
+        cases = chosen(options.cases, options.preset, options.sweep, options.stock)
+        settings = dict(map(parse_setting, options.set))
     except ValueError as error:
         parser.error(str(error))
+    if options.peers is not None and any(case.real for case in cases):
+        parser.error("--peers train on random tokens: leave out the cases with -real")
+    return options, cases, settings
 
 
 def main() -> int:
@@ -162,15 +204,20 @@ def main() -> int:
     options, cases, settings = parse()
     options.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(options, settings)
-    peers_done: set[tuple[str, int, int]] = set()
+    others_done: set[tuple[tuple[str, int, int], bool]] = set()
     for case in cases:
         # Beside each other in time: machines drift.
-        if options.peers is not None and case.shape not in peers_done:
-            peers_done.add(case.shape)
-            bench.run_peers(case)
+        if (case.shape, case.real) not in others_done:
+            others_done.add((case.shape, case.real))
+            if options.peers is not None:
+                bench.run_peers(case)
+            if options.stock:
+                bench.run_stock(case)
         bench.run_ours(case)
     add_ratios(bench.rows)
     table = format_table(bench.rows)
+    if options.stock:
+        table += f"\n\n{format_stock_table(bench.rows)}"
     print(f"\n{table}\n")
     document = {
         **facts(),

@@ -1,7 +1,9 @@
-"""Speed and memory of one stock Trainer job on a Qwen-shaped model with random weights and random tokens.
+"""Speed and memory of one stock Trainer job on a Qwen-shaped model with random weights.
 
-The script knows nothing of the plugin: launch it with `accelerate launch --config recipes/megatrain.yaml` to measure the
-plugin, or plainly to measure the stock Trainer. One JSON line goes to stdout and to --json.
+It trains on random tokens without padding, or with `--data real` on documents of their own lengths. The script knows nothing
+of the plugin: launch it with `accelerate launch --config recipes/megatrain.yaml` to measure the plugin, or plainly with
+`--weights fp32` to measure the stock Trainer, which trains the weights that it is given. One JSON line goes to stdout and to
+--json.
 """
 
 from __future__ import annotations
@@ -16,50 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_data import Collator, PaddingCollator, RandomTokens, SourceTexts
 from model_shapes import PRESETS, active_parameters, build_model, step_flops
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 GIB = 2**30
 RUNNING_PEAKS = ("megatrain/gpu_peak_gib", "megatrain/host_peak_gib")
 """Logged as the largest so far: the last counts, and no median."""
-
-
-class RandomTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Sequences of random token ids without padding; the labels are the ids."""
-
-    def __init__(self, count: int, length: int, vocabulary: int) -> None:
-        self._shape, self._vocabulary = (count, length), vocabulary
-
-    def __len__(self) -> int:
-        """Number of sequences."""
-        return self._shape[0]
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """One sequence; the same for the same index."""
-        ids = torch.randint(0, self._vocabulary, (self._shape[1],), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "labels": ids}
-
-
-class Collator:
-    """Stacks sequences, and makes sure that every token that is counted was trained on.
-
-    Args:
-        length: of every sequence.
-    """
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __call__(self, records: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """A batch.
-
-        Raises:
-            ValueError: a sequence is shorter or longer, or has tokens without a label: they would count as speed.
-        """
-        batch = {key: torch.stack([record[key] for record in records]) for key in ("input_ids", "labels")}
-        if batch["input_ids"].shape != (len(records), self._length) or bool((batch["labels"] != batch["input_ids"]).any()):
-            raise ValueError(f"a batch has padding, or not {self._length} tokens in each sequence: its speed would be wrong")
-        return batch
+PLAN_SECONDS = "megatrain/plan_seconds"
+"""Logged where plans were made since the log before."""
+LATE_STEPS = 40
+"""Of so many last steps the median is told too: nothing is compiled or planned any more by then."""
 
 
 def medians(logs: list[dict[str, Any]]) -> dict[str, float]:
@@ -77,7 +46,7 @@ def resident_bytes(key: str) -> int:
 
 
 class Recorder(TrainerCallback):
-    """Notes time and memory at the end of every step."""
+    """Notes time and memory at the end of every step. Waits for the GPU after the first step and the last one only."""
 
     def __init__(self) -> None:
         self.began = 0.0
@@ -90,6 +59,8 @@ class Recorder(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Takes the row of this step."""
+        if torch.cuda.is_available() and state.global_step in (1, state.max_steps):
+            torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
         row = {"step": float(state.global_step), "rss_gib": resident_bytes("VmRSS") / GIB}
         if torch.cuda.is_available():
@@ -109,8 +80,10 @@ def main() -> None:
         action="store_true",
         help="build the model empty; the plugin initialises it in its store",
     )
+    parser.add_argument("--weights", choices=("bf16", "fp32"), default="bf16", help="in what the model is built")
+    parser.add_argument("--data", choices=("random", "real"), default="random", help="real: documents of their own lengths")
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--length", type=int, default=1024, help="of a sequence; of real data: the longest")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3, help="first steps that don't count: compilation")
     parser.add_argument("--sdpa", choices=("default", "flash", "cudnn"), default="default", help="attention's kernel")
@@ -121,13 +94,16 @@ def main() -> None:
     args = parser.parse_args()
     if not 0 <= args.warmup < args.steps:
         parser.error(f"--warmup must be 0 or more and below --steps; got {args.warmup} of {args.steps}")
+    if args.data == "real" and args.steps < 2:
+        parser.error("--data real takes 2 --steps or more: its speed is that of the steps after the first")
     if args.sdpa != "default":
         # The one that is left, but for torch's own products, whose memory grows with the square of the length.
         torch.backends.cuda.enable_mem_efficient_sdp(False)
         torch.backends.cuda.enable_flash_sdp(args.sdpa == "flash")
         torch.backends.cuda.enable_cudnn_sdp(args.sdpa == "cudnn")
     start = time.perf_counter()
-    model = build_model(args.preset, args.length, args.layers, args.without_weights)
+    dtype = torch.float32 if args.weights == "fp32" else torch.bfloat16
+    model = build_model(args.preset, args.length, args.layers, args.without_weights, dtype)
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
     built = time.perf_counter()
     recorder = Recorder()
@@ -148,18 +124,27 @@ def main() -> None:
         disable_tqdm=True,
         remove_unused_columns=False,
     )
-    data = RandomTokens(args.batch * args.accumulation * args.steps, args.length, model.config.vocab_size)
-    collator = Collator(args.length)
+    count, vocabulary = args.batch * args.accumulation * args.steps, model.config.vocab_size
+    if args.data == "real":
+        data, collator = SourceTexts(count, args.length, vocabulary), PaddingCollator()
+    else:
+        data, collator = RandomTokens(count, args.length, vocabulary), Collator(args.length)
     trainer = Trainer(model=model, args=training, train_dataset=data, data_collator=collator, callbacks=[recorder])
+    called = time.perf_counter()
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     # The first step plans first, if the plugin is there.
-    ends = [recorder.began + logs[0].get("megatrain/plan_seconds", 0.0), *recorder.ends][args.warmup :]
+    ends = [recorder.began + logs[0].get(PLAN_SECONDS, 0.0), *recorder.ends][args.warmup :]
     times = [after - before for before, after in itertools.pairwise(ends)]
     step_seconds = statistics.median(times)
-    tokens = args.batch * args.accumulation * args.length
+    plans = [entry[PLAN_SECONDS] for entry in logs if PLAN_SECONDS in entry]
+    later = [after - before for before, after in itertools.pairwise(recorder.ends)]
+    lengths = list(itertools.chain.from_iterable(collator.lengths))
+    in_a_step = args.batch * args.accumulation
+    # Steps of random tokens are alike, so that their median is the speed; of other steps only the sum tells it.
+    counted, seconds = (lengths[in_a_step:], sum(later)) if args.data == "real" else (lengths[:in_a_step], step_seconds)
     active = active_parameters(model)
-    of_weights, with_attention = step_flops(model.config, active, args.batch * args.accumulation, args.length)
+    of_weights, with_attention = map(sum, zip(*(step_flops(model.config, active, 1, n) for n in counted), strict=True))
     result = {
         "preset": args.preset,
         "parameters": parameter_count,
@@ -173,19 +158,26 @@ def main() -> None:
         "max_grad_norm": args.max_grad_norm,
         "steps": args.steps,
         "warmup": args.warmup,
-        "tokens": tokens,
+        "weights": args.weights,
+        "data": args.data,
+        "tokens": round(sum(counted) * in_a_step / len(counted)),
+        "first_step_seconds": round(recorder.ends[0] - called, 3),
+        "mean_step_seconds": round(statistics.mean(later), 4) if later else None,
+        "late_step_seconds": round(statistics.median(later[-LATE_STEPS:]), 4) if later else None,
         "step_seconds": round(step_seconds, 4),
         "step_seconds_all": [round(seconds, 3) for seconds in times],
-        "tokens_per_second": round(tokens / step_seconds, 1),
-        "tflops_6n": round(1e-12 * of_weights / step_seconds, 1),
-        "tflops_with_attention": round(1e-12 * with_attention / step_seconds, 1),
+        "tokens_per_second": round(sum(counted) / seconds, 1),
+        "tflops_6n": round(1e-12 * of_weights / seconds, 1),
+        "tflops_with_attention": round(1e-12 * with_attention / seconds, 1),
         "losses": [round(entry["loss"], 4) for entry in logs],
         "host_peak_gib": round(resident_bytes("VmHWM") / GIB, 2),
         "host_bytes_per_parameter_limit_gib": round(14.5 * parameter_count / GIB + 4, 2),
         "rows": recorder.rows[4::5] + recorder.rows[-1:],
         "build_seconds": round(built - start, 1),
         "prepare_seconds": round(recorder.began - built, 1),
-        "plan_seconds": logs[0].get("megatrain/plan_seconds"),
+        "plan_seconds": logs[0].get(PLAN_SECONDS),
+        "plans": len(plans),
+        "all_plans_seconds": round(sum(plans), 1),
         "total_seconds": round(time.perf_counter() - start, 1),
         "log_medians": medians(logs[args.warmup :]) | {key: logs[-1][key] for key in RUNNING_PEAKS if key in logs[-1]},
         "last_log": logs[-1],

@@ -1,0 +1,136 @@
+"""What a benchmark's job trains on: random tokens without padding, or Python sources of their own lengths.
+
+Both collators keep the lengths of what they collated, in the order of the batches, so that a speed counts no padding.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+Record = dict[str, torch.Tensor]
+_TOKEN = re.compile(r"\w+|\n *|[^\w\s]")
+_DEFINITION = re.compile(r"^(?=def |async def |class )", re.MULTILINE)
+_SHORTEST_SHARE = 32
+"""Texts of less than 1 / 32 of the length at which the longer ones are cut are no documents."""
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests"}
+"""Folders within the standard library's that are no part of it, or are missing in many installations."""
+
+
+class RandomTokens(torch.utils.data.Dataset[Record]):
+    """Sequences of random token ids without padding; the labels are the ids."""
+
+    def __init__(self, count: int, length: int, vocabulary: int) -> None:
+        self._shape, self._vocabulary = (count, length), vocabulary
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return self._shape[0]
+
+    def __getitem__(self, index: int) -> Record:
+        """One sequence; the same for the same index."""
+        ids = torch.randint(0, self._vocabulary, (self._shape[1],), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+class SourceTexts(torch.utils.data.Dataset[Record]):
+    """Functions and classes of Python's standard library, each a document of its own length.
+
+    The same for the same arguments in every run on one installation of Python. A token is a word, a line break with the
+    blanks after it, or a single other character; its id is a checksum of its text.
+
+    Args:
+        count: of documents.
+        length: at which longer ones are cut.
+        vocabulary: number of ids.
+
+    Raises:
+        ValueError: the standard library has fewer documents.
+    """
+
+    def __init__(self, count: int, length: int, vocabulary: int) -> None:
+        self._documents: list[Record] = []
+        for words in _definitions():
+            if len(self._documents) == count:
+                break
+            if len(words) * _SHORTEST_SHARE >= length:
+                ids = torch.tensor([zlib.crc32(word.encode()) % vocabulary for word in words[:length]])
+                self._documents.append({"input_ids": ids, "labels": ids})
+        if len(self._documents) < count:
+            raise ValueError(
+                f"the standard library has {len(self._documents)} documents, not {count}: take fewer steps or smaller batches"
+            )
+
+    def __len__(self) -> int:
+        """Number of documents."""
+        return len(self._documents)
+
+    def __getitem__(self, index: int) -> Record:
+        """One document."""
+        return self._documents[index]
+
+
+def _definitions() -> Iterator[list[str]]:
+    """The words of each top-level function and class, and of what stands before the first one of a file."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in library.rglob("*.py") if not _LEFT_OUT.intersection(path.relative_to(library).parts)]
+    files.sort()
+    random.Random(0).shuffle(files)
+    for path in files:
+        for text in _DEFINITION.split(path.read_text(encoding="utf-8", errors="replace")):
+            yield _TOKEN.findall(text)
+
+
+class Collator:
+    """Stacks sequences, and makes sure that every token that is counted was trained on.
+
+    Args:
+        length: of every sequence.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self.lengths: list[list[int]] = []
+        """Tokens of each sequence of each batch so far."""
+
+    def __call__(self, records: list[Record]) -> Record:
+        """A batch.
+
+        Raises:
+            ValueError: a sequence is shorter or longer, or has tokens without a label: they would count as speed.
+        """
+        batch = {key: torch.stack([record[key] for record in records]) for key in ("input_ids", "labels")}
+        if batch["input_ids"].shape != (len(records), self._length) or bool((batch["labels"] != batch["input_ids"]).any()):
+            raise ValueError(f"a batch has padding, or not {self._length} tokens in each sequence: its speed would be wrong")
+        self.lengths.append([self._length] * len(records))
+        return batch
+
+
+class PaddingCollator:
+    """Pads documents on the right to the longest of their batch, as transformers' own collators do.
+
+    Padding has the id 0, the label -100 and no attention.
+    """
+
+    def __init__(self) -> None:
+        self.lengths: list[list[int]] = []
+        """Tokens of each document of each batch so far, padding not among them."""
+
+    def __call__(self, records: list[Record]) -> Record:
+        """A batch: ``input_ids``, ``attention_mask`` and ``labels``, each documents x tokens of the longest one."""
+        self.lengths.append([len(record["input_ids"]) for record in records])
+        columns = {
+            "input_ids": ([record["input_ids"] for record in records], 0),
+            "attention_mask": ([torch.ones_like(record["input_ids"]) for record in records], 0),
+            "labels": ([record["labels"] for record in records], -100),
+        }
+        return {
+            name: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)
+            for name, (rows, padding) in columns.items()
+        }
