@@ -131,7 +131,7 @@ class MegatrainConfig:
     compile_layers: bool | str = "auto"
     """Run the layers of a training step through ``torch.compile``: once for all equal layers, about half a minute at the first
     step, faster from then on. ``auto``: on a GPU, layers of at least 4 million parameters, where the Trainer's number of steps
-    pays for it; true: all, on the CPU too; false: none. A layer that can't be compiled runs as it is, and a log line says why."""
+    pays for it; true: all, on the CPU too; false: none. A log line says why a layer can't be compiled and runs as it is."""
 
     tiled_loss: bool = True
     """Compute the loss by tiles of tokens, so that its memory doesn't grow with the batch; logits are made only if they are

@@ -70,7 +70,7 @@ class DevicePlan:
         self._seen, self._planned = BatchExtent(), BatchExtent()
         self._plans = 0
         self._measured_steps: dict[Hashable, tuple[StepOutline, StepOutline]] = {}
-        """By micro-batch size and names of the inputs, the step that was measured: without data, and as measured."""
+        """By the way in which it runs, the step that was measured: without data, and as measured."""
         self._evaluated, self._evaluation_bytes = BatchExtent(), 0
         self._displaced: Placement | None = None
         self._is_interrupted = False
@@ -231,10 +231,8 @@ class DevicePlan:
         if self._plans and self.has_budget:
             for growth in (GROWTH[min(self._plans, len(GROWTH)) - 1], 1.0):
                 batch = enlarged(model, inputs, seen, growth)
-                if batch is None:
-                    break
-                outline = self._predicted(model, batch)
-                if growth == 1.0 or self._search_for(outline).something_fits:
+                outline = None if batch is None else self._in_proportion(batch, self._outlined(model, batch))
+                if batch is not None and outline is not None and self._search_for(outline).something_fits:
                     return batch, outline
         foreseen = self._foreseen.get(self._key(inputs))
         return inputs, foreseen or self._predicted(model, inputs)
@@ -312,17 +310,20 @@ class DevicePlan:
         """The outline of a step with what its layers take: measured the first time, in proportion to that later."""
         outline = self._outlined(model, inputs)
         self._choose_compilation(outline)
-        if not (self._measures and self.has_budget):
-            return outline
-        key = (self._runtime.micro_batch_size, frozenset(inputs))
-        if key in self._measured_steps:
-            found = extrapolated(outline, *self._measured_steps[key], self._machine)
-            if found is not None and self._search_for(found).something_fits:
-                return found
+        found = self._in_proportion(inputs, outline)
+        if found is not None and (found is outline or self._search_for(found).something_fits):
+            return found
         measured = self._measured_to_fit(model, inputs, outline)
         if measured.token_tile == outline.token_tile:
-            self._measured_steps[key] = (outline, measured)
+            self._measured_steps[_way_of(self._runtime, inputs)] = (outline, measured)
         return measured
+
+    def _in_proportion(self, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline | None:
+        """The outline in proportion to the step that was measured; None if none was. As it is where nothing is measured."""
+        if not (self._measures and self.has_budget):
+            return outline
+        steps = self._measured_steps.get(_way_of(self._runtime, inputs))
+        return None if steps is None else extrapolated(outline, *steps, self._machine)
 
     def _outlined(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
         """The outline of a step with the tiles that suit it, which the runtime has from then on."""
@@ -448,6 +449,11 @@ class DevicePlan:
         if self._device.type == "cuda":
             left = min(left, int(USABLE_SHARE_OF_DEVICE * whole_free_bytes(self._device)) - SEGMENT_BYTES)
         return left - self._evaluation_bytes if self._evaluation_bytes else left // 2
+
+
+def _way_of(runtime: StreamingRuntime, inputs: Mapping[str, Any]) -> Hashable:
+    """What two steps must share for one to be in proportion to the other."""
+    return runtime.micro_batch_size, frozenset(inputs)
 
 
 def _on_host(placement: Placement) -> Placement:

@@ -523,7 +523,7 @@ def test_measuring_that_runs_out_of_memory_is_tried_again_with_everything_off_th
 def test_forwards_that_wait_take_what_they_take_by_the_tiles_that_were_chosen_after_measuring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def measures(model: nn.Module, runtime: object, inputs: object, outline: StepOutline) -> StepOutline:
+    def measures(model: nn.Module, runtime: object, inputs: object, outline: StepOutline, *_: object) -> StepOutline:
         if not outline.token_tile:
             raise torch.OutOfMemoryError("whole layers don't fit")
         return outline
