@@ -105,8 +105,8 @@ def run_with_mappings(forward: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 
 def takes_mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether mappings were handed over among these arguments."""
-    return any(isinstance(value, _Handed) for value in (*args, *kwargs.values()))
+    """Whether a mapping is among these arguments, as the model passes it or handed over."""
+    return any(isinstance(value, (UserDict, _Handed)) for value in (*args, *kwargs.values()))
 
 
 def _handed(value: Any) -> Any:
