@@ -19,14 +19,13 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from megatrain_accelerate.planning.step_memory import LiveBytes, OpCosts, dry_model, loss_of
 from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
 from megatrain_accelerate.planning.summed_loss import own_loss_code, sums_divided_by
-from megatrain_accelerate.planning.trial_runs import Trial, enter_recorded, run_on_trial
 from megatrain_accelerate.streaming import activation_offload
 from megatrain_accelerate.streaming.attention_results import AttentionResults
 from megatrain_accelerate.streaming.compiled_layer import without_saving
 from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchCut, BatchSplit
-from megatrain_accelerate.streaming.output_recorder import OutputRecorder
+from megatrain_accelerate.streaming.output_recorder import OutputRecorder, Recorded
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.streaming.token_tiles import tokens_of
 
@@ -119,19 +118,18 @@ _TENSOR = object()
 
 @dataclasses.dataclass(frozen=True)
 class _Outputs:
-    """What calls of one kind return: the tree with ``_TENSOR`` in the place of tensors; and of the tensors, the recorded ones
-    behind them, size, stride, dtype and device."""
+    """What calls of one kind return and record: the tree with ``_TENSOR`` in the place of tensors; and of the tensors size,
+    stride, dtype and device."""
 
     rest: list[Any]
     spec: Any
     shapes: list[tuple[Any, ...]]
-    channels: tuple[str, ...]
 
 
 class _Outliner:
     """Runs in the place of the layers and notes the events."""
 
-    def __init__(self, live: LiveBytes, anchor: torch.Tensor, cut: BatchCut, recorder: OutputRecorder | None) -> None:
+    def __init__(self, live: LiveBytes, anchor: torch.Tensor, cut: BatchCut, recorder: OutputRecorder) -> None:
         self.events: list[Event] = []
         self.profiles: dict[Hashable, LayerProfile] = {}
         self._live = live
@@ -165,11 +163,16 @@ class _Outliner:
         # As in the real node: a trained layer is in the graph also above a frozen embedding.
         made = iter(_EmptyLayer.apply(self, layer.index, kind, *tensors, *([self._anchor] if layer.has_trainable else [])))
         leaves = [value if value is not _TENSOR else next(made) for value in outputs.rest]
-        enter_recorded(self._recorder, outputs.channels, list(made))
-        return tree_unflatten(leaves, outputs.spec)
+        output, recorded = tree_unflatten(leaves, outputs.spec)
+        # Once a call, as in a real step: an auxiliary loss has one tensor a layer.
+        self._recorder.enter(recorded)
+        return output
 
-    def _run(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial:
-        return run_on_trial(self._recorder, lambda: layer.run(args, kwargs))
+    def _run(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recorded]:
+        """What the layer returns, and what it records on the side."""
+        with self._recorder.apart() as recorded:
+            output = layer.run(args, kwargs)
+        return output, recorded
 
     def _profile(self, layer: StreamedLayer, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs the layer itself, without data, and leaves the counters of the outside as they were."""
@@ -181,15 +184,15 @@ class _Outliner:
         args, kwargs = split.first_piece(args, kwargs)
         base, costs = live.live_bytes, live.costs
         with torch.no_grad():
-            trial = self._run(layer, args, kwargs)
+            output, recorded = self._run(layer, args, kwargs)
         forward_bytes = live.take_peak() - base
-        leaves, spec = tree_flatten(split.whole_output(trial.output))
-        made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] + split.whole_recorded(trial.recorded)
+        leaves, spec = tree_flatten((split.whole_output(output), split.whole_recorded(recorded)))
+        made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         shapes = [(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in made]
         rest = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._outputs[kind] = _Outputs(rest, spec, shapes, trial.channels)
+        self._outputs[kind] = _Outputs(rest, spec, shapes)
         whole_bytes = sum(leaf.untyped_storage().nbytes() for leaf in made)
-        del trial, leaves, made
+        del output, recorded, leaves, made
         forward = live.costs - costs
         costs = live.costs
         with torch.enable_grad():
@@ -197,7 +200,7 @@ class _Outliner:
             with leaving.counted():
                 trial = self._run(layer, cut_args, cut_kwargs)
         kept_forward_bytes = live.take_peak() - base
-        outputs = [tensor for tensor in _tensors(trial) if tensor.requires_grad]
+        outputs = [leaf for leaf in tree_flatten(trial)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         wanted = [t for t in tree_flatten((cut_args, cut_kwargs))[0] if isinstance(t, torch.Tensor) and t.requires_grad]
         wanted += [p for p in layer.module.parameters() if p.requires_grad]
         with torch.enable_grad():
@@ -279,10 +282,6 @@ class _Outliner:
                 self._run(layer, cut_args, cut_kwargs)
             costs.append(self._live.costs)
         return (costs[1] - costs[0]) - (costs[2] - costs[1])
-
-
-def _tensors(trial: Trial) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(trial.output)[0] if isinstance(leaf, torch.Tensor)] + trial.recorded
 
 
 def edges_of(outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:

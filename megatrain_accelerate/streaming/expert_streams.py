@@ -40,7 +40,7 @@ class ExpertStreams:
         experts: in the order of the forward; maybe none.
         slots: for weights of parts, at least 2.
         ways: of their gradients.
-        anchor: see :attr:`RunContext.anchor`.
+        anchor: see :attr:`StreamingRuntime.anchor`.
         runs_dry: whether layers run on trial, for a plan or a probe.
         layers: in which order the layers are called.
     """

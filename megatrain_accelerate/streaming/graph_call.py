@@ -13,7 +13,7 @@ import enum
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.streaming.ambient_state import AmbientState
 from megatrain_accelerate.streaming.attention_results import AttentionResults
-from megatrain_accelerate.streaming.call_context import RunContext, trained_now
 from megatrain_accelerate.streaming.call_gradients import CallGradients, CutCall
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache
@@ -30,12 +29,16 @@ from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.nested_tensors import map_tensors
+from megatrain_accelerate.streaming.output_recorder import Captures
 from megatrain_accelerate.streaming.prefetch import Lease
 from megatrain_accelerate.streaming.ranges import named_range
 from megatrain_accelerate.streaming.saved_tensors import SavedTensors
 from megatrain_accelerate.streaming.shared_mappings import SharedMappings, WatchedArguments, no_writes_to
 from megatrain_accelerate.streaming.whole_recompute import WholeRun
 from megatrain_accelerate.streaming.written_buffers import BufferValues, buffers_as_before
+
+if TYPE_CHECKING:
+    from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 _current_task = torch._C._current_graph_task_id
 
@@ -116,12 +119,13 @@ class GraphCall:
         layer's weights there. A function of the user's own does that which keeps a weight in an attribute of its context."""
         self._running_slot: WeightSlot | None = None
         """The slot in which it runs forward."""
-        self._is_compiled = False
+        self._captures: Captures | None = None
+        """What it hands out if it runs compiled; None for a layer's own code."""
         self._is_checked = False
         """Whether this backward has found the forward's weights."""
         self._range = contextlib.ExitStack()
         """In a profile, the range of the backward that is in the call."""
-        self._trained: list[bool] = trained_now(layer)
+        self._trained = layer.trained_now()
         """Which weights are trained in forward, in entry order."""
 
     def move_to(self, state: CallState) -> None:
@@ -149,7 +153,8 @@ class GraphCall:
             if not self.is_whole:
                 self._take_leaves(weights, is_watched=not watched)
             # Experts in parts wait for their routing, and attention inside a compiled graph isn't seen.
-            self._is_compiled = not layer.experts and not context.keeps_attention(layer) and context.compiled.wants(layer)
+            if not layer.experts and layer.index not in context.attention_layers:
+                self._captures = context.compiled.wants(layer)
             with (
                 named_range(f"megatrain::forward ({layer.name})"),
                 self.calls.running(self, slot),
@@ -168,7 +173,7 @@ class GraphCall:
     def _watched(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
         """Has :meth:`_all_issued` called when the tensor's gradient is known: nothing of this layer is left to run then,
         since autograd runs what was computed later first."""
-        if not tensor.requires_grad or tensor.device != self.calls.context.device:
+        if not tensor.requires_grad or tensor.device != self.calls.context.streams.device:
             return tensor
         if id(tensor) not in watched:
             # A leaf lives on, and hooks on it would pile up. The gradients of all pieces are known at once.
@@ -201,12 +206,13 @@ class GraphCall:
     def _run_by_policy(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         context, layer = self.calls.context, self.layer
         context.activations.run_begins()
-        is_offloaded = not self.is_whole and context.offloads(layer)
-        is_recomputed = self.is_whole or not (is_offloaded or context.keeps(layer))
+        is_offloaded = not self.is_whole and layer.index in context.offloaded_layers
+        is_recomputed = self.is_whole or not (is_offloaded or layer.index in context.kept_layers)
         # Where inputs make room, results as large mustn't take it.
         keeps_results = is_recomputed and not context.offloads_inputs(layer)
         self._expert_results = ExpertResults(keeps_results, is_last=self.piece == 0)
-        by_compiler = is_recomputed and self._is_compiled and not self.is_whole and context.compiled.recomputes(layer)
+        captures = self._captures if is_recomputed and not self.is_whole else None
+        by_compiler = captures is not None and context.compiled.recomputes(layer, captures)
         if is_recomputed and not by_compiler:
             return self._run_to_recompute(weights, args, kwargs)
         offloaded = None
@@ -223,20 +229,20 @@ class GraphCall:
     def _run_layer(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool = False, memory_budget: float = 1.0
     ) -> Any:
-        if self._is_compiled:
-            return self.calls.context.compiled.run(self.layer, args, kwargs, memory_budget)
+        if self._captures is not None:
+            return self.calls.context.compiled.run(self.layer, self._captures, args, kwargs, memory_budget)
         if not self.layer.experts:
             return self.layer.run(args, kwargs)
         with self._expert_results.at_work(self.layer, replays=is_recompute):
             return self.layer.run(args, kwargs)
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        context, layer, recorder = self.calls.context, self.layer, self.calls.context.recorder
+        context, layer = self.calls.context, self.layer
         # What it writes into a mapping the recompute writes too, into one of its own.
         shared = SharedMappings(args, kwargs)
         others = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, torch.Tensor)]
         arguments_before = WatchedArguments(layer.name, args, kwargs, others)
-        ambient = AmbientState(context.device, layer.module)
+        ambient = AmbientState(context.streams.device, layer.module)
         tensors: list[torch.Tensor] = []
 
         def take(tensor: torch.Tensor) -> _Argument:
@@ -247,11 +253,10 @@ class GraphCall:
         before: list[BufferValues] = []
         # What the first run binds; nobody holds it afterwards but the graph.
         first: list[list[torch.Tensor]] = [weights]
-        token = recorder.start(None) if recorder is not None and self._is_compiled and not self.is_whole else None
-        whole = WholeRun(layer.name, self._pinned, self._take_whole, recorder) if self.is_whole else None
+        whole = WholeRun(layer.name, self._pinned, self._take_whole, context.recorder) if self.is_whole else None
 
         attention = leaving = None
-        if context.keeps_attention(layer):
+        if layer.index in context.attention_layers:
             leaving = context.activations.record(layer.name) if context.offloads_inputs(layer) else None
             attention = AttentionResults(leaving)
 
@@ -278,16 +283,13 @@ class GraphCall:
                 buffers_as_before(before[0]),
                 named_range(f"megatrain::recompute ({layer.name})"),
                 attention.replaying() if attention is not None else contextlib.nullcontext(),
+                # It was recorded in forward.
+                context.recorder.apart() if whole is None else contextlib.nullcontext(),
             ):
                 if whole is not None:
                     whole.leaves = self._trained_of(again)
                 del again
-                replay = recorder.start(token) if recorder is not None and token is not None else None
-                try:
-                    return self._run_layer(args, kwargs, is_recompute=True, memory_budget=budget)
-                finally:
-                    if recorder is not None and replay is not None:
-                        recorder.finish(replay)
+                return self._run_layer(args, kwargs, is_recompute=True, memory_budget=budget)
 
         with no_writes_to(tensors, layer.name):
             # Random numbers, autocast and modes are put back by the body, those of Python and NumPy too.
@@ -299,8 +301,6 @@ class GraphCall:
         arguments_before.refuse_written()
         if leaving is not None:
             context.activations.send(leaving, self.tape, self.position, self.piece)
-        if recorder is not None and token is not None:
-            recorder.publish(token, recorder.finish(token))
         return shared.take_back(output)
 
     def _handed_out(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -491,12 +491,12 @@ class ActiveCalls:
     """Which calls compute in which slot, and to which calls the backwards that are under way have come. One object per engine.
 
     Args:
-        context: what a call needs of the engine.
+        context: the engine at work, whose calls they are.
     """
 
-    def __init__(self, context: RunContext) -> None:
+    def __init__(self, context: StreamingRuntime) -> None:
         self.context = context
-        self.gradients = CallGradients(context.offloader, context.sums)
+        self.gradients = CallGradients(context.offloader, context.gradient_sums)
         self._running: dict[int, GraphCall] = {}
         """The calls that compute, by where their slots begin."""
         self._tasks: dict[int, list[GraphCall]] = {}

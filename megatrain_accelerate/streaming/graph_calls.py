@@ -43,6 +43,13 @@ def refuse_hidden_tensors(layer: StreamedLayer, leaves: Sequence[Any]) -> None:
             )
 
 
+_TENSOR = object()
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 class GraphCalls:
     """Runs the layers of one engine that are in autograd's graph.
 
@@ -67,20 +74,19 @@ class GraphCalls:
         calls: list[GraphCall] = []
         if layer.index in self._tried:
             return self._run(calls, layer, tape, position, args, kwargs)
-        random_numbers, buffers = RandomState(self._active.context.device), list[BufferValues]()
+        random_numbers, buffers = RandomState(self._active.context.streams.device), list[BufferValues]()
         recorder = self._active.context.recorder
-        token = recorder.start(None) if recorder is not None else None
-        with layer.buffers.watched(buffers):
+        with layer.buffers.watched(buffers), recorder.apart() as recorded:
             output = self._run(calls, layer, tape, position, args, kwargs)
         if any(call.holds_weights for call in calls):
             random_numbers.put_back()
-            if recorder is not None:
-                recorder.discard(token)
             for owner, name, value in buffers[0]:
                 owner._buffers[name] = value
             del output
             self._whole.add(layer.index)
             output = self._run([], layer, tape, position, args, kwargs)
+        else:
+            recorder.enter(recorded)
         self._tried.add(layer.index)
         return output
 
@@ -97,12 +103,12 @@ class GraphCalls:
         context = self._active.context
         inputs: list[torch.Tensor] = []
         leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if context.cut.size is not None or context.offloads_inputs(layer):
+        if context.batch_cut.size is not None or context.offloads_inputs(layer):
             map_tensors(inputs.append, (args, kwargs))
         if context.offloads_inputs(layer):
             leaving = inputs_offloaded(context.activations, layer.name, inputs, tape, position)
         shared = SharedMappings(args, kwargs)
-        split = BatchSplit.of_call(layer, shared.args, shared.kwargs, context.cut)
+        split = BatchSplit.of_call(layer, shared.args, shared.kwargs, context.batch_cut)
         cut = CutCall(layer, tape, split.count) if split.count > 1 else None
         is_whole = layer.index in self._whole
         calls += [GraphCall(self._active, layer, tape, position, cut, piece, is_whole) for piece in range(split.count)]
@@ -121,28 +127,25 @@ class GraphCalls:
         """The output of a call in pieces, with what was recorded meanwhile joined too."""
         layer, recorder = calls[0].layer, self._active.context.recorder
         pieces: list[list[torch.Tensor]] = []
-        tokens: list[Any] = []
         first: Any = None
         for call, (args, kwargs) in zip(calls, split.arguments(shared.args, shared.kwargs), strict=True):
             others = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, torch.Tensor)]
             arguments_before = WatchedArguments(layer.name, args, kwargs, others)
-            tokens.append(recorder.start(None) if recorder is not None else None)
-            leaves, spec = tree_flatten(call.run(slot, args, kwargs))
-            recorded = recorder.finish(tokens[-1]) if recorder is not None else []
+            with recorder.apart() as recorded:
+                output = call.run(slot, args, kwargs)
             arguments_before.refuse_written()
+            outputs = _tensors(output)
+            leaves, spec = tree_flatten((output, recorded))
             refuse_hidden_tensors(layer, leaves)
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            first = first or (spec, rest, [isinstance(leaf, torch.Tensor) for leaf in leaves], len(tensors))
-            require_same_structure(layer.name, first[:2], (spec, rest))
-            pieces.append(tensors + recorded)
-        joined = iter(split.joined(layer.name, pieces, outputs=first[3]))
-        leaves = [next(joined) if flag else rest for flag, rest in zip(first[2], first[1], strict=True)]
-        if recorder is not None:
-            for token in reversed(tokens[1:]):
-                recorder.discard(token)
-            recorder.publish(tokens[0], list(joined))
-        return tree_unflatten(leaves, first[0])
+            rest = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            first = first or (spec, rest)
+            require_same_structure(layer.name, first, (spec, rest))
+            pieces.append(_tensors(leaves))
+        joined = iter(split.joined(layer.name, pieces, outputs=len(outputs)))
+        leaves = [next(joined) if leaf is _TENSOR else leaf for leaf in first[1]]
+        output, recorded = tree_unflatten(leaves, first[0])
+        recorder.enter(recorded)
+        return output
 
     def settle(self) -> None:
         """Before gradients are read as a whole: takes those of which no hook has told."""

@@ -197,12 +197,12 @@ class BatchSplit:
             return output
         return tree_map_only(torch.Tensor, lambda tensor: tensor.new_zeros((sum(self.sizes), *tensor.shape[1:])), output)
 
-    def whole_recorded(self, recorded: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def whole_recorded(self, recorded: Any) -> Any:
         """What a call records beside its output, of the right shapes, zeros, from that of its first piece."""
         if not self.sizes:
-            return list(recorded)
+            return recorded
         total, first = sum(self.sizes), self.sizes[0]
-        return [tensor.new_zeros((len(tensor) * total // first, *tensor.shape[1:])) for tensor in recorded]
+        return tree_map_only(torch.Tensor, lambda t: t.new_zeros((len(t) * total // first, *t.shape[1:])), recorded)
 
     def joined(self, layer: str, pieces: Sequence[list[torch.Tensor]], outputs: int) -> list[torch.Tensor]:
         """What a call returns from what its pieces return: samples, or for recorded tensors the tokens of samples, in order.

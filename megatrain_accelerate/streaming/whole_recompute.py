@@ -43,7 +43,7 @@ class WholeRun:
         name: str,
         in_backward: Callable[[], contextlib.AbstractContextManager[Any]],
         take: Callable[[dict[int, torch.Tensor]], None],
-        recorder: OutputRecorder | None,
+        recorder: OutputRecorder,
     ) -> None:
         self.name, self.in_backward, self.take = name, in_backward, take
         self.body: Callable[..., Any]
@@ -51,29 +51,23 @@ class WholeRun:
         self.leaves: dict[int, torch.Tensor] = {}
         """The weights with which the body ran last, those that were trained in forward; as for ``take``."""
         self._recorder = recorder
-        self._token: Any = None
+        self._channels = recorder.channels()
         self._returned: Any = None
-        self._count = 0
 
     def made(self, inputs: Sequence[torch.Tensor], is_again: bool) -> list[torch.Tensor]:
         """Runs the layer; returns its output tensors, then what it recorded."""
-        recorder, found = self._recorder, list[torch.Tensor]()
-        token = recorder.start(self._token) if recorder is not None else None
-        recorded: list[torch.Tensor] = []
-        try:
+        found: list[torch.Tensor] = []
+        with self._recorder.apart(self._channels) as recorded:
             output = self.body(*inputs)
-        finally:
-            if recorder is not None:
-                recorded = recorder.finish(token)
 
         def take(tensor: torch.Tensor) -> _Output:
             found.append(tensor)
             return _Output(len(found) - 1)
 
-        output = map_tensors(take, output)
+        returned = map_tensors(take, (output, recorded))
         if not is_again:
-            self._token, self._returned, self._count = token, output, len(found)
-        return found + recorded
+            self._returned = returned
+        return found
 
     def output(self, anchor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Any:
         """Runs the layer forward; returns its output.
@@ -83,10 +77,10 @@ class WholeRun:
             tensors: the layer's inputs.
         """
         outputs = WholeRecompute.apply(self, anchor, *tensors)
-        if self._recorder is not None:
-            self._recorder.publish(self._token, list(outputs[self._count :]))
         returned, self._returned = self._returned, None
-        return map_tensors(lambda output: outputs[output.position], returned, _Output)
+        output, recorded = map_tensors(lambda made: outputs[made.position], returned, _Output)
+        self._recorder.enter(recorded)
+        return output
 
 
 class WholeRecompute(torch.autograd.Function):
