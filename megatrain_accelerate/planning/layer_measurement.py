@@ -20,19 +20,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from megatrain_accelerate.planning.device_memory import raise_peak
 from megatrain_accelerate.planning.step_memory import buffers_put_back, without_hooks
 from megatrain_accelerate.planning.step_outline import as_leaves
 from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
 from megatrain_accelerate.streaming.ambient_state import random_numbers_put_back
-from megatrain_accelerate.streaming.attention_results import is_attention
+from megatrain_accelerate.streaming.attention_results import AtAttention
 from megatrain_accelerate.streaming.compiled_layer import without_saving
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
+from megatrain_accelerate.streaming.nested_tensors import tensors_in
 from megatrain_accelerate.streaming.output_recorder import Recorded
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.streaming.saved_tensors import SavedTensors
@@ -162,9 +162,9 @@ class _MeasuredLayers:
                 self._runtime, layer, args, kwargs, self._outline.profiles[kind], functools.partial(self._may_recompute, kind)
             )
         made = self._outputs[kind]
-        needs = [tensor.is_floating_point() for tensor in _tensors(made)]
+        needs = [tensor.is_floating_point() for tensor in tensors_in(made)]
         (output, recorded), _ = as_leaves(made, {}, needs)
-        self.leaves = [tensor for tensor in _tensors((output, recorded)) if tensor.requires_grad]
+        self.leaves = [tensor for tensor in tensors_in((output, recorded)) if tensor.requires_grad]
         self._runtime.recorder.enter(recorded)
         return output
 
@@ -252,19 +252,15 @@ def _measure(
         recompute_seconds=measurement.recompute_seconds,
         attention_seconds=measurement.attention_seconds,
         backward_seconds=backward.seconds(),
-    ).of_pieces(split, sum(tensor.nbytes for tensor in _tensors(made)))
+    ).of_pieces(split, sum(tensor.nbytes for tensor in tensors_in(made)))
     return profile, made
 
 
-def _tensors(made: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(made)[0] if isinstance(leaf, torch.Tensor)]
-
-
-class _AttentionTimer(TorchDispatchMode):
+class _AttentionTimer(AtAttention):
     """Seconds of attention's kernels in the body that it was entered for last."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._run_timed)
         self._kernels: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def __enter__(self) -> _AttentionTimer:
@@ -272,12 +268,10 @@ class _AttentionTimer(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not is_attention(func):
-            return func(*args, **(kwargs or {}))
+    def _run_timed(self, func: Any, args: Any, kwargs: Any) -> Any:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         end.record()
         self._kernels.append((start, end))
         return result
@@ -396,7 +390,7 @@ class _Measurement:
         args, kwargs = self._inputs()
         views = self._slot.views(self._layer.unit.layout)
         weights = [view.data.requires_grad_(flag) for view, flag in zip(views, self._layer.trained_now(), strict=True)]
-        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in((args, kwargs))
         return args, kwargs, weights, [tensor for tensor in [*tensors, *weights] if tensor.requires_grad]
 
     def _saved_tensors(self) -> SavedTensors:
@@ -423,7 +417,7 @@ class _Measurement:
 
             with saved_tensors_hooks(pack, recording.unpack_hook), self.kept_forward.running():
                 made = self._call(args, kwargs)
-            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(made)}
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(made)}
             self.given_up_bytes = sum(size for address, size in storages.items() if address not in storages_saved)
             returned: tuple[Any, Recorded] = tree_map_only(torch.Tensor, torch.Tensor.detach, made)
             self._differentiate(made, wanted, self.backward, chooses_kernels)
@@ -431,7 +425,7 @@ class _Measurement:
 
     @staticmethod
     def _differentiate(made: Any, wanted: list[torch.Tensor], stopwatch: _Stopwatch, chooses_kernels: bool) -> None:
-        results = [tensor for tensor in _tensors(made) if tensor.requires_grad]
+        results = [tensor for tensor in tensors_in(made) if tensor.requires_grad]
         # Numbers as they come: a GPU takes less power for products of equal ones, and is faster.
         gradients = [torch.randn_like(tensor) for tensor in results]
         with stopwatch.running(chooses_kernels):

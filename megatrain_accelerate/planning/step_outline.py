@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from megatrain_accelerate.planning.step_memory import LiveBytes, OpCosts, dry_model, loss_of
 from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
@@ -25,6 +25,7 @@ from megatrain_accelerate.streaming.compiled_layer import without_saving
 from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchCut, BatchSplit
+from megatrain_accelerate.streaming.nested_tensors import taken_apart, tensors_in
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder, Recorded
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.streaming.token_tiles import tokens_of
@@ -72,7 +73,7 @@ class _LeavingStorages:
     """
 
     def __init__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        inputs = tensors_in((args, kwargs))
         sent = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in inputs if t.requires_grad}
         self.input_bytes = sum(count for count in sent.values() if count >= activation_offload.MIN_OFFLOADED_BYTES)
         self.saved_bytes = 0
@@ -113,16 +114,11 @@ class _EmptyLayer(torch.autograd.Function):
         return (None, None, None, *gradients)
 
 
-_TENSOR = object()
-
-
 @dataclasses.dataclass(frozen=True)
 class _Outputs:
-    """What calls of one kind return and record: the tree with ``_TENSOR`` in the place of tensors; and of the tensors size,
-    stride, dtype and device."""
+    """What calls of one kind return and record, put together from tensors; and of these size, stride, dtype and device."""
 
-    rest: list[Any]
-    spec: Any
+    put_together: Callable[[Sequence[torch.Tensor]], Any]
     shapes: list[tuple[Any, ...]]
 
 
@@ -158,12 +154,11 @@ class _Outliner:
         self.note(False, layer.index, kind)
         if kind not in self.profiles:
             self._profile(layer, kind, args, kwargs)
-        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in((args, kwargs))
         outputs = self._outputs[kind]
         # As in the real node: a trained layer is in the graph also above a frozen embedding.
-        made = iter(_EmptyLayer.apply(self, layer.index, kind, *tensors, *([self._anchor] if layer.has_trainable else [])))
-        leaves = [value if value is not _TENSOR else next(made) for value in outputs.rest]
-        output, recorded = tree_unflatten(leaves, outputs.spec)
+        made = _EmptyLayer.apply(self, layer.index, kind, *tensors, *([self._anchor] if layer.has_trainable else []))
+        output, recorded = outputs.put_together(made)
         # Once a call, as in a real step: an auxiliary loss has one tensor a layer.
         self._recorder.enter(recorded)
         return output
@@ -179,20 +174,18 @@ class _Outliner:
         live = self._live
         split = BatchSplit.of_call(layer, args, kwargs, self._cut)
         leaving = _LeavingStorages(layer, args, kwargs)
-        needs = tuple(t.requires_grad for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor))
+        needs = tuple(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
         _, length = tokens_of(args, kwargs) or (0, 0)
         args, kwargs = split.first_piece(args, kwargs)
         base, costs = live.live_bytes, live.costs
         with torch.no_grad():
             output, recorded = self._run(layer, args, kwargs)
         forward_bytes = live.take_peak() - base
-        leaves, spec = tree_flatten((split.whole_output(output), split.whole_recorded(recorded)))
-        made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        made, put_together = taken_apart((split.whole_output(output), split.whole_recorded(recorded)))
         shapes = [(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in made]
-        rest = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._outputs[kind] = _Outputs(rest, spec, shapes)
+        self._outputs[kind] = _Outputs(put_together, shapes)
         whole_bytes = sum(leaf.untyped_storage().nbytes() for leaf in made)
-        del output, recorded, leaves, made
+        del output, recorded, made
         forward = live.costs - costs
         costs = live.costs
         with torch.enable_grad():
@@ -200,8 +193,8 @@ class _Outliner:
             with leaving.counted():
                 trial = self._run(layer, cut_args, cut_kwargs)
         kept_forward_bytes = live.take_peak() - base
-        outputs = [leaf for leaf in tree_flatten(trial)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        wanted = [t for t in tree_flatten((cut_args, cut_kwargs))[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+        outputs = [tensor for tensor in tensors_in(trial) if tensor.requires_grad]
+        wanted = [tensor for tensor in tensors_in((cut_args, cut_kwargs)) if tensor.requires_grad]
         wanted += [p for p in layer.module.parameters() if p.requires_grad]
         with torch.enable_grad():
             edges = edges_of(outputs)

@@ -47,7 +47,7 @@ class _Result:
 class ExpertResults:
     """The results of the experts in one run of a layer.
 
-    Owner: the layer's autograd node, from forward to the first backward. Reader: the recompute.
+    Owner: the graph, by way of the layer's checkpoint, from forward to the first backward. Reader: the recompute.
 
     Args:
         keeps: whether the layer will be recomputed.

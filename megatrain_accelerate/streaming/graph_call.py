@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
@@ -28,12 +27,12 @@ from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.nested_tensors import map_tensors
+from megatrain_accelerate.streaming.nested_tensors import map_tensors, taken_apart
 from megatrain_accelerate.streaming.output_recorder import Captures
 from megatrain_accelerate.streaming.prefetch import Lease
 from megatrain_accelerate.streaming.ranges import named_range
 from megatrain_accelerate.streaming.saved_tensors import SavedTensors
-from megatrain_accelerate.streaming.shared_mappings import SharedMappings, WatchedArguments, no_writes_to
+from megatrain_accelerate.streaming.shared_mappings import no_writes_into, no_writes_to
 from megatrain_accelerate.streaming.whole_recompute import WholeRun
 from megatrain_accelerate.streaming.written_buffers import BufferValues, buffers_as_before
 
@@ -63,13 +62,6 @@ _ALLOWED = {
     (CallState.BACKWARD, CallState.WAITING),
     (CallState.DONE, CallState.WAITING),
 }
-
-
-class _Argument:
-    """Stands for a tensor among the arguments of a checkpoint, which is given the tensors one by one."""
-
-    def __init__(self, position: int) -> None:
-        self.position = position
 
 
 class GraphCall:
@@ -112,8 +104,6 @@ class GraphCall:
         """The unit's, in forward."""
         self._leaves: list[tuple[int, weakref.ref[torch.Tensor]]] = []
         """For each weight that was trained in forward: its place among the unit's trainable ones, and the leaf."""
-        self._of_whole: dict[int, torch.Tensor] = {}
-        """The weights' gradients where the layer was run again as a whole, by the same places."""
         self.holds_weights = False
         """Whether something of the forward besides the leaves still refers to the slot: its backward would read another
         layer's weights there. A function of the user's own does that which keeps a weight in an attribute of its context."""
@@ -186,17 +176,13 @@ class GraphCall:
     def _take_leaves(self, weights: list[torch.Tensor], is_watched: bool) -> None:
         """Notes whose gradients are to come; if ``is_watched``, no input will tell that the layer's backward is over."""
         arrived = functools.partial(_leaf_arrived, weakref.ref(self))
-        for row, weight in self._trained_of(weights).items():
-            self._leaves.append((row, weakref.ref(weight)))
+        states = self.layer.unit.states
+        trainable = [weight for weight, state in zip(weights, states, strict=True) if state.entry.spec.trainable]
+        self._leaves = [(row, weakref.ref(weight)) for row, weight in enumerate(trainable) if weight.requires_grad]
+        for weight in (weight for weight in trainable if weight.requires_grad):
             weight._megatrain_call = self  # type: ignore[attr-defined]
             if is_watched:
                 weight.register_post_accumulate_grad_hook(arrived)
-
-    def _trained_of(self, weights: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Those of the leaves that require grad, by place among the unit's trainable parameters."""
-        states = self.layer.unit.states
-        trainable = [weight for weight, state in zip(weights, states, strict=True) if state.entry.spec.trainable]
-        return {row: weight for row, weight in enumerate(trainable) if weight.requires_grad}
 
     def _leaves_in(self, slot: WeightSlot) -> list[torch.Tensor]:
         """The layer's weights in the slot, in entry order, as leaves; each with a version of its own (``data``)."""
@@ -217,9 +203,8 @@ class GraphCall:
             return self._run_to_recompute(weights, args, kwargs)
         offloaded = None
         if is_offloaded:
-            stay: list[torch.Tensor] = list(layer.module.buffers())
-            map_tensors(stay.append, (args, kwargs))
-            offloaded = context.activations.record(layer.name, stay)
+            inputs, _ = taken_apart((args, kwargs))
+            offloaded = context.activations.record(layer.name, [*layer.module.buffers(), *inputs])
         with layer.bound(weights), SavedTensors(self.calls.reader_at, offloaded).recording():
             output = self._run_layer(args, kwargs, memory_budget=0.0 if by_compiler else 1.0)
         if offloaded is not None:
@@ -238,22 +223,13 @@ class GraphCall:
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         context, layer = self.calls.context, self.layer
-        # What it writes into a mapping the recompute writes too, into one of its own.
-        shared = SharedMappings(args, kwargs)
-        others = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, torch.Tensor)]
-        arguments_before = WatchedArguments(layer.name, args, kwargs, others)
         ambient = AmbientState(context.streams.device, layer.module)
-        tensors: list[torch.Tensor] = []
-
-        def take(tensor: torch.Tensor) -> _Argument:
-            tensors.append(tensor)
-            return _Argument(len(tensors) - 1)
-
-        arguments = map_tensors(take, (shared.args, shared.kwargs))
+        # A checkpoint is given the tensors one by one.
+        tensors, arguments = taken_apart((args, kwargs))
         before: list[BufferValues] = []
         # What the first run binds; nobody holds it afterwards but the graph.
         first: list[list[torch.Tensor]] = [weights]
-        whole = WholeRun(layer.name, self._pinned, self._take_whole, context.recorder) if self.is_whole else None
+        whole = WholeRun(layer.name, self._pinned, self.all_issued, context.recorder) if self.is_whole else None
 
         attention = leaving = None
         if layer.index in context.attention_layers:
@@ -264,7 +240,7 @@ class GraphCall:
         budget = 1.0 if self.is_whole else 0.0
 
         def body(*given: torch.Tensor) -> Any:
-            args, kwargs = map_tensors(lambda argument: given[argument.position], arguments, _Argument)
+            args, kwargs = arguments(given)
             saving = contextlib.nullcontext() if whole is not None else SavedTensors(self.calls.reader_at).recording()
             if first:
                 with (
@@ -287,21 +263,21 @@ class GraphCall:
                 context.recorder.apart() if whole is None else contextlib.nullcontext(),
             ):
                 if whole is not None:
-                    whole.leaves = self._trained_of(again)
+                    whole.leaves = again
+                    self._take_leaves(again, is_watched=False)
                 del again
                 return self._run_layer(args, kwargs, is_recompute=True, memory_budget=budget)
 
-        with no_writes_to(tensors, layer.name):
+        with no_writes_into(args, kwargs, layer.name), no_writes_to(tensors, layer.name):
             # Random numbers, autocast and modes are put back by the body, those of Python and NumPy too.
             if whole is not None:
                 whole.body = body
                 output = whole.output(context.anchor if layer.has_trainable else context.anchor.detach(), tensors)
             else:
                 output = checkpoint(body, *tensors, use_reentrant=False, preserve_rng_state=False)
-        arguments_before.refuse_written()
         if leaving is not None:
             context.activations.send(leaving, self.tape, self.position, self.piece)
-        return shared.take_back(output)
+        return output
 
     def _handed_out(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
         """What the layer returns doesn't lie in its slot, and tells when its backward begins."""
@@ -433,13 +409,8 @@ class GraphCall:
         self.calls.context.prefetcher.end_lease(self.layer.index)
         self._is_checked = False
 
-    def _take_whole(self, gradients: dict[int, torch.Tensor]) -> None:
-        """The layer was run again as a whole: these are all its gradients."""
-        self._of_whole = gradients
-        self.all_issued()
-
     def _take_gradients(self) -> dict[int, torch.Tensor]:
-        taken, self._of_whole = self._of_whole, {}
+        taken: dict[int, torch.Tensor] = {}
         leaves = [(row, found()) for row, found in self._leaves]
         lease = self.calls.context.prefetcher.leases.get(self.layer.index)
         if lease is not None:

@@ -6,15 +6,12 @@ The first call of a layer finds out whether its graph can be separated from its 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.streaming.activation_offload import inputs_offloaded
 from megatrain_accelerate.streaming.ambient_state import RandomState
 from megatrain_accelerate.streaming.call_gradients import CutCall
@@ -23,31 +20,9 @@ from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.graph_call import ActiveCalls, GraphCall
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchSplit, require_same_structure
-from megatrain_accelerate.streaming.nested_tensors import map_tensors
-from megatrain_accelerate.streaming.shared_mappings import SharedMappings, WatchedArguments, no_writes_to
+from megatrain_accelerate.streaming.nested_tensors import taken_apart
+from megatrain_accelerate.streaming.shared_mappings import SharedMappings, no_writes_into, no_writes_to
 from megatrain_accelerate.streaming.written_buffers import BufferValues
-
-
-def refuse_hidden_tensors(layer: StreamedLayer, leaves: Sequence[Any]) -> None:
-    """Tensors inside a dataclass that pytree doesn't know would be cut off from the graph without a word.
-
-    Raises:
-        UnsupportedError: there are such.
-    """
-    for leaf in leaves:
-        if dataclasses.is_dataclass(leaf) and any(isinstance(value, torch.Tensor) for value in vars(leaf).values()):
-            raise UnsupportedError(
-                f"layer {layer.name} takes or returns a {type(leaf).__name__} with tensors in it, which gradients can't pass; "
-                "register it with torch.utils._pytree.register_dataclass, or name other layers in "
-                "megatrain_config.layer_classes"
-            )
-
-
-_TENSOR = object()
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class GraphCalls:
@@ -101,10 +76,10 @@ class GraphCalls:
     ) -> Any:
         """Runs a layer, whole or in pieces; ``calls`` gets what that takes."""
         context = self._active.context
-        inputs: list[torch.Tensor] = []
+        inputs: Sequence[torch.Tensor] = ()
         leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if context.batch_cut.size is not None or context.offloads_inputs(layer):
-            map_tensors(inputs.append, (args, kwargs))
+            inputs, _ = taken_apart((args, kwargs))
         if context.offloads_inputs(layer):
             leaving = inputs_offloaded(context.activations, layer.name, inputs, tape, position)
         shared = SharedMappings(args, kwargs)
@@ -117,7 +92,7 @@ class GraphCalls:
         try:
             with leaving:
                 if cut is None:
-                    return calls[0].run(slot, args, kwargs)
+                    return shared.take_back(calls[0].run(slot, shared.args, shared.kwargs))
                 with no_writes_to(inputs, layer.name, "a function that returns multiple views"):
                     return shared.take_back(self._run_pieces(calls, slot, split, shared))
         finally:
@@ -129,21 +104,15 @@ class GraphCalls:
         pieces: list[list[torch.Tensor]] = []
         first: Any = None
         for call, (args, kwargs) in zip(calls, split.arguments(shared.args, shared.kwargs), strict=True):
-            others = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, torch.Tensor)]
-            arguments_before = WatchedArguments(layer.name, args, kwargs, others)
-            with recorder.apart() as recorded:
+            with recorder.apart() as recorded, no_writes_into(args, kwargs, layer.name):
                 output = call.run(slot, args, kwargs)
-            arguments_before.refuse_written()
-            outputs = _tensors(output)
-            leaves, spec = tree_flatten((output, recorded))
-            refuse_hidden_tensors(layer, leaves)
-            rest = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            first = first or (spec, rest)
-            require_same_structure(layer.name, first, (spec, rest))
-            pieces.append(_tensors(leaves))
-        joined = iter(split.joined(layer.name, pieces, outputs=len(outputs)))
-        leaves = [next(joined) if leaf is _TENSOR else leaf for leaf in first[1]]
-        output, recorded = tree_unflatten(leaves, first[0])
+            tensors, put_together = taken_apart((output, recorded))
+            rest = put_together([None] * len(tensors))
+            first = first or rest
+            require_same_structure(layer.name, first, rest)
+            pieces.append(tensors)
+        outputs, _ = taken_apart(output)
+        output, recorded = put_together(split.joined(layer.name, pieces, outputs=len(outputs)))
         recorder.enter(recorded)
         return output
 
