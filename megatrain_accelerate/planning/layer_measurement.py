@@ -223,14 +223,14 @@ def _measure(
         timer = _AttentionTimer() if layer.tiles.tile_tokens and dry.attention_bytes else None
         inputs = functools.partial(as_leaves, args, kwargs, dry.inputs_need_grad)
         measurement = _Measurement(runtime, layer, slot, inputs, timer)
-        output, recorded = measurement.run()
+        made = measurement.run()
         kept_bytes = max(0, measurement.kept_forward.left_bytes - measurement.given_up_bytes)
         if may_recompute(kept_bytes * max(1, split.count)):
             measurement.run_recomputes()
     finally:
         runtime.prefetcher.release(slot)
     forward, kept_forward, backward = measurement.forward, measurement.kept_forward, measurement.backward
-    made = (split.whole_output(output), split.whole_recorded(recorded))
+    made = split.whole(made)
     share = sum(split.sizes) / split.sizes[0] if split.sizes else 1.0
     profile = dataclasses.replace(
         dry,

@@ -179,13 +179,13 @@ class _Outliner:
         args, kwargs = split.first_piece(args, kwargs)
         base, costs = live.live_bytes, live.costs
         with torch.no_grad():
-            output, recorded = self._run(layer, args, kwargs)
+            trial = self._run(layer, args, kwargs)
         forward_bytes = live.take_peak() - base
-        made, put_together = taken_apart((split.whole_output(output), split.whole_recorded(recorded)))
+        made, put_together = taken_apart(split.whole(trial))
         shapes = [(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in made]
         self._outputs[kind] = _Outputs(put_together, shapes)
         whole_bytes = sum(leaf.untyped_storage().nbytes() for leaf in made)
-        del output, recorded, made
+        del trial, made
         forward = live.costs - costs
         costs = live.costs
         with torch.enable_grad():

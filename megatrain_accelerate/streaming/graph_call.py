@@ -19,7 +19,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
-from megatrain_accelerate.streaming.ambient_state import AmbientState
+from megatrain_accelerate.streaming.ambient_state import surroundings_again
 from megatrain_accelerate.streaming.attention_results import AttentionResults
 from megatrain_accelerate.streaming.call_gradients import CallGradients, CutCall
 from megatrain_accelerate.streaming.call_order import Tape
@@ -176,13 +176,18 @@ class GraphCall:
     def _take_leaves(self, weights: list[torch.Tensor], is_watched: bool) -> None:
         """Notes whose gradients are to come; if ``is_watched``, no input will tell that the layer's backward is over."""
         arrived = functools.partial(_leaf_arrived, weakref.ref(self))
-        states = self.layer.unit.states
-        trainable = [weight for weight, state in zip(weights, states, strict=True) if state.entry.spec.trainable]
-        self._leaves = [(row, weakref.ref(weight)) for row, weight in enumerate(trainable) if weight.requires_grad]
-        for weight in (weight for weight in trainable if weight.requires_grad):
+        self._leaves = []
+        for row, weight in self._trained_of(weights).items():
+            self._leaves.append((row, weakref.ref(weight)))
             weight._megatrain_call = self  # type: ignore[attr-defined]
             if is_watched:
                 weight.register_post_accumulate_grad_hook(arrived)
+
+    def _trained_of(self, weights: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Those of the leaves that require grad, by place among the unit's trainable parameters."""
+        states = self.layer.unit.states
+        trainable = [weight for weight, state in zip(weights, states, strict=True) if state.entry.spec.trainable]
+        return {row: weight for row, weight in enumerate(trainable) if weight.requires_grad}
 
     def _leaves_in(self, slot: WeightSlot) -> list[torch.Tensor]:
         """The layer's weights in the slot, in entry order, as leaves; each with a version of its own (``data``)."""
@@ -223,14 +228,12 @@ class GraphCall:
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         context, layer = self.calls.context, self.layer
-        ambient = AmbientState(context.streams.device, layer.module)
+        as_in_forward = surroundings_again(context.streams.device, layer.module)
         # A checkpoint is given the tensors one by one.
         tensors, arguments = taken_apart((args, kwargs))
         before: list[BufferValues] = []
         # What the first run binds; nobody holds it afterwards but the graph.
         first: list[list[torch.Tensor]] = [weights]
-        whole = WholeRun(layer.name, self._pinned, self.all_issued, context.recorder) if self.is_whole else None
-
         attention = leaving = None
         if layer.index in context.attention_layers:
             leaving = context.activations.record(layer.name) if context.offloads_inputs(layer) else None
@@ -251,10 +254,10 @@ class GraphCall:
                 ):
                     return self._run_layer(args, kwargs, memory_budget=budget)
             with (
-                self._pinned() as slot,
+                self.pinned() as slot,
                 self.calls.running(self, slot),
                 layer.bound(again := self._leaves_in(slot)),
-                ambient.entered(),
+                as_in_forward(),
                 saving,
                 buffers_as_before(before[0]),
                 named_range(f"megatrain::recompute ({layer.name})"),
@@ -268,11 +271,11 @@ class GraphCall:
                 del again
                 return self._run_layer(args, kwargs, is_recompute=True, memory_budget=budget)
 
+        whole = WholeRun(self, body) if self.is_whole else None
         with no_writes_into(args, kwargs, layer.name), no_writes_to(tensors, layer.name):
             # Random numbers, autocast and modes are put back by the body, those of Python and NumPy too.
             if whole is not None:
-                whole.body = body
-                output = whole.output(context.anchor if layer.has_trainable else context.anchor.detach(), tensors)
+                output = whole.output(tensors)
             else:
                 output = checkpoint(body, *tensors, use_reentrant=False, preserve_rng_state=False)
         if leaving is not None:
@@ -353,7 +356,7 @@ class GraphCall:
         return lease
 
     @contextlib.contextmanager
-    def _pinned(self) -> Iterator[WeightSlot]:
+    def pinned(self) -> Iterator[WeightSlot]:
         """The slot, which no other layer can take while the body runs."""
         slot = self.slot()
         slot.users += 1

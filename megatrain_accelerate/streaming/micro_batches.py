@@ -186,18 +186,13 @@ class BatchSplit:
         )
         return made
 
-    def whole_output(self, output: Any) -> Any:
-        """A call's output of the right shapes, zeros, from that of its first piece."""
+    def whole(self, made: Any) -> Any:
+        """What a call returns or records (of samples, or of their tokens), zeros of the right shapes, from that of its first
+        piece."""
         if not self.sizes:
-            return output
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.new_zeros((sum(self.sizes), *tensor.shape[1:])), output)
-
-    def whole_recorded(self, recorded: Any) -> Any:
-        """What a call records beside its output, of the right shapes, zeros, from that of its first piece."""
-        if not self.sizes:
-            return recorded
+            return made
         total, first = sum(self.sizes), self.sizes[0]
-        return tree_map_only(torch.Tensor, lambda t: t.new_zeros((len(t) * total // first, *t.shape[1:])), recorded)
+        return tree_map_only(torch.Tensor, lambda t: t.new_zeros((len(t) * total // first, *t.shape[1:])), made)
 
     def joined(self, layer: str, pieces: Sequence[list[torch.Tensor]], outputs: int) -> list[torch.Tensor]:
         """What a call returns from what its pieces return: samples, or for recorded tensors the tokens of samples, in order.
@@ -229,6 +224,8 @@ class LayerSums:
         self._dtypes = [entry.spec.dtype for entry in layout.trainable_entries]
         self._sums: list[torch.Tensor] = []
         self._present: set[int] = set()
+        self.complete_pieces = 0
+        """Pieces whose gradients are all in the sums."""
         for entry in layout.trainable_entries:
             assert entry.state_offset is not None
             flat = buffer[entry.state_offset : entry.state_offset + entry.spec.numel]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,8 +50,8 @@ class _Place:
     index: int
 
 
-def taken_apart(value: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[Any]], Any]]:
-    """The tensors that :func:`map_tensors` finds, in order; and what puts others in their places, and holds none."""
+def taken_apart(value: Any) -> tuple[list[torch.Tensor], Callable[[Any], Any]]:
+    """The tensors that :func:`map_tensors` finds, in order; and what puts those of a list in their places, and holds none."""
     tensors: list[torch.Tensor] = []
 
     def take(tensor: torch.Tensor) -> _Place:
@@ -64,7 +64,9 @@ def taken_apart(value: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[Any]
 
 def any_requires_grad(value: Any) -> bool:
     """Whether a tensor that :func:`map_tensors` finds requires grad."""
-    return any(tensor.requires_grad for tensor in taken_apart(value)[0])
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, value)
+    return any(tensor.requires_grad for tensor in found)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

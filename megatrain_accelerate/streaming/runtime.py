@@ -22,7 +22,6 @@ from megatrain_accelerate.streaming.call_order import CallOrder, OpenForward, Ta
 from megatrain_accelerate.streaming.clipping import Clipping
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
 from megatrain_accelerate.streaming.device_slots import WeightSlot
-from megatrain_accelerate.streaming.expert_gradients import GradientWays
 from megatrain_accelerate.streaming.expert_streams import ExpertStreams
 from megatrain_accelerate.streaming.forward_order import UnitInOrder, in_forward_order
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
@@ -183,9 +182,7 @@ class StreamingRuntime:
         self._in_this_backward: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         self._backward_tape: Tape | None = None
         self._clipping = Clipping(self.norms, self.sums, self._states)
-        ways = GradientWays(self.offloader, streams, meter, worker, kernels, self.norms, self.sums)
-        about = (config.slots, ways, self.anchor, lambda: self._dry_run is not None, self._order)
-        self.expert_streams = ExpertStreams(self.experts, *about)
+        self.expert_streams = ExpertStreams(self, lambda: self._dry_run is not None, self._order)
         _running.add(self)
 
     token_tile = TileOfLayers()
@@ -257,7 +254,8 @@ class StreamingRuntime:
 
     def offloads_inputs(self, layer: StreamedLayer) -> bool:
         """Whether the layer is recomputed, and its inputs go to the host until then."""
-        return layer.index in self.input_offloaded_layers - self.kept_layers - self.offloaded_layers
+        index = layer.index
+        return index in self.input_offloaded_layers and not (index in self.kept_layers or index in self.offloaded_layers)
 
     def acquire_forward(self, layer: StreamedLayer, tape: Tape, position: int, backward_follows: bool) -> WeightSlot:
         """The slot with the layer's weights, for a call; it is to be released."""

@@ -8,9 +8,8 @@ new one while the layer is in a slot. The scheme is that of reentrant activation
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -18,50 +17,39 @@ from torch.autograd.function import once_differentiable
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.streaming.compiled_layer import without_saving
 from megatrain_accelerate.streaming.nested_tensors import taken_apart
-from megatrain_accelerate.streaming.output_recorder import OutputRecorder
+
+if TYPE_CHECKING:
+    from megatrain_accelerate.streaming.graph_call import GraphCall
 
 
 class WholeRun:
     """A call of a layer that runs in forward and again in backward.
 
     Args:
-        name: the layer's.
-        in_backward: a context manager in which the layer's weights stay in their slot.
-        is_over: called when nothing is left of the layer's backward; the weights' gradients are those of the leaves.
-        recorder: see :class:`OutputRecorder`.
+        call: the call.
+        body: runs the layer with the input tensors that it is given.
     """
 
-    def __init__(
-        self,
-        name: str,
-        in_backward: Callable[[], contextlib.AbstractContextManager[Any]],
-        is_over: Callable[[], None],
-        recorder: OutputRecorder,
-    ) -> None:
-        self.name, self.in_backward, self.is_over = name, in_backward, is_over
-        self.body: Callable[..., Any]
-        """Runs the layer with the input tensors that it is given."""
+    def __init__(self, call: GraphCall, body: Callable[..., Any]) -> None:
+        self.call = call
         self.leaves: list[torch.Tensor] = []
-        """The weights with which the body runs in backward."""
-        self._recorder = recorder
-        self._channels = recorder.channels()
+        """The weights with which the body runs in backward; their gradients are the layer's."""
+        self._body = body
+        self._recorder = call.calls.context.recorder
+        self._channels = self._recorder.channels()
         self._put_together: Callable[[Sequence[Any]], Any]
 
     def made(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Runs the layer; returns its output tensors, then what it recorded."""
         with self._recorder.apart(self._channels) as recorded:
-            output = self.body(*inputs)
+            output = self._body(*inputs)
         tensors, self._put_together = taken_apart((output, recorded))
         return tensors
 
-    def output(self, anchor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Any:
-        """Runs the layer forward; returns its output.
-
-        Args:
-            anchor: requires grad if the layer trains.
-            tensors: the layer's inputs.
-        """
-        outputs = WholeRecompute.apply(self, anchor, *tensors)
+    def output(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Runs the layer forward with these inputs; returns its output."""
+        anchor = self.call.calls.context.anchor
+        outputs = WholeRecompute.apply(self, anchor if self.call.layer.has_trainable else anchor.detach(), *tensors)
         output, recorded = self._put_together(outputs)
         self._recorder.enter(recorded)
         return output
@@ -94,11 +82,12 @@ class WholeRecompute(torch.autograd.Function):
         run: WholeRun = ctx.run
         if ctx.anchor.requires_grad and not torch.autograd._is_checkpoint_valid():
             raise UnsupportedError(
-                f"torch.autograd.grad() and backward(inputs=...) can't be used through layer {run.name}: one of its functions "
-                "keeps a weight where autograd doesn't see it, and the weights' gradients would go to parameter.grad. Use "
-                "loss.backward(), or let the function keep its weights with ctx.save_for_backward()"
+                "torch.autograd.grad() and backward(inputs=...) can't be used through layer "
+                f"{run.call.layer.name}: one of its functions keeps a weight where autograd doesn't see it, and the weights' "
+                "gradients would go to parameter.grad. Use loss.backward(), or let the function keep its weights with "
+                "ctx.save_for_backward()"
             )
-        with run.in_backward():
+        with run.call.pinned():
             inputs = _cut_off(ctx.saved_tensors, ctx.needs_input_grad[2:])
             with torch.enable_grad():
                 made = run.made(inputs)
@@ -107,7 +96,7 @@ class WholeRecompute(torch.autograd.Function):
             # What nothing flowed to isn't waited for.
             del made, pairs
             run.leaves = [leaf for leaf in run.leaves if leaf.grad is not None]
-        run.is_over()
+        run.call.all_issued()
         run.leaves = []
         return (None, None, *(tensor.grad for tensor in inputs))
 
