@@ -43,11 +43,8 @@ def map_tensors(change: Callable[[Any], Any], value: Any, kind: type | tuple[typ
     return value
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """Stands for a tensor."""
-
-    index: int
+class _Place(int):
+    """Stands for the tensor of this number."""
 
 
 def taken_apart(value: Any) -> tuple[list[torch.Tensor], Callable[[Any], Any]]:
@@ -59,7 +56,7 @@ def taken_apart(value: Any) -> tuple[list[torch.Tensor], Callable[[Any], Any]]:
         return _Place(len(tensors) - 1)
 
     rest = map_tensors(take, value)
-    return tensors, lambda others: map_tensors(lambda place: others[place.index], rest, _Place)
+    return tensors, lambda others: map_tensors(others.__getitem__, rest, _Place)
 
 
 def any_requires_grad(value: Any) -> bool:
