@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
 from megatrain_accelerate.planning.step_memory import is_grouped_product
+from megatrain_accelerate.streaming.nested_tensors import tensors_in
 
 _VIEWS = frozenset(
     {
@@ -83,7 +83,7 @@ def is_kernel(node: fx.Node) -> bool:
 
 def values(node: fx.Node) -> list[torch.Tensor]:
     """The tensors that the node makes, without data."""
-    return [value for value in tree_flatten(node.meta.get("val"))[0] if isinstance(value, torch.Tensor)]
+    return tensors_in(node.meta.get("val"))
 
 
 def size_bytes(node: fx.Node) -> int:

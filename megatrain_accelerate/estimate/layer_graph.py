@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
@@ -23,6 +23,7 @@ from megatrain_accelerate.estimate.fused_kernels import FusedKernels
 from megatrain_accelerate.estimate.graph_nodes import is_attention, is_kernel, operation, size_bytes, source, values
 from megatrain_accelerate.planning.step_memory import grouped_flops, is_grouped_product
 from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.nested_tensors import tensors_in
 
 _CAUSAL_SHARE = 0.5
 """Of all pairs of tokens: what a causal attention kernel computes."""
@@ -243,7 +244,7 @@ def _is_product(node: fx.Node) -> bool:
 
 def _product(node: fx.Node) -> Product:
     args, kwargs = _numbers(node)
-    operands = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+    operands = tensors_in((args, kwargs))
     moved_bytes = sum(tensor.nbytes for tensor in [*operands, *values(node)])
     if is_grouped_product(operation(node)):
         return Product(grouped_flops(args[0], args[1]), moved_bytes, is_grouped=True)

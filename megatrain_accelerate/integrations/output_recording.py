@@ -1,18 +1,15 @@
 """Side channels of transformers' layers: tensors that inner modules record while a layer runs (router logits).
 
-transformers 5 collects them with hooks in a context variable (transformers/utils/output_capturing.py). Recorded inside
-a streamed layer's graph-less forward they would carry no gradient, and an auxiliary loss on them would train nothing.
+transformers 5 collects them with hooks in a context variable (transformers/utils/output_capturing.py).
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-
-from megatrain_accelerate.streaming.output_recorder import Capture
+from megatrain_accelerate.streaming.output_recorder import Capture, OutputRecorder, Recorded
 
 _HOOK = ("transformers.utils.output_capturing", "output_capturing_hook")
 _HOOK_VARIABLES = frozenset({"key", "index", "capture_initial_hidden_state", "append_hidden_state"})
@@ -21,18 +18,8 @@ _HOOK_NAMES = frozenset({"_active_collector", "get", "keys", "len", "append", "i
 _HOOK_TEXTS = frozenset({"hidden_states", "_hidden_states_layers"})
 
 
-@dataclasses.dataclass
-class _Token:
-    keys: list[str]
-    collected: dict[str, Any]
-    lengths: dict[str, int]
-    reset: Any = None
-    places: list[tuple[list[Any], int]] = dataclasses.field(default_factory=list)
-    channels: list[str] = dataclasses.field(default_factory=list)
-
-
-class CapturedOutputs:
-    """Makes what transformers' capturing hooks record inside a layer outputs of the layer's autograd node.
+class CapturedOutputs(OutputRecorder):
+    """What transformers' capturing hooks record.
 
     Args:
         collector: transformers' ``output_capturing._active_collector``.
@@ -51,58 +38,32 @@ class CapturedOutputs:
         collector = getattr(output_capturing, "_active_collector", None)
         return cls(collector) if collector is not None else None
 
-    def start(self, replay_of: _Token | None) -> _Token | None:
+    def channels(self) -> tuple[str, ...]:
         """See :class:`~megatrain_accelerate.streaming.output_recorder.OutputRecorder`."""
-        if replay_of is not None:
-            token = _Token(replay_of.keys, {key: [] for key in replay_of.keys}, {})
-            token.reset = self._collector.set(token.collected)
-            return token
-        collected = self._collector.get()
-        if collected is None:
-            return None
-        # Hidden states are recorded on the layers themselves, outside the node.
-        keys = [key for key, value in collected.items() if isinstance(value, list)]
-        return _Token(keys, collected, {key: len(collected[key]) for key in keys})
+        return tuple(key for key, values in (self._collector.get() or {}).items() if isinstance(values, list))
 
-    def finish(self, token: _Token | None) -> list[torch.Tensor]:
+    @contextlib.contextmanager
+    def apart(self, channels: Sequence[str] | None = None) -> Iterator[Recorded]:
         """See :class:`~megatrain_accelerate.streaming.output_recorder.OutputRecorder`."""
-        if token is None:
-            return []
-        if token.reset is not None:
-            self._collector.reset(token.reset)
-        recorded = []
-        for key in token.keys:
-            values = token.collected[key]
-            for place in range(token.lengths.get(key, 0), len(values)):
-                if isinstance(values[place], torch.Tensor):
-                    token.places.append((values, place))
-                    token.channels.append(key)
-                    recorded.append(values[place])
-        return recorded
+        recorded: Recorded = []
+        reset = None if channels is None else self._collector.set({key: [] for key in channels})
+        lists = [(key, self._collector.get()[key]) for key in self.channels()]
+        lengths = [len(values) for _, values in lists]
+        try:
+            yield recorded
+        finally:
+            if reset is not None:
+                self._collector.reset(reset)
+            for (key, values), length in zip(lists, lengths, strict=True):
+                recorded += [(key, value) for value in values[length:]]
+                del values[length:]
 
-    def publish(self, token: _Token | None, tensors: list[torch.Tensor]) -> None:
+    def enter(self, recorded: Recorded) -> None:
         """See :class:`~megatrain_accelerate.streaming.output_recorder.OutputRecorder`."""
-        if token is not None:
-            for (values, place), tensor in zip(token.places, tensors, strict=True):
-                values[place] = tensor
-            self._let_go(token)
-
-    def discard(self, token: _Token | None) -> None:
-        """See :class:`~megatrain_accelerate.streaming.output_recorder.OutputRecorder`."""
-        if token is not None:
-            for key in token.keys:
-                del token.collected[key][token.lengths[key] :]
-            self._let_go(token)
-
-    def channels(self, token: _Token | None) -> list[str]:
-        """See :class:`~megatrain_accelerate.streaming.output_recorder.OutputRecorder`."""
-        return [] if token is None else list(token.channels)
-
-    def enter(self, channels: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """See :class:`~megatrain_accelerate.streaming.output_recorder.OutputRecorder`."""
-        collected = self._collector.get()
-        for channel, tensor in zip(channels, tensors, strict=True):
-            collected[channel].append(tensor)
+        collected = self._collector.get() or {}
+        for key, value in recorded:
+            if key in collected:
+                collected[key].append(value)
 
     def capture_of(self, hook: Callable[..., Any]) -> Capture | None:
         """See :class:`~megatrain_accelerate.streaming.output_recorder.OutputRecorder`."""
@@ -119,12 +80,3 @@ class CapturedOutputs:
             return None
         # Of hidden states it may take the module's input as well, or leave some out.
         return Capture(variables["key"], variables["index"], is_plain=variables["key"] != "hidden_states")
-
-    def is_recording(self, channel: str) -> bool:
-        """See :class:`~megatrain_accelerate.streaming.output_recorder.OutputRecorder`."""
-        collected = self._collector.get()
-        return collected is not None and channel in collected
-
-    def _let_go(self, token: _Token) -> None:
-        # The node holds the token: its outputs must not hang on it, or activations live until the next collection.
-        token.collected, token.places = {}, []

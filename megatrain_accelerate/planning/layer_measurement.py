@@ -20,21 +20,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from megatrain_accelerate.planning.device_memory import raise_peak
 from megatrain_accelerate.planning.step_memory import buffers_put_back, without_hooks
 from megatrain_accelerate.planning.step_outline import as_leaves
 from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
-from megatrain_accelerate.planning.trial_runs import Trial, enter_recorded, run_on_trial
 from megatrain_accelerate.streaming.ambient_state import random_numbers_put_back
-from megatrain_accelerate.streaming.attention_results import is_attention
-from megatrain_accelerate.streaming.call_context import trained_now
+from megatrain_accelerate.streaming.attention_results import AtAttention
 from megatrain_accelerate.streaming.compiled_layer import without_saving
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
+from megatrain_accelerate.streaming.nested_tensors import tensors_in
+from megatrain_accelerate.streaming.output_recorder import Recorded
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.streaming.saved_tensors import SavedTensors
 
@@ -143,7 +142,7 @@ class _MeasuredLayers:
         self._outline = outline
         self._budget_bytes = budget_bytes
         self._kinds = [event.kind for event in outline.forward_calls]
-        self._outputs: dict[Hashable, Trial] = {}
+        self._outputs: dict[Hashable, tuple[Any, Recorded]] = {}
         self._position = 0
 
     @property
@@ -162,12 +161,11 @@ class _MeasuredLayers:
             self.profiles[kind], self._outputs[kind] = _measure(
                 self._runtime, layer, args, kwargs, self._outline.profiles[kind], functools.partial(self._may_recompute, kind)
             )
-        trial = self._outputs[kind]
-        made = (trial.output, trial.recorded)
-        needs = [t.is_floating_point() for t in tree_flatten(made)[0] if isinstance(t, torch.Tensor)]
+        made = self._outputs[kind]
+        needs = [tensor.is_floating_point() for tensor in tensors_in(made)]
         (output, recorded), _ = as_leaves(made, {}, needs)
-        self.leaves = [t for t in tree_flatten((output, recorded))[0] if isinstance(t, torch.Tensor) and t.requires_grad]
-        enter_recorded(self._runtime.recorder, trial.channels, recorded)
+        self.leaves = [tensor for tensor in tensors_in((output, recorded)) if tensor.requires_grad]
+        self._runtime.recorder.enter(recorded)
         return output
 
     def _may_recompute(self, kind: Hashable, kept_bytes: int) -> bool:
@@ -216,7 +214,8 @@ def _measure(
     kwargs: dict[str, Any],
     dry: LayerProfile,
     may_recompute: Callable[[int], bool],
-) -> tuple[LayerProfile, Trial]:
+) -> tuple[LayerProfile, tuple[Any, Recorded]]:
+    """The profile of a layer's call; what the call returns, and what it records."""
     split = BatchSplit.of_call(layer, args, kwargs, runtime.batch_cut)
     args, kwargs = split.first_piece(args, kwargs)
     slot = runtime.prefetcher.acquire(layer, ())
@@ -224,14 +223,14 @@ def _measure(
         timer = _AttentionTimer() if layer.tiles.tile_tokens and dry.attention_bytes else None
         inputs = functools.partial(as_leaves, args, kwargs, dry.inputs_need_grad)
         measurement = _Measurement(runtime, layer, slot, inputs, timer)
-        trial = measurement.run()
+        made = measurement.run()
         kept_bytes = max(0, measurement.kept_forward.left_bytes - measurement.given_up_bytes)
         if may_recompute(kept_bytes * max(1, split.count)):
             measurement.run_recomputes()
     finally:
         runtime.prefetcher.release(slot)
     forward, kept_forward, backward = measurement.forward, measurement.kept_forward, measurement.backward
-    trial = Trial(split.whole_output(trial.output), split.whole_recorded(trial.recorded), trial.channels)
+    made = split.whole(made)
     share = sum(split.sizes) / split.sizes[0] if split.sizes else 1.0
     profile = dataclasses.replace(
         dry,
@@ -253,20 +252,15 @@ def _measure(
         recompute_seconds=measurement.recompute_seconds,
         attention_seconds=measurement.attention_seconds,
         backward_seconds=backward.seconds(),
-    ).of_pieces(split, _tensor_bytes(trial))
-    return profile, trial
+    ).of_pieces(split, sum(tensor.nbytes for tensor in tensors_in(made)))
+    return profile, made
 
 
-def _tensor_bytes(trial: Trial) -> int:
-    made = (trial.output, trial.recorded)
-    return sum(tensor.nbytes for tensor in tree_flatten(made)[0] if isinstance(tensor, torch.Tensor))
-
-
-class _AttentionTimer(TorchDispatchMode):
+class _AttentionTimer(AtAttention):
     """Seconds of attention's kernels in the body that it was entered for last."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._run_timed)
         self._kernels: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def __enter__(self) -> _AttentionTimer:
@@ -274,12 +268,10 @@ class _AttentionTimer(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not is_attention(func):
-            return func(*args, **(kwargs or {}))
+    def _run_timed(self, func: Any, args: Any, kwargs: Any) -> Any:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         end.record()
         self._kernels.append((start, end))
         return result
@@ -329,28 +321,29 @@ class _Measurement:
         self._layer, self._slot, self._inputs = layer, slot, inputs
         self._recorder = runtime.recorder
         self._attention = timer
-        self._compiled = runtime.compiled if not layer.experts and runtime.compiled.wants(layer) else None
+        self._compiled = runtime.compiled
+        self._captures = None if layer.experts else self._compiled.wants(layer)
         self.is_recomputed_by_compiler = False
         """Whether ``recompute`` was measured."""
         self.given_up_bytes = 0
         """Of what the layer returns and its graph doesn't hold."""
 
-    def run(self) -> Trial:
+    def run(self) -> tuple[Any, Recorded]:
         """Runs rounds until the device is warm; returns what the layer returns and records."""
-        to_compile = self._compiled
-        trial = self._round(chooses_kernels=to_compile is not None)
-        if to_compile is not None and not to_compile.wants(self._layer):
-            self._compiled = None  # it can't be compiled, as is known since
+        to_compile = self._captures is not None
+        made = self._round(chooses_kernels=to_compile)
+        if to_compile:
+            self._captures = self._compiled.wants(self._layer)  # None where compiling has failed
         seconds = self._seconds()
-        if to_compile is not None or seconds < _LONG_SECONDS:
-            trial = self._round()
+        if to_compile or seconds < _LONG_SECONDS:
+            made = self._round()
         self._warm_up(self._round, self._seconds(), (self.forward, self.kept_forward, self.backward))
-        return trial
+        return made
 
     def run_recomputes(self) -> None:
         """Runs rounds of a compiled layer whose backward computes the activations again. Does nothing for another one."""
         for chooses_kernels in (True, False):
-            if self._compiled is None or not self._compiled.recomputes(self._layer):
+            if self._captures is None or not self._compiled.recomputes(self._layer, self._captures):
                 return
             self._recomputing_round(chooses_kernels)
         self.is_recomputed_by_compiler = True
@@ -384,18 +377,20 @@ class _Measurement:
     def _seconds(self) -> float:
         return self.forward.seconds() + self.kept_forward.seconds() + self.backward.seconds()
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], memory_budget: float = 1.0) -> Trial:
-        compiled, layer = self._compiled, self._layer
-        if compiled is not None:
-            return run_on_trial(self._recorder, lambda: compiled.run(layer, args, kwargs, memory_budget))
-        return run_on_trial(self._recorder, lambda: layer.run(args, kwargs))
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], memory_budget: float = 1.0) -> tuple[Any, Recorded]:
+        with self._recorder.apart() as recorded:
+            if self._captures is not None:
+                output = self._compiled.run(self._layer, self._captures, args, kwargs, memory_budget)
+            else:
+                output = self._layer.run(args, kwargs)
+        return output, recorded
 
     def _inputs_and_weights(self) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor], list[torch.Tensor]]:
         """Arguments, weights, and those of both whose gradients are wanted."""
         args, kwargs = self._inputs()
         views = self._slot.views(self._layer.unit.layout)
-        weights = [view.data.requires_grad_(flag) for view, flag in zip(views, trained_now(self._layer), strict=True)]
-        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        weights = [view.data.requires_grad_(flag) for view, flag in zip(views, self._layer.trained_now(), strict=True)]
+        tensors = tensors_in((args, kwargs))
         return args, kwargs, weights, [tensor for tensor in [*tensors, *weights] if tensor.requires_grad]
 
     def _saved_tensors(self) -> SavedTensors:
@@ -405,10 +400,10 @@ class _Measurement:
         args, kwargs, weights, wanted = self._inputs_and_weights()
         with self._layer.bound(weights), torch.enable_grad():
             with self._saved_tensors().recording():
-                trial = self._call(args, kwargs, memory_budget=0.0)
-            self._differentiate(trial, wanted, self.recompute, chooses_kernels)
+                made = self._call(args, kwargs, memory_budget=0.0)
+            self._differentiate(made, wanted, self.recompute, chooses_kernels)
 
-    def _round(self, chooses_kernels: bool = False) -> Trial:
+    def _round(self, chooses_kernels: bool = False) -> tuple[Any, Recorded]:
         args, kwargs, weights, wanted = self._inputs_and_weights()
         with self._layer.bound(weights), torch.enable_grad():
             # The graph that recompute makes, dropped at once.
@@ -421,22 +416,16 @@ class _Measurement:
                 return recording.pack_hook(tensor)
 
             with saved_tensors_hooks(pack, recording.unpack_hook), self.kept_forward.running():
-                trial = self._call(args, kwargs)
-            made = tree_flatten((trial.output, trial.recorded))[0]
-            storages = {
-                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in made if isinstance(t, torch.Tensor)
-            }
+                made = self._call(args, kwargs)
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(made)}
             self.given_up_bytes = sum(size for address, size in storages.items() if address not in storages_saved)
-            output, recorded = tree_map_only(torch.Tensor, torch.Tensor.detach, (trial.output, trial.recorded))
-            returned = Trial(output, recorded, trial.channels)
-            del made, output, recorded
-            self._differentiate(trial, wanted, self.backward, chooses_kernels)
+            returned: tuple[Any, Recorded] = tree_map_only(torch.Tensor, torch.Tensor.detach, made)
+            self._differentiate(made, wanted, self.backward, chooses_kernels)
         return returned
 
     @staticmethod
-    def _differentiate(trial: Trial, wanted: list[torch.Tensor], stopwatch: _Stopwatch, chooses_kernels: bool) -> None:
-        made = tree_flatten((trial.output, trial.recorded))[0]
-        results = [t for t in made if isinstance(t, torch.Tensor) and t.requires_grad]
+    def _differentiate(made: Any, wanted: list[torch.Tensor], stopwatch: _Stopwatch, chooses_kernels: bool) -> None:
+        results = [tensor for tensor in tensors_in(made) if tensor.requires_grad]
         # Numbers as they come: a GPU takes less power for products of equal ones, and is faster.
         gradients = [torch.randn_like(tensor) for tensor in results]
         with stopwatch.running(chooses_kernels):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from megatrain_accelerate.loss.products import runs_on_gpu
@@ -28,6 +28,7 @@ from megatrain_accelerate.planning.known_values import KnownValues, NumbersOfTen
 from megatrain_accelerate.streaming import tile_loops
 from megatrain_accelerate.streaming.ambient_state import random_numbers_put_back
 from megatrain_accelerate.streaming.model_hook import HOOKS
+from megatrain_accelerate.streaming.nested_tensors import tensors_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,7 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         # A tensor that only stands for others (lazy logits) has a storage of no bytes, and mustn't be made to fill it.
         with torch._C.DisableTorchFunctionSubclass():
-            made = [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
+            made = tensors_in(result)
             is_new = [self._track(tensor.untyped_storage()) for tensor in made]
             self._add_costs(func, args, kwargs or {}, result, made, any(is_new))
             self._add_temporary(func, made)
@@ -98,7 +99,7 @@ class LiveBytes(TorchDispatchMode):
         if flops is not None:
             self.costs = OpCosts(self.costs.flops + times * flops, self.costs.traffic_bytes)
         elif is_new or str(func.__name__).split(".")[0].endswith("_"):  # in place, or out of it: no view
-            read = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+            read = tensors_in((args, kwargs))
             moved = sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in [*read, *made])
             self.costs = OpCosts(self.costs.flops, self.costs.traffic_bytes + times * moved)
 
@@ -295,6 +296,6 @@ def loss_of(output: Any, device: torch.device) -> torch.Tensor:
     """The model's own loss, or for a model that was given no labels the sum over its output."""
     loss = output["loss"] if isinstance(output, Mapping) and output.get("loss") is not None else None
     if loss is None:
-        tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         loss = sum((tensor.float().sum() for tensor in tensors), torch.zeros((), device=device))
     return loss

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from megatrain_accelerate.planning.step_memory import LiveBytes, OpCosts, dry_model, loss_of
 from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
 from megatrain_accelerate.planning.summed_loss import own_loss_code, sums_divided_by
-from megatrain_accelerate.planning.trial_runs import Trial, enter_recorded, run_on_trial
 from megatrain_accelerate.streaming import activation_offload
 from megatrain_accelerate.streaming.attention_results import AttentionResults
 from megatrain_accelerate.streaming.compiled_layer import without_saving
 from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchCut, BatchSplit
-from megatrain_accelerate.streaming.output_recorder import OutputRecorder
+from megatrain_accelerate.streaming.nested_tensors import taken_apart, tensors_in
+from megatrain_accelerate.streaming.output_recorder import OutputRecorder, Recorded
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.streaming.token_tiles import tokens_of
 
@@ -73,7 +73,7 @@ class _LeavingStorages:
     """
 
     def __init__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        inputs = tensors_in((args, kwargs))
         sent = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in inputs if t.requires_grad}
         self.input_bytes = sum(count for count in sent.values() if count >= activation_offload.MIN_OFFLOADED_BYTES)
         self.saved_bytes = 0
@@ -114,24 +114,18 @@ class _EmptyLayer(torch.autograd.Function):
         return (None, None, None, *gradients)
 
 
-_TENSOR = object()
-
-
 @dataclasses.dataclass(frozen=True)
 class _Outputs:
-    """What calls of one kind return: the tree with ``_TENSOR`` in the place of tensors; and of the tensors, the recorded ones
-    behind them, size, stride, dtype and device."""
+    """What calls of one kind return and record, put together from tensors; and of these size, stride, dtype and device."""
 
-    rest: list[Any]
-    spec: Any
+    put_together: Callable[[Sequence[torch.Tensor]], Any]
     shapes: list[tuple[Any, ...]]
-    channels: tuple[str, ...]
 
 
 class _Outliner:
     """Runs in the place of the layers and notes the events."""
 
-    def __init__(self, live: LiveBytes, anchor: torch.Tensor, cut: BatchCut, recorder: OutputRecorder | None) -> None:
+    def __init__(self, live: LiveBytes, anchor: torch.Tensor, cut: BatchCut, recorder: OutputRecorder) -> None:
         self.events: list[Event] = []
         self.profiles: dict[Hashable, LayerProfile] = {}
         self._live = live
@@ -160,36 +154,38 @@ class _Outliner:
         self.note(False, layer.index, kind)
         if kind not in self.profiles:
             self._profile(layer, kind, args, kwargs)
-        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in((args, kwargs))
         outputs = self._outputs[kind]
         # As in the real node: a trained layer is in the graph also above a frozen embedding.
-        made = iter(_EmptyLayer.apply(self, layer.index, kind, *tensors, *([self._anchor] if layer.has_trainable else [])))
-        leaves = [value if value is not _TENSOR else next(made) for value in outputs.rest]
-        enter_recorded(self._recorder, outputs.channels, list(made))
-        return tree_unflatten(leaves, outputs.spec)
+        made = _EmptyLayer.apply(self, layer.index, kind, *tensors, *([self._anchor] if layer.has_trainable else []))
+        output, recorded = outputs.put_together(made)
+        # Once a call, as in a real step: an auxiliary loss has one tensor a layer.
+        self._recorder.enter(recorded)
+        return output
 
-    def _run(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial:
-        return run_on_trial(self._recorder, lambda: layer.run(args, kwargs))
+    def _run(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recorded]:
+        """What the layer returns, and what it records on the side."""
+        with self._recorder.apart() as recorded:
+            output = layer.run(args, kwargs)
+        return output, recorded
 
     def _profile(self, layer: StreamedLayer, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs the layer itself, without data, and leaves the counters of the outside as they were."""
         live = self._live
         split = BatchSplit.of_call(layer, args, kwargs, self._cut)
         leaving = _LeavingStorages(layer, args, kwargs)
-        needs = tuple(t.requires_grad for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor))
+        needs = tuple(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
         _, length = tokens_of(args, kwargs) or (0, 0)
         args, kwargs = split.first_piece(args, kwargs)
         base, costs = live.live_bytes, live.costs
         with torch.no_grad():
             trial = self._run(layer, args, kwargs)
         forward_bytes = live.take_peak() - base
-        leaves, spec = tree_flatten(split.whole_output(trial.output))
-        made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] + split.whole_recorded(trial.recorded)
+        made, put_together = taken_apart(split.whole(trial))
         shapes = [(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in made]
-        rest = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._outputs[kind] = _Outputs(rest, spec, shapes, trial.channels)
+        self._outputs[kind] = _Outputs(put_together, shapes)
         whole_bytes = sum(leaf.untyped_storage().nbytes() for leaf in made)
-        del trial, leaves, made
+        del trial, made
         forward = live.costs - costs
         costs = live.costs
         with torch.enable_grad():
@@ -197,8 +193,8 @@ class _Outliner:
             with leaving.counted():
                 trial = self._run(layer, cut_args, cut_kwargs)
         kept_forward_bytes = live.take_peak() - base
-        outputs = [tensor for tensor in _tensors(trial) if tensor.requires_grad]
-        wanted = [t for t in tree_flatten((cut_args, cut_kwargs))[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+        outputs = [tensor for tensor in tensors_in(trial) if tensor.requires_grad]
+        wanted = [tensor for tensor in tensors_in((cut_args, cut_kwargs)) if tensor.requires_grad]
         wanted += [p for p in layer.module.parameters() if p.requires_grad]
         with torch.enable_grad():
             edges = edges_of(outputs)
@@ -279,10 +275,6 @@ class _Outliner:
                 self._run(layer, cut_args, cut_kwargs)
             costs.append(self._live.costs)
         return (costs[1] - costs[0]) - (costs[2] - costs[1])
-
-
-def _tensors(trial: Trial) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(trial.output)[0] if isinstance(leaf, torch.Tensor)] + trial.recorded
 
 
 def edges_of(outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:

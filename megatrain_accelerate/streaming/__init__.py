@@ -1,1 +1,1 @@
-"""The streaming engine: slots, prefetch, the autograd node of a layer, gradient offload."""
+"""The streaming engine: slots, prefetch, layers in autograd's graph, gradient offload."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,26 +21,23 @@ _HOOKS = (
 )
 
 
-class AutocastState:
-    """Autocast as it is when this is made, for kernels of one device and of the CPU.
+Again = Callable[[], contextlib.AbstractContextManager[None]]
+"""Makes a context manager in which something is as it was."""
 
-    Args:
-        device_type: the device's.
-    """
 
-    def __init__(self, device_type: str) -> None:
-        self._settings = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in {device_type, "cpu"}
-        ]
+def autocast_again(device_type: str) -> Again:
+    """Autocast as it is now, for kernels of one device and of the CPU."""
+    settings = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in {device_type, "cpu"}]
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Runs the body under it."""
+    def entered() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for kind, dtype, enabled in self._settings:
+            for kind, dtype, enabled in settings:
                 # No cache: a cast weight must not outlive its slot.
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
             yield
+
+    return entered
 
 
 class RandomState:
@@ -80,23 +77,18 @@ def random_numbers_put_back(device: torch.device) -> Iterator[None]:
         before.put_back()
 
 
-class ModuleState:
-    """Modes (``train()``, ``eval()``) and forward hooks of a layer's modules as they are when this is made.
+def modules_again(module: nn.Module) -> Again:
+    """Modes (``train()``, ``eval()``) and forward hooks of a layer's modules as they are now; then they are put back.
 
-    A script may evaluate the model between a forward and its backward, and PEFT registers hooks for one forward only.
-
-    Args:
-        module: the layer's; its own hooks aren't looked at, since they run outside what is computed anew.
+    A script may evaluate the model between a forward and its backward, and PEFT registers hooks for one forward only. The
+    layer's own hooks aren't looked at, since they run outside what is computed anew.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._found = [(part, part.training, _hooks(part) if part is not module else None) for part in module.modules()]
+    found = [(part, part.training, _hooks(part) if part is not module else None) for part in module.modules()]
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Runs the body in these modes and with these hooks; what they were before comes back."""
+    def entered() -> Iterator[None]:
         before: list[tuple[nn.Module, dict[str, Any]]] = []
-        for part, training, hooks in self._found:
+        for part, training, hooks in found:
             own = part.__dict__
             if own["training"] != training or (hooks is not None and hooks != _hooks(part)):
                 before.append((part, {name: own[name] for name in ("training", *_HOOKS)}))
@@ -109,6 +101,8 @@ class ModuleState:
             for part, state in before:
                 part.__dict__.update(state)
 
+    return entered
+
 
 def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
     """Copies of those of its registries of hooks that aren't empty."""
@@ -116,23 +110,20 @@ def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
     return {name: dict(own[name]) for name in _HOOKS if own[name]}
 
 
-class AmbientState:
-    """Random numbers, autocast state and modes of a layer's forward run, to be entered again for its replay.
+def surroundings_again(device: torch.device, module: nn.Module) -> Again:
+    """Random numbers, autocast and modes of modules as they are now, for what a layer's forward computes to be computed anew;
+    the caller's go on as they were.
 
     Args:
         device: where it runs.
         module: the layer's.
     """
-
-    def __init__(self, device: torch.device, module: nn.Module) -> None:
-        self._device = device
-        self._random = RandomState(device)
-        self._autocast = AutocastState(device.type)
-        self._modules = ModuleState(module)
+    random_numbers, autocast, modules = RandomState(device), autocast_again(device.type), modules_again(module)
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Runs the body as the forward ran; the caller's random numbers and modes go on as they were."""
-        with random_numbers_put_back(self._device), self._autocast.entered(), self._modules.entered():
-            self._random.put_back()
+    def entered() -> Iterator[None]:
+        with random_numbers_put_back(device), autocast(), modules():
+            random_numbers.put_back()
             yield
+
+    return entered

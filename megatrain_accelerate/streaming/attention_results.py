@@ -1,20 +1,23 @@
 """What attention computed in forward, kept for the recompute in backward: of a long sequence it is most of a layer's time.
 
 The operations alone are noted and left out when they come again; all around them is computed anew. The idea is that of
-selective recomputation (Korthikanti et al., arXiv 2205.05198) and of torch's ``create_selective_checkpoint_contexts``.
+selective recomputation (Korthikanti et al., arXiv 2205.05198) and of torch's ``create_selective_checkpoint_contexts``, which
+refuses a second backward, another choice of kernels in the recompute, and results that wait on the host.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.streaming.activation_offload import ParcelPlace, Recording
+from megatrain_accelerate.streaming.nested_tensors import tensors_in
 
 _ATTENTION = frozenset(
     {
@@ -59,7 +62,7 @@ def require_attention_to_keep(model: nn.Module, keep_attention: int | str) -> No
 class AttentionResults:
     """The results of one run's attention operations, in order.
 
-    Owner: the layer's autograd node, from forward to the first backward. Reader: the recompute.
+    Owner: the graph, by way of its checkpoint. Reader: the recompute.
 
     Args:
         leaving: takes those that wait in host memory, for whoever sends it when the run is over; None if all stay.
@@ -72,53 +75,45 @@ class AttentionResults:
     @property
     def size_bytes(self) -> int:
         """Bytes of those that stay."""
-        return sum(leaf.nbytes for leaf in tree_flatten(self._results)[0] if isinstance(leaf, torch.Tensor))
+        return sum(tensor.nbytes for tensor in tensors_in(self._results))
 
     def recording(self) -> TorchDispatchMode:
         """Notes what attention gives in the body. The operations run as they do without."""
-        return _Recording(self)
+        return AtAttention(self._record)
 
     def replaying(self) -> TorchDispatchMode:
         """Attention in the body, which must be the recorded one again, gives what was noted, to the bit, and doesn't run."""
-        return _Replaying(self._results)
+        following = iter(self._results)
 
-    def note(self, func: Any, result: Any) -> None:
-        """Holds the result of the next operation; None for one that is to run again."""
-        leaving = self._leaving
+        def replay(func: Any, args: Any, kwargs: Any) -> Any:
+            found = next(following, None)
+            # With ``sdpa_kernel`` around the forward alone another kernel is chosen now, with results of its own.
+            if found is None or found[0] is not func:
+                return func(*args, **kwargs)
+            return _cut(tree_map_only(ParcelPlace, ParcelPlace.tensor, found[1]))
+
+        return AtAttention(replay)
+
+    def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result, leaving = func(*args, **kwargs), self._leaving
+        kept = None if _drops(func, args, kwargs) else _cut(result)
         if leaving is not None:
-            result = tree_map_only(torch.Tensor, lambda tensor: leaving.place(tensor) or tensor, result)
-        self._results.append(None if result is None else (func, result))
-
-
-class _Recording(TorchDispatchMode):
-    supports_higher_order_operators = True
-
-    def __init__(self, results: AttentionResults) -> None:
-        super().__init__()
-        self._results = results
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if is_attention(func):
-            self._results.note(func, None if _drops(func, args, kwargs) else _cut(result))
+            kept = tree_map_only(torch.Tensor, lambda tensor: leaving.place(tensor) or tensor, kept)
+        self._results.append(None if kept is None else (func, kept))
         return result
 
 
-class _Replaying(TorchDispatchMode):
+class AtAttention(TorchDispatchMode):
+    """Calls ``run(operation, args, kwargs)`` in the place of attention's operations in the body."""
+
     supports_higher_order_operators = True
 
-    def __init__(self, results: list[Any]) -> None:
+    def __init__(self, run: Callable[[Any, Any, Any], Any]) -> None:
         super().__init__()
-        self._following = iter(results)
+        self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_attention(func):
-            result = next(self._following, None)
-            # With ``sdpa_kernel`` around the forward alone another kernel is chosen now, with results of its own.
-            if result is not None and result[0] is func:
-                return _cut(tree_map_only(ParcelPlace, ParcelPlace.tensor, result[1]))
-        return func(*args, **(kwargs or {}))
+        return self._run(func, args, kwargs or {}) if is_attention(func) else func(*args, **(kwargs or {}))
 
 
 def _cut(result: Any) -> Any:

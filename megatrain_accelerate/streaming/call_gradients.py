@@ -31,15 +31,6 @@ class CutCall:
     count: int
 
 
-@dataclasses.dataclass
-class _PieceSums:
-    """Weight gradients of a call's pieces in one backward."""
-
-    sums: LayerSums
-    arrived: int = 0
-    """Pieces that have brought all of theirs."""
-
-
 class CallGradients:
     """The gradients of the backwards that are under way. One object per engine.
 
@@ -53,7 +44,7 @@ class CallGradients:
         self._fp32_sums = sums
         self._sums: dict[tuple[int, int], tuple[StreamedLayer, dict[int, torch.Tensor]]] = {}
         """Gradients of layers that run several times in one forward, by the backward's number and the layer's index."""
-        self._pieces: dict[tuple[int, CutCall], _PieceSums] = {}
+        self._pieces: dict[tuple[int, CutCall], LayerSums] = {}
         """Gradients of calls in pieces, by the backward's number."""
 
     def send(self, layer: StreamedLayer, found: dict[int, torch.Tensor]) -> None:
@@ -88,15 +79,15 @@ class CallGradients:
         """
         key = (task, cut)
         if key not in self._pieces:
-            self._pieces[key] = _PieceSums(self._fp32_sums.begin(cut.layer.unit.layout))
-        of_call = self._pieces[key]
-        of_call.sums.add([found.get(row) for row in range(len(cut.layer.trainable))])
-        of_call.arrived += is_whole
-        if of_call.arrived == cut.count:
+            self._pieces[key] = self._fp32_sums.begin(cut.layer.unit.layout)
+        sums = self._pieces[key]
+        sums.add([found.get(row) for row in range(len(cut.layer.trainable))])
+        sums.complete_pieces += is_whole
+        if sums.complete_pieces == cut.count:
             self._deliver_pieces(*key)
 
     def _deliver_pieces(self, task: int, cut: CutCall) -> None:
-        sums = self._pieces.pop((task, cut)).sums
+        sums = self._pieces.pop((task, cut))
         is_added_up = cut.tape.calls.count(cut.layer.index) > 1
         taken = sums.take(to_stay=cut.layer.unit.is_on_device or is_added_up)
         self.deliver(task, cut.tape, cut.layer, {row: gradient for row, gradient in enumerate(taken) if gradient is not None})

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 
 class OpenForward:
-    """Lives as long as an autograd node of one forward pass: held by the nodes only."""
+    """Lives as long as the graph of one forward pass: held by its calls only."""
 
 
 class Tape:
-    """The layer calls of one forward pass, by layer index. Its autograd nodes know their position on it."""
+    """The layer calls of one forward pass, by layer index. The calls know their position on it."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
         self._open_forward: weakref.ref[OpenForward] | None = None
 
     def open_forward(self) -> OpenForward:
-        """What tells whether a node of the pass is alive; the same for all of them."""
+        """What tells whether the graph of a call is alive; the same for all calls of the pass."""
         found = self._open_forward() if self._open_forward is not None else None
         if found is None:
             found = OpenForward()

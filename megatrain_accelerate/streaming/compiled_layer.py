@@ -143,7 +143,7 @@ class CompiledLayers:
     """
 
     def __init__(self, wanted: bool | str, device: torch.device, recorder: OutputRecorder | None = None) -> None:
-        self._recorder = recorder
+        self._recorder = recorder or OutputRecorder()
         self._smallest = SMALLEST_LAYER_PARAMETERS if wanted == "auto" else 0
         self._is_on = device.type == "cuda" if wanted == "auto" else bool(wanted)
         self._device = device
@@ -159,53 +159,63 @@ class CompiledLayers:
         self.compilations = 0
         """Graphs compiled so far."""
 
-    def wants(self, layer: StreamedLayer) -> bool:
-        """Whether this call of the layer should run compiled. The caller must then run it with gradients enabled.
+    def wants(self, layer: StreamedLayer) -> Captures | None:
+        """What hooks inside the layer take if this call should run compiled; None if it should run as it is.
 
         Layers with hooks inside that aren't the recorder's aren't: dynamo doesn't look whether hooks come and go.
         """
         if not self._is_on or self.pays is False or layer.unit.layout.parameter_count < self._smallest:
-            return False
+            return None
         if torch._C._len_torch_dispatch_stack() > 0:
             # Dynamo declines under a mode that watches operations (a FLOP counter), and it should see them all.
-            return False
+            return None
         if layer.tiles.tile_tokens:
-            return False  # a compiled graph would hold all tokens at once
-        return self._compilable(layer) is not None
+            return None  # a compiled graph would hold all tokens at once
+        captures = Captures.inside(layer.module, self._recorder)
+        if captures is None:
+            self._note_eager(type(layer.module).__name__, "hooks are registered inside it")
+            return None
+        return None if self._kind_of(layer, captures, memory_budget=1.0) is None else captures
 
-    def recomputes(self, layer: StreamedLayer) -> bool:
+    def recomputes(self, layer: StreamedLayer, captures: Captures) -> bool:
         """Whether a layer that :meth:`wants` approved can be compiled so that its backward computes the activations again.
 
         Whether it draws random numbers shows when it is compiled: until then the answer is yes, and such a layer keeps the
         activations of that one call.
         """
-        compilable = self._compilable(layer, memory_budget=0.0)
-        return compilable is not None and not compilable[0].is_random
+        kind = self._kind_of(layer, captures, memory_budget=0.0)
+        return kind is not None and not kind.is_random
 
-    def run(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], memory_budget: float = 1.0) -> Any:
+    def run(
+        self,
+        layer: StreamedLayer,
+        captures: Captures,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        memory_budget: float = 1.0,
+    ) -> Any:
         """Runs the layer's forward with the weights that are bound to it: compiled, or its own code if that fails.
 
         Called with gradients enabled, for a layer that :meth:`wants` approved.
 
         Args:
             layer: the layer.
+            captures: as :meth:`wants` gave them.
             args, kwargs: of its forward.
             memory_budget: 1.0, or 0.0 for a layer that :meth:`recomputes`.
 
         Raises:
             Exception: what the layer's own code raises.
         """
-        compilable = self._compilable(layer, memory_budget)
-        if compilable is None or takes_mappings(args, kwargs):
+        kind = self._kind_of(layer, captures, memory_budget)
+        if kind is None or takes_mappings(args, kwargs):
             return layer.run(args, kwargs)
-        kind, captures = compilable
         before = RandomState(self._device)
         self._compiling = kind.name
         try:
             with _run_settings(), captures.replaced():
                 output, recorded = kind.function(layer.module, args, kwargs)
-            if self._recorder is not None and recorded:
-                self._recorder.enter([channel for channel, _ in recorded], [tensor for _, tensor in recorded])
+            self._recorder.enter(recorded)
             return output
         except Exception as error:
             if not _comes_from_a_compiler(error):
@@ -218,16 +228,8 @@ class CompiledLayers:
         self._note_eager(kind.name, reason)
         return output
 
-    def _compilable(self, layer: StreamedLayer, memory_budget: float = 1.0) -> tuple[_Kind, Captures] | None:
-        """The layer's kind, and what it is to hand out; None if it runs as it is, which is said once."""
-        captures = Captures.inside(layer.module, self._recorder)
-        if captures is None:
-            self._note_eager(type(layer.module).__name__, "hooks are registered inside it")
-            return None
-        kind = self._kind_of(layer, captures, memory_budget)
-        return None if kind is None or kind.gave_up else (kind, captures)
-
     def _kind_of(self, layer: StreamedLayer, captures: Captures, memory_budget: float) -> _Kind | None:
+        """The layer's kind; None if it runs as it is, which is said once."""
         forward = getattr(layer.forward, "__func__", None)
         name = type(layer.module).__name__
         if forward is None or getattr(layer.forward, "__self__", None) is not layer.module:
@@ -243,7 +245,7 @@ class CompiledLayers:
                 self._note_eager(name, reason)
                 return None
             kind = self._kinds[key] = _Kind(forward, name, memory_budget, self._compile)
-        return kind
+        return None if kind.gave_up else kind
 
     def _note_eager(self, name: str, reason: str) -> None:
         if (name, reason) not in self._eager_noted:

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.streaming import tile_loops
-from megatrain_accelerate.streaming.ambient_state import AutocastState
+from megatrain_accelerate.streaming.ambient_state import Again, autocast_again
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache, without_saving
 from megatrain_accelerate.streaming.expert_parts import ExpertPart, StreamedExperts
@@ -47,7 +47,7 @@ class _Result:
 class ExpertResults:
     """The results of the experts in one run of a layer.
 
-    Owner: the layer's autograd node, from forward to the first backward. Reader: the recompute.
+    Owner: the graph, by way of the layer's checkpoint, from forward to the first backward. Reader: the recompute.
 
     Args:
         keeps: whether the layer will be recomputed.
@@ -139,7 +139,7 @@ class _Call:
         self.places: Places | None = None
         self._results = results
         self._streams = streams
-        self._autocast: AutocastState | None = None
+        self._autocast: Again
 
     def forward(self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor, needs: Sequence[bool] | None) -> torch.Tensor:
         """The experts' output (T, D), computed or remembered.
@@ -165,7 +165,7 @@ class _Call:
 
     def enters_autocast(self, device: torch.device) -> None:
         """Backward is to run under the autocast of now."""
-        self._autocast = AutocastState(device.type)
+        self._autocast = autocast_again(device.type)
 
     def _compute(self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor, needs: Sequence[bool] | None) -> torch.Tensor:
         made_SD: torch.Tensor | None = None
@@ -277,8 +277,7 @@ class _Call:
         with self.source.weights(part, self._place(place), True, False) as weights:
             cut, leaves = self._leaves(weights)
             wanted = [tensor for tensor in (rows_nD, weights_n1) if tensor.requires_grad]
-            assert self._autocast is not None
-            with self._autocast.entered(), torch.enable_grad(), named_range(f"megatrain::recompute ({part.name})"):
+            with self._autocast(), torch.enable_grad(), named_range(f"megatrain::recompute ({part.name})"):
                 made_nD = _run_part(part, cut, rows_nD, rows.index_n1, weights_n1)
             with named_range(f"megatrain::backward ({part.name})"):
                 of_rows_nD = gradient_TD[rows.tokens_n].to(made_nD.dtype)

@@ -7,42 +7,27 @@ ranges lie apart on the host: they are one copy a parameter; what is added to ea
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from megatrain_accelerate.optim.kernel import HostKernels
-from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.streaming.device_slots import GradientSlot
 from megatrain_accelerate.streaming.expert_parts import ExpertPart, StreamedExperts
-from megatrain_accelerate.streaming.fp32_sums import Fp32Sums, gradient_norms
-from megatrain_accelerate.streaming.grad_offload import GradientOffloader
+from megatrain_accelerate.streaming.fp32_sums import gradient_norms
 from megatrain_accelerate.streaming.gradient_buffers import Addition
-from megatrain_accelerate.streaming.meter import Cause, Meter
-from megatrain_accelerate.streaming.norm_table import NormTable
+from megatrain_accelerate.streaming.meter import Cause
 from megatrain_accelerate.streaming.ranges import named_range
-from megatrain_accelerate.streaming.streams import Streams
 
-
-@dataclasses.dataclass(frozen=True)
-class GradientWays:
-    """What the experts' gradients need of the engine."""
-
-    offloader: GradientOffloader
-    streams: Streams
-    meter: Meter
-    worker: StepWorker
-    kernels: HostKernels
-    norms: NormTable
-    sums: Fp32Sums
+if TYPE_CHECKING:
+    from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 
 class ExpertGradients:
     """The gradients of one layer's experts in one backward.
 
     Args:
-        ways: the engine's.
+        runtime: the engine at work.
         experts: the layer's.
         is_last: whether no other backward of the same call of the layer follows (of an earlier piece of its batch).
 
@@ -50,21 +35,21 @@ class ExpertGradients:
         StateError: the model was prepared for evaluation only, or gradients that pass weren't consumed.
     """
 
-    def __init__(self, ways: GradientWays, experts: StreamedExperts, is_last: bool) -> None:
-        ways.offloader.require_training(experts)
-        self._ways, self._experts, self._is_last = ways, experts, is_last
+    def __init__(self, runtime: StreamingRuntime, experts: StreamedExperts, is_last: bool) -> None:
+        runtime.offloader.require_training(experts)
+        self._runtime, self._experts, self._is_last = runtime, experts, is_last
         trainable = experts.trainable
         # One that was frozen since it was prepared gets none.
         self._rows = [row for row, state in enumerate(trainable) if state.parameter.requires_grad]
         self._states = [trainable[row] for row in self._rows]
         is_fresh = len(self._rows) == len(trainable) and all(state.parameter.grad is None for state in trainable)
-        self._is_fresh = is_fresh or ways.offloader.passes
+        self._is_fresh = is_fresh or runtime.offloader.passes
         self._left = len(experts.parts)
-        self._norms = torch.zeros(len(trainable), dtype=torch.float32, device=ways.streams.device)
+        self._norms = torch.zeros(len(trainable), dtype=torch.float32, device=runtime.streams.device)
         self._additions: list[Addition] = []
         if self._is_fresh:
-            ways.offloader.wait_for_addition(experts.unit)
-        ways.offloader.begin_passing(experts)
+            runtime.offloader.wait_for_addition(experts.unit)
+        runtime.offloader.begin_passing(experts)
 
     def take(self, part: ExpertPart, gradients: Sequence[torch.Tensor | None] | None) -> None:
         """Sends a part's gradients to the host.
@@ -74,17 +59,17 @@ class ExpertGradients:
             gradients: one for each parameter that is trained, in entry order; None where nothing flows, or for a part that
                 had no token: plain PyTorch's gradient has zeros there.
         """
-        ways, layout = self._ways, part.unit.layout
+        runtime, layout = self._runtime, part.unit.layout
         self._left -= 1
         if gradients is None and not self._is_fresh:
             self._show(self._add_on_host(part, None))  # zeros needn't travel
             return
         # WAR: a step that is still to be applied reads the gradients of the pass before.
-        ways.meter.wait_for_step(part.name, part.gate.is_open, part.gate.wait)
-        slot = ways.offloader.take_slot()
+        runtime.meter.wait_for_step(part.name, part.gate.is_open, part.gate.wait)
+        slot = runtime.offloader.take_slot()
         with named_range(f"megatrain::offload_gradients ({part.name})"):
             # WAR: the copy of what used this slot last may still read it.
-            ways.meter.compute_waits_for(slot.grads_copied_event, Cause.D2H)
+            runtime.meter.compute_waits_for(slot.grads_copied_event, Cause.D2H)
             views = slot.views(layout)
             for place, row in enumerate(self._rows):
                 gradient = None if gradients is None else gradients[place]
@@ -95,51 +80,51 @@ class ExpertGradients:
             if self._is_fresh:
                 self._norms = torch.hypot(self._norms, torch.stack(gradient_norms(views)))
                 slot.norms[: len(views)].copy_(self._norms)
-            slot.grads_ready_event.record(ways.streams.compute_stream)
+            slot.grads_ready_event.record(runtime.streams.compute_stream)
         if not self._is_fresh:
             self._show(self._add_on_host(part, slot))
             return
         unit = self._experts.unit
         assert unit.gradients is not None
         pieces = part.unit.pieces(unit.gradients, slot.buffer, trainable_only=True)
-        norms = None if self._left else ways.norms.of_unit(unit)
-        self._show(ways.offloader.send(slot, part.name, layout.gradient_bytes, pieces, norms).synchronize)
+        norms = None if self._left else runtime.norms.of_unit(unit)
+        self._show(runtime.offloader.send(slot, part.name, layout.gradient_bytes, pieces, norms).synchronize)
 
     def _show(self, wait: Callable[[], None]) -> None:
         """Behind the last part ``parameter.grad`` shows the gradients; ``wait`` blocks until they have arrived."""
         if not self._left:
-            self._ways.offloader.show(self._experts, self._states, self._is_fresh, wait, may_be_stepped=self._is_last)
+            self._runtime.offloader.show(self._experts, self._states, self._is_fresh, wait, may_be_stepped=self._is_last)
 
     def _add_on_host(self, part: ExpertPart, slot: GradientSlot | None) -> Callable[[], None]:
         """Adds what the slot holds, or zeros without one; returns what blocks until that is done."""
-        ways, size = self._ways, part.unit.layout.gradient_bytes
+        runtime, size = self._runtime, part.unit.layout.gradient_bytes
         if not self._additions:
-            ways.offloader.prepare_accumulation()  # before the sums are asked for: it makes their memory
-            self._additions = [Addition.of(state, ways.sums) for state in self._states]
+            runtime.offloader.prepare_accumulation()  # before the sums are asked for: it makes their memory
+            self._additions = [Addition.of(state, runtime.sums) for state in self._states]
         if not self._left:
             for addition in self._additions:
                 addition.note()
         # RAW, WAW: what was sent in an earlier backward may still be on its way to where zeros are added.
-        staging, copied_event = None, ways.offloader.last_copied_event
+        staging, copied_event = None, runtime.offloader.last_copied_event
         views: Sequence[torch.Tensor | None] = [None] * len(self._experts.trainable)
         if slot is not None:
-            staging = ways.offloader.take_staging()
+            staging = runtime.offloader.take_staging()
             pieces = [(staging.buffer[:size], slot.buffer[:size])]
-            copied_event = ways.offloader.send(slot, part.name, size, pieces, None)
+            copied_event = runtime.offloader.send(slot, part.name, size, pieces, None)
             views = part.unit.layout.views(staging.buffer, trainable_only=True)
-        norms = ways.norms.of_unit(self._experts.unit)
-        takes_norms = not self._left and self._is_last and ways.offloader.gradients_complete()
+        norms = runtime.norms.of_unit(self._experts.unit)
+        takes_norms = not self._left and self._is_last and runtime.offloader.gradients_complete()
 
         def add() -> None:
             copied_event.synchronize()
             for addition, row in zip(self._additions, self._rows, strict=True):
-                addition.add(views[row], ways.kernels, part.experts.of)
+                addition.add(views[row], runtime.kernels, part.experts.of)
                 if takes_norms:
-                    total, norms[row] = addition.total_and_norm(ways.sums)
-                    ways.norms.note(addition.state.parameter, total)
+                    total, norms[row] = addition.total_and_norm(runtime.sums)
+                    runtime.norms.note(addition.state.parameter, total)
 
-        ticket = ways.worker.submit(f"accumulate ({part.name})", add)
+        ticket = runtime.worker.submit(f"accumulate ({part.name})", add)
         if staging is not None:
             staging.ticket = ticket
-        ways.offloader.note_addition(self._experts.unit, ticket)
+        runtime.offloader.note_addition(self._experts.unit, ticket)
         return ticket.wait

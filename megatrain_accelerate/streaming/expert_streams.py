@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,9 +12,12 @@ from torch import nn
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.streaming.call_order import CallOrder, Tape
 from megatrain_accelerate.streaming.device_slots import WeightSlot
-from megatrain_accelerate.streaming.expert_gradients import ExpertGradients, GradientWays
+from megatrain_accelerate.streaming.expert_gradients import ExpertGradients
 from megatrain_accelerate.streaming.expert_parts import ExpertPart, StreamedExperts
 from megatrain_accelerate.streaming.prefetch import Fetched, Prefetcher
+
+if TYPE_CHECKING:
+    from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 Places = list[tuple[Tape, int]]
 """Where on the tape of a forward each part of a layer's experts was called, in order."""
@@ -23,9 +26,9 @@ Places = list[tuple[Tape, int]]
 class _PartPrefetcher(Prefetcher):
     """Owner of the slots of parts: each takes a range of every parameter."""
 
-    def __init__(self, parts: Sequence[ExpertPart], slots: int, ways: GradientWays) -> None:
+    def __init__(self, parts: Sequence[ExpertPart], runtime: StreamingRuntime) -> None:
         self._parts = parts
-        super().__init__(parts, slots, ways.streams, ways.meter)
+        super().__init__(parts, runtime.config.slots, runtime.streams, runtime.meter)
 
     def _copy(self, layer: Fetched, slot: WeightSlot) -> None:
         unit = self._parts[layer.index].unit
@@ -37,30 +40,19 @@ class ExpertStreams:
     """All experts of a model that stream in parts.
 
     Args:
-        experts: in the order of the forward; maybe none.
-        slots: for weights of parts, at least 2.
-        ways: of their gradients.
-        anchor: see :attr:`RunContext.anchor`.
+        runtime: the engine at work; its experts are in the order of the forward, maybe none.
         runs_dry: whether layers run on trial, for a plan or a probe.
         layers: in which order the layers are called.
     """
 
-    def __init__(
-        self,
-        experts: Sequence[StreamedExperts],
-        slots: int,
-        ways: GradientWays,
-        anchor: torch.Tensor,
-        runs_dry: Callable[[], bool],
-        layers: CallOrder,
-    ) -> None:
-        self.experts = list(experts)
-        self.anchor = anchor
-        self._ways = ways
-        self._slots = slots
+    def __init__(self, runtime: StreamingRuntime, runs_dry: Callable[[], bool], layers: CallOrder) -> None:
+        self.experts = runtime.experts
+        self.anchor = runtime.anchor
+        self._runtime = runtime
+        self._slots = runtime.config.slots
         self._runs_dry = runs_dry
-        parts = [part for whole in experts for part in whole.parts]
-        self._prefetcher = _PartPrefetcher(parts, slots, ways) if parts else None
+        parts = [part for whole in self.experts for part in whole.parts]
+        self._prefetcher = _PartPrefetcher(parts, runtime) if parts else None
         self._order = CallOrder(len(parts), leader=layers)
         self._begins: dict[tuple[int, torch.device], torch.Tensor] = {}
 
@@ -112,7 +104,7 @@ class ExpertStreams:
 
     def after_backward(self, place: tuple[Tape, int]) -> Sequence[int]:
         """Parts that are expected in backward after that of the one called there."""
-        return self._order.after_backward(*place, self._slots, not self._ways.offloader.gradients_complete())
+        return self._order.after_backward(*place, self._slots, not self._runtime.gradients_complete())
 
     def gradients(self, experts: StreamedExperts, is_last: bool) -> ExpertGradients | None:
         """What takes the gradients of one backward; None if nothing is trained.
@@ -123,7 +115,7 @@ class ExpertStreams:
         trained = [state.parameter for state in experts.trainable if state.parameter.requires_grad]
         if not trained:
             return None
-        return ExpertGradients(self._ways, experts, is_last)
+        return ExpertGradients(self._runtime, experts, is_last)
 
 
 class Source:

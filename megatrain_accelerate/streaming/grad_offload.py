@@ -145,18 +145,12 @@ class GradientOffloader:
         """Bytes of the host buffers through which gradients pass."""
         return 0 if self._passing is None else self._passing.size_bytes
 
-    def offload(
-        self,
-        layer: StreamedLayer,
-        gradients: Sequence[torch.Tensor | None],
-        others: Sequence[torch.Tensor | None] = (),
-    ) -> None:
+    def offload(self, layer: StreamedLayer, gradients: Sequence[torch.Tensor | None]) -> None:
         """Sends a layer's gradients to the host and sets or adds to ``parameter.grad`` there.
 
         Args:
             layer: the layer whose backward made them.
             gradients: one per trainable entry, in entry order; None where the parameter had no part in the loss.
-            others: tensors of the outer graph whose memory a gradient may share.
         """
         unit = layer.unit
         trainable = layer.trainable
@@ -166,7 +160,7 @@ class GradientOffloader:
             return
         self.require_training(layer)
         if unit.is_on_device:
-            self._leave_on_device(layer, [trainable[i] for i in present], arrived, others)
+            self._leave_on_device(layer, [trainable[i] for i in present], arrived)
             return
         # WAR: a step that is still to be applied reads the gradients of the pass before.
         self._meter.wait_for_step(layer.name, layer.gate.is_open, layer.gate.wait)
@@ -256,15 +250,9 @@ class GradientOffloader:
         if self._passing is not None:
             require_stepped(layer, stepped)
 
-    def _leave_on_device(
-        self,
-        layer: StreamedLayer,
-        states: list[ParameterState],
-        gradients: list[torch.Tensor],
-        others: Sequence[torch.Tensor | None],
-    ) -> None:
+    def _leave_on_device(self, layer: StreamedLayer, states: list[ParameterState], gradients: list[torch.Tensor]) -> None:
         """Gradients of a unit on the device stay where they are; their norms go to the host."""
-        for state, gradient in zip(states, of_their_own(gradients, others), strict=True):
+        for state, gradient in zip(states, of_their_own(gradients), strict=True):
             _refuse_hooked(layer, state)
             self.add_in_place(state, gradient)
             self._norms.forget(state.parameter)

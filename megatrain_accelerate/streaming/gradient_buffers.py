@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -14,10 +14,10 @@ from megatrain_accelerate.optim.step_worker import Ticket
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums, RunningSum
 
 
-def of_their_own(gradients: list[torch.Tensor], others: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """The gradients, contiguous, each in memory of its own: autograd may hand out one tensor twice (of a sum of two
-    parameters, or a parameter and the hidden states), or views of something larger."""
-    seen = {other.untyped_storage().data_ptr() for other in others if other is not None}
+def of_their_own(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients, contiguous, each in memory of its own: autograd may hand out one tensor's memory twice (of a sum of two
+    parameters), or views of something larger."""
+    seen: set[int] = set()
     owned = []
     for gradient in gradients:
         storage = gradient.untyped_storage()

@@ -13,29 +13,31 @@ import enum
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
-from megatrain_accelerate.streaming.ambient_state import AmbientState
+from megatrain_accelerate.streaming.ambient_state import surroundings_again
 from megatrain_accelerate.streaming.attention_results import AttentionResults
-from megatrain_accelerate.streaming.call_context import RunContext, trained_now
 from megatrain_accelerate.streaming.call_gradients import CallGradients, CutCall
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.nested_tensors import map_tensors
+from megatrain_accelerate.streaming.nested_tensors import map_tensors, taken_apart
+from megatrain_accelerate.streaming.output_recorder import Captures
 from megatrain_accelerate.streaming.prefetch import Lease
 from megatrain_accelerate.streaming.ranges import named_range
 from megatrain_accelerate.streaming.saved_tensors import SavedTensors
-from megatrain_accelerate.streaming.shared_mappings import SharedMappings, WatchedArguments, no_writes_to
+from megatrain_accelerate.streaming.shared_mappings import no_writes_into, no_writes_to
 from megatrain_accelerate.streaming.whole_recompute import WholeRun
 from megatrain_accelerate.streaming.written_buffers import BufferValues, buffers_as_before
+
+if TYPE_CHECKING:
+    from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 _current_task = torch._C._current_graph_task_id
 
@@ -60,13 +62,6 @@ _ALLOWED = {
     (CallState.BACKWARD, CallState.WAITING),
     (CallState.DONE, CallState.WAITING),
 }
-
-
-class _Argument:
-    """Stands for a tensor among the arguments of a checkpoint, which is given the tensors one by one."""
-
-    def __init__(self, position: int) -> None:
-        self.position = position
 
 
 class GraphCall:
@@ -109,19 +104,18 @@ class GraphCall:
         """The unit's, in forward."""
         self._leaves: list[tuple[int, weakref.ref[torch.Tensor]]] = []
         """For each weight that was trained in forward: its place among the unit's trainable ones, and the leaf."""
-        self._of_whole: dict[int, torch.Tensor] = {}
-        """The weights' gradients where the layer was run again as a whole, by the same places."""
         self.holds_weights = False
         """Whether something of the forward besides the leaves still refers to the slot: its backward would read another
         layer's weights there. A function of the user's own does that which keeps a weight in an attribute of its context."""
         self._running_slot: WeightSlot | None = None
         """The slot in which it runs forward."""
-        self._is_compiled = False
+        self._captures: Captures | None = None
+        """What it hands out if it runs compiled; None for a layer's own code."""
         self._is_checked = False
         """Whether this backward has found the forward's weights."""
         self._range = contextlib.ExitStack()
         """In a profile, the range of the backward that is in the call."""
-        self._trained: list[bool] = trained_now(layer)
+        self._trained = layer.trained_now()
         """Which weights are trained in forward, in entry order."""
 
     def move_to(self, state: CallState) -> None:
@@ -149,7 +143,8 @@ class GraphCall:
             if not self.is_whole:
                 self._take_leaves(weights, is_watched=not watched)
             # Experts in parts wait for their routing, and attention inside a compiled graph isn't seen.
-            self._is_compiled = not layer.experts and not context.keeps_attention(layer) and context.compiled.wants(layer)
+            if not layer.experts and layer.index not in context.attention_layers:
+                self._captures = context.compiled.wants(layer)
             with (
                 named_range(f"megatrain::forward ({layer.name})"),
                 self.calls.running(self, slot),
@@ -168,7 +163,7 @@ class GraphCall:
     def _watched(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
         """Has :meth:`_all_issued` called when the tensor's gradient is known: nothing of this layer is left to run then,
         since autograd runs what was computed later first."""
-        if not tensor.requires_grad or tensor.device != self.calls.context.device:
+        if not tensor.requires_grad or tensor.device != self.calls.context.streams.device:
             return tensor
         if id(tensor) not in watched:
             # A leaf lives on, and hooks on it would pile up. The gradients of all pieces are known at once.
@@ -181,6 +176,7 @@ class GraphCall:
     def _take_leaves(self, weights: list[torch.Tensor], is_watched: bool) -> None:
         """Notes whose gradients are to come; if ``is_watched``, no input will tell that the layer's backward is over."""
         arrived = functools.partial(_leaf_arrived, weakref.ref(self))
+        self._leaves = []
         for row, weight in self._trained_of(weights).items():
             self._leaves.append((row, weakref.ref(weight)))
             weight._megatrain_call = self  # type: ignore[attr-defined]
@@ -201,19 +197,19 @@ class GraphCall:
     def _run_by_policy(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         context, layer = self.calls.context, self.layer
         context.activations.run_begins()
-        is_offloaded = not self.is_whole and context.offloads(layer)
-        is_recomputed = self.is_whole or not (is_offloaded or context.keeps(layer))
+        is_offloaded = not self.is_whole and layer.index in context.offloaded_layers
+        is_recomputed = self.is_whole or not (is_offloaded or layer.index in context.kept_layers)
         # Where inputs make room, results as large mustn't take it.
         keeps_results = is_recomputed and not context.offloads_inputs(layer)
         self._expert_results = ExpertResults(keeps_results, is_last=self.piece == 0)
-        by_compiler = is_recomputed and self._is_compiled and not self.is_whole and context.compiled.recomputes(layer)
+        captures = self._captures if is_recomputed and not self.is_whole else None
+        by_compiler = captures is not None and context.compiled.recomputes(layer, captures)
         if is_recomputed and not by_compiler:
             return self._run_to_recompute(weights, args, kwargs)
         offloaded = None
         if is_offloaded:
-            stay: list[torch.Tensor] = list(layer.module.buffers())
-            map_tensors(stay.append, (args, kwargs))
-            offloaded = context.activations.record(layer.name, stay)
+            inputs, _ = taken_apart((args, kwargs))
+            offloaded = context.activations.record(layer.name, [*layer.module.buffers(), *inputs])
         with layer.bound(weights), SavedTensors(self.calls.reader_at, offloaded).recording():
             output = self._run_layer(args, kwargs, memory_budget=0.0 if by_compiler else 1.0)
         if offloaded is not None:
@@ -223,35 +219,23 @@ class GraphCall:
     def _run_layer(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool = False, memory_budget: float = 1.0
     ) -> Any:
-        if self._is_compiled:
-            return self.calls.context.compiled.run(self.layer, args, kwargs, memory_budget)
+        if self._captures is not None:
+            return self.calls.context.compiled.run(self.layer, self._captures, args, kwargs, memory_budget)
         if not self.layer.experts:
             return self.layer.run(args, kwargs)
         with self._expert_results.at_work(self.layer, replays=is_recompute):
             return self.layer.run(args, kwargs)
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        context, layer, recorder = self.calls.context, self.layer, self.calls.context.recorder
-        # What it writes into a mapping the recompute writes too, into one of its own.
-        shared = SharedMappings(args, kwargs)
-        others = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, torch.Tensor)]
-        arguments_before = WatchedArguments(layer.name, args, kwargs, others)
-        ambient = AmbientState(context.device, layer.module)
-        tensors: list[torch.Tensor] = []
-
-        def take(tensor: torch.Tensor) -> _Argument:
-            tensors.append(tensor)
-            return _Argument(len(tensors) - 1)
-
-        arguments = map_tensors(take, (shared.args, shared.kwargs))
+        context, layer = self.calls.context, self.layer
+        as_in_forward = surroundings_again(context.streams.device, layer.module)
+        # A checkpoint is given the tensors one by one.
+        tensors, arguments = taken_apart((args, kwargs))
         before: list[BufferValues] = []
         # What the first run binds; nobody holds it afterwards but the graph.
         first: list[list[torch.Tensor]] = [weights]
-        token = recorder.start(None) if recorder is not None and self._is_compiled and not self.is_whole else None
-        whole = WholeRun(layer.name, self._pinned, self._take_whole, recorder) if self.is_whole else None
-
         attention = leaving = None
-        if context.keeps_attention(layer):
+        if layer.index in context.attention_layers:
             leaving = context.activations.record(layer.name) if context.offloads_inputs(layer) else None
             attention = AttentionResults(leaving)
 
@@ -259,7 +243,7 @@ class GraphCall:
         budget = 1.0 if self.is_whole else 0.0
 
         def body(*given: torch.Tensor) -> Any:
-            args, kwargs = map_tensors(lambda argument: given[argument.position], arguments, _Argument)
+            args, kwargs = arguments(given)
             saving = contextlib.nullcontext() if whole is not None else SavedTensors(self.calls.reader_at).recording()
             if first:
                 with (
@@ -270,38 +254,33 @@ class GraphCall:
                 ):
                     return self._run_layer(args, kwargs, memory_budget=budget)
             with (
-                self._pinned() as slot,
+                self.pinned() as slot,
                 self.calls.running(self, slot),
                 layer.bound(again := self._leaves_in(slot)),
-                ambient.entered(),
+                as_in_forward(),
                 saving,
                 buffers_as_before(before[0]),
                 named_range(f"megatrain::recompute ({layer.name})"),
                 attention.replaying() if attention is not None else contextlib.nullcontext(),
+                # It was recorded in forward.
+                context.recorder.apart() if whole is None else contextlib.nullcontext(),
             ):
                 if whole is not None:
-                    whole.leaves = self._trained_of(again)
+                    whole.leaves = again
+                    self._take_leaves(again, is_watched=False)
                 del again
-                replay = recorder.start(token) if recorder is not None and token is not None else None
-                try:
-                    return self._run_layer(args, kwargs, is_recompute=True, memory_budget=budget)
-                finally:
-                    if recorder is not None and replay is not None:
-                        recorder.finish(replay)
+                return self._run_layer(args, kwargs, is_recompute=True, memory_budget=budget)
 
-        with no_writes_to(tensors, layer.name):
+        whole = WholeRun(self, body) if self.is_whole else None
+        with no_writes_into(args, kwargs, layer.name), no_writes_to(tensors, layer.name):
             # Random numbers, autocast and modes are put back by the body, those of Python and NumPy too.
             if whole is not None:
-                whole.body = body
-                output = whole.output(context.anchor if layer.has_trainable else context.anchor.detach(), tensors)
+                output = whole.output(tensors)
             else:
                 output = checkpoint(body, *tensors, use_reentrant=False, preserve_rng_state=False)
-        arguments_before.refuse_written()
         if leaving is not None:
             context.activations.send(leaving, self.tape, self.position, self.piece)
-        if recorder is not None and token is not None:
-            recorder.publish(token, recorder.finish(token))
-        return shared.take_back(output)
+        return output
 
     def _handed_out(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
         """What the layer returns doesn't lie in its slot, and tells when its backward begins."""
@@ -377,7 +356,7 @@ class GraphCall:
         return lease
 
     @contextlib.contextmanager
-    def _pinned(self) -> Iterator[WeightSlot]:
+    def pinned(self) -> Iterator[WeightSlot]:
         """The slot, which no other layer can take while the body runs."""
         slot = self.slot()
         slot.users += 1
@@ -433,13 +412,8 @@ class GraphCall:
         self.calls.context.prefetcher.end_lease(self.layer.index)
         self._is_checked = False
 
-    def _take_whole(self, gradients: dict[int, torch.Tensor]) -> None:
-        """The layer was run again as a whole: these are all its gradients."""
-        self._of_whole = gradients
-        self.all_issued()
-
     def _take_gradients(self) -> dict[int, torch.Tensor]:
-        taken, self._of_whole = self._of_whole, {}
+        taken: dict[int, torch.Tensor] = {}
         leaves = [(row, found()) for row, found in self._leaves]
         lease = self.calls.context.prefetcher.leases.get(self.layer.index)
         if lease is not None:
@@ -491,12 +465,12 @@ class ActiveCalls:
     """Which calls compute in which slot, and to which calls the backwards that are under way have come. One object per engine.
 
     Args:
-        context: what a call needs of the engine.
+        context: the engine at work, whose calls they are.
     """
 
-    def __init__(self, context: RunContext) -> None:
+    def __init__(self, context: StreamingRuntime) -> None:
         self.context = context
-        self.gradients = CallGradients(context.offloader, context.sums)
+        self.gradients = CallGradients(context.offloader, context.gradient_sums)
         self._running: dict[int, GraphCall] = {}
         """The calls that compute, by where their slots begin."""
         self._tasks: dict[int, list[GraphCall]] = {}

@@ -6,15 +6,12 @@ The first call of a layer finds out whether its graph can be separated from its 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.streaming.activation_offload import inputs_offloaded
 from megatrain_accelerate.streaming.ambient_state import RandomState
 from megatrain_accelerate.streaming.call_gradients import CutCall
@@ -23,24 +20,9 @@ from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.graph_call import ActiveCalls, GraphCall
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchSplit, require_same_structure
-from megatrain_accelerate.streaming.nested_tensors import map_tensors
-from megatrain_accelerate.streaming.shared_mappings import SharedMappings, WatchedArguments, no_writes_to
+from megatrain_accelerate.streaming.nested_tensors import taken_apart
+from megatrain_accelerate.streaming.shared_mappings import SharedMappings, no_writes_into, no_writes_to
 from megatrain_accelerate.streaming.written_buffers import BufferValues
-
-
-def refuse_hidden_tensors(layer: StreamedLayer, leaves: Sequence[Any]) -> None:
-    """Tensors inside a dataclass that pytree doesn't know would be cut off from the graph without a word.
-
-    Raises:
-        UnsupportedError: there are such.
-    """
-    for leaf in leaves:
-        if dataclasses.is_dataclass(leaf) and any(isinstance(value, torch.Tensor) for value in vars(leaf).values()):
-            raise UnsupportedError(
-                f"layer {layer.name} takes or returns a {type(leaf).__name__} with tensors in it, which gradients can't pass; "
-                "register it with torch.utils._pytree.register_dataclass, or name other layers in "
-                "megatrain_config.layer_classes"
-            )
 
 
 class GraphCalls:
@@ -67,20 +49,19 @@ class GraphCalls:
         calls: list[GraphCall] = []
         if layer.index in self._tried:
             return self._run(calls, layer, tape, position, args, kwargs)
-        random_numbers, buffers = RandomState(self._active.context.device), list[BufferValues]()
+        random_numbers, buffers = RandomState(self._active.context.streams.device), list[BufferValues]()
         recorder = self._active.context.recorder
-        token = recorder.start(None) if recorder is not None else None
-        with layer.buffers.watched(buffers):
+        with layer.buffers.watched(buffers), recorder.apart() as recorded:
             output = self._run(calls, layer, tape, position, args, kwargs)
         if any(call.holds_weights for call in calls):
             random_numbers.put_back()
-            if recorder is not None:
-                recorder.discard(token)
             for owner, name, value in buffers[0]:
                 owner._buffers[name] = value
             del output
             self._whole.add(layer.index)
             output = self._run([], layer, tape, position, args, kwargs)
+        else:
+            recorder.enter(recorded)
         self._tried.add(layer.index)
         return output
 
@@ -95,14 +76,14 @@ class GraphCalls:
     ) -> Any:
         """Runs a layer, whole or in pieces; ``calls`` gets what that takes."""
         context = self._active.context
-        inputs: list[torch.Tensor] = []
+        inputs: Sequence[torch.Tensor] = ()
         leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if context.cut.size is not None or context.offloads_inputs(layer):
-            map_tensors(inputs.append, (args, kwargs))
+        if context.batch_cut.size is not None or context.offloads_inputs(layer):
+            inputs, _ = taken_apart((args, kwargs))
         if context.offloads_inputs(layer):
             leaving = inputs_offloaded(context.activations, layer.name, inputs, tape, position)
         shared = SharedMappings(args, kwargs)
-        split = BatchSplit.of_call(layer, shared.args, shared.kwargs, context.cut)
+        split = BatchSplit.of_call(layer, shared.args, shared.kwargs, context.batch_cut)
         cut = CutCall(layer, tape, split.count) if split.count > 1 else None
         is_whole = layer.index in self._whole
         calls += [GraphCall(self._active, layer, tape, position, cut, piece, is_whole) for piece in range(split.count)]
@@ -111,7 +92,7 @@ class GraphCalls:
         try:
             with leaving:
                 if cut is None:
-                    return calls[0].run(slot, args, kwargs)
+                    return shared.take_back(calls[0].run(slot, shared.args, shared.kwargs))
                 with no_writes_to(inputs, layer.name, "a function that returns multiple views"):
                     return shared.take_back(self._run_pieces(calls, slot, split, shared))
         finally:
@@ -121,28 +102,19 @@ class GraphCalls:
         """The output of a call in pieces, with what was recorded meanwhile joined too."""
         layer, recorder = calls[0].layer, self._active.context.recorder
         pieces: list[list[torch.Tensor]] = []
-        tokens: list[Any] = []
         first: Any = None
         for call, (args, kwargs) in zip(calls, split.arguments(shared.args, shared.kwargs), strict=True):
-            others = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, torch.Tensor)]
-            arguments_before = WatchedArguments(layer.name, args, kwargs, others)
-            tokens.append(recorder.start(None) if recorder is not None else None)
-            leaves, spec = tree_flatten(call.run(slot, args, kwargs))
-            recorded = recorder.finish(tokens[-1]) if recorder is not None else []
-            arguments_before.refuse_written()
-            refuse_hidden_tensors(layer, leaves)
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            first = first or (spec, rest, [isinstance(leaf, torch.Tensor) for leaf in leaves], len(tensors))
-            require_same_structure(layer.name, first[:2], (spec, rest))
-            pieces.append(tensors + recorded)
-        joined = iter(split.joined(layer.name, pieces, outputs=first[3]))
-        leaves = [next(joined) if flag else rest for flag, rest in zip(first[2], first[1], strict=True)]
-        if recorder is not None:
-            for token in reversed(tokens[1:]):
-                recorder.discard(token)
-            recorder.publish(tokens[0], list(joined))
-        return tree_unflatten(leaves, first[0])
+            with recorder.apart() as recorded, no_writes_into(args, kwargs, layer.name):
+                output = call.run(slot, args, kwargs)
+            tensors, put_together = taken_apart((output, recorded))
+            rest = put_together([None] * len(tensors))
+            first = first or rest
+            require_same_structure(layer.name, first, rest)
+            pieces.append(tensors)
+        outputs, _ = taken_apart(output)
+        output, recorded = put_together(split.joined(layer.name, pieces, outputs=len(outputs)))
+        recorder.enter(recorded)
+        return output
 
     def settle(self) -> None:
         """Before gradients are read as a whole: takes those of which no hook has told."""

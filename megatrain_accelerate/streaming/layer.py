@@ -73,6 +73,11 @@ class StreamedLayer:
         """The parameters of its unit that were trained when the model was prepared, in entry order."""
         return [state for state in self.unit.states if state.entry.spec.trainable]
 
+    def trained_now(self) -> list[bool]:
+        """Which weights of its unit are trained, in entry order: scripts freeze and unfreeze them at any time."""
+        with unwatched():
+            return [state.entry.spec.trainable and state.parameter.requires_grad for state in self.unit.states]
+
     @property
     def parameter_count(self) -> int:
         """Parameters of the layer, those of its experts among them."""

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.memory.flat_layout import FlatLayout
 from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.nested_tensors import taken_apart, tensors_in
 
 _PER_TOKEN_NAMES = ("cache_position",)
 """Arguments of one dimension that are the same for all samples, whatever their length."""
@@ -40,8 +41,7 @@ class BatchCut:
 
     def begin(self, inputs: Any) -> None:
         """A forward of the model begins. Tensors in ``inputs`` of two dimensions or more have the samples along the first."""
-        tensors = (leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, torch.Tensor))
-        self._rows = frozenset(tensor.shape[0] for tensor in tensors if tensor.dim() >= 2)
+        self._rows = frozenset(tensor.shape[0] for tensor in tensors_in(inputs) if tensor.dim() >= 2)
 
     def require_samples(self, layer: StreamedLayer, path: str, hidden: torch.Tensor) -> None:
         """The layer's hidden states have the batch along dimension 0.
@@ -160,19 +160,13 @@ class BatchSplit:
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """The arguments of each piece, in autograd's graph; a tensor that is passed twice stays one."""
-        leaves, spec = tree_flatten((args, kwargs))
-        flags = iter(self.is_split)
+        tensors, put_together = taken_apart((args, kwargs))
         of_tensor: dict[tuple[int, bool], Sequence[torch.Tensor]] = {}
-        columns: list[Sequence[Any]] = []
-        for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor):
-                columns.append((leaf,) * self.count)
-                continue
-            key = (id(leaf), next(flags))
-            if key not in of_tensor:
-                of_tensor[key] = self._pieces_of(leaf, is_split=key[1])
-            columns.append(of_tensor[key])
-        return [tree_unflatten(list(piece), spec) for piece in zip(*columns, strict=True)]
+        for tensor, is_split in zip(tensors, self.is_split, strict=True):
+            if (id(tensor), is_split) not in of_tensor:
+                of_tensor[id(tensor), is_split] = self._pieces_of(tensor, is_split)
+        columns = [of_tensor[id(tensor), is_split] for tensor, is_split in zip(tensors, self.is_split, strict=True)]
+        return [put_together(piece) for piece in zip(*columns, strict=True)]
 
     def _pieces_of(self, tensor: torch.Tensor, is_split: bool) -> Sequence[torch.Tensor]:
         if is_split:
@@ -185,24 +179,20 @@ class BatchSplit:
         """The call's arguments with the tensors of the first piece, which no other is larger than."""
         if not self.sizes:
             return args, kwargs
-        flags = iter(self.is_split)
-        made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
-            torch.Tensor, lambda tensor: tensor[: self.sizes[0]] if next(flags) else tensor, (args, kwargs)
+        tensors, put_together = taken_apart((args, kwargs))
+        size, flags = self.sizes[0], self.is_split
+        made: tuple[tuple[Any, ...], dict[str, Any]] = put_together(
+            [tensor[:size] if is_split else tensor for tensor, is_split in zip(tensors, flags, strict=True)]
         )
         return made
 
-    def whole_output(self, output: Any) -> Any:
-        """A call's output of the right shapes, zeros, from that of its first piece."""
+    def whole(self, made: Any) -> Any:
+        """What a call returns or records (of samples, or of their tokens), zeros of the right shapes, from that of its first
+        piece."""
         if not self.sizes:
-            return output
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.new_zeros((sum(self.sizes), *tensor.shape[1:])), output)
-
-    def whole_recorded(self, recorded: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What a call records beside its output, of the right shapes, zeros, from that of its first piece."""
-        if not self.sizes:
-            return list(recorded)
+            return made
         total, first = sum(self.sizes), self.sizes[0]
-        return [tensor.new_zeros((len(tensor) * total // first, *tensor.shape[1:])) for tensor in recorded]
+        return tree_map_only(torch.Tensor, lambda t: t.new_zeros((len(t) * total // first, *t.shape[1:])), made)
 
     def joined(self, layer: str, pieces: Sequence[list[torch.Tensor]], outputs: int) -> list[torch.Tensor]:
         """What a call returns from what its pieces return: samples, or for recorded tensors the tokens of samples, in order.
@@ -215,8 +205,6 @@ class BatchSplit:
         Raises:
             UnsupportedError: a tensor doesn't have the piece's samples along dimension 0.
         """
-        if len({len(piece) for piece in pieces}) > 1:
-            raise _cannot(layer, f"its pieces return {[len(piece) for piece in pieces]} tensors")
         for size, piece in zip(self.sizes, pieces, strict=True):
             for place, tensor in enumerate(piece):
                 if tensor.dim() == 0 or (place < outputs and tensor.shape[0] != size):
@@ -236,6 +224,8 @@ class LayerSums:
         self._dtypes = [entry.spec.dtype for entry in layout.trainable_entries]
         self._sums: list[torch.Tensor] = []
         self._present: set[int] = set()
+        self.complete_pieces = 0
+        """Pieces whose gradients are all in the sums."""
         for entry in layout.trainable_entries:
             assert entry.state_offset is not None
             flat = buffer[entry.state_offset : entry.state_offset + entry.spec.numel]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 
 def map_tensors(change: Callable[[Any], Any], value: Any, kind: type | tuple[type, ...] = torch.Tensor) -> Any:
@@ -42,8 +43,29 @@ def map_tensors(change: Callable[[Any], Any], value: Any, kind: type | tuple[typ
     return value
 
 
+class _Place(int):
+    """Stands for the tensor of this number."""
+
+
+def taken_apart(value: Any) -> tuple[list[torch.Tensor], Callable[[Any], Any]]:
+    """The tensors that :func:`map_tensors` finds, in order; and what puts those of a list in their places, and holds none."""
+    tensors: list[torch.Tensor] = []
+
+    def take(tensor: torch.Tensor) -> _Place:
+        tensors.append(tensor)
+        return _Place(len(tensors) - 1)
+
+    rest = map_tensors(take, value)
+    return tensors, lambda others: map_tensors(others.__getitem__, rest, _Place)
+
+
 def any_requires_grad(value: Any) -> bool:
     """Whether a tensor that :func:`map_tensors` finds requires grad."""
     found: list[torch.Tensor] = []
     map_tensors(found.append, value)
     return any(tensor.requires_grad for tensor in found)
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of a tree (:mod:`torch.utils._pytree`), in order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -12,9 +12,8 @@ import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import nn
 
 from megatrain_accelerate.streaming.model_hook import HOOKS, has_global_hooks
@@ -34,35 +33,34 @@ class Capture:
     """Whether the hook does nothing else, so that it can be replaced."""
 
 
-class OutputRecorder(Protocol):
+Recorded = list[tuple[str, Any]]
+"""What was recorded, in order for each name: under which name, and the value, a tensor as a rule."""
+
+
+class OutputRecorder:
     """Collects what a layer's inner modules hand to a side channel (router logits, for one) while it runs.
 
-    Such tensors must become outputs of the layer's node, or their losses lose the layer's gradient.
+    This one is for models of which nothing is collected.
     """
 
-    def start(self, replay_of: Any) -> Any:
-        """Begins to record; in backward with the forward run's token. Returns a token for :meth:`finish`."""
+    def channels(self) -> tuple[str, ...]:
+        """The names under which something is collected now."""
+        return ()
 
-    def finish(self, token: Any) -> list[torch.Tensor]:
-        """Ends recording and returns the recorded tensors in order."""
+    def apart(self, channels: Sequence[str] | None = None) -> contextlib.AbstractContextManager[Recorded]:
+        """What is recorded in the body isn't collected, but is in the list that this gives, when the body has ended.
 
-    def publish(self, token: Any, tensors: list[torch.Tensor]) -> None:
-        """Puts the node's outputs in the place of the tensors recorded in forward. Must let go of all tensors."""
+        Args:
+            channels: the names under which the body is to record; None for those of now.
+        """
+        return contextlib.nullcontext([])
 
-    def discard(self, token: Any) -> None:
-        """Takes back what was recorded in forward since ``token`` was made. Must let go of all tensors."""
-
-    def channels(self, token: Any) -> list[str]:
-        """Between ``finish`` and what lets go: for each recorded tensor, under which name it was."""
-
-    def enter(self, channels: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Records tensors under these names in the place of a layer, or of a hook, that isn't run."""
+    def enter(self, recorded: Recorded) -> None:
+        """Records this now, under the names that are collected, in the place of a layer, or of a hook, that isn't run."""
 
     def capture_of(self, hook: Hook) -> Capture | None:
         """What a forward hook records; None if it isn't one of the recorder's."""
-
-    def is_recording(self, channel: str) -> bool:
-        """Whether what is recorded under this name is wanted now; if not, its hooks do nothing."""
+        return None
 
 
 class Captures:
@@ -79,7 +77,7 @@ class Captures:
         """Equal for layers that are to hand out the same. Empty if nothing is recorded."""
 
     @classmethod
-    def inside(cls, module: nn.Module, recorder: OutputRecorder | None) -> Captures | None:
+    def inside(cls, module: nn.Module, recorder: OutputRecorder) -> Captures | None:
         """What is captured inside the module; None if other hooks run there as well, or ones that can't be replaced.
 
         Hooks on the module itself run outside of its forward, and don't count.
@@ -111,16 +109,16 @@ class Captures:
             _handed_out.clear()
 
 
-def _captures_on(child: nn.Module, recorder: OutputRecorder | None) -> tuple[Capture, ...] | None:
+def _captures_on(child: nn.Module, recorder: OutputRecorder) -> tuple[Capture, ...] | None:
     """What is taken of the module's output now; None if it has hooks that can't be replaced."""
-    if recorder is None or any(getattr(child, hooks) for hooks in HOOKS if hooks != "_forward_hooks"):
+    if any(getattr(child, hooks) for hooks in HOOKS if hooks != "_forward_hooks"):
         return None
     taken = []
     for hook in child._forward_hooks.values():
         capture = recorder.capture_of(hook)
         if capture is None:
             return None
-        if recorder.is_recording(capture.channel):
+        if capture.channel in recorder.channels():
             if not capture.is_plain:
                 return None
             taken.append(capture)
@@ -146,7 +144,7 @@ def handing_out(capture: Capture) -> Hook:
     return hook
 
 
-def take_handed_out() -> list[tuple[str, Any]]:
+def take_handed_out() -> Recorded:
     """What the hooks left since the last call, in order: channels and tensors."""
     taken = list(_handed_out)
     _handed_out.clear()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from megatrain_accelerate.streaming.norm_table import NormTable
 from megatrain_accelerate.streaming.ranges import named_range
 from megatrain_accelerate.streaming.streams import Streams
 from megatrain_accelerate.streaming.update_gate import UpdateGate
+
+if TYPE_CHECKING:
+    from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 
 class ResidentGroup:
@@ -190,14 +193,7 @@ class ResidentGroup:
                 handle.show(weight)  # instead of another store's copy, which may lie elsewhere
 
 
-class Runtime(Protocol):
-    """What is told of the gradients of resident parameters."""
-
-    def resident_gradient_ready(self, parameter: torch.Tensor) -> None:
-        """A gradient is complete."""
-
-
-def gradient_ready(runtime: weakref.ref[Runtime], parameter: torch.Tensor) -> None:
+def gradient_ready(runtime: weakref.ref[StreamingRuntime], parameter: torch.Tensor) -> None:
     """Hook of a resident parameter: tells the engine, if it is alive."""
     if (found := runtime()) is not None:
         found.resident_gradient_ready(parameter)

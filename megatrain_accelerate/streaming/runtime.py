@@ -18,12 +18,10 @@ from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.streaming.activation_offload import ActivationOffloader
 from megatrain_accelerate.streaming.caches import without_caches
-from megatrain_accelerate.streaming.call_context import RunContext
 from megatrain_accelerate.streaming.call_order import CallOrder, OpenForward, Tape
 from megatrain_accelerate.streaming.clipping import Clipping
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
 from megatrain_accelerate.streaming.device_slots import WeightSlot
-from megatrain_accelerate.streaming.expert_gradients import GradientWays
 from megatrain_accelerate.streaming.expert_streams import ExpertStreams
 from megatrain_accelerate.streaming.forward_order import UnitInOrder, in_forward_order
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
@@ -156,31 +154,16 @@ class StreamingRuntime:
         self.steps_on_host: set[int] = set()  # ids of optimizers without a kernel: their step works on masters on the host
         self.keep_states_on_host: Callable[[], None] = lambda: self.place((), (), groups_on_device=False)
         """Brings all states to the host; set by the plan."""
-        self.compiled = CompiledLayers(config.compile_layers, streams.device, recorder)
-        self.recorder = recorder
+        self.recorder = recorder or OutputRecorder()
+        self.compiled = CompiledLayers(config.compile_layers, streams.device, self.recorder)
         self._order = CallOrder(len(self.layers))
         self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
         self.batch_cut = BatchCut(config.micro_batch_size)
         """How a batch that is larger than ``micro_batch_size`` runs in pieces."""
-        self._context = RunContext(
-            device=streams.device,
-            acquire_forward=self._acquire_forward,
-            prefetcher=self.prefetcher,
-            lease_backward=self._lease_backward,
-            offloader=self.offloader,
-            backward_begins=self._backward_begins,
-            keeps=lambda layer: layer.index in self.kept_layers,
-            offloads=lambda layer: layer.index in self.offloaded_layers,
-            keeps_attention=lambda layer: layer.index in self.attention_layers,
-            offloads_inputs=lambda at: at.index in self.input_offloaded_layers - self.kept_layers - self.offloaded_layers,
-            activations=self.activations,
-            recorder=recorder,
-            compiled=self.compiled,
-            cut=self.batch_cut,
-            sums=self.gradient_sums,
-            anchor=torch.zeros((), device=streams.device, requires_grad=True),
-        )
-        self._active_calls = ActiveCalls(self._context)
+        self.anchor = torch.zeros((), device=streams.device, requires_grad=True)
+        """A number that requires grad. It keeps nodes in the graph where no input of theirs requires grad: a frozen embedding
+        below trained layers."""
+        self._active_calls = ActiveCalls(self)
         self._graph_calls = GraphCalls(self._active_calls)
         self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}
         parameters = [state.parameter for unit in self.units for state in unit.states]
@@ -199,9 +182,7 @@ class StreamingRuntime:
         self._in_this_backward: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         self._backward_tape: Tape | None = None
         self._clipping = Clipping(self.norms, self.sums, self._states)
-        ways = GradientWays(self.offloader, streams, meter, worker, kernels, self.norms, self.sums)
-        about = (config.slots, ways, self._context.anchor, lambda: self._dry_run is not None, self._order)
-        self.expert_streams = ExpertStreams(self.experts, *about)
+        self.expert_streams = ExpertStreams(self, lambda: self._dry_run is not None, self._order)
         _running.add(self)
 
     token_tile = TileOfLayers()
@@ -264,14 +245,20 @@ class StreamingRuntime:
                 self._open_forwards.add(_open_forward := tape.open_forward())  # alive until a call holds it
                 return self._graph_calls.run(layer, tape, position, *arguments)
         tape, position = self._order.record(layer.index)
-        slot = self._acquire_forward(layer, tape, position, False)
+        slot = self.acquire_forward(layer, tape, position, False)
         try:
             with torch.no_grad(), layer.bound(slot.views(layer.unit.layout)), layer.tiles.at_work(args, kwargs):
                 return layer.forward(*args, **kwargs)
         finally:
             self.prefetcher.release(slot)
 
-    def _acquire_forward(self, layer: StreamedLayer, tape: Tape, position: int, backward_follows: bool) -> WeightSlot:
+    def offloads_inputs(self, layer: StreamedLayer) -> bool:
+        """Whether the layer is recomputed, and its inputs go to the host until then."""
+        index = layer.index
+        return index in self.input_offloaded_layers and not (index in self.kept_layers or index in self.offloaded_layers)
+
+    def acquire_forward(self, layer: StreamedLayer, tape: Tape, position: int, backward_follows: bool) -> WeightSlot:
+        """The slot with the layer's weights, for a call; it is to be released."""
         upcoming = self._order.after_forward(tape, position, self._look_ahead, backward_follows)
         slot = self.prefetcher.acquire(layer, upcoming)
         if layer is self.layers[-1]:
@@ -280,21 +267,21 @@ class StreamingRuntime:
                 group.wait_for_step()
         return slot
 
-    def _lease_backward(self, layer: StreamedLayer, tape: Tape, position: int) -> Lease:
-        return self.prefetcher.lease(layer, self._upcoming_in_backward(tape, position))
-
-    def _upcoming_in_backward(self, tape: Tape, position: int) -> Sequence[int]:
+    def lease_backward(self, layer: StreamedLayer, tape: Tape, position: int) -> Lease:
+        """A slot with the layer's weights, for the backward of a call."""
         self._backward_tape = tape
         self._in_this_backward.add(tape.open_forward())
         forward_follows = not self.gradients_complete()
-        return self._order.after_backward(tape, position, self._look_ahead, forward_follows)
+        upcoming = self._order.after_backward(tape, position, self._look_ahead, forward_follows)
+        return self.prefetcher.lease(layer, upcoming)
 
     @property
     def _look_ahead(self) -> int:
         """Calls to look ahead, so that as many as there are slots need one."""
         return self.config.slots + self.prefetcher.own_slot_count
 
-    def _backward_begins(self) -> None:
+    def backward_begins(self) -> None:
+        """Something of a backward runs; the first time, what is to be done at its end is noted."""
         task = torch._C._current_graph_task_id()
         if task != self._backward_task:  # of one that raised autograd has dropped the callback
             self.watch.end()
@@ -303,7 +290,7 @@ class StreamingRuntime:
 
     def resident_gradient_ready(self, parameter: torch.Tensor) -> None:
         """A resident's gradient is complete: its copy to the host begins under the layers' backward."""
-        self._backward_begins()
+        self.backward_begins()
         self.sums.take_up(self._states[id(parameter)])
         self.norms.forget(parameter)
         if self.gradients_complete():

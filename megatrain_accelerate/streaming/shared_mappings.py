@@ -1,7 +1,7 @@
 """Mappings through which layers hand tensors to each other besides their outputs (shared keys and values of Gemma 3n and 4).
 
-The model passes one mapping to all layers; some write entries, later ones read them. What stands in it is an input of a
-layer's autograd node, and what the layer writes is an output of it: else gradients would end there without a word.
+The model passes one mapping to all layers; some write entries, later ones read them. A layer gets one of its own, also when
+it is computed again, and what it wrote there in forward is entered into the model's after the call.
 Transformers uses ``collections.UserDict`` for these, since wrappers that rebuild every plain dict would lose what is written.
 """
 
@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import MappingKey, register_pytree_node, tree_flatten
+from torch.utils._pytree import MappingKey, register_pytree_node, tree_flatten, tree_leaves
 
 from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.streaming.nested_tensors import tensors_in
 
 
 @dataclasses.dataclass
@@ -29,10 +30,12 @@ class _Handed:
 
 @dataclasses.dataclass
 class _Returned:
-    """What a layer returned, and for each mapping that was handed to it the entries that it wrote."""
+    """What a layer returned, and for each mapping that was handed to it the entries that it wrote and the keys that it
+    removed."""
 
     output: Any
     written: tuple[dict[Any, Any], ...]
+    removed: tuple[Any, ...]
 
 
 register_pytree_node(
@@ -46,8 +49,8 @@ register_pytree_node(
 )
 register_pytree_node(
     _Returned,
-    lambda returned: ([returned.output, returned.written], None),
-    lambda children, _: _Returned(*children),
+    lambda returned: ([returned.output, returned.written], returned.removed),
+    lambda children, removed: _Returned(*children, removed),  # type: ignore[call-arg]
 )
 
 
@@ -68,20 +71,18 @@ class SharedMappings:
         self.kwargs = kwargs
 
     def take_back(self, result: Any) -> Any:
-        """Enters what the layer wrote into the model's mappings; returns the layer's own output."""
+        """Brings the model's mappings to what the layer made of them; returns the layer's own output."""
         if not self._mappings:
             return result
-        for mapping, written in zip(self._mappings, result.written, strict=True):
+        for mapping, written, removed in zip(self._mappings, result.written, result.removed, strict=True):
             mapping.update(written)
+            for key in removed:
+                del mapping[key]
         return result.output
 
 
 def run_with_mappings(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a layer's own forward; for :meth:`SharedMappings.take_back` if mappings were handed to it.
-
-    Raises:
-        UnsupportedError: it removed an entry.
-    """
+    """Calls a layer's own forward; for :meth:`SharedMappings.take_back` if mappings were handed to it."""
     handed = [value for value in (*args, *kwargs.values()) if isinstance(value, _Handed)]
     if not handed:
         return forward(*args, **kwargs)
@@ -90,18 +91,12 @@ def run_with_mappings(forward: Callable[..., Any], args: tuple[Any, ...], kwargs
     args = tuple(next(unused) if isinstance(value, _Handed) else value for value in args)
     kwargs = {name: next(unused) if isinstance(value, _Handed) else value for name, value in kwargs.items()}
     output = forward(*args, **kwargs)
-    for mapping, value in zip(mappings, handed, strict=True):
-        removed = value.entries.keys() - mapping.keys()
-        if removed:
-            raise UnsupportedError(
-                f"a layer removes {sorted(map(str, removed))} from a mapping that it shares with other layers, so that it "
-                "can't be run again in backward; name other layers in megatrain_config.layer_classes"
-            )
+    removed = tuple(value.entries.keys() - mapping.keys() for mapping, value in zip(mappings, handed, strict=True))
     written = tuple(
         {key: entry for key, entry in mapping.items() if entry is not value.entries.get(key)}
         for mapping, value in zip(mappings, handed, strict=True)
     )
-    return _Returned(output, written)
+    return _Returned(output, written, removed)
 
 
 def takes_mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -113,38 +108,34 @@ def _handed(value: Any) -> Any:
     return _Handed(dict(value)) if isinstance(value, UserDict) else value
 
 
-class WatchedArguments:
-    """Sees what a layer puts into its arguments in other ways, where it would be lost: the layer gets copies of lists and
-    dicts, and what an object holds is cut off from the graph.
+@contextlib.contextmanager
+def no_writes_into(args: tuple[Any, ...], kwargs: dict[str, Any], layer: str) -> Iterator[None]:
+    """Refuses a layer whose run in the body puts something into lists, dicts or objects among its arguments: a recompute
+    would do so again, and what a piece of a batch puts there can't be joined.
 
     Args:
-        layer: its name, for the message.
         args, kwargs: as the layer gets them.
-        rest: what of them isn't a tensor.
+        layer: its name, for the message.
+
+    Raises:
+        UnsupportedError: it does.
     """
+    contents = _contents((args, kwargs))
+    objects = [o for o in tree_leaves((args, kwargs)) if hasattr(o, "__dict__") and not isinstance(o, _NOT_LOOKED_INTO)]
+    held = [_held_tensors(value) for value in objects]
+    yield
+    changed = [type(o).__name__ for o, before in zip(objects, held, strict=True) if _held_tensors(o) != before]
+    if _contents((args, kwargs)) != contents:
+        changed.append("list or dict")
+    if changed:
+        raise UnsupportedError(
+            f"layer {layer} writes into an argument ({', '.join(changed)}), which other layers wouldn't see and "
+            "gradients couldn't pass. A model whose layers hand tensors on in this way can't be trained with megatrain "
+            "yet; name other layers in megatrain_config.layer_classes if larger blocks keep it to themselves"
+        )
 
-    def __init__(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any], rest: Sequence[Any]) -> None:
-        self._layer = layer
-        self._arguments = (args, kwargs)
-        self._contents = _contents(self._arguments)
-        self._objects = [value for value in rest if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))]
-        self._held = [_held_tensors(value) for value in self._objects]
 
-    def refuse_written(self) -> None:
-        """Called when the layer has run.
-
-        Raises:
-            UnsupportedError: it wrote something there.
-        """
-        changed = [type(o).__name__ for o, held in zip(self._objects, self._held, strict=True) if _held_tensors(o) != held]
-        if _contents(self._arguments) != self._contents:
-            changed.append("list or dict")
-        if changed:
-            raise UnsupportedError(
-                f"layer {self._layer} writes into an argument ({', '.join(changed)}), which other layers wouldn't see and "
-                "gradients couldn't pass. A model whose layers hand tensors on in this way can't be trained with megatrain "
-                "yet; name other layers in megatrain_config.layer_classes if larger blocks keep it to themselves"
-            )
+_NOT_LOOKED_INTO = (torch.Tensor, nn.Module, type)
 
 
 def _contents(arguments: Any) -> tuple[list[int], Any]:
@@ -153,7 +144,7 @@ def _contents(arguments: Any) -> tuple[list[int], Any]:
 
 
 def _held_tensors(value: Any) -> list[int]:
-    return [id(leaf) for leaf in tree_flatten(vars(value))[0] if isinstance(leaf, torch.Tensor)]
+    return [id(tensor) for tensor in tensors_in(vars(value))]
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatrain_accelerate.streaming import tile_loops
-from megatrain_accelerate.streaming.ambient_state import AutocastState
+from megatrain_accelerate.streaming.ambient_state import Again, autocast_again
 from megatrain_accelerate.streaming.model_hook import has_hooks_inside
 from megatrain_accelerate.streaming.proxy import is_proxy
 from megatrain_accelerate.streaming.token_wise import examine, kind_of
@@ -155,7 +155,7 @@ class _TiledCall:
         self.tensor_count = len(self.tensors)
         self._places = [(owner, name) for owner in part.modules() for name, p in owner._parameters.items() if p is not None]
         self._dim = self._length = 0
-        self._autocast: AutocastState | None = None
+        self._autocast: Again
 
     def token_dim(self, shape: tuple[int, int]) -> int | None:
         """The dimension of tokens: 1 of (B, T, ...), 2 of (B, H, T, ...), 0 of (B * T, ...); None if it isn't the same for
@@ -184,7 +184,7 @@ class _TiledCall:
     def cut(self, dim: int, length: int) -> None:
         """Tiles have ``length`` tokens of each sample along ``dim``, the last one may have fewer."""
         self._dim, self._length = dim, length
-        self._autocast = AutocastState(self.tensors[0].device.type)
+        self._autocast = autocast_again(self.tensors[0].device.type)
 
     def starts(self, like: torch.Tensor) -> Iterator[int]:
         """Where each tile of tensors as long as ``like`` begins."""
@@ -218,9 +218,8 @@ class _TiledCall:
     @contextlib.contextmanager
     def again(self, weights: Sequence[torch.Tensor]) -> Iterator[None]:
         """The part computes as in forward, with these weights, while the body runs."""
-        assert self._autocast is not None
         before = self.weights()
-        with self._autocast.entered():
+        with self._autocast():
             try:
                 for (owner, name), weight in zip(self._places, weights, strict=True):
                     owner._parameters[name] = weight  # type: ignore[assignment]

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten
 
 from megatrain_accelerate.streaming.ambient_state import random_numbers_put_back
+from megatrain_accelerate.streaming.nested_tensors import tensors_in
 
 _TOKENS = 8
 _SPOILT = (0, 3, 7)
@@ -117,8 +117,8 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-        made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+        given = tensors_in((args, kwargs))
+        made = tensors_in(result)
         known = {tensor.untyped_storage()._cdata for tensor in given}
         self.made_bytes += sum(tensor.nbytes for tensor in made if tensor.untyped_storage()._cdata not in known)
         # Whole numbers from others: which is largest, how many, where.

@@ -3,90 +3,56 @@
 A function that keeps a weight in an attribute of its context, where no hook on saved tensors sees it, holds a view of the
 slot. When its backward comes another layer lies there. So the graph of the forward is dropped at once, and backward makes a
 new one while the layer is in a slot. The scheme is that of reentrant activation checkpointing (Chen et al., arXiv 1604.06174;
-``torch/utils/checkpoint.py``); the gradients of the weights are handed on instead of accumulating on leaves.
+``torch/utils/checkpoint.py``).
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.streaming.compiled_layer import without_saving
-from megatrain_accelerate.streaming.nested_tensors import map_tensors
-from megatrain_accelerate.streaming.output_recorder import OutputRecorder
+from megatrain_accelerate.streaming.nested_tensors import taken_apart
 
-
-class _Output:
-    """Stands for a tensor among what a layer returned."""
-
-    def __init__(self, position: int) -> None:
-        self.position = position
+if TYPE_CHECKING:
+    from megatrain_accelerate.streaming.graph_call import GraphCall
 
 
 class WholeRun:
     """A call of a layer that runs in forward and again in backward.
 
     Args:
-        name: the layer's.
-        in_backward: a context manager in which the layer's weights stay in their slot.
-        take: takes the weights' gradients, by place among the trainable weights. Nothing is left of the layer's backward then.
-        recorder: see :class:`OutputRecorder`.
+        call: the call.
+        body: runs the layer with the input tensors that it is given.
     """
 
-    def __init__(
-        self,
-        name: str,
-        in_backward: Callable[[], contextlib.AbstractContextManager[Any]],
-        take: Callable[[dict[int, torch.Tensor]], None],
-        recorder: OutputRecorder | None,
-    ) -> None:
-        self.name, self.in_backward, self.take = name, in_backward, take
-        self.body: Callable[..., Any]
-        """Runs the layer with the input tensors that it is given."""
-        self.leaves: dict[int, torch.Tensor] = {}
-        """The weights with which the body ran last, those that were trained in forward; as for ``take``."""
-        self._recorder = recorder
-        self._token: Any = None
-        self._returned: Any = None
-        self._count = 0
+    def __init__(self, call: GraphCall, body: Callable[..., Any]) -> None:
+        self.call = call
+        self.leaves: list[torch.Tensor] = []
+        """The weights with which the body runs in backward; their gradients are the layer's."""
+        self._body = body
+        self._recorder = call.calls.context.recorder
+        self._channels = self._recorder.channels()
+        self._put_together: Callable[[Sequence[Any]], Any]
 
-    def made(self, inputs: Sequence[torch.Tensor], is_again: bool) -> list[torch.Tensor]:
+    def made(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Runs the layer; returns its output tensors, then what it recorded."""
-        recorder, found = self._recorder, list[torch.Tensor]()
-        token = recorder.start(self._token) if recorder is not None else None
-        recorded: list[torch.Tensor] = []
-        try:
-            output = self.body(*inputs)
-        finally:
-            if recorder is not None:
-                recorded = recorder.finish(token)
+        with self._recorder.apart(self._channels) as recorded:
+            output = self._body(*inputs)
+        tensors, self._put_together = taken_apart((output, recorded))
+        return tensors
 
-        def take(tensor: torch.Tensor) -> _Output:
-            found.append(tensor)
-            return _Output(len(found) - 1)
-
-        output = map_tensors(take, output)
-        if not is_again:
-            self._token, self._returned, self._count = token, output, len(found)
-        return found + recorded
-
-    def output(self, anchor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Any:
-        """Runs the layer forward; returns its output.
-
-        Args:
-            anchor: requires grad if the layer trains.
-            tensors: the layer's inputs.
-        """
-        outputs = WholeRecompute.apply(self, anchor, *tensors)
-        if self._recorder is not None:
-            self._recorder.publish(self._token, list(outputs[self._count :]))
-        returned, self._returned = self._returned, None
-        return map_tensors(lambda output: outputs[output.position], returned, _Output)
+    def output(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Runs the layer forward with these inputs; returns its output."""
+        anchor = self.call.calls.context.anchor
+        outputs = WholeRecompute.apply(self, anchor if self.call.layer.has_trainable else anchor.detach(), *tensors)
+        output, recorded = self._put_together(outputs)
+        self._recorder.enter(recorded)
+        return output
 
 
 class WholeRecompute(torch.autograd.Function):
@@ -99,7 +65,7 @@ class WholeRecompute(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         with without_saving(), torch.enable_grad():
-            made = run.made(_cut_off(tensors, ctx.needs_input_grad[2:]), is_again=False)
+            made = run.made(_cut_off(tensors, ctx.needs_input_grad[2:]))
         outputs = [tensor.detach() for tensor in made]
         # A tensor that wouldn't require grad in a plain run mustn't here: attention picks its kernel by that of its mask.
         ctx.mark_non_differentiable(*(out for out, tensor in zip(outputs, made, strict=True) if not tensor.requires_grad))
@@ -108,7 +74,7 @@ class WholeRecompute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *of_outputs: torch.Tensor | None) -> Any:
-        """Gradients of the inputs; those of the weights go to ``run``.
+        """Gradients of the inputs; those of the weights accumulate on the leaves.
 
         Raises:
             UnsupportedError: only some gradients were asked for.
@@ -116,29 +82,23 @@ class WholeRecompute(torch.autograd.Function):
         run: WholeRun = ctx.run
         if ctx.anchor.requires_grad and not torch.autograd._is_checkpoint_valid():
             raise UnsupportedError(
-                f"torch.autograd.grad() and backward(inputs=...) can't be used through layer {run.name}: one of its functions "
-                "keeps a weight where autograd doesn't see it, and the weights' gradients would go to parameter.grad. Use "
-                "loss.backward(), or let the function keep its weights with ctx.save_for_backward()"
+                "torch.autograd.grad() and backward(inputs=...) can't be used through layer "
+                f"{run.call.layer.name}: one of its functions keeps a weight where autograd doesn't see it, and the weights' "
+                "gradients would go to parameter.grad. Use loss.backward(), or let the function keep its weights with "
+                "ctx.save_for_backward()"
             )
-        with run.in_backward():
+        with run.call.pinned():
             inputs = _cut_off(ctx.saved_tensors, ctx.needs_input_grad[2:])
             with torch.enable_grad():
-                made = run.made(inputs, is_again=True)
+                made = run.made(inputs)
             pairs = [pair for pair in zip(made, of_outputs, strict=True) if pair[0].requires_grad and pair[1] is not None]
-            wanted = [tensor for tensor in inputs if tensor.requires_grad]
-            # The anchor's, for experts that stream in parts: their gradients go elsewhere, and their nodes must run.
-            wanted += [*run.leaves.values(), *([ctx.anchor] if ctx.anchor.requires_grad else [])]
-            del made
-            found: tuple[torch.Tensor | None, ...] = (None,) * len(wanted)
-            if pairs and wanted:
-                tensors, gradients = zip(*pairs, strict=True)
-                found = torch.autograd.grad(tensors, wanted, gradients, allow_unused=True)
-            rest = iter(found)
-            of_inputs = [next(rest) if tensor.requires_grad else None for tensor in inputs]
-            of_weights = {row: next(rest) for row in run.leaves}
-            run.leaves = {}
-        run.take({row: gradient for row, gradient in of_weights.items() if gradient is not None})
-        return (None, None, *of_inputs)
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+            # What nothing flowed to isn't waited for.
+            del made, pairs
+            run.leaves = [leaf for leaf in run.leaves if leaf.grad is not None]
+        run.call.all_issued()
+        run.leaves = []
+        return (None, None, *(tensor.grad for tensor in inputs))
 
 
 def _cut_off(tensors: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 from collections import UserDict
@@ -40,6 +41,13 @@ ROWS, TOKENS, SIZE = 5, 3, 2
 Step = Callable[[Any], list[torch.Tensor]]
 
 
+@dataclasses.dataclass
+class Made:
+    """What a layer may return."""
+
+    rows: torch.Tensor
+
+
 def inputs(seed: int = 0, rows: int = ROWS) -> torch.Tensor:
     return torch.randn(rows, TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed))
 
@@ -61,6 +69,8 @@ def in_pieces(layer: type[Layer]) -> type[Layer]:
             outputs = [layer.forward(self, piece, *shared) for piece in hidden.split(SIZE)]
             if isinstance(outputs[0], torch.Tensor):
                 return torch.cat(outputs)
+            if isinstance(outputs[0], Made):
+                return Made(torch.cat([output.rows for output in outputs]))
             return tuple(torch.cat(column) for column in zip(*outputs, strict=True))
 
     return InPieces
@@ -107,6 +117,17 @@ def firsts(layers: Any, hidden: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
+class ReturnsADataclass(Layer):
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return Made(super().forward(hidden))
+
+
+def out_of_dataclasses(layers: Any, hidden: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        hidden = layer(hidden).rows
+    return hidden
+
+
 class TakesTable(Layer):
     """Scales by what all samples share, which needs a gradient."""
 
@@ -139,6 +160,7 @@ KINDS = {
     "layers": cut(),
     "without_gradients_of_inputs": cut(model=NetOnFrozenInputs),
     "what_nobody_uses": cut(ReturnsMore, firsts),
+    "a_dataclass_of_tensors": cut(ReturnsADataclass, out_of_dataclasses),
     "a_table_for_all_samples": cut(TakesTable, with_a_table, lambda model: backward_of(loss_of(model, rows=4))),
     "checkpoints_within": cut(Checkpointing),
     "checkpoints_around": cut(run=each_checkpointed),

@@ -24,7 +24,7 @@ from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 from megatrain_accelerate.streaming import compiled_layer, output_recorder
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
-from megatrain_accelerate.streaming.output_recorder import Capture, Captures
+from megatrain_accelerate.streaming.output_recorder import Capture, Captures, OutputRecorder
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Of gradients, relative to the largest: sums in another order than eager autograd's, which round to the dtype."""
@@ -279,18 +279,18 @@ def test_a_users_hook_beside_the_recorders_keeps_working(reasons: Callable[[], l
     assert "hooks are registered inside it" in line
 
 
-class Recorder:
+class Recorder(OutputRecorder):
     """Takes the functions that it is given for its own hooks."""
 
-    def __init__(self, captures: dict[Any, Capture], wanted: set[str]) -> None:
+    def __init__(self, captures: dict[Any, Capture], *wanted: str) -> None:
         self._captures = captures
         self._wanted = wanted
 
+    def channels(self) -> tuple[str, ...]:
+        return self._wanted
+
     def capture_of(self, hook: Any) -> Capture | None:
         return self._captures.get(hook)
-
-    def is_recording(self, channel: str) -> bool:
-        return channel in self._wanted
 
 
 def test_hooks_that_record_nothing_or_more_than_an_output_are_told_apart() -> None:
@@ -301,13 +301,13 @@ def test_hooks_that_record_nothing_or_more_than_an_output_are_told_apart() -> No
     layer[1].register_forward_hook(hides)
 
     def keys(*wanted: str) -> Any:
-        found = Captures.inside(layer, Recorder(known, set(wanted)))  # type: ignore[arg-type]
+        found = Captures.inside(layer, Recorder(known, *wanted))
         return None if found is None else found.key
 
     assert keys() == ()
     assert keys("routes") == (("0", (Capture("routes", 0),)),)
     assert keys("routes", "hidden") is None
-    assert Captures.inside(layer, None) is None
+    assert Captures.inside(layer, OutputRecorder()) is None
     layer[0].register_forward_pre_hook(lambda module, args: None)
     assert keys("routes") is None
 

@@ -118,12 +118,26 @@ def test_what_a_layer_writes_elsewhere_is_refused(make: Any, kind: str) -> None:
     engine.close()
 
 
-def test_an_entry_that_a_layer_removes_is_refused() -> None:
+class Removes(Block):
+    """The last one takes an entry away."""
+
+    def forward(self, x: torch.Tensor, shared: Any) -> torch.Tensor:
+        return super().forward(x, shared) if self.number < 3 else x + shared.pop("pair")[0]
+
+
+@pytest.mark.parametrize("keep_layers", [0, 4])
+def test_an_entry_that_a_layer_removes_is_gone_and_has_its_gradient(keep_layers: int) -> None:
     model = Model()
-    model.blocks[2].inner.register_forward_hook(lambda *_: None)
-    removing = model.blocks[3]
-    removing.forward = lambda x, shared: x + shared.pop(7)  # type: ignore[method-assign]
-    engine = attach(model, bf16=False)
-    with pytest.raises(UnsupportedError, match=r"removes \['7'\] from a mapping"):
-        model(batch())
+    for block in model.blocks:
+        block.__class__ = Removes
+    made: list[UserDict[Any, Any]] = []
+    model.make = lambda: made.append(UserDict()) or made[-1]
+    plain = copy.deepcopy(model)
+    engine = attach(model, bf16=False, keep_layers=keep_layers)
+    for each in (plain, model):
+        each(batch()).backward()
+    assert all(list(shared) == [7] for shared in made)
+    assert gradients(model).keys() == gradients(plain).keys()
+    for name, gradient in gradients(plain).items():
+        assert torch.equal(gradients(model)[name], gradient), name
     engine.close()
