@@ -73,10 +73,14 @@ def refuse_unfused(groups: Iterable[dict[str, Any]]) -> None:
                 )
 
 
-def _next_step(entry: dict[str, Any]) -> int:
-    """Counts a parameter's step up and returns it."""
-    entry["step"] += 1
-    return int(entry["step"])
+def _next_steps(entries: Sequence[dict[str, Any]]) -> list[int]:
+    """Counts the steps of parameters up and returns them."""
+    # All at once: in each operation the worker may take the interpreter, and give it back late.
+    if not entries:
+        return []
+    steps = [entry["step"] for entry in entries]
+    torch._foreach_add_(steps, 1)
+    return [int(step) for step in torch.stack(steps).tolist()]
 
 
 def _versions(state: ParameterState) -> tuple[int, int]:
@@ -303,11 +307,12 @@ class FusedStep(HostStep):
         self.forget_norms(optimizer)
         if not allowed:
             return
-        by_parameter = {id(state.parameter): (group, self._entry(state)) for state, group in found}
+        numbers = _next_steps([self._entry(state) for state, _ in found])
+        by_parameter = {id(state.parameter): (group, number) for (state, group), number in zip(found, numbers, strict=True)}
 
         def settings(unit: HostUnit) -> list[tuple[ParameterState, AdamArguments]]:
             return [
-                (state, _adam_arguments(at[0], _next_step(at[1]), factors.get(id(state.parameter), 1.0), self._is_adamw))
+                (state, _adam_arguments(*at, factors.get(id(state.parameter), 1.0), self._is_adamw))
                 for state in unit.states
                 if (at := by_parameter.get(id(state.parameter))) is not None
             ]
@@ -391,12 +396,16 @@ class FusedStep(HostStep):
                 "accumulation that Accelerate doesn't know of, or a failed backward that was tried again); set "
                 "megatrain_config.step_schedule to 'deferred' (and host_gradients to 'kept'), or use accelerator.accumulate()"
             )
-        steps, entries = [], []
-        for state in layer.unit.states:
-            group = self._group_of.get(id(state.parameter))
-            if state.parameter.grad is not None and group is not None:
-                entries.append(self._entry(state))
-                steps.append((state, _adam_arguments(group, _next_step(entries[-1]), 1.0, self._is_adamw)))
+        found = [
+            (state, group)
+            for state in layer.unit.states
+            if state.parameter.grad is not None and (group := self._group_of.get(id(state.parameter))) is not None
+        ]
+        entries = [self._entry(state) for state, _ in found]
+        steps = [
+            (state, _adam_arguments(group, number, 1.0, self._is_adamw))
+            for (state, group), number in zip(found, _next_steps(entries), strict=True)
+        ]
         rows = [self.runtime.norms.row(state.parameter) for state, _ in steps]
 
         def gradients_are_finite() -> bool:

@@ -50,4 +50,7 @@ class RunContext:
 def trained_now(layer: StreamedLayer) -> list[bool]:
     """Which of the layer's weights are trained, in entry order: scripts freeze and unfreeze them at any time."""
     with unwatched():
-        return [state.entry.spec.trainable and state.parameter.requires_grad for state in layer.unit.states]
+        trained = [False] * len(layer.unit.states)
+        for place, state in zip(layer.trainable_places, layer.trainable, strict=True):
+            trained[place] = state.parameter.requires_grad
+    return trained

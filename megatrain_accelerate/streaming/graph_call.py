@@ -119,7 +119,7 @@ class GraphCall:
         self._is_compiled = False
         self._is_checked = False
         """Whether this backward has found the forward's weights."""
-        self._range = contextlib.ExitStack()
+        self._range: contextlib.ExitStack | None = None
         """In a profile, the range of the backward that is in the call."""
         self._trained: list[bool] = trained_now(layer)
         """Which weights are trained in forward, in entry order."""
@@ -189,9 +189,8 @@ class GraphCall:
 
     def _trained_of(self, weights: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Those of the leaves that require grad, by place among the unit's trainable parameters."""
-        states = self.layer.unit.states
-        trainable = [weight for weight, state in zip(weights, states, strict=True) if state.entry.spec.trainable]
-        return {row: weight for row, weight in enumerate(trainable) if weight.requires_grad}
+        trainable = enumerate(self.layer.trainable_places)
+        return {row: weights[place] for row, place in trainable if weights[place].requires_grad}
 
     def _leaves_in(self, slot: WeightSlot) -> list[torch.Tensor]:
         """The layer's weights in the slot, in entry order, as leaves; each with a version of its own (``data``)."""
@@ -328,6 +327,7 @@ class GraphCall:
         self.calls.context.backward_begins()
         self.calls.begin(self, task)
         if torch.autograd._profiler_enabled():
+            self._range = self._range or contextlib.ExitStack()
             self._range.enter_context(named_range(f"megatrain::backward ({self.layer.name})"))
         # Of layers that come later, too.
         self.calls.context.activations.bring_back(self.tape, self.position, self.piece)
@@ -429,7 +429,8 @@ class GraphCall:
         self.forget()
 
     def _end_lease(self) -> None:
-        self._range.close()
+        if self._range is not None:
+            self._range.close()
         self.calls.context.prefetcher.end_lease(self.layer.index)
         self._is_checked = False
 
@@ -444,12 +445,7 @@ class GraphCall:
         lease = self.calls.context.prefetcher.leases.get(self.layer.index)
         if lease is not None:
             # Of a checkpoint inside the layer that runs a backward of its own.
-            trainable = [
-                weight
-                for weight, state in zip(lease.leaves, self.layer.unit.states, strict=True)
-                if state.entry.spec.trainable
-            ]
-            leaves += enumerate(trainable)
+            leaves += enumerate(lease.leaves[place] for place in self.layer.trainable_places)
         for row, leaf in leaves:
             if leaf is None or leaf.grad is None:
                 continue

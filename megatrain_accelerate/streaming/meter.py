@@ -102,16 +102,16 @@ class Meter:
             late_ms: how much earlier the copy would have been issued if the step of its weights had been applied in time.
             of_layer: the copy is a layer's and not a resident's; ``copy_wait_ms`` counts the former only.
         """
+        compute_stream = self._streams.compute_stream
+        if not self._streams.is_cuda:
+            compute_stream.wait_event(event)
+            return
 
         def add(waited_ms: float) -> None:
             self.counters.add_copy_wait(cause, waited_ms, late_ms)
             if of_layer:
                 self.counters.copy_wait_ms += waited_ms
 
-        compute_stream = self._streams.compute_stream
-        if not self._streams.is_cuda:
-            compute_stream.wait_event(event)
-            return
         with self._timed(compute_stream, add):
             compute_stream.wait_event(event)
 

@@ -172,7 +172,7 @@ class StreamingRuntime:
             keeps=lambda layer: layer.index in self.kept_layers,
             offloads=lambda layer: layer.index in self.offloaded_layers,
             keeps_attention=lambda layer: layer.index in self.attention_layers,
-            offloads_inputs=lambda at: at.index in self.input_offloaded_layers - self.kept_layers - self.offloaded_layers,
+            offloads_inputs=self._offloads_inputs,
             activations=self.activations,
             recorder=recorder,
             compiled=self.compiled,
@@ -233,6 +233,10 @@ class StreamingRuntime:
         """The parameter's place in the host store, or None if it isn't this model's."""
         return self._states.get(id(parameter))
 
+    def _offloads_inputs(self, layer: StreamedLayer) -> bool:
+        index = layer.index
+        return index in self.input_offloaded_layers and not (index in self.kept_layers or index in self.offloaded_layers)
+
     # ------------------------------------------------------------------ forward and backward of a layer
 
     def forward_begins(self) -> None:
@@ -254,8 +258,9 @@ class StreamingRuntime:
         if self._dry_run is not None:
             shared = SharedMappings(*without_caches(args, kwargs))
             return shared.take_back(self._dry_run(layer, shared.args, shared.kwargs))
-        self._scale_clipped(others_follow=torch.is_grad_enabled())
-        if torch.is_grad_enabled():
+        has_graph = torch.is_grad_enabled()
+        self._scale_clipped(others_follow=has_graph)
+        if has_graph:
             layer.refuse_unfrozen()
             arguments = without_caches(args, kwargs)
             if layer.has_trainable or any_requires_grad(arguments):
@@ -266,7 +271,9 @@ class StreamingRuntime:
         tape, position = self._order.record(layer.index)
         slot = self._acquire_forward(layer, tape, position, False)
         try:
-            with torch.no_grad(), layer.bound(slot.views(layer.unit.layout)), layer.tiles.at_work(args, kwargs):
+            weights = slot.views(layer.unit.layout)
+            without_graph = torch.no_grad() if has_graph else contextlib.nullcontext()
+            with without_graph, layer.bound(weights), layer.tiles.at_work(args, kwargs):
                 return layer.forward(*args, **kwargs)
         finally:
             self.prefetcher.release(slot)

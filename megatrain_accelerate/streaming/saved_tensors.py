@@ -85,42 +85,33 @@ class SavedTensors:
     def recording(self) -> saved_tensors_hooks:
         """Autograd saves what the body computes. To be entered anew for each body: only the innermost hooks act."""
         outer = _innermost()
+        reader_at, offloaded = self._reader_at, self._offloaded
+
+        def pack(tensor: torch.Tensor) -> Any:  # called for each saved tensor: several dozen times a layer
+            try:
+                address = tensor.untyped_storage().data_ptr()
+            except (RuntimeError, NotImplementedError):  # sparse ones and wrappers around others have no memory of their own
+                address = 0
+            if (reader := reader_at(address)) is not None:
+                return SlotPlace(reader, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            if outer is not None:
+                return outer[0](tensor)
+            if not tensor.is_leaf:
+                # Its own node may be the one that saves it (softmax): a cycle that no garbage collector sees.
+                tensor = tensor.detach()
+            away = None if offloaded is None else offloaded.place(tensor)
+            return (tensor, tensor._version) if away is None else away
+
         if outer is None:
-            return saved_tensors_hooks(self._pack, _unpack)
-        outer_pack, outer_unpack = outer
-
-        def pack(tensor: torch.Tensor) -> Any:
-            return self._place(tensor) or outer_pack(tensor)
-
-        def unpack(packed: Any) -> torch.Tensor:
-            return packed.tensor() if type(packed) is SlotPlace else outer_unpack(packed)
-
-        return saved_tensors_hooks(pack, unpack)
-
-    def _place(self, tensor: torch.Tensor) -> SlotPlace | None:
-        try:
-            address = tensor.untyped_storage().data_ptr()
-        except (RuntimeError, NotImplementedError):  # sparse ones and wrappers around others have no memory of their own
-            return None
-        reader = self._reader_at(address)
-        if reader is None:
-            return None
-        return SlotPlace(reader, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        place = self._place(tensor)
-        if place is not None:
-            return place
-        if tensor.grad_fn is not None:
-            # Its own node may be the one that saves it (softmax): a cycle that no garbage collector sees.
-            tensor = tensor.detach()
-        away = None if self._offloaded is None else self._offloaded.place(tensor)
-        return (tensor, tensor._version) if away is None else away
+            return saved_tensors_hooks(pack, _unpack)
+        outer_unpack = outer[1]
+        return saved_tensors_hooks(pack, lambda at: at.tensor() if type(at) is SlotPlace else outer_unpack(at))
 
 
 def _unpack(packed: Any) -> torch.Tensor:
-    if type(packed) is SlotPlace or type(packed) is ParcelPlace:
-        return packed.tensor()
+    if type(packed) is not tuple:
+        place: SlotPlace | ParcelPlace = packed
+        return place.tensor()
     tensor: torch.Tensor = packed[0]
     if tensor._version != packed[1]:
         raise RuntimeError(
