@@ -12,6 +12,7 @@ parameters are ordered in four regions, so that everything that shares a fate is
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 
@@ -39,7 +40,7 @@ class ParameterSpec:
     dtype: torch.dtype
     trainable: bool
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)

@@ -214,15 +214,15 @@ class FusedStep(HostStep):
             # By id: the store held the old views until now, so that no tensor of the user's can have one of theirs.
             entry.update({key: view for key, view in views.items() if id(entry.get(key)) == shown.get(key)})
 
-    def _entry(self, state: ParameterState) -> dict[str, Any]:
-        """The optimizer's state of a parameter as it is now; the store follows where somebody emptied or changed it.
+    def _entry(self, states: dict[Any, dict[str, Any]], state: ParameterState) -> dict[str, Any]:
+        """What the optimizer's ``states`` have for a parameter now; the store follows where somebody emptied or changed it.
 
         Costs a few look-ups where nobody did. Otherwise it waits for the steps that still write the moments.
         """
-        entry: dict[str, Any] = self._optimizer.state[state.parameter]
+        entry = states[state.parameter]
         if id(state.parameter) not in self.parameter_ids:  # put into a group by hand
             self.hold([state.parameter])
-            entry = self._optimizer.state[state.parameter]
+            entry = states[state.parameter]
         if entry and shows(entry, state):
             return entry
         if entry or id(state.parameter) in self._shown:
@@ -307,7 +307,7 @@ class FusedStep(HostStep):
         self.forget_norms(optimizer)
         if not allowed:
             return
-        numbers = _next_steps([self._entry(state) for state, _ in found])
+        numbers = _next_steps([self._entry(optimizer.state, state) for state, _ in found])
         by_parameter = {id(state.parameter): (group, number) for (state, group), number in zip(found, numbers, strict=True)}
 
         def settings(unit: HostUnit) -> list[tuple[ParameterState, AdamArguments]]:
@@ -401,7 +401,8 @@ class FusedStep(HostStep):
             for state in layer.unit.states
             if state.parameter.grad is not None and (group := self._group_of.get(id(state.parameter))) is not None
         ]
-        entries = [self._entry(state) for state, _ in found]
+        states = self._optimizer.state
+        entries = [self._entry(states, state) for state, _ in found]
         steps = [
             (state, _adam_arguments(group, number, 1.0, self._is_adamw))
             for (state, group), number in zip(found, _next_steps(entries), strict=True)

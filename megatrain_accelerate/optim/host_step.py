@@ -159,7 +159,7 @@ class HostStep:
         """
         found = []
         for group in optimizer.param_groups:
-            outside = [p for p in group["params"] if p.grad is not None and self.is_outside(p)]
+            outside = [p for p in group["params"] if self.runtime.state_of(p) is None and p.grad is not None]
             for parameter in outside:
                 move_state_beside(optimizer, group, parameter)
             found += outside

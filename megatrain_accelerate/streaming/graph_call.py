@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
+from megatrain_accelerate.streaming.activation_offload import Recording
 from megatrain_accelerate.streaming.ambient_state import AmbientState
 from megatrain_accelerate.streaming.attention_results import AttentionResults
 from megatrain_accelerate.streaming.call_context import RunContext, trained_now
@@ -51,6 +52,8 @@ class CallState(enum.Enum):
     """A backward has begun with it."""
     DONE = "done"
     """That backward has brought all its gradients."""
+
+    __hash__ = object.__hash__  # enum's own is a function of Python
 
 
 _ALLOWED = {
@@ -143,7 +146,7 @@ class GraphCall:
             self._running_slot = slot
             uses = slot.uses_with(layer.unit.layout)
             watched: dict[int, torch.Tensor] = {}
-            args, kwargs = map_tensors(lambda tensor: self._watched(tensor, watched), (args, kwargs))
+            args, kwargs = map_tensors(functools.partial(self._watched, watched=watched), (args, kwargs))
             self.version = layer.unit.version
             weights = self._leaves_in(slot)
             if not self.is_whole:
@@ -156,9 +159,9 @@ class GraphCall:
                 without_autocast_cache(),
             ):
                 output = self._run_by_policy(weights, args, kwargs)
-                output = map_tensors(lambda tensor: self._handed_out(tensor, watched), output)
+                output = map_tensors(functools.partial(self._handed_out, watched=watched), output)
             del weights
-            leaves = sum(leaf() is not None for _, leaf in self._leaves)
+            leaves = sum([leaf() is not None for _, leaf in self._leaves])
             self.holds_weights = slot.uses_with(layer.unit.layout) > uses + leaves
             return output
         finally:
@@ -213,7 +216,7 @@ class GraphCall:
             stay: list[torch.Tensor] = list(layer.module.buffers())
             map_tensors(stay.append, (args, kwargs))
             offloaded = context.activations.record(layer.name, stay)
-        with layer.bound(weights), SavedTensors(self.calls.reader_at, offloaded).recording():
+        with layer.bound(weights), self.calls.saved_tensors(offloaded).recording():
             output = self._run_layer(args, kwargs, memory_budget=0.0 if by_compiler else 1.0)
         if offloaded is not None:
             context.activations.send(offloaded, self.tape, self.position, self.piece)
@@ -259,7 +262,7 @@ class GraphCall:
 
         def body(*given: torch.Tensor) -> Any:
             args, kwargs = map_tensors(lambda argument: given[argument.position], arguments, _Argument)
-            saving = contextlib.nullcontext() if whole is not None else SavedTensors(self.calls.reader_at).recording()
+            saving = contextlib.nullcontext() if whole is not None else self.calls.saved_tensors().recording()
             if first:
                 with (
                     layer.bound(first.pop()),
@@ -350,16 +353,15 @@ class GraphCall:
         """
         if self._running_slot is not None:  # a backward within the layer's own forward
             return self._running_slot
-        self._begin()
-        prefetcher = self.calls.context.prefetcher
-        lease = prefetcher.lease_of(self.layer)
+        if self.task != _current_task():
+            self._begin()
+        lease = self.calls.context.prefetcher.lease_of(self.layer)
         if lease is None:
             lease = self._take_lease()
         elif not self._is_checked:
             # The leases of two calls of one layer are one, and so are their weights.
             self.layer.require_version(self.version)
         self._is_checked = True
-        prefetcher.touch(lease.slot)
         return lease.slot
 
     def _take_lease(self) -> Lease:
@@ -388,7 +390,11 @@ class GraphCall:
 
     def _is_complete(self) -> bool:
         """Whether all leaves that the graph still holds have their gradients: autograd brings each at once."""
-        return all(leaf is None or leaf.grad is not None for leaf in (found() for _, found in self._leaves))
+        for _, found in self._leaves:
+            leaf = found()
+            if leaf is not None and leaf.grad is None:
+                return False
+        return True
 
     def all_issued(self) -> None:
         """Everything of the layer's backward has been issued, as far as a hook can tell."""
@@ -445,7 +451,7 @@ class GraphCall:
         lease = self.calls.context.prefetcher.leases.get(self.layer.index)
         if lease is not None:
             # Of a checkpoint inside the layer that runs a backward of its own.
-            leaves += enumerate(lease.leaves[place] for place in self.layer.trainable_places)
+            leaves += enumerate([lease.leaves[place] for place in self.layer.trainable_places])
         for row, leaf in leaves:
             if leaf is None or leaf.grad is None:
                 continue
@@ -510,6 +516,10 @@ class ActiveCalls:
                 del self._running[slot.address]
             else:
                 self._running[slot.address] = before
+
+    def saved_tensors(self, offloaded: Recording | None = None) -> SavedTensors:
+        """How a run saves what its backward needs; see :class:`SavedTensors`."""
+        return SavedTensors(self.reader_at, offloaded, self.context.prefetcher.at_address)
 
     def reader_at(self, address: int) -> GraphCall | None:
         """The call that computes with the slot at this address; None for other memory.

@@ -67,6 +67,7 @@ class StreamedLayer:
         ]
         """Where in the module each weight stands: owner, attribute, place in the unit, and the parameter that was adopted."""
         self.adopted = [parameter for _, _, _, parameter in self.bindings]
+        self._handles = [state.handle for state in unit.states]
         self._frozen = [state for state in unit.states if not state.entry.spec.trainable]
 
     def leave_to(self, experts: StreamedExperts) -> None:
@@ -151,13 +152,13 @@ class StreamedLayer:
 
     def _unknown_parameters(self) -> list[nn.Parameter]:
         """The parameters below the module that weren't adopted with it. Each forward asks, and ``parameters()`` is slow."""
-        unknown: list[nn.Parameter] = []
+        found: list[nn.Parameter | None] = []
         modules: list[nn.Module | None] = [self.module]
         for module in modules:
             if module is not None:
-                unknown += [p for p in module._parameters.values() if id(p) not in self._known and p is not None]
+                found += module._parameters.values()
                 modules += module._modules.values()
-        return unknown
+        return [parameter for parameter in found if parameter is not None and id(parameter) not in self._known]
 
     def require_version(self, version: int | None) -> None:
         """Raises in a backward whose forward saw other weights.
@@ -179,11 +180,11 @@ class StreamedLayer:
     def refresh_if_written(self) -> None:
         """Takes over weights that somebody wrote to the parameters since they were last seen (``load_state_dict``)."""
         with unwatched():
-            written = [state for state in self.unit.states if state.handle.is_written]
+            written = [place for place, handle in enumerate(self._handles) if handle.is_written]
         if not written:
             return
         self.gate.wait()
-        for state in written:
+        for state in [self.unit.states[place] for place in written]:
             self.unit.write_master(state, state.parameter.detach())
             state.handle.show(state.weight)
         self.unit.version += 1

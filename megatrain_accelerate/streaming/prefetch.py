@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -102,6 +102,8 @@ class Prefetcher:
         self._slot_count = slots
         self.slots = self._shared_slots()
         self._own: dict[int, WeightSlot] = {}
+        self._on_device: set[int] = set()
+        """Layers whose units live on the device, each the slot of its own: they need no copy."""
         self._slot_of: dict[int, WeightSlot] = {}
         """The slot that was last filled for a layer, by its index; what it holds by now its ``holder`` tells."""
         self._held: list[int] = []
@@ -225,7 +227,7 @@ class Prefetcher:
         if not slot.users:
             slot.move_to(SlotState.IN_USE)
         slot.users += 1
-        self.touch(slot)
+        self._touch(slot)
         self._upcoming = upcoming
         try:
             if not slot.params_copied_event.query():
@@ -244,15 +246,17 @@ class Prefetcher:
         if not slot.users:
             slot.move_to(SlotState.FILLED)
 
-    def touch(self, slot: WeightSlot) -> None:
-        """The slot is read now."""
+    def _touch(self, slot: WeightSlot) -> None:
         self._clock += 1
         slot.last_used = self._clock
 
     def lease_of(self, layer: Fetched) -> Lease | None:
-        """The layer's lease, if it has one on the weights of now; one on others ends."""
+        """The layer's lease, whose slot is read now, if it has one on the weights of now; one on others ends."""
         lease = self.leases.get(layer.index)
-        if lease is None or layer.unit.is_on_device or lease.slot.holder == (layer.index, layer.unit.version):
+        if lease is None:
+            return None
+        if lease.slot.holder == (layer.index, layer.unit.version) or layer.index in self._on_device:
+            self._touch(lease.slot)
             return lease
         self._end_lease(layer.index)
         return None
@@ -280,6 +284,7 @@ class Prefetcher:
         slots = (*self.slots, *self._own.values())
         self.at_address = {slot.address: slot for slot in slots}
         current = {slot.holder[0]: slot for slot in slots if slot.holder is not None and not self._is_stale(slot)}
+        self._on_device = {index for index in self._own if self._layers[index].unit.is_on_device}
         self._slot_of = {index: slot for index, slot in current.items() if self._own.get(index, slot) is slot}
 
     def _holding(self, layer: Fetched) -> WeightSlot | None:
@@ -287,7 +292,7 @@ class Prefetcher:
         slot = self._slot_of.get(layer.index)
         if slot is not None and slot.holder == (layer.index, layer.unit.version):
             return slot
-        return self._own.get(layer.index) if layer.unit.is_on_device else None
+        return self._own[layer.index] if layer.index in self._on_device else None
 
     def _slots_for(self, layer: Fetched) -> list[WeightSlot]:
         own = self._own.get(layer.index)
@@ -338,18 +343,29 @@ class Prefetcher:
 
     def _prefetch(self, upcoming: Sequence[int]) -> None:
         # A resident layer takes no room: its copy may begin as soon as its step is applied.
-        shared = [index for index in dict.fromkeys(upcoming) if index not in self._own]
-        beyond = shared[sum(slot.state is not SlotState.IN_USE for slot in self.slots) :] if shared else ()
-        for index in upcoming:
-            layer = self._layers[index]
-            # Of a write since its last use `acquire` learns, and copies it again.
-            if self._holding(layer) is not None or index in beyond:
+        distinct = dict.fromkeys(upcoming)
+        shared = [index for index in distinct if index not in self._own]
+        beyond = shared[sum([slot.state is not SlotState.IN_USE for slot in self.slots]) :] if shared else ()
+        for index in self._missing(distinct):
+            if index in beyond:
                 continue
+            layer = self._layers[index]
             if not layer.gate.is_open:
                 self._refused_at.setdefault(index, time.perf_counter())
                 break  # its copy is issued when it is next, right after its step
             layer.gate.wait()
             self._fill(self._victim(layer, set(shared).difference(beyond)), layer)
+
+    def _missing(self, indices: Iterable[int]) -> list[int]:
+        """The layers whose weights of now no slot holds. Of a write since a layer's last use ``acquire`` learns."""
+        layers, slot_of = self._layers, self._slot_of
+        # As in `_holding`: asked of as many layers as have slots, in every call of every layer.
+        return [
+            index
+            for index in indices
+            if ((slot := slot_of.get(index)) is None or slot.holder != (index, layers[index].unit.version))
+            and index not in self._on_device
+        ]
 
     def _fill(self, slot: WeightSlot, layer: Fetched) -> None:
         slot.move_to(SlotState.FILLED)

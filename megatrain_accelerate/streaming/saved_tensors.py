@@ -9,7 +9,7 @@ nobody wrote to a saved tensor, and hide the hooks of whoever is around the laye
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -76,23 +76,30 @@ class SavedTensors:
     Args:
         reader_at: the call to whose slot the memory at an address belongs; None for other memory.
         offloaded: collects what goes to the host; None where it stays on the device.
+        slots: the addresses for which ``reader_at`` is asked; None for all.
     """
 
-    def __init__(self, reader_at: Callable[[int], SlotReader | None], offloaded: Recording | None = None) -> None:
+    def __init__(
+        self,
+        reader_at: Callable[[int], SlotReader | None],
+        offloaded: Recording | None = None,
+        slots: Container[int] | None = None,
+    ) -> None:
         self._reader_at = reader_at
+        self._slots = slots
         self._offloaded = offloaded
 
     def recording(self) -> saved_tensors_hooks:
         """Autograd saves what the body computes. To be entered anew for each body: only the innermost hooks act."""
         outer = _innermost()
-        reader_at, offloaded = self._reader_at, self._offloaded
+        slots, reader_at, offloaded = self._slots, self._reader_at, self._offloaded
 
         def pack(tensor: torch.Tensor) -> Any:  # called for each saved tensor: several dozen times a layer
             try:
                 address = tensor.untyped_storage().data_ptr()
             except (RuntimeError, NotImplementedError):  # sparse ones and wrappers around others have no memory of their own
                 address = 0
-            if (reader := reader_at(address)) is not None:
+            if (slots is None or address in slots) and (reader := reader_at(address)) is not None:
                 return SlotPlace(reader, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
             if outer is not None:
                 return outer[0](tensor)
