@@ -35,7 +35,7 @@ def map_tensors(change: Callable[[Any], Any], value: Any, kind: type | tuple[typ
             value = copy.copy(value)
             for key, item in changed.items():
                 value[key] = item
-    elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+    elif hasattr(type(value), "__dataclass_fields__"):
         found = {field.name: map_tensors(change, getattr(value, field.name), kind) for field in dataclasses.fields(value)}
         changed = {name: item for name, item in found.items() if item is not getattr(value, name)}
         if changed:

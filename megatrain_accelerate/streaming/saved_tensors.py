@@ -98,7 +98,7 @@ class SavedTensors:
             try:
                 address = tensor.untyped_storage().data_ptr()
             except (RuntimeError, NotImplementedError):  # sparse ones and wrappers around others have no memory of their own
-                address = 0
+                address = -1
             if (slots is None or address in slots) and (reader := reader_at(address)) is not None:
                 return SlotPlace(reader, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
             if outer is not None:
