@@ -115,6 +115,8 @@ class Engine:
         self._freed_bytes = freed_bytes
         self._handles: list[Any] = []
         self._tiled_head: TiledHead | None = None
+        self._layer_places: dict[str, list[tuple[str, StreamedLayer]]] = {}
+        """The layers in each module that holds some, by the module's name: each layer's name there, and the layer."""
         self._resident_places: list[tuple[str, str, nn.Parameter]] = []
         self.prepare_anew: Callable[[nn.Module], None] | None = None
         """Gives the model an engine that trains what it trains by now; set by who prepared it."""
@@ -284,6 +286,9 @@ class Engine:
             # Whoever reads the weights as a whole sees all steps that were taken.
             self._handles.append(module.register_state_dict_pre_hook(ModelHook(self.runtime.drain)))
             self._handles.append(module.register_load_state_dict_pre_hook(ModelHook(self.runtime.drain)))
+        for layer in self.runtime.layers:
+            owner, _, key = layer.name.rpartition(".")
+            self._layer_places.setdefault(owner, []).append((key, layer))
         in_layers = {id(state.parameter) for at in (*self.runtime.layers, *self.runtime.experts) for state in at.unit.states}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if id(parameter) not in in_layers:
@@ -344,9 +349,11 @@ class Engine:
         Raises:
             StateError: a layer, or a parameter outside the layers, was replaced or removed.
         """
-        for layer in self.runtime.layers:
-            if find_module(model, layer.name) is not layer.module:
-                raise StateError(_REPLACED.format(f"layer {layer.name}"))
+        for owner, layers in self._layer_places.items():
+            module = find_module(model, owner)
+            for key, layer in layers:
+                if key and (module is None or module._modules.get(key) is not layer.module):
+                    raise StateError(_REPLACED.format(f"layer {layer.name}"))
         for owner, key, parameter in self._resident_places:
             module = find_module(model, owner)
             if module is None or module._parameters.get(key) is not parameter:

@@ -12,6 +12,8 @@ parameters are ordered in four regions, so that everything that shares a fate is
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Iterable
 
 import torch
@@ -25,6 +27,9 @@ and a whole number of the blocks of :mod:`~megatrain_accelerate.optim.int8_momen
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float32)
 
+_keys: dict[tuple[tuple[ParameterSpec, int], ...], int] = {}
+"""A number for each layout that a unit of this process has: quicker to look up than the layout itself."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ParameterSpec:
@@ -35,13 +40,10 @@ class ParameterSpec:
     dtype: torch.dtype
     trainable: bool
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +104,7 @@ class FlatLayout:
         self.state_elements = state_offset
         self.entries = tuple(places[spec.name] for spec in specs)
         """Entries in the order of the given specs (model order)."""
-        self.key = tuple((entry.spec, entry.weight_offset) for entry in self.entries)
+        self.key = _keys.setdefault(tuple((entry.spec, entry.weight_offset) for entry in self.entries), len(_keys))
         """Equal for units of equal layout, whose views of a slot can be shared."""
 
     @property

@@ -15,6 +15,8 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 class NotedTensor:
     """A tensor as it was when it was noted. It isn't kept alive."""
 
+    __slots__ = ("_tensor", "_version")
+
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = TensorWeakRef(tensor)
         self._version = tensor._version
@@ -32,9 +34,14 @@ _handles: Any = WeakIdKeyDictionary()
 class ParamHandle:
     """What one store handles a parameter by: ``data`` and ``grad`` of parameters in a store are assigned to only here."""
 
+    # Each forward asks all of them, and finds little of a larger object in the processor's cache.
+    __slots__ = ("__weakref__", "_address", "_all", "_seen_version", "_shown", "_sum", "parameter")
+
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
         self._shown: torch.Tensor | None = None
+        self._address: int | None = None
+        """Where the data begin that are shown."""
         self._seen_version: int | None = None
         """``_version`` of the parameter when the master last agreed with its data; None where they count as written."""
         self._sum: NotedTensor | None = None
@@ -47,12 +54,13 @@ class ParamHandle:
             for handle in self._all:
                 handle.mark_written()  # others take over what somebody put there, too
         self.parameter.data = self._shown = data
+        self._address = data.data_ptr()
         self._seen_version = self.parameter._version
 
     @property
     def is_shown(self) -> bool:
         """Whether the parameter's data are what :meth:`show` made them."""
-        return self._shown is not None and self.parameter.data_ptr() == self._shown.data_ptr()
+        return self.parameter.data_ptr() == self._address
 
     @property
     def _is_shown_by_any(self) -> bool:
@@ -61,7 +69,10 @@ class ParamHandle:
     @property
     def is_written(self) -> bool:
         """Whether somebody wrote to the parameter or replaced its data since the master last agreed with them."""
-        return self.parameter._version != self._seen_version or not self._is_shown_by_any
+        parameter = self.parameter
+        if parameter._version != self._seen_version:
+            return True
+        return parameter.data_ptr() != self._address and not self._is_shown_by_any
 
     def mark_written(self) -> None:
         """The data count as written, though no version may show it."""
@@ -73,7 +84,7 @@ class ParamHandle:
 
     def give_back(self, data: torch.Tensor) -> None:
         """Makes ``data`` the parameter's, or the copy of another store that holds it."""
-        self._shown = None
+        self._shown = self._address = None
         others = (handle._shown for handle in self._all)
         self.parameter.data = next((shown for shown in others if shown is not None), data)
 

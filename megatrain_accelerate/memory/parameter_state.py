@@ -22,6 +22,8 @@ class ParameterState:
     """
 
     handle: ParamHandle
+    parameter: nn.Parameter = dataclasses.field(init=False)
+    """The model's own."""
     entry: FlatEntry
     weight: torch.Tensor
     residual: torch.Tensor | None = None
@@ -37,10 +39,8 @@ class ParameterState:
     """The same beside ``parameter.grad``, where the sum is made: ``gradient_residual`` itself, but for a resident parameter
     whose states are on the host. It counts while the handle :attr:`~ParamHandle.has_fp32_sum`."""
 
-    @property
-    def parameter(self) -> nn.Parameter:
-        """The model's own."""
-        return self.handle.parameter
+    def __post_init__(self) -> None:
+        self.parameter = self.handle.parameter
 
     @property
     def name(self) -> str:

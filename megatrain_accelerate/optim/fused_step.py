@@ -73,10 +73,14 @@ def refuse_unfused(groups: Iterable[dict[str, Any]]) -> None:
                 )
 
 
-def _next_step(entry: dict[str, Any]) -> int:
-    """Counts a parameter's step up and returns it."""
-    entry["step"] += 1
-    return int(entry["step"])
+def _next_steps(entries: Sequence[dict[str, Any]]) -> list[int]:
+    """Counts the steps of parameters up and returns them."""
+    # All at once: in each operation the worker may take the interpreter, and give it back late.
+    if not entries:
+        return []
+    steps = [entry["step"] for entry in entries]
+    torch._foreach_add_(steps, 1)
+    return [int(step) for step in torch.stack(steps).tolist()]
 
 
 def _versions(state: ParameterState) -> tuple[int, int]:
@@ -210,15 +214,15 @@ class FusedStep(HostStep):
             # By id: the store held the old views until now, so that no tensor of the user's can have one of theirs.
             entry.update({key: view for key, view in views.items() if id(entry.get(key)) == shown.get(key)})
 
-    def _entry(self, state: ParameterState) -> dict[str, Any]:
-        """The optimizer's state of a parameter as it is now; the store follows where somebody emptied or changed it.
+    def _entry(self, states: dict[Any, dict[str, Any]], state: ParameterState) -> dict[str, Any]:
+        """What the optimizer's ``states`` have for a parameter now; the store follows where somebody emptied or changed it.
 
         Costs a few look-ups where nobody did. Otherwise it waits for the steps that still write the moments.
         """
-        entry: dict[str, Any] = self._optimizer.state[state.parameter]
+        entry = states[state.parameter]
         if id(state.parameter) not in self.parameter_ids:  # put into a group by hand
             self.hold([state.parameter])
-            entry = self._optimizer.state[state.parameter]
+            entry = states[state.parameter]
         if entry and shows(entry, state):
             return entry
         if entry or id(state.parameter) in self._shown:
@@ -303,11 +307,12 @@ class FusedStep(HostStep):
         self.forget_norms(optimizer)
         if not allowed:
             return
-        by_parameter = {id(state.parameter): (group, self._entry(state)) for state, group in found}
+        numbers = _next_steps([self._entry(optimizer.state, state) for state, _ in found])
+        by_parameter = {id(state.parameter): (group, number) for (state, group), number in zip(found, numbers, strict=True)}
 
         def settings(unit: HostUnit) -> list[tuple[ParameterState, AdamArguments]]:
             return [
-                (state, _adam_arguments(at[0], _next_step(at[1]), factors.get(id(state.parameter), 1.0), self._is_adamw))
+                (state, _adam_arguments(*at, factors.get(id(state.parameter), 1.0), self._is_adamw))
                 for state in unit.states
                 if (at := by_parameter.get(id(state.parameter))) is not None
             ]
@@ -391,12 +396,17 @@ class FusedStep(HostStep):
                 "accumulation that Accelerate doesn't know of, or a failed backward that was tried again); set "
                 "megatrain_config.step_schedule to 'deferred' (and host_gradients to 'kept'), or use accelerator.accumulate()"
             )
-        steps, entries = [], []
-        for state in layer.unit.states:
-            group = self._group_of.get(id(state.parameter))
-            if state.parameter.grad is not None and group is not None:
-                entries.append(self._entry(state))
-                steps.append((state, _adam_arguments(group, _next_step(entries[-1]), 1.0, self._is_adamw)))
+        found = [
+            (state, group)
+            for state in layer.unit.states
+            if state.parameter.grad is not None and (group := self._group_of.get(id(state.parameter))) is not None
+        ]
+        states = self._optimizer.state
+        entries = [self._entry(states, state) for state, _ in found]
+        steps = [
+            (state, _adam_arguments(group, number, 1.0, self._is_adamw))
+            for (state, group), number in zip(found, _next_steps(entries), strict=True)
+        ]
         rows = [self.runtime.norms.row(state.parameter) for state, _ in steps]
 
         def gradients_are_finite() -> bool:

@@ -144,7 +144,7 @@ class HostStep:
                         f"parameter {state.name} got a gradient, but was frozen when the model was last called and has no "
                         "place for one; unfreeze it before the model is called"
                     )
-                if parameter.data_ptr() == state.weight.data_ptr() and state.has_foreign_gradient:
+                if state.has_foreign_gradient and parameter.data_ptr() == state.weight.data_ptr():
                     assert state.gradient is not None
                     self.runtime.drain()  # a step that is still to be applied may read the place
                     state.gradient.copy_(parameter.grad)
@@ -159,7 +159,7 @@ class HostStep:
         """
         found = []
         for group in optimizer.param_groups:
-            outside = [p for p in group["params"] if p.grad is not None and self.is_outside(p)]
+            outside = [p for p in group["params"] if self.runtime.state_of(p) is None and p.grad is not None]
             for parameter in outside:
                 move_state_beside(optimizer, group, parameter)
             found += outside

@@ -17,7 +17,7 @@ from megatrain_accelerate.optim.int8_moments import adamw_int8
 from megatrain_accelerate.optim.kernel import HostKernels
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Segment:
     """A run of adjacent parameters of one dtype that are stepped by one kernel call."""
 
@@ -51,8 +51,7 @@ def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list
             gap = entry.state_offset - last.state_offset - last.elements
             widest = 1 if state.int8_moments is not None else ALIGNMENT_ELEMENTS
             if last.dtype == entry.spec.dtype and (last.arguments, last.is_sum) == (arguments, is_sum) and 0 <= gap < widest:
-                grown = last.elements + gap + entry.spec.numel
-                segments[-1] = dataclasses.replace(last, elements=grown)
+                last.elements += gap + entry.spec.numel
                 continue
         segments.append(
             Segment(entry.spec.dtype, entry.weight_offset, entry.state_offset, entry.spec.numel, arguments, is_sum)

@@ -23,6 +23,8 @@ class SlotState(enum.Enum):
     IN_USE = "in use"
     """Kernels that read it are being issued."""
 
+    __hash__ = object.__hash__  # enum's own is a function of Python
+
 
 _ALLOWED = {
     (SlotState.EMPTY, SlotState.FILLED),
@@ -34,7 +36,7 @@ _ALLOWED = {
 
 
 def _cached_views(
-    cache: dict[object, list[torch.Tensor]], layout: FlatLayout, buffer: torch.Tensor, trainable_only: bool
+    cache: dict[int, list[torch.Tensor]], layout: FlatLayout, buffer: torch.Tensor, trainable_only: bool
 ) -> list[torch.Tensor]:
     views = cache.get(layout.key)
     if views is None:
@@ -71,7 +73,7 @@ class WeightSlot:
         """How much earlier the copy would have been issued but for the layer's step; for the counters."""
         self.params_copied_event = streams.event()
         self.compute_finished_event = streams.event()
-        self._views: dict[object, list[torch.Tensor]] = {}
+        self._views: dict[int, list[torch.Tensor]] = {}
         self._at: dict[tuple[torch.dtype, torch.Size, tuple[int, ...], int], torch.Tensor] = {}
 
     def move_to(self, state: SlotState) -> None:
@@ -124,7 +126,7 @@ class GradientSlot:
         """2-norms of the gradients in the buffer, in entry order; copied to the host with them."""
         self.grads_ready_event = streams.event()
         self.grads_copied_event = streams.event()
-        self._views: dict[object, list[torch.Tensor]] = {}
+        self._views: dict[int, list[torch.Tensor]] = {}
 
     def views(self, layout: FlatLayout) -> list[torch.Tensor]:
         """The buffer as the layout's trainable tensors, in entry order."""

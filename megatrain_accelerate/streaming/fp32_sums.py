@@ -31,7 +31,7 @@ def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """2-norms in fp32 of tensors of one device, computed as ``torch.nn.utils.clip_grad_norm_`` does on fp32 gradients."""
     if gradients[0].is_cuda:
         return list(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32))
-    return [torch.linalg.vector_norm(gradient.float(), 2.0) for gradient in gradients]
+    return list(torch._foreach_norm([gradient.float() for gradient in gradients], 2.0))
 
 
 def joined_sum(gradient: torch.Tensor, residual: torch.Tensor, kernels: StepKernels) -> torch.Tensor:

@@ -171,7 +171,8 @@ class GradientOffloader:
             views = slot.views(unit.layout)
             torch._foreach_copy_([views[i] for i in present], arrived)
             # All of them, and nothing to add to: they go straight to their place, with their norms. So do those that pass.
-            is_fresh = self.passes or (len(present) == len(trainable) and all(s.parameter.grad is None for s in trainable))
+            added_to = [state for state in trainable if state.parameter.grad is not None]
+            is_fresh = self.passes or (len(present) == len(trainable) and not added_to)
             if is_fresh:
                 slot.norms[: len(trainable)].copy_(torch.stack(gradient_norms(views)))
             slot.grads_ready_event.record(self._streams.compute_stream)

@@ -19,6 +19,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
+from megatrain_accelerate.streaming.activation_offload import Recording
 from megatrain_accelerate.streaming.ambient_state import surroundings_again
 from megatrain_accelerate.streaming.attention_results import AttentionResults
 from megatrain_accelerate.streaming.call_gradients import CallGradients, CutCall
@@ -53,6 +54,8 @@ class CallState(enum.Enum):
     """A backward has begun with it."""
     DONE = "done"
     """That backward has brought all its gradients."""
+
+    __hash__ = object.__hash__  # enum's own is a function of Python
 
 
 _ALLOWED = {
@@ -113,7 +116,7 @@ class GraphCall:
         """What it hands out if it runs compiled; None for a layer's own code."""
         self._is_checked = False
         """Whether this backward has found the forward's weights."""
-        self._range = contextlib.ExitStack()
+        self._range: contextlib.ExitStack | None = None
         """In a profile, the range of the backward that is in the call."""
         self._trained = layer.trained_now()
         """Which weights are trained in forward, in entry order."""
@@ -137,7 +140,7 @@ class GraphCall:
             self._running_slot = slot
             uses = slot.uses_with(layer.unit.layout)
             watched: dict[int, torch.Tensor] = {}
-            args, kwargs = map_tensors(lambda tensor: self._watched(tensor, watched), (args, kwargs))
+            args, kwargs = map_tensors(functools.partial(self._watched, watched=watched), (args, kwargs))
             self.version = layer.unit.version
             weights = self._leaves_in(slot)
             if not self.is_whole:
@@ -151,9 +154,9 @@ class GraphCall:
                 without_autocast_cache(),
             ):
                 output = self._run_by_policy(weights, args, kwargs)
-                output = map_tensors(lambda tensor: self._handed_out(tensor, watched), output)
+                output = map_tensors(functools.partial(self._handed_out, watched=watched), output)
             del weights
-            leaves = sum(leaf() is not None for _, leaf in self._leaves)
+            leaves = sum([leaf() is not None for _, leaf in self._leaves])
             self.holds_weights = slot.uses_with(layer.unit.layout) > uses + leaves
             return output
         finally:
@@ -185,9 +188,8 @@ class GraphCall:
 
     def _trained_of(self, weights: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Those of the leaves that require grad, by place among the unit's trainable parameters."""
-        states = self.layer.unit.states
-        trainable = [weight for weight, state in zip(weights, states, strict=True) if state.entry.spec.trainable]
-        return {row: weight for row, weight in enumerate(trainable) if weight.requires_grad}
+        trainable = enumerate(self.layer.trainable_places)
+        return {row: weights[place] for row, place in trainable if weights[place].requires_grad}
 
     def _leaves_in(self, slot: WeightSlot) -> list[torch.Tensor]:
         """The layer's weights in the slot, in entry order, as leaves; each with a version of its own (``data``)."""
@@ -210,7 +212,7 @@ class GraphCall:
         if is_offloaded:
             inputs, _ = taken_apart((args, kwargs))
             offloaded = context.activations.record(layer.name, [*layer.module.buffers(), *inputs])
-        with layer.bound(weights), SavedTensors(self.calls.reader_at, offloaded).recording():
+        with layer.bound(weights), self.calls.saved_tensors(offloaded).recording():
             output = self._run_layer(args, kwargs, memory_budget=0.0 if by_compiler else 1.0)
         if offloaded is not None:
             context.activations.send(offloaded, self.tape, self.position, self.piece)
@@ -244,7 +246,7 @@ class GraphCall:
 
         def body(*given: torch.Tensor) -> Any:
             args, kwargs = arguments(given)
-            saving = contextlib.nullcontext() if whole is not None else SavedTensors(self.calls.reader_at).recording()
+            saving = contextlib.nullcontext() if whole is not None else self.calls.saved_tensors().recording()
             if first:
                 with (
                     layer.bound(first.pop()),
@@ -307,6 +309,7 @@ class GraphCall:
         self.calls.context.backward_begins()
         self.calls.begin(self, task)
         if torch.autograd._profiler_enabled():
+            self._range = self._range or contextlib.ExitStack()
             self._range.enter_context(named_range(f"megatrain::backward ({self.layer.name})"))
         # Of layers that come later, too.
         self.calls.context.activations.bring_back(self.tape, self.position, self.piece)
@@ -329,16 +332,15 @@ class GraphCall:
         """
         if self._running_slot is not None:  # a backward within the layer's own forward
             return self._running_slot
-        self._begin()
-        prefetcher = self.calls.context.prefetcher
-        lease = prefetcher.lease_of(self.layer)
+        if self.task != _current_task():
+            self._begin()
+        lease = self.calls.context.prefetcher.lease_of(self.layer)
         if lease is None:
             lease = self._take_lease()
         elif not self._is_checked:
             # The leases of two calls of one layer are one, and so are their weights.
             self.layer.require_version(self.version)
         self._is_checked = True
-        prefetcher.touch(lease.slot)
         return lease.slot
 
     def _take_lease(self) -> Lease:
@@ -367,7 +369,11 @@ class GraphCall:
 
     def _is_complete(self) -> bool:
         """Whether all leaves that the graph still holds have their gradients: autograd brings each at once."""
-        return all(leaf is None or leaf.grad is not None for leaf in (found() for _, found in self._leaves))
+        for _, found in self._leaves:
+            leaf = found()
+            if leaf is not None and leaf.grad is None:
+                return False
+        return True
 
     def all_issued(self) -> None:
         """Everything of the layer's backward has been issued, as far as a hook can tell."""
@@ -408,7 +414,8 @@ class GraphCall:
         self.forget()
 
     def _end_lease(self) -> None:
-        self._range.close()
+        if self._range is not None:
+            self._range.close()
         self.calls.context.prefetcher.end_lease(self.layer.index)
         self._is_checked = False
 
@@ -418,12 +425,7 @@ class GraphCall:
         lease = self.calls.context.prefetcher.leases.get(self.layer.index)
         if lease is not None:
             # Of a checkpoint inside the layer that runs a backward of its own.
-            trainable = [
-                weight
-                for weight, state in zip(lease.leaves, self.layer.unit.states, strict=True)
-                if state.entry.spec.trainable
-            ]
-            leaves += enumerate(trainable)
+            leaves += enumerate([lease.leaves[place] for place in self.layer.trainable_places])
         for row, leaf in leaves:
             if leaf is None or leaf.grad is None:
                 continue
@@ -488,6 +490,10 @@ class ActiveCalls:
                 del self._running[slot.address]
             else:
                 self._running[slot.address] = before
+
+    def saved_tensors(self, offloaded: Recording | None = None) -> SavedTensors:
+        """How a run saves what its backward needs; see :class:`SavedTensors`."""
+        return SavedTensors(self.reader_at, offloaded, self.context.prefetcher.at_address)
 
     def reader_at(self, address: int) -> GraphCall | None:
         """The call that computes with the slot at this address; None for other memory.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import nn
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.host_store import HostUnit
-from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.streaming.shared_mappings import run_with_mappings
 from megatrain_accelerate.streaming.token_tiles import TokenTiles
@@ -48,19 +48,27 @@ class StreamedLayer:
         """Weights, by place, that the layer was seen to parametrize while it ran; see :func:`bound_weights`."""
         self.tiles = TokenTiles.of_layer(module)
         self.buffers = WrittenBuffers(module)
-        self.has_trainable = any(state.entry.spec.trainable for state in unit.states)
+        self.trainable = [state for state in unit.states if state.entry.spec.trainable]
+        """The parameters of its unit that were trained when the model was prepared, in entry order."""
+        self.trainable_places = [place for place, state in enumerate(unit.states) if state.entry.spec.trainable]
+        """Their places among the unit's parameters."""
+        self.has_trainable = bool(self.trainable)
         self.experts: tuple[StreamedExperts, ...] = ()
         """What of the layer streams in parts, with units of its own; see :meth:`leave_to`."""
         self._known = {id(state.parameter) for state in unit.states}
-        self._bound = 0
-        """How often weights are bound to it now: a checkpoint of the user's runs it again within its backward."""
         position = {id(state.parameter): i for i, state in enumerate(unit.states)}
-        self._bindings: list[tuple[nn.Module, str, int, nn.Parameter]] = [
+        self.times_bound = 0
+        """How often weights are bound to it now: a checkpoint of the user's runs it again within its backward."""
+        self.bindings: list[tuple[nn.Module, str, int, nn.Parameter]] = [
             (owner, attribute, position[id(parameter)], parameter)
             for owner in module.modules()
             for attribute, parameter in owner._parameters.items()
             if parameter is not None and id(parameter) in position
         ]
+        """Where in the module each weight stands: owner, attribute, place in the unit, and the parameter that was adopted."""
+        self.adopted = [parameter for _, _, _, parameter in self.bindings]
+        self._handles = [state.handle for state in unit.states]
+        self._frozen = [state for state in unit.states if not state.entry.spec.trainable]
 
     def leave_to(self, experts: StreamedExperts) -> None:
         """Parameters of the layer that aren't in its unit are in that of these experts."""
@@ -68,15 +76,13 @@ class StreamedLayer:
         self.has_trainable |= experts.has_trainable
         self._known |= {id(state.parameter) for state in experts.unit.states}
 
-    @property
-    def trainable(self) -> list[ParameterState]:
-        """The parameters of its unit that were trained when the model was prepared, in entry order."""
-        return [state for state in self.unit.states if state.entry.spec.trainable]
-
     def trained_now(self) -> list[bool]:
         """Which weights of its unit are trained, in entry order: scripts freeze and unfreeze them at any time."""
         with unwatched():
-            return [state.entry.spec.trainable and state.parameter.requires_grad for state in self.unit.states]
+            trained = [False] * len(self.unit.states)
+            for place, state in zip(self.trainable_places, self.trainable, strict=True):
+                trained[place] = state.parameter.requires_grad
+        return trained
 
     @property
     def parameter_count(self) -> int:
@@ -105,33 +111,26 @@ class StreamedLayer:
         """Makes what fp32 sums of the gradients take, where the unit lives."""
         self.unit.allocate_gradient_residuals()
 
-    @contextlib.contextmanager
-    def bound(self, weights: Sequence[torch.Tensor]) -> Iterator[None]:
+    def bound(self, weights: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
         """The module computes with ``weights`` (in entry order) instead of its parameters while the body runs.
 
         Raises:
             StateError: a parameter of the module isn't the one that was adopted.
         """
-        for owner, attribute, _, parameter in self._bindings:
-            if not self._bound and owner._parameters.get(attribute) is not parameter:
+        return _Bound(self, weights)
+
+    def refuse_replaced(self, found: Sequence[nn.Parameter | None]) -> None:
+        """Raises for the first of ``found``, one for each of the bindings, that isn't the parameter that was adopted.
+
+        Raises:
+            StateError: with its name.
+        """
+        for (owner, attribute, _, parameter), value in zip(self.bindings, found, strict=True):
+            if value is not parameter:
                 raise StateError(
                     f"parameter {attribute!r} of {type(owner).__name__} in layer {self.name} was replaced after the "
                     "model was prepared; change the model (adapters, heads, tokens) before accelerator.prepare()"
                 )
-        before = [(owner, attribute, at, owner._parameters[attribute]) for owner, attribute, at, _ in self._bindings]
-        self._bound += 1
-        try:
-            for owner, attribute, position, _ in self._bindings:
-                owner._parameters[attribute] = weights[position]  # type: ignore[assignment]
-            yield
-        finally:
-            self._bound -= 1
-            for owner, attribute, position, earlier in before:
-                # A parametrization for the time of a call (PEFT's target_parameters) puts a weight that is no Parameter
-                # back as a buffer: it would hold the slot's memory, and stand in the way of the next one.
-                if owner._buffers.pop(attribute, None) is not None:
-                    self.parametrized.add(position)
-                owner._parameters[attribute] = earlier
 
     def refuse_unfrozen(self) -> None:
         """Raises for a trained parameter that was frozen, or wasn't there, when the model was prepared.
@@ -139,10 +138,10 @@ class StreamedLayer:
         Raises:
             StateError: it has neither gradient nor master.
         """
-        if self._bound:
+        if self.times_bound:
             return
         with unwatched():
-            if any(p is not None and p.requires_grad and id(p) not in self._known for p in _parameters_of(self.module)):
+            if any(parameter.requires_grad for parameter in self._unknown_parameters()):
                 named = self.module.named_parameters()
                 added = next(name for name, p in named if p.requires_grad and id(p) not in self._known)
                 raise StateError(
@@ -151,13 +150,23 @@ class StreamedLayer:
                 )
             for experts in self.experts:
                 experts.refuse_unfrozen()
-            for state in self.unit.states:
-                if not state.entry.spec.trainable and state.parameter.requires_grad:
+            for state in self._frozen:
+                if state.parameter.requires_grad:
                     raise StateError(
                         f"parameter {self.name}.{state.name} was unfrozen after the model was prepared and has no place for a "
                         "gradient; call the prepared model itself and not a part of it (it is adopted anew then), or prepare "
                         "again"
                     )
+
+    def _unknown_parameters(self) -> list[nn.Parameter]:
+        """The parameters below the module that weren't adopted with it. Each forward asks, and ``parameters()`` is slow."""
+        found: list[nn.Parameter | None] = []
+        modules: list[nn.Module | None] = [self.module]
+        for module in modules:
+            if module is not None:
+                found += module._parameters.values()
+                modules += module._modules.values()
+        return [parameter for parameter in found if parameter is not None and id(parameter) not in self._known]
 
     def require_version(self, version: int | None) -> None:
         """Raises in a backward whose forward saw other weights.
@@ -179,20 +188,40 @@ class StreamedLayer:
     def refresh_if_written(self) -> None:
         """Takes over weights that somebody wrote to the parameters since they were last seen (``load_state_dict``)."""
         with unwatched():
-            written = [state for state in self.unit.states if state.handle.is_written]
+            written = [place for place, handle in enumerate(self._handles) if handle.is_written]
         if not written:
             return
         self.gate.wait()
-        for state in written:
+        for state in [self.unit.states[place] for place in written]:
             self.unit.write_master(state, state.parameter.detach())
             state.handle.show(state.weight)
         self.unit.version += 1
 
 
-def _parameters_of(module: nn.Module) -> Iterator[nn.Parameter | None]:
-    """All parameters below a module, shared ones several times: each forward asks, and ``modules()`` is slow."""
-    modules: list[nn.Module | None] = [module]
-    for each in modules:
-        if each is not None:
-            yield from each._parameters.values()
-            modules += each._modules.values()
+class _Bound:
+    """See :meth:`StreamedLayer.bound`. A class, since a generator takes several times as long to enter and leave."""
+
+    def __init__(self, layer: StreamedLayer, weights: Sequence[torch.Tensor]) -> None:
+        self._layer = layer
+        self._weights: Sequence[torch.Tensor] = weights
+
+    def __enter__(self) -> None:
+        layer, weights, self._weights = self._layer, self._weights, ()
+        self._before: list[nn.Parameter | None] = [
+            owner._parameters.get(attribute) for owner, attribute, _, _ in layer.bindings
+        ]
+        if not layer.times_bound and any(map(operator.is_not, self._before, layer.adopted)):
+            layer.refuse_replaced(self._before)
+        layer.times_bound += 1
+        for owner, attribute, position, _ in layer.bindings:
+            owner._parameters[attribute] = weights[position]  # type: ignore[assignment]
+
+    def __exit__(self, *error: object) -> None:
+        layer = self._layer
+        layer.times_bound -= 1
+        for (owner, attribute, position, _), earlier in zip(layer.bindings, self._before, strict=True):
+            # A parametrization for the time of a call (PEFT's target_parameters) puts a weight that is no Parameter
+            # back as a buffer: it would hold the slot's memory, and stand in the way of the next one.
+            if owner._buffers.pop(attribute, None) is not None:
+                layer.parametrized.add(position)
+            owner._parameters[attribute] = earlier

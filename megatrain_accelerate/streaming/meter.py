@@ -32,6 +32,12 @@ class Cause(enum.Enum):
     BACKWARD_END = "backward_end"
     """The last gradients of a backward were still on their way."""
 
+    __hash__ = object.__hash__  # enum's own is a function of Python
+
+
+_WAITS = {cause: f"{cause.value}_wait_ms" for cause in Cause}
+"""The counter of each cause."""
+
 
 @dataclasses.dataclass
 class Counters:
@@ -63,7 +69,7 @@ class Counters:
 
     def add_wait(self, cause: Cause, waited_ms: float) -> None:
         """The compute stream stood still for ``waited_ms``."""
-        name = f"{cause.value}_wait_ms"
+        name = _WAITS[cause]
         setattr(self, name, getattr(self, name) + waited_ms)
 
     def add_copy_wait(self, cause: Cause, waited_ms: float, late_ms: float) -> None:
@@ -102,22 +108,22 @@ class Meter:
             late_ms: how much earlier the copy would have been issued if the step of its weights had been applied in time.
             of_layer: the copy is a layer's and not a resident's; ``copy_wait_ms`` counts the former only.
         """
+        compute_stream = self._streams.compute_stream
+        if not self._streams.is_cuda:
+            compute_stream.wait_event(event)
+            return
 
         def add(waited_ms: float) -> None:
             self.counters.add_copy_wait(cause, waited_ms, late_ms)
             if of_layer:
                 self.counters.copy_wait_ms += waited_ms
 
-        compute_stream = self._streams.compute_stream
-        if not self._streams.is_cuda:
-            compute_stream.wait_event(event)
-            return
-        with self._timed(compute_stream, add):
+        with _Timed(self, compute_stream, add):
             compute_stream.wait_event(event)
 
     def blocked_by(self, cause: Cause) -> contextlib.AbstractContextManager[None]:
         """Accounts for the GPU's idle time while the body blocks the launching thread."""
-        return self._timed(self._streams.compute_stream, lambda ms: self.counters.add_wait(cause, ms))
+        return _Timed(self, self._streams.compute_stream, lambda ms: self.counters.add_wait(cause, ms))
 
     def copying(
         self, direction: Cause, copied_bytes: int, beside_compute: bool = False
@@ -136,7 +142,7 @@ class Meter:
                 self.counters.add_wait(direction, copy_ms)
 
         streams = self._streams
-        return self._timed(streams.h2d_stream if direction is Cause.H2D else streams.d2h_stream, add)
+        return _Timed(self, streams.h2d_stream if direction is Cause.H2D else streams.d2h_stream, add)
 
     def wait_for_step(self, name: str, is_open: bool, wait: Callable[[], None]) -> None:
         """Blocks the launching thread until a step is applied, and accounts for the GPU's idle time.
@@ -160,29 +166,28 @@ class Meter:
         self.counters.step_seconds += time.perf_counter() - start
         self.counters.stepped_parameters += parameters
 
-    @contextlib.contextmanager
-    def _timed(self, stream: Any, add: Callable[[float], None]) -> Iterator[None]:
+    def begin(self, stream: Any) -> Any:
+        """Notes the time at which a stream comes to this point; see :meth:`end`."""
         if not self._streams.is_cuda:
-            begin = time.perf_counter()
-            try:
-                yield
-            finally:
-                with self._lock:
-                    add(1e3 * (time.perf_counter() - begin))
-            return
+            return time.perf_counter()
         with self._lock:
             pair = self._spare.pop() if self._spare else None
-        start, end = pair or (self._streams.event(timing=True), self._streams.event(timing=True))
-        start.record(stream)
-        try:
-            yield
-        finally:
-            end.record(stream)
+        pair = pair or (self._streams.event(timing=True), self._streams.event(timing=True))
+        pair[0].record(stream)
+        return pair
+
+    def end(self, begun: Any, stream: Any, add: Callable[[float], None]) -> None:
+        """Calls ``add`` with the milliseconds since :meth:`begin` returned ``begun``, now or when they are known."""
+        if not self._streams.is_cuda:
             with self._lock:
-                self._pending.append((start, end, add))
-                is_long = len(self._pending) > 4096
-            if is_long:
-                self.harvest()
+                add(1e3 * (time.perf_counter() - begun))
+            return
+        begun[1].record(stream)
+        with self._lock:
+            self._pending.append((*begun, add))
+            is_long = len(self._pending) > 4096
+        if is_long:
+            self.harvest()
 
     def harvest(self) -> None:
         """Adds up the stalls and copies that are over, without waiting."""
@@ -194,3 +199,18 @@ class Meter:
                     self._spare.append((start, end))
                 else:
                     self._pending.append((start, end, add))
+
+
+class _Timed:
+    """Times what a stream does between begin and end of the body. A class, since a generator takes several times as long."""
+
+    def __init__(self, meter: Meter, stream: Any, add: Callable[[float], None]) -> None:
+        self._meter = meter
+        self._stream = stream
+        self._add = add
+
+    def __enter__(self) -> None:
+        self._begun = self._meter.begin(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        self._meter.end(self._begun, self._stream, self._add)

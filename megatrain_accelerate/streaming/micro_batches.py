@@ -141,11 +141,13 @@ class BatchSplit:
         Raises:
             UnsupportedError: the batch is larger, and it isn't certain how to cut it or some argument.
         """
-        paths = tree_flatten_with_path((args, kwargs))[0] if cut.size is not None else []
+        if cut.size is None:
+            return _WHOLE
+        paths = tree_flatten_with_path((args, kwargs))[0]
         tensors = [(keystr(path), leaf) for path, leaf in paths if isinstance(leaf, torch.Tensor)]
         found = next(((path, leaf) for path, leaf in tensors if leaf.is_floating_point() and leaf.dim() >= 2), None)
-        if cut.size is None or found is None or found[1].shape[0] <= cut.size:
-            return cls((), ())
+        if found is None or found[1].shape[0] <= cut.size:
+            return _WHOLE
         path, hidden = found
         batch = hidden.shape[0]
         cut.require_samples(layer, path, hidden)
@@ -210,6 +212,10 @@ class BatchSplit:
                 if tensor.dim() == 0 or (place < outputs and tensor.shape[0] != size):
                     raise _cannot(layer, f"a piece of {size} samples returns a tensor of shape {tuple(tensor.shape)}")
         return [torch.cat(column) for column in zip(*pieces, strict=True)]
+
+
+_WHOLE = BatchSplit((), ())
+"""Of a call that isn't cut."""
 
 
 class LayerSums:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +22,11 @@ def map_tensors(change: Callable[[Any], Any], value: Any, kind: type | tuple[typ
     """
     if isinstance(value, kind):
         return change(value)
+    if value is None:
+        return None
     if isinstance(value, (tuple, list)):
         items = [map_tensors(change, item, kind) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        if all(map(operator.is_, items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
@@ -33,7 +36,7 @@ def map_tensors(change: Callable[[Any], Any], value: Any, kind: type | tuple[typ
             value = copy.copy(value)
             for key, item in changed.items():
                 value[key] = item
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif hasattr(type(value), "__dataclass_fields__"):
         found = {field.name: map_tensors(change, getattr(value, field.name), kind) for field in dataclasses.fields(value)}
         changed = {name: item for name, item in found.items() if item is not getattr(value, name)}
         if changed:

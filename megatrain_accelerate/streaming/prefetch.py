@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -102,6 +102,10 @@ class Prefetcher:
         self._slot_count = slots
         self.slots = self._shared_slots()
         self._own: dict[int, WeightSlot] = {}
+        self._on_device: set[int] = set()
+        """Layers whose units live on the device, each the slot of its own: they need no copy."""
+        self._slot_of: dict[int, WeightSlot] = {}
+        """The slot that was last filled for a layer, by its index; what it holds by now its ``holder`` tells."""
         self._held: list[int] = []
         """Layers whose own slot is theirs for a while only; in the order in which they got it."""
         self._clock = 0
@@ -112,7 +116,7 @@ class Prefetcher:
         self._upcoming: Sequence[int] = ()
         self.at_address: dict[int, WeightSlot] = {}
         """The slots that there are, by where their memory begins."""
-        self._note_addresses()
+        self._note_slots()
 
     def _buffer(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._streams.device)
@@ -138,7 +142,7 @@ class Prefetcher:
     def drop_own_slots(self) -> None:
         """Gives up the slots of single layers, and what of their memory nobody else holds. No copy may be in flight."""
         self._own, self._held = {}, []
-        self._note_addresses()
+        self._note_slots()
 
     def hold(self, index: int) -> None:
         """Gives a layer that has none a slot of its own until :meth:`let_go`. Copies and kernels may be in flight.
@@ -152,7 +156,7 @@ class Prefetcher:
         slot.compute_finished_event.record(self._streams.compute_stream)
         self._own[index] = slot
         self._held.append(index)
-        self._note_addresses()
+        self._note_slots()
 
     def let_go(self, size_bytes: int | None = None) -> int:
         """Takes slots of :meth:`hold` back, the latest first, until ``size_bytes`` are free; by default all of them.
@@ -167,7 +171,7 @@ class Prefetcher:
             self._streams.compute_stream.wait_event(slot.params_copied_event)
             freed_bytes += slot.buffer.numel()
         if freed_bytes:
-            self._note_addresses()
+            self._note_slots()
         return freed_bytes
 
     def has_own_slot(self, index: int) -> bool:
@@ -192,7 +196,7 @@ class Prefetcher:
             self.slots = []
         elif not self.slots:
             self.slots = self._shared_slots()
-        self._note_addresses()
+        self._note_slots()
 
     @property
     def own_slot_count(self) -> int:
@@ -223,10 +227,10 @@ class Prefetcher:
         if not slot.users:
             slot.move_to(SlotState.IN_USE)
         slot.users += 1
-        self.touch(slot)
+        self._touch(slot)
         self._upcoming = upcoming
         try:
-            if not layer.unit.is_on_device:
+            if not slot.params_copied_event.query():
                 # RAW: the kernels must see the whole copy.
                 self._meter.compute_waits_for(slot.params_copied_event, Cause.H2D, slot.late_ms)
             self._prefetch(upcoming)
@@ -242,15 +246,17 @@ class Prefetcher:
         if not slot.users:
             slot.move_to(SlotState.FILLED)
 
-    def touch(self, slot: WeightSlot) -> None:
-        """The slot is read now."""
+    def _touch(self, slot: WeightSlot) -> None:
         self._clock += 1
         slot.last_used = self._clock
 
     def lease_of(self, layer: Fetched) -> Lease | None:
-        """The layer's lease, if it has one on the weights of now; one on others ends."""
+        """The layer's lease, whose slot is read now, if it has one on the weights of now; one on others ends."""
         lease = self.leases.get(layer.index)
-        if lease is None or layer.unit.is_on_device or lease.slot.holder == (layer.index, layer.unit.version):
+        if lease is None:
+            return None
+        if lease.slot.holder == (layer.index, layer.unit.version) or layer.index in self._on_device:
+            self._touch(lease.slot)
             return lease
         self._end_lease(layer.index)
         return None
@@ -273,17 +279,20 @@ class Prefetcher:
         self.release(lease.slot)
         return True
 
-    def _note_addresses(self) -> None:
-        self.at_address = {slot.address: slot for slot in (*self.slots, *self._own.values())}
+    def _note_slots(self) -> None:
+        """Called when there are others."""
+        slots = (*self.slots, *self._own.values())
+        self.at_address = {slot.address: slot for slot in slots}
+        current = {slot.holder[0]: slot for slot in slots if slot.holder is not None and not self._is_stale(slot)}
+        self._on_device = {index for index in self._own if self._layers[index].unit.is_on_device}
+        self._slot_of = {index: slot for index, slot in current.items() if self._own.get(index, slot) is slot}
 
     def _holding(self, layer: Fetched) -> WeightSlot | None:
-        own = self._own.get(layer.index)
-        if own is not None and layer.unit.is_on_device:
-            return own
-        for slot in self._slots_for(layer):
-            if slot.state is not SlotState.EMPTY and slot.holder == (layer.index, layer.unit.version):
-                return slot
-        return None
+        """The slot with the layer's weights of now, or None."""
+        slot = self._slot_of.get(layer.index)
+        if slot is not None and slot.holder == (layer.index, layer.unit.version):
+            return slot
+        return self._own[layer.index] if layer.index in self._on_device else None
 
     def _slots_for(self, layer: Fetched) -> list[WeightSlot]:
         own = self._own.get(layer.index)
@@ -333,26 +342,30 @@ class Prefetcher:
         return slot
 
     def _prefetch(self, upcoming: Sequence[int]) -> None:
-        room = sum(slot.state is not SlotState.IN_USE for slot in self.slots)
         # A resident layer takes no room: its copy may begin as soon as its step is applied.
         distinct = dict.fromkeys(upcoming)
-        shared = [index for index in distinct if index not in self._own][:room]
-        wanted = [index for index in distinct if index in self._own or index in shared]
-        for index in wanted:
-            layer = self._layers[index]
-            if layer.unit.is_on_device:
+        shared = [index for index in distinct if index not in self._own]
+        beyond = shared[sum([slot.state is not SlotState.IN_USE for slot in self.slots]) :] if shared else ()
+        for index in self._missing(distinct):
+            if index in beyond:
                 continue
+            layer = self._layers[index]
             if not layer.gate.is_open:
                 self._refused_at.setdefault(index, time.perf_counter())
                 break  # its copy is issued when it is next, right after its step
-            # Of a write since its last use `acquire` learns, and copies it again.
-            if self._is_held(layer):
-                continue
             layer.gate.wait()
-            self._fill(self._victim(layer, set(wanted)), layer)
+            self._fill(self._victim(layer, set(shared).difference(beyond)), layer)
 
-    def _is_held(self, layer: Fetched) -> bool:
-        return any(slot.holder == (layer.index, layer.unit.version) for slot in self._slots_for(layer))
+    def _missing(self, indices: Iterable[int]) -> list[int]:
+        """The layers whose weights of now no slot holds. Of a write since a layer's last use ``acquire`` learns."""
+        layers, slot_of = self._layers, self._slot_of
+        # As in `_holding`: asked of as many layers as have slots, in every call of every layer.
+        return [
+            index
+            for index in indices
+            if ((slot := slot_of.get(index)) is None or slot.holder != (index, layers[index].unit.version))
+            and index not in self._on_device
+        ]
 
     def _fill(self, slot: WeightSlot, layer: Fetched) -> None:
         slot.move_to(SlotState.FILLED)
@@ -368,6 +381,7 @@ class Prefetcher:
                 self._copy(layer, slot)
             slot.params_copied_event.record(h2d_stream)
         slot.holder = (layer.index, layer.unit.version)
+        self._slot_of[layer.index] = slot
         self._meter.counters.h2d_bytes += size_bytes
         self._meter.counters.weight_fetches += 1
 

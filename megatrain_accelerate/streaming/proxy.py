@@ -134,6 +134,7 @@ def _proxy_class(original: type[nn.Module], can_checkpoint: bool) -> type[nn.Mod
     if can_checkpoint:
         namespace[_CHECKPOINTING] = _NoCheckpointing()
     proxy = _proxy_classes[original, can_checkpoint] = type(original.__name__, (original,), namespace)
+    proxy.forward = forward  # transformers puts a function around it that looks whether to checkpoint
     return proxy
 
 

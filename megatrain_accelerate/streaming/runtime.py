@@ -235,8 +235,9 @@ class StreamingRuntime:
         if self._dry_run is not None:
             shared = SharedMappings(*without_caches(args, kwargs))
             return shared.take_back(self._dry_run(layer, shared.args, shared.kwargs))
-        self._scale_clipped(others_follow=torch.is_grad_enabled())
-        if torch.is_grad_enabled():
+        has_graph = torch.is_grad_enabled()
+        self._scale_clipped(others_follow=has_graph)
+        if has_graph:
             layer.refuse_unfrozen()
             arguments = without_caches(args, kwargs)
             if layer.has_trainable or any_requires_grad(arguments):
@@ -247,7 +248,9 @@ class StreamingRuntime:
         tape, position = self._order.record(layer.index)
         slot = self.acquire_forward(layer, tape, position, False)
         try:
-            with torch.no_grad(), layer.bound(slot.views(layer.unit.layout)), layer.tiles.at_work(args, kwargs):
+            weights = slot.views(layer.unit.layout)
+            without_graph = torch.no_grad() if has_graph else contextlib.nullcontext()
+            with without_graph, layer.bound(weights), layer.tiles.at_work(args, kwargs):
                 return layer.forward(*args, **kwargs)
         finally:
             self.prefetcher.release(slot)

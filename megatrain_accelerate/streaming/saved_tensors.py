@@ -9,7 +9,7 @@ nobody wrote to a saved tensor, and hide the hooks of whoever is around the laye
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -76,51 +76,49 @@ class SavedTensors:
     Args:
         reader_at: the call to whose slot the memory at an address belongs; None for other memory.
         offloaded: collects what goes to the host; None where it stays on the device.
+        slots: the addresses for which ``reader_at`` is asked; None for all.
     """
 
-    def __init__(self, reader_at: Callable[[int], SlotReader | None], offloaded: Recording | None = None) -> None:
+    def __init__(
+        self,
+        reader_at: Callable[[int], SlotReader | None],
+        offloaded: Recording | None = None,
+        slots: Container[int] | None = None,
+    ) -> None:
         self._reader_at = reader_at
+        self._slots = slots
         self._offloaded = offloaded
 
     def recording(self) -> saved_tensors_hooks:
         """Autograd saves what the body computes. To be entered anew for each body: only the innermost hooks act."""
         outer = _innermost()
+        slots, reader_at, offloaded = self._slots, self._reader_at, self._offloaded
+
+        def pack(tensor: torch.Tensor) -> Any:  # called for each saved tensor: several dozen times a layer
+            try:
+                address = tensor.untyped_storage().data_ptr()
+            except (RuntimeError, NotImplementedError):  # sparse ones and wrappers around others have no memory of their own
+                address = -1
+            if (slots is None or address in slots) and (reader := reader_at(address)) is not None:
+                return SlotPlace(reader, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            if outer is not None:
+                return outer[0](tensor)
+            if not tensor.is_leaf:
+                # Its own node may be the one that saves it (softmax): a cycle that no garbage collector sees.
+                tensor = tensor.detach()
+            away = None if offloaded is None else offloaded.place(tensor)
+            return (tensor, tensor._version) if away is None else away
+
         if outer is None:
-            return saved_tensors_hooks(self._pack, _unpack)
-        outer_pack, outer_unpack = outer
-
-        def pack(tensor: torch.Tensor) -> Any:
-            return self._place(tensor) or outer_pack(tensor)
-
-        def unpack(packed: Any) -> torch.Tensor:
-            return packed.tensor() if type(packed) is SlotPlace else outer_unpack(packed)
-
-        return saved_tensors_hooks(pack, unpack)
-
-    def _place(self, tensor: torch.Tensor) -> SlotPlace | None:
-        try:
-            address = tensor.untyped_storage().data_ptr()
-        except (RuntimeError, NotImplementedError):  # sparse ones and wrappers around others have no memory of their own
-            return None
-        reader = self._reader_at(address)
-        if reader is None:
-            return None
-        return SlotPlace(reader, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        place = self._place(tensor)
-        if place is not None:
-            return place
-        if tensor.grad_fn is not None:
-            # Its own node may be the one that saves it (softmax): a cycle that no garbage collector sees.
-            tensor = tensor.detach()
-        away = None if self._offloaded is None else self._offloaded.place(tensor)
-        return (tensor, tensor._version) if away is None else away
+            return saved_tensors_hooks(pack, _unpack)
+        outer_unpack = outer[1]
+        return saved_tensors_hooks(pack, lambda at: at.tensor() if type(at) is SlotPlace else outer_unpack(at))
 
 
 def _unpack(packed: Any) -> torch.Tensor:
-    if type(packed) is SlotPlace or type(packed) is ParcelPlace:
-        return packed.tensor()
+    if type(packed) is not tuple:
+        place: SlotPlace | ParcelPlace = packed
+        return place.tensor()
     tensor: torch.Tensor = packed[0]
     if tensor._version != packed[1]:
         raise RuntimeError(

@@ -48,6 +48,9 @@ class ImmediateStream:
         """Nothing to wait for."""
 
 
+_NO_STREAM = contextlib.nullcontext()
+
+
 class Streams:
     """The engine's streams on one device.
 
@@ -72,7 +75,7 @@ class Streams:
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         """Runs the body's device work on ``stream``."""
-        return torch.cuda.stream(stream) if self.is_cuda else contextlib.nullcontext()
+        return torch.cuda.stream(stream) if self.is_cuda else _NO_STREAM
 
     def synchronize(self) -> None:
         """Blocks until everything that was issued to the device is over. Between steps only."""

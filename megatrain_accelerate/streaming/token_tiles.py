@@ -56,22 +56,18 @@ class TokenTiles:
         """The parts that ran by tiles."""
         return [name for name, reason in self.found.items() if reason is None]
 
-    @contextlib.contextmanager
-    def at_work(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    def at_work(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
         """A call of the layer runs in the body.
 
         Args:
             args, kwargs: the call's; its first floating tensor of three dimensions or more are the hidden states (B, T, ...).
         """
         shape = tokens_of(args, kwargs) if self.tile_tokens else None
-        with self._installed(shape) if shape is not None else contextlib.nullcontext():
-            yield
+        return self._installed(shape) if shape is not None else contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def at_work_anywhere(self) -> Iterator[None]:
+    def at_work_anywhere(self) -> contextlib.AbstractContextManager[None]:
         """Parts that aren't in a layer run in the body; each is told by its own call how many tokens there are."""
-        with self._installed(None) if self.tile_tokens else contextlib.nullcontext():
-            yield
+        return self._installed(None) if self.tile_tokens else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _installed(self, shape: tuple[int, int] | None) -> Iterator[None]:

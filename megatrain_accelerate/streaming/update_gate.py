@@ -23,7 +23,9 @@ class UpdateGate:
     @property
     def is_open(self) -> bool:
         """Whether the weights may be read without waiting."""
-        return (self._ticket is None or self._ticket.is_done) and all(part.is_open for part in self._parts)
+        if self._ticket is not None and not self._ticket.is_done:
+            return False
+        return not self._parts or all(part.is_open for part in self._parts)
 
     def wait(self) -> None:
         """Blocks until the weights are valid.
