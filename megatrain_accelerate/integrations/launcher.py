@@ -187,6 +187,10 @@ def _refuse_low_precision(arguments: Any, content: Mapping[str, Any]) -> None:
 
 
 def _refuse_several(arguments: Any, content: Mapping[str, Any]) -> None:
+    if arguments.multi_gpu:
+        raise UnsupportedError(
+            "--multi_gpu starts several processes, and megatrain trains in one process on one GPU so far: leave the flag out"
+        )
     for name in ("num_processes", "num_machines"):
         given = getattr(arguments, name)
         count = content.get(name) if given is None else given

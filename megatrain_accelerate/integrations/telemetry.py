@@ -52,7 +52,7 @@ class TokenCounter:
 
     Args:
         model: the prepared model; counted where it is called with a 2-D ``attention_mask``, ``input_ids`` or
-            ``inputs_embeds``.
+            ``inputs_embeds``, by keyword or in a mapping that is its first argument.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -62,7 +62,8 @@ class TokenCounter:
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
-        mask, ids, embeddings = (kwargs.get(name) for name in ("attention_mask", "input_ids", "inputs_embeds"))
+        inputs = {**args[0], **kwargs} if args and isinstance(args[0], Mapping) else kwargs
+        mask, ids, embeddings = (inputs.get(name) for name in ("attention_mask", "input_ids", "inputs_embeds"))
         if isinstance(mask, torch.Tensor) and mask.dim() == 2:
             self._count_so_far = self._count_so_far + mask.sum()
         elif isinstance(ids, torch.Tensor):
@@ -196,8 +197,9 @@ class Telemetry:
             if planned <= _A_PLAN_SECONDS:
                 self._steps_bound += steps
             values |= {f"bound_share_{name}": share for name, share in self.shares.items()}
-            values["tokens_per_second"] = tokens / seconds
-            values["tflops"] = 6e-12 * self._active_parameters * tokens / seconds
+            if tokens > 0:  # images have none, and so have inputs by names that aren't known
+                values["tokens_per_second"] = tokens / seconds
+                values["tflops"] = 6e-12 * self._active_parameters * tokens / seconds
         predicted_seconds = self._engine.predicted_step_seconds
         if predicted_seconds is not None:
             values["predicted_step_ms"] = 1e3 * predicted_seconds

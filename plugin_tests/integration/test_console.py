@@ -16,9 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fresh_process import clean_environment
+from torch import nn
 from trainer_runs import TrainerRun, examples, make_arguments, plugin, run_trainer, tiny_llama
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, ViTConfig, ViTForImageClassification
+
+
+def tiny_vit() -> ViTForImageClassification:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+    return ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, num_labels=4, **sizes))
+
 
 FIGURES = {"tokens_per_second", "gpu_gib", "host_gib"}
 
@@ -121,6 +129,36 @@ def test_a_loss_by_another_name_is_logged_with_the_figures(tmp_path: Path, chang
     others = [entry for entry in history if entry not in training]
     assert len(others) == 4, "three evaluations and the summary"
     assert not any(ours(entry) for entry in others)
+
+
+class Features(nn.Module):
+    """Takes its inputs as one mapping, as sentence-transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny_llama()
+
+    def forward(self, features: dict[str, Any]) -> Any:
+        return self.inner(**features)
+
+
+class GivesFeatures(Trainer):
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return model(dict(inputs)).loss
+
+
+def test_tokens_of_inputs_in_a_mapping_are_counted(tmp_path: Path) -> None:
+    run = run_trainer(Features, tmp_path, streamed=True, trainer_class=GivesFeatures, max_steps=2, remove_unused_columns=False)
+    entries = [entry for entry in run.trainer.state.log_history if "loss" in entry]
+    assert [entry["megatrain/tokens_per_second"] > 0 for entry in entries] == [True, True]
+
+
+def test_a_model_of_images_has_no_figures_of_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = [{"pixel_values": torch.randn(3, 32, 32), "labels": label % 4} for label in range(8)]
+    run = run_trainer(tiny_vit, tmp_path, streamed=True, dataset=images, max_steps=2)
+    lines = training_lines(capsys.readouterr().out)
+    assert [line.keys() & FIGURES for line in lines] == [{"host_gib"}] * 2
+    assert not {"tokens_per_second", "tflops"} & set().union(*map(ours, run.trainer.state.log_history))
 
 
 def test_what_a_script_logs_within_a_step_takes_no_figures_from_the_trainers_entry(tmp_path: Path) -> None:

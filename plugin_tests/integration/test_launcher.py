@@ -226,7 +226,7 @@ class TestFlags:
         with refused(r"default\.yaml has distributed_type: FSDP"):
             parse("--megatrain")
 
-    @pytest.mark.parametrize("flag", ["--use_deepspeed", "--use_fsdp", "--use_megatron_lm", "--tpu"])
+    @pytest.mark.parametrize("flag", ["--use_deepspeed", "--use_fsdp", "--use_megatron_lm", "--tpu", "--multi_gpu"])
     def test_a_contradicting_flag_is_named(self, refused: Refused, flag: str) -> None:
         with refused(flag):
             parse("--megatrain", flag)
