@@ -88,31 +88,31 @@ class SavedTensors:
         self._reader_at = reader_at
         self._slots = slots
         self._offloaded = offloaded
+        self._outer: Hooks | None = None
+        """The hooks around the body that is recorded last."""
 
     def recording(self) -> saved_tensors_hooks:
         """Autograd saves what the body computes. To be entered anew for each body: only the innermost hooks act."""
-        outer = _innermost()
-        slots, reader_at, offloaded = self._slots, self._reader_at, self._offloaded
+        self._outer = _innermost()
+        if self._outer is None:
+            return saved_tensors_hooks(self._pack, _unpack)
+        outer_unpack = self._outer[1]
+        return saved_tensors_hooks(self._pack, lambda at: at.tensor() if type(at) is SlotPlace else outer_unpack(at))
 
-        def pack(tensor: torch.Tensor) -> Any:  # called for each saved tensor: several dozen times a layer
-            try:
-                address = tensor.untyped_storage().data_ptr()
-            except (RuntimeError, NotImplementedError):  # sparse ones and wrappers around others have no memory of their own
-                address = -1
-            if (slots is None or address in slots) and (reader := reader_at(address)) is not None:
-                return SlotPlace(reader, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-            if outer is not None:
-                return outer[0](tensor)
-            if not tensor.is_leaf:
-                # Its own node may be the one that saves it (softmax): a cycle that no garbage collector sees.
-                tensor = tensor.detach()
-            away = None if offloaded is None else offloaded.place(tensor)
-            return (tensor, tensor._version) if away is None else away
-
-        if outer is None:
-            return saved_tensors_hooks(pack, _unpack)
-        outer_unpack = outer[1]
-        return saved_tensors_hooks(pack, lambda at: at.tensor() if type(at) is SlotPlace else outer_unpack(at))
+    def _pack(self, tensor: torch.Tensor) -> Any:  # called several dozen times a layer
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except (RuntimeError, NotImplementedError):  # sparse ones and wrappers around others have no memory of their own
+            address = -1
+        if (self._slots is None or address in self._slots) and (reader := self._reader_at(address)) is not None:
+            return SlotPlace(reader, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        if self._outer is not None:
+            return self._outer[0](tensor)
+        if not tensor.is_leaf:
+            # Its own node may be the one that saves it (softmax): a cycle that no garbage collector sees.
+            tensor = tensor.detach()
+        away = None if self._offloaded is None else self._offloaded.place(tensor)
+        return (tensor, tensor._version) if away is None else away
 
 
 def _unpack(packed: Any) -> torch.Tensor:
