@@ -135,7 +135,7 @@ class GraphCall:
 
     def run(self, slot: WeightSlot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the layer with the weights in ``slot`` as this call's leaves."""
-        context, layer = self.calls.context, self.layer
+        runtime, layer = self.calls.runtime, self.layer
         try:
             self._running_slot = slot
             uses = slot.uses_with(layer.unit.layout)
@@ -146,8 +146,8 @@ class GraphCall:
             if not self.is_whole:
                 self._take_leaves(weights, is_watched=not watched)
             # Experts in parts wait for their routing, and attention inside a compiled graph isn't seen.
-            if not layer.experts and layer.index not in context.attention_layers:
-                self._captures = context.compiled.wants(layer)
+            if not layer.experts and layer.index not in runtime.attention_layers:
+                self._captures = runtime.compiled.wants(layer)
             with (
                 named_range(f"megatrain::forward ({layer.name})"),
                 self.calls.running(self, slot),
@@ -166,7 +166,7 @@ class GraphCall:
     def _watched(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
         """Has :meth:`_all_issued` called when the tensor's gradient is known: nothing of this layer is left to run then,
         since autograd runs what was computed later first."""
-        if not tensor.requires_grad or tensor.device != self.calls.context.streams.device:
+        if not tensor.requires_grad or tensor.device != self.calls.runtime.streams.device:
             return tensor
         if id(tensor) not in watched:
             # A leaf lives on, and hooks on it would pile up. The gradients of all pieces are known at once.
@@ -197,48 +197,48 @@ class GraphCall:
         return [view.data.requires_grad_(flag) for view, flag in zip(views, self._trained, strict=True)]
 
     def _run_by_policy(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        context, layer = self.calls.context, self.layer
-        context.activations.run_begins()
-        is_offloaded = not self.is_whole and layer.index in context.offloaded_layers
-        is_recomputed = self.is_whole or not (is_offloaded or layer.index in context.kept_layers)
+        runtime, layer = self.calls.runtime, self.layer
+        runtime.activations.run_begins()
+        is_offloaded = not self.is_whole and layer.index in runtime.offloaded_layers
+        is_recomputed = self.is_whole or not (is_offloaded or layer.index in runtime.kept_layers)
         # Where inputs make room, results as large mustn't take it.
-        keeps_results = is_recomputed and not context.offloads_inputs(layer)
+        keeps_results = is_recomputed and not runtime.offloads_inputs(layer)
         self._expert_results = ExpertResults(keeps_results, is_last=self.piece == 0)
         captures = self._captures if is_recomputed and not self.is_whole else None
-        by_compiler = captures is not None and context.compiled.recomputes(layer, captures)
+        by_compiler = captures is not None and runtime.compiled.recomputes(layer, captures)
         if is_recomputed and not by_compiler:
             return self._run_to_recompute(weights, args, kwargs)
         offloaded = None
         if is_offloaded:
             inputs, _ = taken_apart((args, kwargs))
-            offloaded = context.activations.record(layer.name, [*layer.module.buffers(), *inputs])
+            offloaded = runtime.activations.record(layer.name, [*layer.module.buffers(), *inputs])
         with layer.bound(weights), self.calls.saved_tensors(offloaded).recording():
             output = self._run_layer(args, kwargs, memory_budget=0.0 if by_compiler else 1.0)
         if offloaded is not None:
-            context.activations.send(offloaded, self.tape, self.position, self.piece)
+            runtime.activations.send(offloaded, self.tape, self.position, self.piece)
         return output
 
     def _run_layer(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool = False, memory_budget: float = 1.0
     ) -> Any:
         if self._captures is not None:
-            return self.calls.context.compiled.run(self.layer, self._captures, args, kwargs, memory_budget)
+            return self.calls.runtime.compiled.run(self.layer, self._captures, args, kwargs, memory_budget)
         if not self.layer.experts:
             return self.layer.run(args, kwargs)
         with self._expert_results.at_work(self.layer, replays=is_recompute):
             return self.layer.run(args, kwargs)
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        context, layer = self.calls.context, self.layer
-        as_in_forward = surroundings_again(context.streams.device, layer.module)
+        runtime, layer = self.calls.runtime, self.layer
+        as_in_forward = surroundings_again(runtime.streams.device, layer.module)
         # A checkpoint is given the tensors one by one.
         tensors, arguments = taken_apart((args, kwargs))
         before: list[BufferValues] = []
         # What the first run binds; nobody holds it afterwards but the graph.
         first: list[list[torch.Tensor]] = [weights]
         attention = leaving = None
-        if layer.index in context.attention_layers:
-            leaving = context.activations.record(layer.name) if context.offloads_inputs(layer) else None
+        if layer.index in runtime.attention_layers:
+            leaving = runtime.activations.record(layer.name) if runtime.offloads_inputs(layer) else None
             attention = AttentionResults(leaving)
 
         # The graph of a layer that draws random numbers saves everything at any budget.
@@ -265,7 +265,7 @@ class GraphCall:
                 named_range(f"megatrain::recompute ({layer.name})"),
                 attention.replaying() if attention is not None else contextlib.nullcontext(),
                 # It was recorded in forward.
-                context.recorder.apart() if whole is None else contextlib.nullcontext(),
+                runtime.recorder.apart() if whole is None else contextlib.nullcontext(),
             ):
                 if whole is not None:
                     whole.leaves = again
@@ -281,7 +281,7 @@ class GraphCall:
             else:
                 output = checkpoint(body, *tensors, use_reentrant=False, preserve_rng_state=False)
         if leaving is not None:
-            context.activations.send(leaving, self.tape, self.position, self.piece)
+            runtime.activations.send(leaving, self.tape, self.position, self.piece)
         return output
 
     def _handed_out(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -306,13 +306,13 @@ class GraphCall:
             self._leave_task()
         self.move_to(CallState.BACKWARD)
         self.task = task
-        self.calls.context.backward_begins()
+        self.calls.runtime.backward_begins()
         self.calls.begin(self, task)
         if torch.autograd._profiler_enabled():
             self._range = self._range or contextlib.ExitStack()
             self._range.enter_context(named_range(f"megatrain::backward ({self.layer.name})"))
         # Of layers that come later, too.
-        self.calls.context.activations.bring_back(self.tape, self.position, self.piece)
+        self.calls.runtime.activations.bring_back(self.tape, self.position, self.piece)
 
     def _leave_task(self) -> None:
         """Another backward comes: one within the one before, or that one has failed."""
@@ -334,7 +334,7 @@ class GraphCall:
             return self._running_slot
         if self.task != _current_task():
             self._begin()
-        lease = self.calls.context.prefetcher.lease_of(self.layer)
+        lease = self.calls.runtime.prefetcher.lease_of(self.layer)
         if lease is None:
             lease = self._take_lease()
         elif not self._is_checked:
@@ -344,16 +344,16 @@ class GraphCall:
         return lease.slot
 
     def _take_lease(self) -> Lease:
-        layer, context = self.layer, self.calls.context
+        layer, runtime = self.layer, self.calls.runtime
         layer.require_version(self.version)  # a closed engine has no slots left
-        lease = context.lease_backward(layer, self.tape, self.position)
+        lease = runtime.lease_backward(layer, self.tape, self.position)
         try:
             layer.require_version(self.version)  # of weights that were written since, which are taken over by now
             # A checkpoint inside the layer reads its weights when it computes anew.
             lease.leaves = self._leaves_in(lease.slot)
             lease.until_end.enter_context(layer.bound(lease.leaves))
         except BaseException:
-            context.prefetcher.end_lease(layer.index)
+            runtime.prefetcher.end_lease(layer.index)
             raise
         return lease
 
@@ -365,7 +365,7 @@ class GraphCall:
         try:
             yield slot
         finally:
-            self.calls.context.prefetcher.release(slot)
+            self.calls.runtime.prefetcher.release(slot)
 
     def _is_complete(self) -> bool:
         """Whether all leaves that the graph still holds have their gradients: autograd brings each at once."""
@@ -416,13 +416,13 @@ class GraphCall:
     def _end_lease(self) -> None:
         if self._range is not None:
             self._range.close()
-        self.calls.context.prefetcher.end_lease(self.layer.index)
+        self.calls.runtime.prefetcher.end_lease(self.layer.index)
         self._is_checked = False
 
     def _take_gradients(self) -> dict[int, torch.Tensor]:
         taken: dict[int, torch.Tensor] = {}
         leaves = [(row, found()) for row, found in self._leaves]
-        lease = self.calls.context.prefetcher.leases.get(self.layer.index)
+        lease = self.calls.runtime.prefetcher.leases.get(self.layer.index)
         if lease is not None:
             # Of a checkpoint inside the layer that runs a backward of its own.
             leaves += enumerate([lease.leaves[place] for place in self.layer.trainable_places])
@@ -467,12 +467,12 @@ class ActiveCalls:
     """Which calls compute in which slot, and to which calls the backwards that are under way have come. One object per engine.
 
     Args:
-        context: the engine at work, whose calls they are.
+        runtime: the engine at work, whose calls they are.
     """
 
-    def __init__(self, context: StreamingRuntime) -> None:
-        self.context = context
-        self.gradients = CallGradients(context.offloader, context.gradient_sums)
+    def __init__(self, runtime: StreamingRuntime) -> None:
+        self.runtime = runtime
+        self.gradients = CallGradients(runtime.offloader, runtime.gradient_sums)
         self._running: dict[int, GraphCall] = {}
         """The calls that compute, by where their slots begin."""
         self._tasks: dict[int, list[GraphCall]] = {}
@@ -493,7 +493,7 @@ class ActiveCalls:
 
     def saved_tensors(self, offloaded: Recording | None = None) -> SavedTensors:
         """How a run saves what its backward needs; see :class:`SavedTensors`."""
-        return SavedTensors(self.reader_at, offloaded, self.context.prefetcher.at_address)
+        return SavedTensors(self.reader_at, offloaded, self.runtime.prefetcher.at_address)
 
     def reader_at(self, address: int) -> GraphCall | None:
         """The call that computes with the slot at this address; None for other memory.
@@ -502,7 +502,7 @@ class ActiveCalls:
             StateError: none does: another layer's weights may soon lie there.
         """
         call = self._running.get(address)
-        if call is None and address in self.context.prefetcher.at_address:
+        if call is None and address in self.runtime.prefetcher.at_address:
             raise StateError(
                 "a weight of a streamed layer is used outside the layer's forward, where another layer's may lie in its "
                 "place; use the parameter itself, or set megatrain_config.layer_classes to larger blocks"

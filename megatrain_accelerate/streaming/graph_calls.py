@@ -49,8 +49,8 @@ class GraphCalls:
         calls: list[GraphCall] = []
         if layer.index in self._tried:
             return self._run(calls, layer, tape, position, args, kwargs)
-        random_numbers, buffers = RandomState(self._active.context.streams.device), list[BufferValues]()
-        recorder = self._active.context.recorder
+        random_numbers, buffers = RandomState(self._active.runtime.streams.device), list[BufferValues]()
+        recorder = self._active.runtime.recorder
         with layer.buffers.watched(buffers), recorder.apart() as recorded:
             output = self._run(calls, layer, tape, position, args, kwargs)
         if any(call.holds_weights for call in calls):
@@ -75,20 +75,20 @@ class GraphCalls:
         kwargs: dict[str, Any],
     ) -> Any:
         """Runs a layer, whole or in pieces; ``calls`` gets what that takes."""
-        context = self._active.context
+        runtime = self._active.runtime
         inputs: Sequence[torch.Tensor] = ()
         leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if context.batch_cut.size is not None or context.offloads_inputs(layer):
+        if runtime.batch_cut.size is not None or runtime.offloads_inputs(layer):
             inputs, _ = taken_apart((args, kwargs))
-        if context.offloads_inputs(layer):
-            leaving = inputs_offloaded(context.activations, layer.name, inputs, tape, position)
+        if runtime.offloads_inputs(layer):
+            leaving = inputs_offloaded(runtime.activations, layer.name, inputs, tape, position)
         shared = SharedMappings(args, kwargs)
-        split = BatchSplit.of_call(layer, shared.args, shared.kwargs, context.batch_cut)
+        split = BatchSplit.of_call(layer, shared.args, shared.kwargs, runtime.batch_cut)
         cut = CutCall(layer, tape, split.count) if split.count > 1 else None
         is_whole = layer.index in self._whole
         calls += [GraphCall(self._active, layer, tape, position, cut, piece, is_whole) for piece in range(split.count)]
         self._alive.update(calls)
-        slot = context.acquire_forward(layer, tape, position, True)
+        slot = runtime.acquire_forward(layer, tape, position, True)
         try:
             with leaving:
                 if cut is None:
@@ -96,11 +96,11 @@ class GraphCalls:
                 with no_writes_to(inputs, layer.name, "a function that returns multiple views"):
                     return shared.take_back(self._run_pieces(calls, slot, split, shared))
         finally:
-            context.prefetcher.release(slot)
+            runtime.prefetcher.release(slot)
 
     def _run_pieces(self, calls: list[GraphCall], slot: WeightSlot, split: BatchSplit, shared: SharedMappings) -> Any:
         """The output of a call in pieces, with what was recorded meanwhile joined too."""
-        layer, recorder = calls[0].layer, self._active.context.recorder
+        layer, recorder = calls[0].layer, self._active.runtime.recorder
         pieces: list[list[torch.Tensor]] = []
         first: Any = None
         for call, (args, kwargs) in zip(calls, split.arguments(shared.args, shared.kwargs), strict=True):

@@ -44,8 +44,6 @@ class StreamedLayer:
         self.forward = forward
         self.unit = unit
         self.gate = UpdateGate()
-        self.parametrized: set[int] = set()
-        """Weights, by place, that the layer was seen to parametrize while it ran; see :func:`bound_weights`."""
         self.tiles = TokenTiles.of_layer(module)
         self.buffers = WrittenBuffers(module)
         self.trainable = [state for state in unit.states if state.entry.spec.trainable]
@@ -219,9 +217,8 @@ class _Bound:
     def __exit__(self, *error: object) -> None:
         layer = self._layer
         layer.times_bound -= 1
-        for (owner, attribute, position, _), earlier in zip(layer.bindings, self._before, strict=True):
+        for (owner, attribute, _, _), earlier in zip(layer.bindings, self._before, strict=True):
             # A parametrization for the time of a call (PEFT's target_parameters) puts a weight that is no Parameter
             # back as a buffer: it would hold the slot's memory, and stand in the way of the next one.
-            if owner._buffers.pop(attribute, None) is not None:
-                layer.parametrized.add(position)
+            owner._buffers.pop(attribute, None)
             owner._parameters[attribute] = earlier

@@ -35,7 +35,7 @@ class WholeRun:
         self.leaves: list[torch.Tensor] = []
         """The weights with which the body runs in backward; their gradients are the layer's."""
         self._body = body
-        self._recorder = call.calls.context.recorder
+        self._recorder = call.calls.runtime.recorder
         self._channels = self._recorder.channels()
         self._put_together: Callable[[Sequence[Any]], Any]
 
@@ -48,7 +48,7 @@ class WholeRun:
 
     def output(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Runs the layer forward with these inputs; returns its output."""
-        anchor = self.call.calls.context.anchor
+        anchor = self.call.calls.runtime.anchor
         outputs = WholeRecompute.apply(self, anchor if self.call.layer.has_trainable else anchor.detach(), *tensors)
         output, recorded = self._put_together(outputs)
         self._recorder.enter(recorded)
