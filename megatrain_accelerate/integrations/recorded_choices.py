@@ -1,24 +1,26 @@
-"""What a training chose that changes its numbers: its checkpoints hold it, and a training that is resumed goes on with it."""
+"""Records the choices of a training that change its numbers.
+
+Checkpoints hold them, so that a training that is resumed goes on with them.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from transformers import TrainerState
+
 STATE_KEY = "MegatrainCallback"
-"""Of ``TrainerState.stateful_callbacks``, which checkpoints hold, and which a Trainer without the plugin passes over."""
+"""The key of our entry in ``TrainerState.stateful_callbacks``. Checkpoints hold that dict, and a Trainer without the plugin
+ignores the entry."""
 
 
-def recorded_choice(training: Any, name: str) -> Any:
-    """The choice that was recorded under this name; None if there is none.
-
-    Args:
-        training: the Trainer's state.
-        name: of the choice.
-    """
-    return training.stateful_callbacks.get(STATE_KEY, {}).get("attributes", {}).get(name)
+def recorded_choice(state: TrainerState, name: str) -> Any:
+    """Returns the choice that was recorded under ``name``, or None."""
+    return state.stateful_callbacks.get(STATE_KEY, {}).get("attributes", {}).get(name)
 
 
-def record_choice(training: Any, name: str, choice: Any) -> None:
-    """Records a choice beside the others; ``choice`` can be written as JSON."""
-    record = training.stateful_callbacks.setdefault(STATE_KEY, {"args": {}, "attributes": {}})
+def record_choice(state: TrainerState, name: str, choice: Any) -> None:
+    """Records a choice beside those already there; ``choice`` must be JSON-serializable."""
+    # The layout of transformers' ExportableState.
+    record = state.stateful_callbacks.setdefault(STATE_KEY, {"args": {}, "attributes": {}})
     record["attributes"][name] = choice

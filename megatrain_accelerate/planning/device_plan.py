@@ -15,12 +15,12 @@ from torch import nn
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes
 from megatrain_accelerate.optim.device_kernel import can_step_on
-from megatrain_accelerate.planning.batch_extent import GROWTH, BatchExtent, enlarged
+from megatrain_accelerate.planning.batch_extent import GROWTH_FACTORS, BatchExtent, enlarged_batch
 from megatrain_accelerate.planning.compile_choice import compilation_pays
 from megatrain_accelerate.planning.device_memory import SEGMENT_BYTES, USABLE_SHARE_OF_DEVICE, free_bytes, whole_free_bytes
 from megatrain_accelerate.planning.engine_sizes import engine_model, state_bytes, unit_sizes
 from megatrain_accelerate.planning.evaluation_weights import EvaluationWeights, has_cache, is_next_token
-from megatrain_accelerate.planning.extrapolated_step import extrapolated
+from megatrain_accelerate.planning.extrapolated_step import extrapolated_outline
 from megatrain_accelerate.planning.layer_measurement import measure_layers
 from megatrain_accelerate.planning.machine import Machine, measured_machine
 from megatrain_accelerate.planning.peak_memory import peak_bytes
@@ -70,7 +70,7 @@ class DevicePlan:
         self._seen, self._planned = BatchExtent(), BatchExtent()
         self._plans = 0
         self._measured_steps: dict[Hashable, tuple[StepOutline, StepOutline]] = {}
-        """By the way in which it runs, the step that was measured: without data, and as measured."""
+        """For each way of running a step, one that was measured: its estimate, and its measured outline."""
         self._evaluated, self._evaluation_bytes = BatchExtent(), 0
         self._displaced: Placement | None = None
         self._is_interrupted = False
@@ -173,7 +173,7 @@ class DevicePlan:
         # A token's inputs grow by its mask; it needs less than the text before it, and can't run without its cache.
         if self._evaluated.covers(extent) or is_next_token(inputs):
             return
-        self._evaluated = self._evaluated.joined(extent)
+        self._evaluated = self._evaluated.union(extent)
         try:
             self._evaluation_bytes = evaluation_bytes(model, self._runtime, inputs, self._device)
         except Exception as error:  # a model that looks at its data can't be run without any
@@ -201,10 +201,10 @@ class DevicePlan:
             return
         budget_bytes = self._budget_bytes()
         # A plan that fills the memory has no room for a batch that is only a little larger; a mere prediction may wait.
-        if not budget_bytes and self._planned.times(_CLEARLY_LARGER).covers(extent):
+        if not budget_bytes and self._planned.scaled(_CLEARLY_LARGER).covers(extent):
             return
         self._runtime.refresh_if_written()
-        seen = self._seen.joined(extent)
+        seen = self._seen.union(extent)
         try:
             batch, outline = self._batch_to_plan_for(model, inputs, seen)
         except torch.OutOfMemoryError:
@@ -221,16 +221,17 @@ class DevicePlan:
         else:
             placed_bytes = peak_bytes(outline, self.model_sizes(), self.placement)
             self.predicted_bytes = self._fixed_bytes(outline) + placed_bytes
-        self._seen, self._planned = seen, seen.joined(BatchExtent.of(batch))
+        self._seen, self._planned = seen, seen.union(BatchExtent.of(batch))
         self._plans += 1
 
     def _batch_to_plan_for(
         self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent
     ) -> tuple[Mapping[str, Any], StepOutline]:
-        """The batch itself in the first plan, then one that covers all so far, with room for larger ones; its step."""
+        """Returns the batch to plan for and its step: in the first plan the batch itself, in later ones a batch that covers
+        all batches so far and, if such a step fits, larger ones."""
         if self._plans and self.has_budget:
-            for growth in (GROWTH[min(self._plans, len(GROWTH)) - 1], 1.0):
-                batch = enlarged(model, inputs, seen, growth)
+            for growth in (GROWTH_FACTORS[min(self._plans, len(GROWTH_FACTORS)) - 1], 1.0):
+                batch = enlarged_batch(model, inputs, seen, growth)
                 outline = None if batch is None else self._in_proportion(batch, self._outlined(model, batch))
                 if batch is not None and outline is not None and self._search_for(outline).something_fits:
                     return batch, outline
@@ -307,7 +308,7 @@ class DevicePlan:
         return self._search_for(self.foresee(model, inputs)).best()
 
     def _predicted(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
-        """The outline of a step with what its layers take: measured the first time, in proportion to that later."""
+        """Returns the outline of a step. The first is measured, later ones are scaled from it where they can be."""
         outline = self._outlined(model, inputs)
         self._choose_compilation(outline)
         found = self._in_proportion(inputs, outline)
@@ -319,11 +320,14 @@ class DevicePlan:
         return measured
 
     def _in_proportion(self, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline | None:
-        """The outline in proportion to the step that was measured; None if none was. As it is where nothing is measured."""
+        """Returns the outline scaled from the measured step, or None if none was measured that it can be scaled from.
+
+        Where nothing is measured, the outline stays as it is.
+        """
         if not (self._measures and self.has_budget):
             return outline
         steps = self._measured_steps.get(_way_of(self._runtime, inputs))
-        return None if steps is None else extrapolated(outline, *steps, self._machine)
+        return None if steps is None else extrapolated_outline(outline, *steps, self._machine)
 
     def _outlined(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
         """The outline of a step with the tiles that suit it, which the runtime has from then on."""
@@ -452,7 +456,7 @@ class DevicePlan:
 
 
 def _way_of(runtime: StreamingRuntime, inputs: Mapping[str, Any]) -> Hashable:
-    """What two steps must share for one to be in proportion to the other."""
+    """Returns what two steps must share for the costs of one to be scaled from the other's."""
     return runtime.micro_batch_size, frozenset(inputs)
 
 

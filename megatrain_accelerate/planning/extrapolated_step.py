@@ -1,4 +1,4 @@
-"""A step on another batch, from the step that was measured: nothing runs, and nothing is measured anew."""
+"""Predicts a step on a new batch by scaling the step that was measured on another batch. Nothing is run or measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
 from megatrain_accelerate.planning.step_simulation import op_seconds
 
-_BYTES = (
+_BYTE_FIELDS = (
     "kept_bytes",
     "offloaded_bytes",
     "forward_bytes",
@@ -18,63 +18,79 @@ _BYTES = (
     "kept_backward_bytes",
     "recomputed_bytes",
 )
+"""The fields of a :class:`LayerProfile` that are measured in bytes."""
 
 
-def extrapolated(outline: StepOutline, before: StepOutline, measured: StepOutline, machine: Machine) -> StepOutline | None:
-    """The outline with times and bytes in proportion to those that were measured on another batch.
+def extrapolated_outline(
+    estimate: StepOutline, measured_estimate: StepOutline, measured: StepOutline, machine: Machine
+) -> StepOutline | None:
+    """Returns the new batch's outline, with times and bytes scaled from the measured batch.
 
-    A layer's call takes as many times the measured seconds as its operations take those of the measured call, and as many
-    times the measured bytes as its tensors without data take theirs: linear in the tokens, and quadratic where attention is.
+    A layer call's measured seconds are multiplied by the ratio of the two calls' estimated operation times, its measured bytes
+    by the ratio of their estimated bytes. So most costs grow linearly with the tokens, and those of attention with the
+    sequence length too.
 
     Args:
-        outline: of the step, without data.
-        before: of the step that was measured, without data.
-        measured: the same with its measured profiles.
-        machine: its speeds weigh products against memory traffic.
+        estimate: the new batch's step, estimated from shapes only (:mod:`.step_outline`).
+        measured_estimate: the measured batch's step, estimated in the same way.
+        measured: the measured batch's step with its measured profiles.
+        machine: its compute speed and memory bandwidth, which turn FLOPs and bytes of traffic into seconds.
 
     Returns:
-        None where the two steps call other layers, or their layers run in another way: there is no proportion then.
+        The scaled outline; None if the two steps call other layers or tile tokens differently, so that no ratio holds.
     """
-    calls, calls_before = outline.forward_calls, before.forward_calls
-    if [event.layer for event in calls] != [event.layer for event in calls_before] or outline.token_tile != before.token_tile:
+    calls, measured_calls = estimate.forward_calls, measured_estimate.forward_calls
+    if [call.layer for call in calls] != [call.layer for call in measured_calls]:
+        return None
+    if estimate.token_tile != measured_estimate.token_tile:
         return None
     profiles: dict[Hashable, LayerProfile] = {}
-    for call, call_before in zip(calls, calls_before, strict=True):
-        if call.kind not in profiles:
-            kind = call_before.kind
-            profile = outline.profiles[call.kind]
-            profiles[call.kind] = _in_proportion(profile, before.profiles[kind], measured.profiles[kind], machine)
-    seconds = measured.outside_seconds
-    if seconds is not None:
-        seconds *= _ratio(op_seconds(_outside(outline), machine), op_seconds(_outside(before), machine))
-    return dataclasses.replace(outline, profiles={**outline.profiles, **profiles}, outside_seconds=seconds)
+    for call, measured_call in zip(calls, measured_calls, strict=True):
+        if call.kind not in profiles:  # calls of one kind have one profile
+            kind = measured_call.kind
+            profiles[call.kind] = _scaled_profile(
+                estimate.profiles[call.kind], measured_estimate.profiles[kind], measured.profiles[kind], machine
+            )
+    outside_seconds = measured.outside_seconds
+    if outside_seconds is not None:
+        seconds = (op_seconds(_outside_costs(outline), machine) for outline in (estimate, measured_estimate))
+        outside_seconds *= _ratio(*seconds)
+    return dataclasses.replace(estimate, profiles={**estimate.profiles, **profiles}, outside_seconds=outside_seconds)
 
 
-def _in_proportion(profile: LayerProfile, before: LayerProfile, measured: LayerProfile, machine: Machine) -> LayerProfile:
+def _scaled_profile(
+    estimate: LayerProfile, measured_estimate: LayerProfile, measured: LayerProfile, machine: Machine
+) -> LayerProfile:
+    """Returns the measured profile of a layer's call, scaled to the new batch."""
     changes: dict[str, int | float | None] = {
-        name: round(getattr(measured, name) * _ratio(getattr(profile, name), getattr(before, name))) for name in _BYTES
+        name: round(getattr(measured, name) * _ratio(getattr(estimate, name), getattr(measured_estimate, name)))
+        for name in _BYTE_FIELDS
     }
-    forward, backward, attention = (
-        _ratio(op_seconds(getattr(profile, name), machine), op_seconds(getattr(before, name), machine))
+    forward_ratio, backward_ratio, attention_ratio = (
+        _ratio(op_seconds(getattr(estimate, name), machine), op_seconds(getattr(measured_estimate, name), machine))
         for name in ("forward", "backward", "attention")
     )
     for name, ratio in (
-        ("forward_seconds", forward),
-        ("kept_forward_seconds", forward),
-        ("recompute_seconds", forward),
-        ("backward_seconds", backward),
-        ("attention_seconds", attention),
+        ("forward_seconds", forward_ratio),
+        ("kept_forward_seconds", forward_ratio),
+        ("recompute_seconds", forward_ratio),
+        ("backward_seconds", backward_ratio),
+        ("attention_seconds", attention_ratio),
     ):
         seconds = getattr(measured, name)
         changes[name] = None if seconds is None else seconds * ratio
-    return dataclasses.replace(profile, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(estimate, **changes)  # type: ignore[arg-type]
 
 
 def _ratio(after: float, before: float) -> float:
+    """Returns ``after / before``; 1 if ``before`` is 0, so that a measured value stays as it is."""
     return after / before if before else 1.0
 
 
-def _outside(outline: StepOutline) -> OpCosts:
-    """The costs of what runs outside the layers from the step's begin to the first backward of a layer."""
+def _outside_costs(outline: StepOutline) -> OpCosts:
+    """Returns the costs of what runs outside the layers, from the start of the step to the first layer's backward.
+
+    The costs of an event are those of what runs between the event before and this one.
+    """
     events = [*outline.forward_calls, *[event for event in outline.events if event.is_backward][:1]]
     return OpCosts(sum(event.costs.flops for event in events), sum(event.costs.traffic_bytes for event in events))

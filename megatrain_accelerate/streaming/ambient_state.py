@@ -1,4 +1,7 @@
-"""Random numbers, autocast and modes of modules of a forward, to be entered again where something of it is computed anew."""
+"""Saves what a layer's forward depends on besides its inputs, and restores it when a part of the forward is recomputed.
+
+That is: the state of the random generators, autocast, and the modes and forward hooks of the layer's modules.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,18 @@ _HOOKS = (
 
 
 Again = Callable[[], contextlib.AbstractContextManager[None]]
-"""Makes a context manager in which something is as it was."""
+"""Returns a context manager that restores saved state for its block."""
 
 
 def autocast_again(device_type: str) -> Again:
-    """Autocast as it is now, for kernels of one device and of the CPU."""
+    """Saves the current autocast settings of one device type and of the CPU."""
     settings = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in {device_type, "cpu"}]
 
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for kind, dtype, enabled in settings:
-                # No cache: a cast weight must not outlive its slot.
+                # Without autocast's cache: it would hold a weight's cast copy when another layer's weights lie in the slot.
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
             yield
 
@@ -41,10 +44,10 @@ def autocast_again(device_type: str) -> Again:
 
 
 class RandomState:
-    """The global generators as they are when this is made: torch's for the CPU and one device, Python's and NumPy's.
+    """A snapshot of the global random generators: torch's for the CPU and for one CUDA device, Python's and NumPy's.
 
     Args:
-        device: the device; on the CPU there is no other generator.
+        device: the device; if it is a GPU, its generator is saved as well.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,10 +55,10 @@ class RandomState:
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._python = random.getstate()
-        self._numpy = np.random.get_state(legacy=False)  # whichever generator it is
+        self._numpy = np.random.get_state(legacy=False)  # legacy=False works for every bit generator of NumPy
 
     def put_back(self) -> None:
-        """The next numbers are those that came when this was made."""
+        """Restores the generators: the next random numbers are those that were drawn after the snapshot."""
         torch.set_rng_state(self._cpu)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
@@ -65,7 +68,7 @@ class RandomState:
 
 @contextlib.contextmanager
 def random_numbers_put_back(device: torch.device) -> Iterator[None]:
-    """Runs the body, whose random numbers nobody sees who draws later.
+    """Restores the generators after the block, as ``torch.random.fork_rng()`` does, but Python's and NumPy's as well.
 
     Args:
         device: see :class:`RandomState`.
@@ -78,10 +81,11 @@ def random_numbers_put_back(device: torch.device) -> Iterator[None]:
 
 
 def modules_again(module: nn.Module) -> Again:
-    """Modes (``train()``, ``eval()``) and forward hooks of a layer's modules as they are now; then they are put back.
+    """Saves the modes (``train()``, ``eval()``) and forward hooks of a layer's modules.
 
-    A script may evaluate the model between a forward and its backward, and PEFT registers hooks for one forward only. The
-    layer's own hooks aren't looked at, since they run outside what is computed anew.
+    The context manager sets them for its block and puts back afterwards what it found. Both may have changed since: a script
+    may evaluate the model between a forward and its backward, and PEFT registers hooks for one forward only. Hooks on the
+    layer itself are ignored, since they run outside what is recomputed.
     """
     found = [(part, part.training, _hooks(part) if part is not module else None) for part in module.modules()]
 
@@ -105,17 +109,18 @@ def modules_again(module: nn.Module) -> Again:
 
 
 def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
-    """Copies of those of its registries of hooks that aren't empty."""
+    """Returns copies of the module's hook dicts that aren't empty, by attribute name."""
     own = module.__dict__
     return {name: dict(own[name]) for name in _HOOKS if own[name]}
 
 
 def surroundings_again(device: torch.device, module: nn.Module) -> Again:
-    """Random numbers, autocast and modes of modules as they are now, for what a layer's forward computes to be computed anew;
-    the caller's go on as they were.
+    """Saves random state, autocast, modes and hooks, to restore them when a layer's forward is recomputed.
+
+    After the block the caller's are as they were before it.
 
     Args:
-        device: where it runs.
+        device: on which the layer runs.
         module: the layer's.
     """
     random_numbers, autocast, modules = RandomState(device), autocast_again(device.type), modules_again(module)

@@ -1,8 +1,8 @@
-"""What inner modules of a layer hand to a side channel while it runs (router logits), and how a compiled layer hands it out.
+"""Side outputs of a layer's inner modules, such as router logits, and how a compiled layer returns them.
 
-The recorder's hooks inside a layer can't be compiled: they look at the state of the recorder. While a compiled layer is
-traced and runs, hooks of ours stand in their place. These only put the value on a list, which the traced function returns
-beside the layer's output; what was returned is entered into the recorder afterwards, in the same order.
+An :class:`OutputRecorder` records them through forward hooks. Those hooks can't be compiled, since they read the recorder's
+state. So while a compiled layer is traced and run, simpler hooks replace them, which only append the value to a list. The
+traced function returns that list beside the layer's output; its values then go to the recorder, in the same order.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ Hook = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
-    """What a recorder's hook takes of the output of the module on which it hangs."""
+    """Which part of a module's output a recorder's hook records, and under which channel."""
 
     channel: str
-    """Under which name it is recorded."""
+    """The name under which it is recorded."""
     index: int
-    """Its place, where the module returns a tuple."""
+    """Its index, if the module returns a tuple."""
     is_plain: bool = True
-    """Whether the hook does nothing else, so that it can be replaced."""
+    """Whether the hook does nothing but record, so that it can be replaced."""
 
 
 Recorded = list[tuple[str, Any]]
-"""What was recorded, in order for each name: under which name, and the value, a tensor as a rule."""
+"""Pairs of channel and value, in order of recording within each channel; most values are tensors."""
 
 
 class OutputRecorder:
-    """Collects what a layer's inner modules hand to a side channel (router logits, for one) while it runs.
+    """Records side outputs of a layer's inner modules while it runs.
 
-    This one is for models of which nothing is collected.
+    This base class records nothing; it serves models without side outputs.
     """
 
     def channels(self) -> tuple[str, ...]:
-        """The names under which something is collected now."""
+        """The channels that are recorded now."""
         return ()
 
     def apart(self, channels: Sequence[str] | None = None) -> contextlib.AbstractContextManager[Recorded]:
-        """What is recorded in the body isn't collected, but is in the list that this gives, when the body has ended.
+        """Diverts what the block records into the list that it yields, which is filled when the block ends.
 
         Args:
-            channels: the names under which the body is to record; None for those of now.
+            channels: the channels to record in the block; None for those of now.
         """
         return contextlib.nullcontext([])
 
     def enter(self, recorded: Recorded) -> None:
-        """Records this now, under the names that are collected, in the place of a layer, or of a hook, that isn't run."""
+        """Records these values in the place of a layer or a hook that isn't run now, as far as their channels are recorded."""
 
     def capture_of(self, hook: Hook) -> Capture | None:
         """What a forward hook records; None if it isn't one of the recorder's."""
@@ -64,23 +64,22 @@ class OutputRecorder:
 
 
 class Captures:
-    """The recorder's hooks inside a layer, at one call of it.
+    """What the recorder's hooks inside a layer record at one call of the layer.
 
     Args:
-        owners: the modules with such hooks, in the order in which they are found, each with its name within the layer and
-            what its hooks take now, in their order.
+        owners: the inner modules with such hooks, in module order: name within the layer, module, and what is captured now.
     """
 
     def __init__(self, owners: Sequence[tuple[str, nn.Module, tuple[Capture, ...]]]) -> None:
         self._owners = owners
         self.key = tuple((name, captures) for name, _, captures in owners if captures)
-        """Equal for layers that are to hand out the same. Empty if nothing is recorded."""
+        """Equal for layers that record the same channels from the same modules. Empty if nothing is recorded."""
 
     @classmethod
     def inside(cls, module: nn.Module, recorder: OutputRecorder) -> Captures | None:
-        """What is captured inside the module; None if other hooks run there as well, or ones that can't be replaced.
+        """Returns the captures inside the module; None if it has hooks that can't be replaced, the recorder's or others.
 
-        Hooks on the module itself run outside of its forward, and don't count.
+        Hooks on the module itself are ignored: they run outside its forward.
         """
         if has_global_hooks():
             return None
@@ -96,7 +95,7 @@ class Captures:
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
-        """The modules have hooks that hand out in the place of the recorder's while the body runs."""
+        """Replaces the recorder's hooks by those of :func:`handing_out` in the block."""
         before = [(child, child._forward_hooks) for _, child, _ in self._owners]
         try:
             for _, child, captures in self._owners:
@@ -105,12 +104,12 @@ class Captures:
         finally:
             for child, hooks in before:
                 child._forward_hooks = hooks
-            # Only where torch.compile is switched off, and the layer raised.
+            # Something is left only if torch.compile is switched off and the layer raised.
             _handed_out.clear()
 
 
 def _captures_on(child: nn.Module, recorder: OutputRecorder) -> tuple[Capture, ...] | None:
-    """What is taken of the module's output now; None if it has hooks that can't be replaced."""
+    """Returns the captures on the module itself; None if it has hooks that can't be replaced."""
     if any(getattr(child, hooks) for hooks in HOOKS if hooks != "_forward_hooks"):
         return None
     taken = []
@@ -126,13 +125,15 @@ def _captures_on(child: nn.Module, recorder: OutputRecorder) -> tuple[Capture, .
 
 
 _handed_out: list[tuple[str, Any]] = []
-"""Dynamo follows what is put here and taken again; of what it compiled nothing is ever in it."""
+"""Filled by the hooks and emptied within one traced call. Dynamo resolves both while it traces, so compiled code has none."""
 
 
 @functools.cache
 def handing_out(capture: Capture) -> Hook:
-    """A forward hook that leaves what transformers' would record for :func:`take_handed_out`; the same one for equal captures,
-    since dynamo may guard which it is."""
+    """Returns a forward hook that stores what transformers' hook would record, for :func:`take_handed_out`.
+
+    Equal captures have the same hook, since dynamo may guard on its identity.
+    """
     channel, index = capture.channel, capture.index
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -145,7 +146,7 @@ def handing_out(capture: Capture) -> Hook:
 
 
 def take_handed_out() -> Recorded:
-    """What the hooks left since the last call, in order: channels and tensors."""
+    """Returns and removes what the hooks have stored, in order."""
     taken = list(_handed_out)
     _handed_out.clear()
     return taken

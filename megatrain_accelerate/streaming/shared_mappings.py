@@ -1,8 +1,8 @@
-"""Mappings through which layers hand tensors to each other besides their outputs (shared keys and values of Gemma 3n and 4).
+"""Mappings by which layers pass tensors to later layers besides their outputs (shared keys and values of Gemma 3n and 4).
 
-The model passes one mapping to all layers; some write entries, later ones read them. A layer gets one of its own, also when
-it is computed again, and what it wrote there in forward is entered into the model's after the call.
-Transformers uses ``collections.UserDict`` for these, since wrappers that rebuild every plain dict would lose what is written.
+The model passes one mapping to all layers: some write entries, later ones read them. Each run of a layer, a recompute as well,
+gets its own copy. After the forward run its changes are applied to the model's mapping.
+Transformers uses ``collections.UserDict`` here, since wrappers that rebuild every plain dict would lose what layers write.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from megatrain_accelerate.streaming.nested_tensors import tensors_in
 
 @dataclasses.dataclass
 class _Handed:
-    """A mapping on its way into a layer: its entries, which pytree sees."""
+    """A copy of a mapping, as a layer's argument. It is a pytree node, so that pytree finds the tensors in it."""
 
     entries: dict[Any, Any]
 
 
 @dataclasses.dataclass
 class _Returned:
-    """What a layer returned, and for each mapping that was handed to it the entries that it wrote and the keys that it
-    removed."""
+    """A layer's output and, for each mapping that was passed to it, the entries that it wrote and the keys that it removed."""
 
     output: Any
     written: tuple[dict[Any, Any], ...]
@@ -67,11 +66,11 @@ class SharedMappings:
             args = tuple(_handed(value) for value in args)
             kwargs = {name: _handed(value) for name, value in kwargs.items()}
         self.args = args
-        """The arguments for :func:`run_with_mappings`, directly or by way of pytree."""
+        """These and ``kwargs`` are for :func:`run_with_mappings`; pytree may take them apart and rebuild them in between."""
         self.kwargs = kwargs
 
     def take_back(self, result: Any) -> Any:
-        """Brings the model's mappings to what the layer made of them; returns the layer's own output."""
+        """Applies the layer's changes to the model's mappings and returns the layer's own output."""
         if not self._mappings:
             return result
         for mapping, written, removed in zip(self._mappings, result.written, result.removed, strict=True):
@@ -82,7 +81,7 @@ class SharedMappings:
 
 
 def run_with_mappings(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a layer's own forward; for :meth:`SharedMappings.take_back` if mappings were handed to it."""
+    """Calls a layer's own forward. If mappings were passed to it, the result is for :meth:`SharedMappings.take_back`."""
     handed = [value for value in (*args, *kwargs.values()) if isinstance(value, _Handed)]
     if not handed:
         return forward(*args, **kwargs)
@@ -93,14 +92,14 @@ def run_with_mappings(forward: Callable[..., Any], args: tuple[Any, ...], kwargs
     output = forward(*args, **kwargs)
     removed = tuple(value.entries.keys() - mapping.keys() for mapping, value in zip(mappings, handed, strict=True))
     written = tuple(
-        {key: entry for key, entry in mapping.items() if entry is not value.entries.get(key)}
+        {key: entry for key, entry in mapping.items() if key not in value.entries or entry is not value.entries[key]}
         for mapping, value in zip(mappings, handed, strict=True)
     )
     return _Returned(output, written, removed)
 
 
 def takes_mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether mappings were handed over among these arguments."""
+    """Whether there are mappings among these arguments of a layer."""
     return any(isinstance(value, _Handed) for value in (*args, *kwargs.values()))
 
 
@@ -110,15 +109,16 @@ def _handed(value: Any) -> Any:
 
 @contextlib.contextmanager
 def no_writes_into(args: tuple[Any, ...], kwargs: dict[str, Any], layer: str) -> Iterator[None]:
-    """Refuses a layer whose run in the body puts something into lists, dicts or objects among its arguments: a recompute
-    would do so again, and what a piece of a batch puts there can't be joined.
+    """Refuses a layer that changes lists, dicts or objects among its arguments when it runs in the block.
+
+    A recompute would change them again; and where a batch runs in pieces, their changes can't be joined.
 
     Args:
         args, kwargs: as the layer gets them.
         layer: its name, for the message.
 
     Raises:
-        UnsupportedError: it does.
+        UnsupportedError: the layer did so.
     """
     contents = _contents((args, kwargs))
     objects = [o for o in tree_leaves((args, kwargs)) if hasattr(o, "__dict__") and not isinstance(o, _NOT_LOOKED_INTO)]
@@ -151,15 +151,15 @@ def _held_tensors(value: Any) -> list[int]:
 def no_writes_to(
     tensors: Sequence[torch.Tensor], layer: str, torch_refuses: str = "leaf Variable that requires grad"
 ) -> Iterator[None]:
-    """Refuses a layer whose run in the body writes to its inputs.
+    """Refuses a layer that writes to its input tensors in place when it runs in the block.
 
     Args:
         tensors: the inputs.
         layer: its name, for the message.
-        torch_refuses: what torch's own error says about a write to what the layer gets of them.
+        torch_refuses: part of the error that torch raises where the layer writes to what it is given of them.
 
     Raises:
-        UnsupportedError: it does.
+        UnsupportedError: the layer did so.
     """
     versions = [tensor._version for tensor in tensors]
     cause: RuntimeError | None = None

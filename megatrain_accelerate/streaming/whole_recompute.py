@@ -1,9 +1,9 @@
-"""A layer that backward runs again as a whole: one whose graph can't be separated from its weights.
+"""Recomputes a layer as a whole in backward, where its graph holds weights that can't be exchanged in it.
 
-A function that keeps a weight in an attribute of its context, where no hook on saved tensors sees it, holds a view of the
-slot. When its backward comes another layer lies there. So the graph of the forward is dropped at once, and backward makes a
-new one while the layer is in a slot. The scheme is that of reentrant activation checkpointing (Chen et al., arXiv 1604.06174;
-``torch/utils/checkpoint.py``).
+A custom autograd function may keep a weight as an attribute of its context, where no hook on saved tensors sees it. That
+weight is a view of a slot, the GPU buffer that layers take turns in: when the function's backward runs, another layer's
+weights are there. So the graph of the forward is dropped at once, and backward builds a new one while the layer is in a slot.
+This is how reentrant activation checkpointing works (Chen et al., arXiv 1604.06174; ``torch/utils/checkpoint.py``).
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ class WholeRun:
     """A call of a layer that runs in forward and again in backward.
 
     Args:
-        call: the call.
+        call: the call, which knows its layer and the runtime.
         body: runs the layer with the input tensors that it is given.
     """
 
     def __init__(self, call: GraphCall, body: Callable[..., Any]) -> None:
         self.call = call
         self.leaves: list[torch.Tensor] = []
-        """The weights with which the body runs in backward; their gradients are the layer's."""
+        """The weights with which the body runs in backward, set by it; their gradients are the layer's."""
         self._body = body
         self._recorder = call.calls.runtime.recorder
         self._channels = self._recorder.channels()
         self._put_together: Callable[[Sequence[Any]], Any]
 
     def made(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Runs the layer; returns its output tensors, then what it recorded."""
+        """Runs the layer; returns the tensors of its output, followed by those that it recorded."""
         with self._recorder.apart(self._channels) as recorded:
             output = self._body(*inputs)
         tensors, self._put_together = taken_apart((output, recorded))
@@ -48,6 +48,7 @@ class WholeRun:
 
     def output(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Runs the layer forward with these inputs; returns its output."""
+        # It requires grad, so that backward comes to a layer with trained weights whatever its inputs are.
         anchor = self.call.calls.runtime.anchor
         outputs = WholeRecompute.apply(self, anchor if self.call.layer.has_trainable else anchor.detach(), *tensors)
         output, recorded = self._put_together(outputs)
@@ -56,18 +57,21 @@ class WholeRun:
 
 
 class WholeRecompute(torch.autograd.Function):
-    """The node of such a call."""
+    """The autograd function of a :class:`WholeRun`."""
 
     @staticmethod
     def forward(ctx: Any, run: WholeRun, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Runs the layer with a graph that saves nothing: without a graph its kernels may be others than in backward."""
+        """Runs the layer with gradients enabled, but saves nothing for its backward.
+
+        Without gradients torch may choose other kernels than it does in the recompute.
+        """
         ctx.run, ctx.anchor = run, anchor
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         with without_saving(), torch.enable_grad():
             made = run.made(_cut_off(tensors, ctx.needs_input_grad[2:]))
         outputs = [tensor.detach() for tensor in made]
-        # A tensor that wouldn't require grad in a plain run mustn't here: attention picks its kernel by that of its mask.
+        # What wouldn't require grad without this function mustn't here: attention picks its kernel by whether its mask does.
         ctx.mark_non_differentiable(*(out for out, tensor in zip(outputs, made, strict=True) if not tensor.requires_grad))
         return tuple(outputs)
 
@@ -77,7 +81,7 @@ class WholeRecompute(torch.autograd.Function):
         """Gradients of the inputs; those of the weights accumulate on the leaves.
 
         Raises:
-            UnsupportedError: only some gradients were asked for.
+            UnsupportedError: it was called by ``torch.autograd.grad()`` or with ``inputs=...``.
         """
         run: WholeRun = ctx.run
         if ctx.anchor.requires_grad and not torch.autograd._is_checkpoint_valid():
@@ -93,8 +97,8 @@ class WholeRecompute(torch.autograd.Function):
                 made = run.made(inputs)
             pairs = [pair for pair in zip(made, of_outputs, strict=True) if pair[0].requires_grad and pair[1] is not None]
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-            # What nothing flowed to isn't waited for.
             del made, pairs
+            # A weight without a gradient is left out: nothing is to be waited for.
             run.leaves = [leaf for leaf in run.leaves if leaf.grad is not None]
         run.call.all_issued()
         run.leaves = []
@@ -102,7 +106,7 @@ class WholeRecompute(torch.autograd.Function):
 
 
 def _cut_off(tensors: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[torch.Tensor]:
-    """The layer's inputs as leaves of a graph of its own."""
+    """Returns the inputs detached from their graph, as leaves that require grad where it is needed."""
     return [
         tensor.detach().requires_grad_() if need else tensor.detach() for tensor, need in zip(tensors, needed, strict=True)
     ]

@@ -141,3 +141,25 @@ def test_an_entry_that_a_layer_removes_is_gone_and_has_its_gradient(keep_layers:
     for name, gradient in gradients(plain).items():
         assert torch.equal(gradients(model)[name], gradient), name
     engine.close()
+
+
+class Marking(Block):
+    """The first one writes a mark, which the last one looks for."""
+
+    found: bool | None = None
+
+    def forward(self, x: torch.Tensor, shared: Any) -> torch.Tensor:
+        if self.number == 0:
+            shared["mark"] = None
+        elif self.number == 3:
+            self.found = "mark" in shared
+        return super().forward(x, shared)
+
+
+def test_an_entry_whose_value_is_none_is_passed_on() -> None:
+    model = Model()
+    model.blocks = nn.ModuleList(Marking(number) for number in range(4))
+    engine = attach(model, bf16=False)
+    model(batch()).backward()
+    engine.close()
+    assert model.blocks[3].found is True

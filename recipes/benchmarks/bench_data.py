@@ -1,6 +1,7 @@
-"""What a benchmark's job trains on: random tokens without padding, or Python sources of their own lengths.
+"""Training data of the benchmarks: random tokens of one length, or pieces of Python source of varying lengths.
 
-Both collators keep the lengths of what they collated, in the order of the batches, so that a speed counts no padding.
+Both collators record the unpadded length of every sequence, batch by batch, so that padding doesn't count in tokens a second.
+They do so in the process that trains, so the data loader may have no workers.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import torch
 Record = dict[str, torch.Tensor]
 _TOKEN = re.compile(r"\w+|\n *|[^\w\s]")
 _DEFINITION = re.compile(r"^(?=def |async def |class )", re.MULTILINE)
-_SHORTEST_SHARE = 32
-"""Texts of less than 1 / 32 of the length at which the longer ones are cut are no documents."""
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests"}
-"""Folders within the standard library's that are no part of it, or are missing in many installations."""
+_SHORTEST_DIVISOR = 32
+"""Texts with fewer than length / 32 tokens are skipped."""
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests"}
+"""Folders below the standard library's that don't belong to it (installed packages) or are often absent (tests)."""
 
 
 class RandomTokens(torch.utils.data.Dataset[Record]):
@@ -42,16 +43,16 @@ class RandomTokens(torch.utils.data.Dataset[Record]):
 class SourceTexts(torch.utils.data.Dataset[Record]):
     """Functions and classes of Python's standard library, each a document of its own length.
 
-    The same for the same arguments in every run on one installation of Python. A token is a word, a line break with the
-    blanks after it, or a single other character; its id is a checksum of its text.
+    The same arguments give the same documents in every run on one installation of Python. A token is a word, a line break with
+    the blanks after it, or a single other character; its id is the CRC-32 of its text modulo ``vocabulary``.
 
     Args:
-        count: of documents.
-        length: at which longer ones are cut.
-        vocabulary: number of ids.
+        count: number of documents.
+        length: maximum number of tokens of a document; longer ones are cut.
+        vocabulary: number of different ids.
 
     Raises:
-        ValueError: the standard library has fewer documents.
+        ValueError: the standard library has fewer than ``count`` documents.
     """
 
     def __init__(self, count: int, length: int, vocabulary: int) -> None:
@@ -59,7 +60,7 @@ class SourceTexts(torch.utils.data.Dataset[Record]):
         for words in _definitions():
             if len(self._documents) == count:
                 break
-            if len(words) * _SHORTEST_SHARE >= length:
+            if len(words) * _SHORTEST_DIVISOR >= length:
                 ids = torch.tensor([zlib.crc32(word.encode()) % vocabulary for word in words[:length]])
                 self._documents.append({"input_ids": ids, "labels": ids})
         if len(self._documents) < count:
@@ -77,9 +78,10 @@ class SourceTexts(torch.utils.data.Dataset[Record]):
 
 
 def _definitions() -> Iterator[list[str]]:
-    """The words of each top-level function and class, and of what stands before the first one of a file."""
+    """Yields the tokens of each piece of each file. A piece begins at a top-level function or class and ends at the next one;
+    the first piece of a file is what comes before its first definition."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    files = [path for path in library.rglob("*.py") if not _LEFT_OUT.intersection(path.relative_to(library).parts)]
+    files = [path for path in library.rglob("*.py") if not _SKIPPED_FOLDERS.intersection(path.relative_to(library).parts)]
     files.sort()
     random.Random(0).shuffle(files)
     for path in files:
@@ -103,7 +105,7 @@ class Collator:
         """A batch.
 
         Raises:
-            ValueError: a sequence is shorter or longer, or has tokens without a label: they would count as speed.
+            ValueError: a sequence has another length, or tokens without a label, which would count as speed.
         """
         batch = {key: torch.stack([record[key] for record in records]) for key in ("input_ids", "labels")}
         if batch["input_ids"].shape != (len(records), self._length) or bool((batch["labels"] != batch["input_ids"]).any()):
@@ -115,7 +117,7 @@ class Collator:
 class PaddingCollator:
     """Pads documents on the right to the longest of their batch, as transformers' own collators do.
 
-    Padding has the id 0, the label -100 and no attention.
+    Padding has the id 0, the label -100 and the attention mask 0.
     """
 
     def __init__(self) -> None:
@@ -123,7 +125,7 @@ class PaddingCollator:
         """Tokens of each document of each batch so far, padding not among them."""
 
     def __call__(self, records: list[Record]) -> Record:
-        """A batch: ``input_ids``, ``attention_mask`` and ``labels``, each documents x tokens of the longest one."""
+        """A batch: ``input_ids``, ``attention_mask`` and ``labels``, each of shape (documents, tokens of the longest one)."""
         self.lengths.append([len(record["input_ids"]) for record in records])
         columns = {
             "input_ids": ([record["input_ids"] for record in records], 0),

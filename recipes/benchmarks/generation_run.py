@@ -1,11 +1,11 @@
-"""Speed of `generate` on a model of a published shape with random weights, prepared by Accelerate and by plain transformers.
+"""Compares the speed of `generate` under Accelerate with plain transformers, on a model with random weights.
 
     accelerate launch --config recipes/megatrain.yaml recipes/benchmarks/generation_run.py --preset 7b
 
-One process measures both: first the model on the GPU as transformers has it, then the same model after
-``Accelerator().prepare(model)``, which is the plugin's where the launcher switched it on. Both decode greedily and begin with
-a generation that doesn't count, after which the plugin holds all weights that fit (`evaluation_weights`). One JSON line goes
-to stdout and to --json: tokens a second of both, their ratio, and whether the tokens are the same.
+One process measures both: first the model as plain transformers runs it on the GPU, then the same model after
+``Accelerator().prepare(model)``, under the plugin if the launcher switched it on. Both decode greedily and begin with a
+generation that isn't timed; after it the plugin keeps all weights that fit on the GPU (`evaluation_weights`). One JSON line
+goes to stdout and to --json: tokens a second of both, their ratio, and whether the tokens are the same.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ GIB = 2**30
 
 
 def measure(model: Any, prompts: torch.Tensor, new_tokens: int, rounds: int) -> tuple[dict[str, float], torch.Tensor]:
-    """Generates once for nothing, then ``rounds`` times.
+    """Runs one generation that isn't timed, then times ``rounds`` more.
 
     Args:
         model: the model.
         prompts: token ids, prompts x tokens, on the model's device.
-        new_tokens: that each prompt gets.
-        rounds: of which the median counts.
+        new_tokens: number of tokens to generate for each prompt.
+        rounds: number of timed generations, of which the median counts.
 
     Returns:
         Tokens a second, seconds of a generation, and the GPU's peak where there is one; and the new tokens, on the CPU.
