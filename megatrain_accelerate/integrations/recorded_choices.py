@@ -9,14 +9,14 @@ from typing import Any
 
 from transformers import TrainerState
 
-STATE_KEY = "MegatrainCallback"
-"""The key of our entry in ``TrainerState.stateful_callbacks``. Checkpoints hold that dict, and a Trainer without the plugin
-ignores the entry."""
+STATE_KEY = "megatrain_accelerate"
+"""The key of our entry in ``TrainerState.stateful_callbacks``, which checkpoints hold. No callback has this name: the Trainer
+would make it anew from the entry where it restores callbacks from a checkpoint."""
 
 
 def recorded_choice(state: TrainerState, name: str) -> Any:
     """Returns the choice that was recorded under ``name``, or None."""
-    return state.stateful_callbacks.get(STATE_KEY, {}).get("attributes", {}).get(name)
+    return state.stateful_callbacks.get(STATE_KEY, {"attributes": {}})["attributes"].get(name)
 
 
 def record_choice(state: TrainerState, name: str, choice: Any) -> None:

@@ -26,20 +26,20 @@ class BatchExtent:
     """
 
     elements: int = 0
-    """Number of elements of all input tensors together; labels and masks count as well."""
+    """Number of elements of all input tensors together; labels and masks count as well, single numbers don't."""
     length: int = 0
-    """Sequence length of text, padding included; 0 for other inputs."""
+    """Sequence length of text, padding included; 0 for other inputs, which are compared by their elements alone."""
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any]) -> BatchExtent:
         """Returns the extent of a batch that is given as the keyword arguments of a model's forward."""
-        elements = sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
+        elements = sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim())
         text = _text(inputs)
         return cls(elements, next(iter(text.values())).shape[1] if text else 0)
 
     def covers(self, other: BatchExtent) -> bool:
         """Whether a step on a batch of extent ``other`` needs at most the memory of a step on a batch of this one."""
-        return other.elements <= self.elements and other.length <= self.length
+        return other.elements <= self.elements and (not self.length or other.length <= self.length)
 
     def scaled(self, factor: float) -> BatchExtent:
         """Returns this extent with elements and length multiplied by ``factor``, rounded down."""
@@ -47,7 +47,10 @@ class BatchExtent:
 
     def union(self, other: BatchExtent) -> BatchExtent:
         """Returns the smallest extent that covers both."""
-        return BatchExtent(max(self.elements, other.elements), max(self.length, other.length))
+        if not self.elements:
+            return other
+        is_text = self.length and other.length
+        return BatchExtent(max(self.elements, other.elements), max(self.length, other.length) if is_text else 0)
 
 
 def enlarged_batch(model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, growth: float) -> dict[str, Any] | None:
@@ -61,10 +64,10 @@ def enlarged_batch(model: nn.Module, inputs: Mapping[str, Any], extent: BatchExt
             more sequences instead.
 
     Returns:
-        The keyword arguments; None if ``inputs`` hold anything besides text: an image can't be repeated apart from its tokens.
+        The keyword arguments; None if any of the batches is more than text: an image can't be repeated apart from its tokens.
     """
     text = _text(inputs)
-    if not text:
+    if not text or not extent.length:
         return None
     input_sequences, input_length = next(iter(text.values())).shape
     length = math.ceil(growth * extent.length)

@@ -221,7 +221,7 @@ class DevicePlan:
         else:
             placed_bytes = peak_bytes(outline, self.model_sizes(), self.placement)
             self.predicted_bytes = self._fixed_bytes(outline) + placed_bytes
-        self._seen, self._planned = seen, seen.union(BatchExtent.of(batch))
+        self._seen, self._planned = seen, BatchExtent.of(batch)
         self._plans += 1
 
     def _batch_to_plan_for(
@@ -232,8 +232,14 @@ class DevicePlan:
         if self._plans and self.has_budget:
             for growth in (GROWTH_FACTORS[min(self._plans, len(GROWTH_FACTORS)) - 1], 1.0):
                 batch = enlarged_batch(model, inputs, seen, growth)
-                outline = None if batch is None else self._in_proportion(batch, self._outlined(model, batch))
-                if batch is not None and outline is not None and self._search_for(outline).something_fits:
+                if batch is None:
+                    break
+                try:
+                    outline = self._in_proportion(batch, self._outlined(model, batch))
+                except Exception as error:  # the model bounds sequences in a way of its own
+                    logger.info("megatrain: no larger batches can be planned for (%s)", error)
+                    continue
+                if outline is not None and self._search_for(outline).something_fits:
                     return batch, outline
         foreseen = self._foreseen.get(self._key(inputs))
         return inputs, foreseen or self._predicted(model, inputs)
@@ -255,7 +261,8 @@ class DevicePlan:
             compiles: what the training chose before it was interrupted.
         """
         if (steps, compiles) != self._expected:
-            self._expected, self._runtime.compiled.pays = (steps, compiles), compiles
+            compiled = self._runtime.compiled
+            self._expected, compiled.pays = (steps, compiles), compiles if compiled.is_optional else None
             self._measured_steps.clear()
             self.forget()
 
@@ -276,6 +283,7 @@ class DevicePlan:
     def forget(self) -> None:
         """The next batch is planned for as if it were the first: steps are to run in another way from now on."""
         self._seen, self._planned, self._plans = BatchExtent(), BatchExtent(), 0
+        self._foreseen.clear()
 
     @property
     def has_budget(self) -> bool:

@@ -12,7 +12,6 @@ from megatrain_accelerate.planning.step_simulation import op_seconds
 
 _BYTE_FIELDS = (
     "kept_bytes",
-    "offloaded_bytes",
     "forward_bytes",
     "kept_forward_bytes",
     "kept_backward_bytes",
@@ -66,6 +65,9 @@ def _scaled_profile(
         name: round(getattr(measured, name) * _ratio(getattr(estimate, name), getattr(measured_estimate, name)))
         for name in _BYTE_FIELDS
     }
+    # Only large tensors leave: there may have been none on the measured batch.
+    share = min(1.0, estimate.offloaded_bytes / max(1, estimate.kept_bytes))
+    changes["offloaded_bytes"] = round(share * (changes["kept_bytes"] or 0))
     forward_ratio, backward_ratio, attention_ratio = (
         _ratio(op_seconds(getattr(estimate, name), machine), op_seconds(getattr(measured_estimate, name), machine))
         for name in ("forward", "backward", "attention")

@@ -56,6 +56,11 @@ class ExpertStreams:
         self._order = CallOrder(len(parts), leader=layers)
         self._begins: dict[tuple[int, torch.device], torch.Tensor] = {}
 
+    def close(self) -> None:
+        """Gives up all slots. Nothing may be fetched afterwards."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+
     def begins(self, experts: StreamedExperts, device: torch.device) -> torch.Tensor:
         """For :meth:`Routing.of <megatrain_accelerate.streaming.expert_routing.Routing.of>`."""
         key = (id(experts), device)

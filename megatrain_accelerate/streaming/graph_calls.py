@@ -47,23 +47,24 @@ class GraphCalls:
         backward, and random numbers, buffers and what is recorded are put back before the call is run in that way.
         """
         calls: list[GraphCall] = []
+        shared = SharedMappings(args, kwargs)
         if layer.index in self._tried:
-            return self._run(calls, layer, tape, position, args, kwargs)
+            return shared.take_back(self._run(calls, layer, tape, position, args, kwargs, shared))
         random_numbers, buffers = RandomState(self._active.runtime.streams.device), list[BufferValues]()
         recorder = self._active.runtime.recorder
         with layer.buffers.watched(buffers), recorder.apart() as recorded:
-            output = self._run(calls, layer, tape, position, args, kwargs)
+            output = self._run(calls, layer, tape, position, args, kwargs, shared)
         if any(call.holds_weights for call in calls):
             random_numbers.put_back()
             for owner, name, value in buffers[0]:
                 owner._buffers[name] = value
-            del output
+            del output, recorded  # with the first run's graph
             self._whole.add(layer.index)
-            output = self._run([], layer, tape, position, args, kwargs)
+            output = self._run([], layer, tape, position, args, kwargs, shared)
         else:
             recorder.enter(recorded)
         self._tried.add(layer.index)
-        return output
+        return shared.take_back(output)
 
     def _run(
         self,
@@ -73,8 +74,9 @@ class GraphCalls:
         position: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        shared: SharedMappings,
     ) -> Any:
-        """Runs a layer, whole or in pieces; ``calls`` gets what that takes."""
+        """Runs a layer, whole or in pieces; ``calls`` gets what that takes. The result is for ``shared.take_back``."""
         runtime = self._active.runtime
         inputs: Sequence[torch.Tensor] = ()
         leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -82,7 +84,6 @@ class GraphCalls:
             inputs, _ = taken_apart((args, kwargs))
         if runtime.offloads_inputs(layer):
             leaving = inputs_offloaded(runtime.activations, layer.name, inputs, tape, position)
-        shared = SharedMappings(args, kwargs)
         split = BatchSplit.of_call(layer, shared.args, shared.kwargs, runtime.batch_cut)
         cut = CutCall(layer, tape, split.count) if split.count > 1 else None
         is_whole = layer.index in self._whole
@@ -92,9 +93,9 @@ class GraphCalls:
         try:
             with leaving:
                 if cut is None:
-                    return shared.take_back(calls[0].run(slot, shared.args, shared.kwargs))
+                    return calls[0].run(slot, shared.args, shared.kwargs)
                 with no_writes_to(inputs, layer.name, "a function that returns multiple views"):
-                    return shared.take_back(self._run_pieces(calls, slot, split, shared))
+                    return self._run_pieces(calls, slot, split, shared)
         finally:
             runtime.prefetcher.release(slot)
 

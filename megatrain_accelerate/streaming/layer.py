@@ -68,6 +68,11 @@ class StreamedLayer:
         self._handles = [state.handle for state in unit.states]
         self._frozen = [state for state in unit.states if not state.entry.spec.trainable]
 
+    def release(self) -> None:
+        """Forgets the parameters' places in the unit's memory, which has been given back."""
+        for held in (self.trainable, self._frozen, self._handles):
+            held.clear()
+
     def leave_to(self, experts: StreamedExperts) -> None:
         """Parameters of the layer that aren't in its unit are in that of these experts."""
         self.experts = (*self.experts, experts)

@@ -144,6 +144,11 @@ class Prefetcher:
         self._own, self._held = {}, []
         self._note_slots()
 
+    def close(self) -> None:
+        """Gives up all slots. Nothing may be fetched afterwards."""
+        for held in (self.slots, self._own, self._slot_of, self.at_address):
+            held.clear()
+
     def hold(self, index: int) -> None:
         """Gives a layer that has none a slot of its own until :meth:`let_go`. Copies and kernels may be in flight.
 

@@ -485,5 +485,10 @@ class StreamingRuntime:
         self.norms.close()
         for unit in self.units:
             unit.release()
-        for held in (self._states, self.prefetcher.slots, self.prefetcher.at_address, self.offloader.slots):
-            held.clear()  # their memory: an optimizer that outlives the engine holds the runtime through its driver
+        # Their memory: an optimizer that outlives the engine holds the runtime through its driver.
+        self.prefetcher.close()
+        self.expert_streams.close()
+        for layer in (*self.layers, *self.experts):
+            layer.release()
+        for held in (self._states, self.offloader.slots):
+            held.clear()

@@ -268,7 +268,7 @@ def test_arguments_of_resuming(tmp_path: Path, arguments: Record) -> None:
         trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=9))
         trainer.train(resume_from_checkpoint=str(Path(trainer.args.output_dir) / "checkpoint-3"))
 
-    run_both(
+    _, streamed = run_both(
         tiny_llama,
         tmp_path,
         script=script,
@@ -283,6 +283,9 @@ def test_arguments_of_resuming(tmp_path: Path, arguments: Record) -> None:
         },
         **arguments,
     )
+    # Before those of trackers, as at the begin.
+    names = [type(callback).__name__ for callback in streamed.trainer.callback_handler.callbacks]
+    assert names.index("MegatrainCallback") == 1
 
 
 class Preempted(TrainerCallback):

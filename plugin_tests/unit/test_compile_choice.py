@@ -93,6 +93,14 @@ def test_a_training_that_is_resumed_goes_on_with_what_it_chose(tmp_path: Path, m
     assert chosen == {"resumed": False, "anew": True}
 
 
+def test_what_the_user_sets_counts_more_than_what_a_training_chose_before() -> None:
+    model = tiny_model().train()
+    engine = attach(model, compile_layers=True)
+    engine.device_plan.expect_steps(4, compiles=False)
+    assert would_compile(engine)
+    engine.close()
+
+
 def test_a_second_training_of_another_length_is_planned_for_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
     outline_step = device_plan.outline_step

@@ -292,6 +292,59 @@ def test_room_ends_where_the_positions_of_the_model_do(outlined: list[tuple[int,
     assert outlined == [(4, 64), (5, 100)]  # 1.5 times the tokens, in rows of 100
 
 
+def test_a_model_that_bounds_its_sequences_in_its_own_way_is_planned_for_up_to_there(outlined: list[tuple[int, ...]]) -> None:
+    run = planned(200)
+    forward = run.model.forward
+
+    def bounded(input_ids: torch.Tensor, **kwargs: object) -> object:
+        assert input_ids.shape[1] <= 80
+        return forward(input_ids=input_ids, **kwargs)
+
+    run.model.forward = bounded
+    for length in (64, 72, 64):
+        run.step(batch(length))
+    assert outlined == [(4, 64), (4, 108), (4, 72)]
+    assert len(run.engine.device_plan.placement.kept) == 8
+
+
+def test_numbers_beside_the_text_add_nothing_to_a_larger_batch(outlined: list[tuple[int, ...]]) -> None:
+    run = planned(200)
+    for length in (64, 80):
+        ids = long_batch(length)
+        inputs = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(length)}
+        run.engine.device_plan.follow(run.model, inputs)
+    assert outlined == [(1, 64), (1, 120)]
+
+
+class PixelsOrText(nn.Module):
+    """Takes either, as a model of images and text does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8))
+
+    def forward(self, ids: torch.Tensor | None = None, pixels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        hidden = self.embedding(ids) if ids is not None else pixels
+        for block in self.blocks:
+            hidden = block(hidden)
+        return {"loss": hidden.float().pow(2).mean()}
+
+
+def test_a_small_text_between_images_does_not_make_a_plan_that_images_do_not_fit() -> None:
+    model = PixelsOrText().train()
+    engine = attach(model, gpu_memory_gib=(2.5 * MIB + LIBRARY_WORKSPACE_BYTES) / GIB, layer_classes=["Sequential"], **FREE)
+    plan = engine.device_plan
+    images, text = {"pixels": torch.randn(32, 64, 64)}, {"ids": torch.ones(1, 64, dtype=torch.long)}
+    for inputs in (images, text, images):
+        plan.follow(model, inputs)
+        exact = device_plan.outline_step(model, engine.runtime, images, engine.device)
+        taken = plan._fixed_bytes(exact) + peak_bytes(exact, plan.model_sizes(), plan.placement)
+        assert taken <= 2.5 * MIB + LIBRARY_WORKSPACE_BYTES
+    assert len(plan.placement.kept) < 8
+    engine.close()
+
+
 def test_a_plan_covers_the_batches_before_it_too(outlined: list[tuple[int, ...]]) -> None:
     run = planned(30)
     many_short, few_long = token_batches(1, batch=32, length=16, vocabulary=512)[0], long_batch(100)

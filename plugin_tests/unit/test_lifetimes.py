@@ -64,6 +64,19 @@ def test_a_closed_engine_leaves_plain_weights_in_full_precision() -> None:
         assert torch.equal(parameter.detach(), before[name]), name
 
 
+def test_the_slots_of_a_closed_engine_go_though_its_optimizer_lives() -> None:
+    model, engine, optimizer = prepared()
+    loss_of(model, token_batches(1)[0]).backward()
+    optimizer.step()
+    slots = [weakref.ref(slot) for slot in engine.runtime.prefetcher.slots]
+    states = [weakref.ref(state) for unit in engine.runtime.units for state in unit.states]
+    engine.close()
+    del engine
+    gc.collect()
+    assert optimizer.state
+    assert not any(found() is not None for found in (*slots, *states))
+
+
 def test_layer_inputs_die_with_backward_not_with_the_loss() -> None:
     model, engine, _ = prepared()
     inputs: list[weakref.ref[torch.UntypedStorage]] = []
