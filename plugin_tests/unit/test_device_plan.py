@@ -333,14 +333,14 @@ class PixelsOrText(nn.Module):
 
 def test_a_small_text_between_images_does_not_make_a_plan_that_images_do_not_fit() -> None:
     model = PixelsOrText().train()
-    engine = attach(model, gpu_memory_gib=(2.5 * MIB + LIBRARY_WORKSPACE_BYTES) / GIB, layer_classes=["Sequential"], **FREE)
+    engine = attach(model, gpu_memory_gib=(8 * MIB + LIBRARY_WORKSPACE_BYTES) / GIB, layer_classes=["Sequential"], **FREE)
     plan = engine.device_plan
     images, text = {"pixels": torch.randn(32, 64, 64)}, {"ids": torch.ones(1, 64, dtype=torch.long)}
     for inputs in (images, text, images):
         plan.follow(model, inputs)
         exact = device_plan.outline_step(model, engine.runtime, images, engine.device)
         taken = plan._fixed_bytes(exact) + peak_bytes(exact, plan.model_sizes(), plan.placement)
-        assert taken <= 2.5 * MIB + LIBRARY_WORKSPACE_BYTES
+        assert taken <= 8 * MIB + LIBRARY_WORKSPACE_BYTES
     assert len(plan.placement.kept) < 8
     engine.close()
 
