@@ -230,7 +230,9 @@ class DevicePlan:
         """Returns the batch to plan for and its step: in the first plan the batch itself, in later ones a batch that covers
         all batches so far and, if such a step fits, larger ones."""
         if self._plans and self.has_budget:
-            for growth in (GROWTH_FACTORS[min(self._plans, len(GROWTH_FACTORS)) - 1], 1.0):
+            # Steps may be planned anew for another reason than their batches: more forwards at once.
+            growths = () if seen == self._seen else (GROWTH_FACTORS[min(self._plans, len(GROWTH_FACTORS)) - 1],)
+            for growth in (*growths, 1.0):
                 batch = enlarged_batch(model, inputs, seen, growth)
                 if batch is None:
                     break
@@ -264,6 +266,7 @@ class DevicePlan:
             compiled = self._runtime.compiled
             self._expected, compiled.pays = (steps, compiles), compiles if compiled.is_optional else None
             self._measured_steps.clear()
+            self._foreseen.clear()
             self.forget()
 
     @property
@@ -283,7 +286,6 @@ class DevicePlan:
     def forget(self) -> None:
         """The next batch is planned for as if it were the first: steps are to run in another way from now on."""
         self._seen, self._planned, self._plans = BatchExtent(), BatchExtent(), 0
-        self._foreseen.clear()
 
     @property
     def has_budget(self) -> bool:
