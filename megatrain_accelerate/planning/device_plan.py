@@ -428,6 +428,7 @@ class DevicePlan:
         runtime.input_offloaded_layers = placement.inputs_offloaded
         runtime.attention_layers = placement.attention_kept
         runtime.activations.spacing = placement.offload_spacing
+        runtime.memory_budgets = placement.budgets
 
     def _settled(self) -> Placement:
         """What the settings ask for and nothing more, as far as the optimizers allow it."""

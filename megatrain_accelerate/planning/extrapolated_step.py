@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
+from typing import Any
 
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.step_memory import OpCosts
@@ -61,7 +62,7 @@ def _scaled_profile(
     estimate: LayerProfile, measured_estimate: LayerProfile, measured: LayerProfile, machine: Machine
 ) -> LayerProfile:
     """Returns the measured profile of a layer's call, scaled to the new batch."""
-    changes: dict[str, int | float | None] = {
+    changes: dict[str, Any] = {
         name: round(getattr(measured, name) * _ratio(getattr(estimate, name), getattr(measured_estimate, name)))
         for name in _BYTE_FIELDS
     }
@@ -81,7 +82,7 @@ def _scaled_profile(
     ):
         seconds = getattr(measured, name)
         changes[name] = None if seconds is None else seconds * ratio
-    return dataclasses.replace(estimate, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(estimate, budgets=measured.budgets, **changes)
 
 
 def _ratio(after: float, before: float) -> float:

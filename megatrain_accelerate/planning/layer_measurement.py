@@ -31,6 +31,7 @@ from megatrain_accelerate.streaming.attention_results import AtAttention
 from megatrain_accelerate.streaming.compiled_layer import without_saving
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.memory_budgets import MemoryBudget
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
 from megatrain_accelerate.streaming.nested_tensors import tensors_in
 from megatrain_accelerate.streaming.output_recorder import Recorded
@@ -250,6 +251,7 @@ def _measure(
         forward_seconds=forward.seconds(),
         kept_forward_seconds=kept_forward.seconds(),
         recompute_seconds=measurement.recompute_seconds,
+        budgets=measurement.budgets,
         attention_seconds=measurement.attention_seconds,
         backward_seconds=backward.seconds(),
     ).of_pieces(split, sum(tensor.nbytes for tensor in tensors_in(made)))
@@ -368,6 +370,13 @@ class _Measurement:
     def recompute_seconds(self) -> float | None:
         """By how much a backward that recomputes is longer; None where a recompute is a forward that keeps its graph."""
         return max(0.0, self.recompute.seconds() - self.backward.seconds()) if self.is_recomputed_by_compiler else None
+
+    @property
+    def budgets(self) -> tuple[MemoryBudget, ...]:
+        """With which such a layer can be compiled besides; likewise, empty."""
+        if self._captures is None or not self.is_recomputed_by_compiler:
+            return ()
+        return self._compiled.budgets(self._layer, self._captures)
 
     @property
     def recomputed_bytes(self) -> int | None:

@@ -54,6 +54,7 @@ class _Away:
 
 def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
     """The most that a step has alive on the device, besides what the engine holds there in any case."""
+    outline = outline.at(*placement.budgets)
     peak = kept = grown = 0
     held = sum(model.layers[i].state_bytes for i in placement.on_device)
     held += sum(model.layers[i].weight_bytes for i in placement.resident)
@@ -76,8 +77,12 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
         # Kept results of attention, and of experts that stream in parts unless inputs leave.
         result_bytes = profile.attention_bytes if event.layer in placement.attention_kept else 0
         result_bytes += 0 if event.layer in placement.inputs_offloaded else profile.expert_bytes
-        # What is too small to go to the host stays.
-        staying = profile.kept_bytes if keeps else profile.kept_bytes - profile.offloaded_bytes if offloads else result_bytes
+        if keeps:
+            staying = profile.kept_bytes
+        elif offloads:  # what is too small to go to the host stays
+            staying = profile.kept_bytes - profile.offloaded_bytes
+        else:
+            staying = result_bytes + profile.lean_bytes
         if event.is_backward:
             away.backward_begins(event.layer)
             # The recomputed graph holds the results themselves.
@@ -89,7 +94,7 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
         else:
             away.forward_begins()
             # Kept results stay while the rest of the layer runs.
-            above = profile.kept_forward_bytes if keeps or offloads else profile.forward_bytes + result_bytes
+            above = profile.kept_forward_bytes if keeps or offloads else profile.forward_bytes + staying
             if offloads and profile.pieces > 2:  # the earlier pieces' have left
                 above -= profile.offloaded_bytes * (profile.pieces - 2) // profile.pieces
             peak = max(peak, event.live_bytes + kept + above + away.extra_bytes)

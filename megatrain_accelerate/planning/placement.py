@@ -50,6 +50,8 @@ class Placement:
     """Weights, masters and moments live on the device."""
     groups_on_device: bool = False
     """So do those of the parameters outside the layers."""
+    budgets: tuple[float, float] = (0.0, 1.0)
+    """Memory budgets of compiled layers: of those that are neither kept nor offloaded, and of those that are."""
 
     @classmethod
     def of_counts(
@@ -63,12 +65,13 @@ class Placement:
         resident: int = 0,
         on_device: int = 0,
         groups_on_device: bool = False,
+        budgets: tuple[float, float] = (0.0, 1.0),
     ) -> Placement:
         """The placement with these many layers of each sort, out of ``layers``; more than there are mean all.
 
         Args:
             layers: how many the model has.
-            kept, offloaded, resident, on_device, groups_on_device: see the fields.
+            kept, offloaded, resident, on_device, groups_on_device, budgets: see the fields.
             attention_kept: counted from the last layer that isn't kept; offloaded ones among them need none.
             inputs_offloaded: counted from the model's start, since there they are away longest.
         """
@@ -88,4 +91,5 @@ class Placement:
             resident=frozenset(range(on_device, min(layers, on_device + resident))),
             on_device=frozenset(range(on_device)),
             groups_on_device=groups_on_device,
+            budgets=budgets,
         )

@@ -76,6 +76,7 @@ class _Counts:
     resident: int
     on_device: int
     groups_on_device: bool
+    budgets: tuple[float, float]
 
 
 def _spread(count: int, most: int = 13) -> list[int]:
@@ -94,7 +95,8 @@ class PlacementSearch:
     """Finds the fastest placement within a budget.
 
     Args:
-        outline: of the step on the batch to plan for.
+        outline: of the step on the batch to plan for. Where its layers can be compiled with several memory budgets, all
+            neighbouring pairs are tried, unless the settings say how many layers are kept or offloaded.
         model: the engine's sizes.
         machine: its speeds.
         budget_bytes: device memory that the step may take besides what the engine holds in any case.
@@ -117,14 +119,15 @@ class PlacementSearch:
         self._host_budget = host_budget_bytes
         self._count = len(model.layers)
         self._seen: dict[_Counts, Candidate | None] = {}
+        is_free = choices.kept is None and not choices.offloaded
+        self._budget_pairs = outline.budget_pairs if is_free else [(0.0, 1.0)]
 
     @property
     def something_fits(self) -> bool:
         """Whether there is any placement within the budget; less work than finding the best."""
-        return self._first_that_fits() is not None
+        return self._first_that_fits(self._budget_pairs[0]) is not None
 
-    @property
-    def _start(self) -> _Counts:
+    def _start(self, budgets: tuple[float, float]) -> _Counts:
         """The placement that takes the least, but for inputs, which may leave."""
         choices = self._choices
         start = _Counts(
@@ -134,6 +137,7 @@ class PlacementSearch:
             resident=choices.resident or 0,
             on_device=0,
             groups_on_device=False,
+            budgets=budgets,
         )
         if choices.on_device is not None:
             every = choices.on_device < 0
@@ -142,7 +146,11 @@ class PlacementSearch:
 
     def best(self) -> Candidate | None:
         """The fastest placement that fits; None if none does."""
-        best = self._first_that_fits()
+        found = [candidate for pair in self._budget_pairs if (candidate := self._best_with(pair)) is not None]
+        return min(found, key=lambda candidate: candidate.time.seconds, default=None)
+
+    def _best_with(self, budgets: tuple[float, float]) -> Candidate | None:
+        best = self._first_that_fits(budgets)
         if best is None:
             return None
         found = self._try(best)
@@ -168,9 +176,9 @@ class PlacementSearch:
                 break
         return self._filled(best, found)
 
-    def _first_that_fits(self) -> _Counts | None:
+    def _first_that_fits(self, budgets: tuple[float, float]) -> _Counts | None:
         """The start with as few inputs away as it must; one more may be too many for the host, one less for the device."""
-        start = self._start
+        start = self._start(budgets)
         more = range(1, self._count + 1) if self._choices.inputs_offloaded is None else ()
         every = [start, *(dataclasses.replace(start, inputs_offloaded=count) for count in more)]
         return next((counts for counts in every if self._try(counts) is not None), None)
@@ -289,6 +297,7 @@ class PlacementSearch:
                 resident=counts.resident,
                 on_device=counts.on_device,
                 groups_on_device=counts.groups_on_device,
+                budgets=counts.budgets,
             )
 
         def peak(kept: int) -> int:

@@ -27,12 +27,17 @@ def plan_table(
         outline: of the step.
     """
     placement, time = chosen.placement, chosen.time
+    outline = outline.at(*placement.budgets)
     count = len(runtime.layers)
     streamed = count - len(placement.resident) - len(placement.on_device)
     recomputed = count - len(placement.kept) - len(placement.offloaded)
     host = sum(sum(unit.bytes_by_kind().values()) for unit in runtime.units if not unit.is_on_device)
     host += sum(sent_bytes(outline, placement))
     kept_bytes = sum(outline.profiles[e.kind].kept_bytes for e in outline.forward_calls if e.layer in placement.kept)
+    lean = [event for event in outline.forward_calls if event.layer not in placement.kept | placement.offloaded]
+    lean_bytes = sum(outline.profiles[event.kind].lean_bytes for event in lean)
+    low, high = placement.budgets
+    budgets = f"; memory budgets {high:g} and {low:g} ({lean_bytes / GIB:.1f} GiB)" if (low, high) != (0.0, 1.0) else ""
     away = len(placement.inputs_offloaded - placement.kept - placement.offloaded)
     attending, both = len(placement.attention_kept), len(placement.attention_kept & placement.inputs_offloaded)
     groups = "GPU" if placement.groups_on_device else "host"
@@ -50,7 +55,8 @@ def plan_table(
             f"{len(placement.offloaded)} offloaded, {recomputed} recomputed"
             + (f", {away} of them from inputs on the host" if away else "")
             + (f", {attending} of them but for attention" if attending else "")
-            + (f" (its results on the host for {both})" if both else ""),
+            + (f" (its results on the host for {both})" if both else "")
+            + budgets,
         ),
         *([("tiles", tiles_text(runtime))] if runtime.token_tile else []),
         ("GPU memory", f"{predicted_bytes / GIB:.1f} of {budget_bytes / GIB:.1f} GiB"),

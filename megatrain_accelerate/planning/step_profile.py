@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Hashable
 from typing import Any
 
 from megatrain_accelerate.planning.step_memory import OpCosts
+from megatrain_accelerate.streaming.memory_budgets import EVERYTHING, NOTHING, MemoryBudget
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
 
 
@@ -51,6 +53,36 @@ class LayerProfile:
     """By how much a backward that recomputes is longer. None: by a forward that keeps its graph; a compiler needs less."""
     backward_seconds: float | None = None
     attention_seconds: float | None = None
+    budgets: tuple[MemoryBudget, ...] = ()
+    """The distinct memory budgets of a compiled layer; empty if it isn't compiled, or if that isn't known."""
+    lean_bytes: int = 0
+    """What the graph of a layer holds that isn't kept: nothing but at a memory budget above 0.0."""
+
+    def at(self, low: float, high: float) -> LayerProfile:
+        """This profile for a step in which kept layers run at the budget ``high``, and those that aren't at ``low``."""
+        if not self.budgets or self.recompute_seconds is None or self.backward_seconds is None:
+            return self
+        lean, kept = (max((b for b in self.budgets if b.value <= value), key=lambda b: b.value) for value in (low, high))
+        recompute_seconds = self.recompute_seconds
+
+        def backward_bytes(budget: MemoryBudget) -> int:
+            """What isn't saved is made in backward."""
+            more = self.recomputed_bytes - self.kept_backward_bytes
+            return self.kept_backward_bytes + round((1.0 - budget.saved_share) * more)
+
+        kept_bytes = round(kept.saved_share * self.kept_bytes)
+        return dataclasses.replace(
+            self,
+            kept_bytes=kept_bytes,
+            offloaded_bytes=round(kept.saved_share * self.offloaded_bytes),
+            lean_bytes=round(lean.saved_share * self.kept_bytes),
+            kept_forward_bytes=min(self.kept_forward_bytes, self.forward_bytes + kept_bytes),
+            kept_backward_bytes=backward_bytes(kept),
+            recomputed_bytes=backward_bytes(lean),
+            recompute_seconds=(lean.recompute_share - kept.recompute_share) * recompute_seconds,
+            backward_seconds=self.backward_seconds + kept.recompute_share * recompute_seconds,
+            budgets=(),
+        )
 
     def of_pieces(self, split: BatchSplit, output_bytes: int) -> LayerProfile:
         """This profile of the first piece of a batch as that of the whole batch, which runs piece by piece.
@@ -115,6 +147,22 @@ class StepOutline:
     """Measured: all that runs outside the layers from the step's begin to the first layer's backward, the loss above all."""
     sums_loss: bool = False
     """Whether the model's loss is known to be a sum over tokens divided by ``num_items_in_batch`` (:mod:`.summed_loss`)."""
+    _at_budgets: dict[tuple[float, float], StepOutline] = dataclasses.field(default_factory=dict, init=False, compare=False)
+
+    def at(self, low: float, high: float) -> StepOutline:
+        """This step with kept layers at the memory budget ``high`` and all others at ``low``."""
+        if (low, high) == (NOTHING.value, EVERYTHING.value):
+            return self
+        if (low, high) not in self._at_budgets:
+            profiles = {kind: profile.at(low, high) for kind, profile in self.profiles.items()}
+            self._at_budgets[low, high] = dataclasses.replace(self, profiles=profiles)
+        return self._at_budgets[low, high]
+
+    @property
+    def budget_pairs(self) -> list[tuple[float, float]]:
+        """The pairs of neighbouring memory budgets between which layers can be divided; the first has the lowest."""
+        values = {budget.value for profile in self.profiles.values() for budget in profile.budgets}
+        return list(itertools.pairwise(sorted(values | {NOTHING.value, EVERYTHING.value})))
 
     @property
     def largest_layer_bytes(self) -> int:

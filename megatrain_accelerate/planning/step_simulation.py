@@ -94,7 +94,7 @@ class StepTime:
 
 def sent_bytes(outline: StepOutline, placement: Placement) -> list[int]:
     """For each call of the forward pass, the bytes that go to the host after it and come back in backward."""
-    sent = []
+    outline, sent = outline.at(*placement.budgets), []
     remembers = placement.kept | placement.offloaded
     for event in outline.forward_calls:
         profile = outline.profiles[event.kind]
@@ -135,6 +135,7 @@ def op_seconds(costs: OpCosts, machine: Machine) -> float:
 
 class _Pipeline:
     def __init__(self, outline: StepOutline, model: Model, placement: Placement, machine: Machine) -> None:
+        outline = outline.at(*placement.budgets)
         self.outline, self.model, self.placement, self.machine = outline, model, placement, machine
         self.seconds = {kind: _profile_seconds(profile, machine) for kind, profile in outline.profiles.items()}
         self.attention = {kind: _attention_seconds(profile, machine) for kind, profile in outline.profiles.items()}

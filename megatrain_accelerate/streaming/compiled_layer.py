@@ -33,6 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.streaming.ambient_state import RandomState
 from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.memory_budgets import MemoryBudget, budgets_of
 from megatrain_accelerate.streaming.output_recorder import Captures, OutputRecorder, take_handed_out
 from megatrain_accelerate.streaming.shared_mappings import takes_mappings
 
@@ -100,6 +101,8 @@ class _Kind:
         self.gave_up = False
         self.is_random = False
         """Whether one of its graphs draws random numbers, or may do so, since nobody can look."""
+        self.budgets: tuple[MemoryBudget, ...] = ()
+        """Of a kind that saves nothing: the distinct budgets that its layers could be compiled with."""
 
         def run_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             output = forward(module, *args, **kwargs)
@@ -177,14 +180,19 @@ class CompiledLayers:
             return None
         return None if self._kind_of(layer, captures, memory_budget=1.0) is None else captures
 
-    def recomputes(self, layer: StreamedLayer, captures: Captures) -> bool:
-        """Whether a layer that :meth:`wants` approved can be compiled so that its backward computes the activations again.
+    def recomputes(self, layer: StreamedLayer, captures: Captures, memory_budget: float = 0.0) -> bool:
+        """Whether a layer that :meth:`wants` approved can be compiled so that its backward computes activations again.
 
         Whether it draws random numbers shows when it is compiled: until then the answer is yes, and such a layer keeps the
         activations of that one call.
         """
-        kind = self._kind_of(layer, captures, memory_budget=0.0)
+        kind = self._kind_of(layer, captures, memory_budget)
         return kind is not None and not kind.is_random
+
+    def budgets(self, layer: StreamedLayer, captures: Captures) -> tuple[MemoryBudget, ...]:
+        """The distinct budgets of a layer that was compiled with a budget of 0.0; empty if they aren't known."""
+        kind = self._kind_of(layer, captures, memory_budget=0.0)
+        return () if kind is None or kind.is_random else kind.budgets
 
     def run(
         self,
@@ -202,7 +210,7 @@ class CompiledLayers:
             layer: the layer.
             captures: as :meth:`wants` gave them.
             args, kwargs: of its forward.
-            memory_budget: 1.0, or 0.0 for a layer that :meth:`recomputes`.
+            memory_budget: 1.0, or less for a layer that :meth:`recomputes` with it.
 
         Raises:
             Exception: what the layer's own code raises.
@@ -271,6 +279,8 @@ class CompiledLayers:
             if kind.memory_budget < 1.0:
                 settings["activation_memory_budget"] = kind.memory_budget
                 options["config_patches"]["joint_custom_pre_pass"] = _looking_at(kind)
+                if kind.memory_budget == 0.0 and hasattr(torch._inductor.config, "custom_partitioner_fn"):
+                    options["config_patches"]["custom_partitioner_fn"] = _asking_for_budgets(kind)
                 settings["enable_autograd_cache"] = False  # nobody looks at what is found there
         with torch._functorch.config.patch(settings):
             compiled: Callable[..., Any] = torch._dynamo.lookup_backend(self.backend)(graph, inputs, **options)
@@ -289,6 +299,26 @@ def _looking_at(kind: _Kind) -> Any:
             return "megatrain_accelerate: random numbers"
 
     return Look()
+
+
+def _asking_for_budgets(kind: _Kind) -> Any:
+    """Inductor's own partitioner, which is asked first what it would do with other budgets."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Ask(CustomPartitionerFn):
+        def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+            if not kind.is_random:
+                kind.budgets = budgets_of(gm, joint_inputs, options)
+            return min_cut_rematerialization_partition(gm, joint_inputs, **options)
+
+        def uuid(self) -> str:
+            return "megatrain_accelerate: memory budgets"
+
+        def __reduce__(self) -> Any:  # it is part of the key under which Inductor keeps what it compiled
+            return str, (self.uuid(),)
+
+    return Ask()
 
 
 def _missing_in_torch() -> str | None:

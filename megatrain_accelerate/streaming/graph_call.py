@@ -205,7 +205,8 @@ class GraphCall:
         keeps_results = is_recomputed and not runtime.offloads_inputs(layer)
         self._expert_results = ExpertResults(keeps_results, is_last=self.piece == 0)
         captures = self._captures if is_recomputed and not self.is_whole else None
-        by_compiler = captures is not None and runtime.compiled.recomputes(layer, captures)
+        low, high = runtime.memory_budgets
+        by_compiler = captures is not None and runtime.compiled.recomputes(layer, captures, low)
         if is_recomputed and not by_compiler:
             return self._run_to_recompute(weights, args, kwargs)
         offloaded = None
@@ -213,7 +214,7 @@ class GraphCall:
             inputs, _ = taken_apart((args, kwargs))
             offloaded = runtime.activations.record(layer.name, [*layer.module.buffers(), *inputs])
         with layer.bound(weights), self.calls.saved_tensors(offloaded).recording():
-            output = self._run_layer(args, kwargs, memory_budget=0.0 if by_compiler else 1.0)
+            output = self._run_layer(args, kwargs, memory_budget=low if by_compiler else high)
         if offloaded is not None:
             runtime.activations.send(offloaded, self.tape, self.position, self.piece)
         return output

@@ -143,6 +143,8 @@ class StreamingRuntime:
         """Indices of the layers whose activations stay on the device instead of being recomputed; set by the plan."""
         self.offloaded_layers: frozenset[int] = frozenset()
         """Indices of the layers whose activations go to the host instead of being recomputed; set by the plan."""
+        self.memory_budgets = (0.0, 1.0)
+        """With which compiled layers run: those that are neither kept nor offloaded, and those that are; set by the plan."""
         self.input_offloaded_layers: frozenset[int] = frozenset()
         """Indices of the layers whose inputs go to the host if they are recomputed; set by the plan."""
         self.outside_tiles = TokenTiles(())  # of norms outside the layers (:mod:`.outside_norms`)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,9 +14,11 @@ from engine_runs import attach
 from expert_models import EXPERTS, of_experts
 from plain_torch import tiny_model, token_batches
 from torch import nn
+from torch._inductor import config as inductor_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
+from megatrain_accelerate.streaming.memory_budgets import MemoryBudget
 from megatrain_accelerate.streaming.saved_tensors import SavedTensors, SlotPlace
 
 pytestmark = [
@@ -52,11 +55,17 @@ Passes = tuple[list[float], dict[str, torch.Tensor], int]
 
 
 def passes(
-    build: Callable[[], nn.Module], *, lengths: tuple[int, ...] = (16,), autocast: bool = False, **settings: Any
+    build: Callable[[], nn.Module],
+    *,
+    lengths: tuple[int, ...] = (16,),
+    autocast: bool = False,
+    budgets: tuple[float, float] = (0.0, 1.0),
+    **settings: Any,
 ) -> Passes:
     """Losses, the sum of gradients, and the number of graphs, of a pass for each length."""
     model = build().train()
     engine = attach(model, **{"compile_layers": True, "keep_layers": 0, **settings})
+    engine.runtime.memory_budgets = budgets
     torch.manual_seed(3)
     losses = []
     for length in lengths:
@@ -127,6 +136,63 @@ def test_where_weights_lie_changes_no_bit_of_recomputed_layers(settings: dict[st
     assert_equal(passes(qwen2, **settings), passes(qwen2))
 
 
+def test_equal_budgets_give_equal_bits_whether_layers_are_kept_and_another_one_trains_alike() -> None:
+    lean, kept = (passes(qwen2, bf16=False, budgets=(0.4, 0.4), keep_layers=count) for count in (0, LAYERS))
+    assert lean[2] == kept[2] == 1
+    assert_equal(lean, kept)
+    divided = passes(qwen2, bf16=False, budgets=(0.2, 0.4), keep_layers=1)
+    assert divided[2] == 2
+    assert_close(lean, passes(qwen2, bf16=False, compile_layers=False), bf16=False)
+    assert_close(divided, lean, bf16=False)
+
+
+def saved_bytes(budgets: tuple[float, float], foretold: list[MemoryBudget] | None = None) -> int:
+    """What a pass saves besides inputs and places in slots; ``foretold`` gets the distinct budgets of a layer."""
+    model = qwen2(hidden_size=128, intermediate_size=512, num_hidden_layers=1).train()
+    engine = attach(model, bf16=False, compile_layers=True, keep_layers=0)
+    runtime = engine.runtime
+    runtime.memory_budgets = budgets
+    inputs, saved = set[int](), dict[int, int]()
+
+    def note(module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
+        inputs.update(tensor.data_ptr() for tensor in (*args, *kwargs["position_embeddings"]))
+
+    def pack(self: SavedTensors, tensor: torch.Tensor) -> Any:
+        packed = original(self, tensor)
+        if not isinstance(packed, SlotPlace) and tensor.data_ptr() not in inputs:
+            saved[tensor.data_ptr()] = tensor.nbytes
+        return packed
+
+    original = SavedTensors._pack
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SavedTensors, "_pack", pack)
+        model.model.layers[0].register_forward_pre_hook(note, with_kwargs=True)
+        ids = token_batches(1, 2, 16)[0]
+        loss = model(input_ids=ids, labels=ids).loss
+    if foretold is not None:
+        captures = runtime.compiled.wants(runtime.layers[0])
+        assert captures is not None
+        foretold += runtime.compiled.budgets(runtime.layers[0], captures)
+    loss.backward()
+    engine.close()
+    return sum(saved.values())
+
+
+@pytest.mark.skipif(not hasattr(inductor_config, "custom_partitioner_fn"), reason="this torch's partitioner can't be asked")
+def test_budgets_save_what_was_foretold_without_compiling_them() -> None:
+    budgets: list[MemoryBudget] = []
+    least = saved_bytes((0.0, 1.0), budgets)
+    most = saved_bytes((1.0, 1.0))
+    assert [budgets[0].value, budgets[-1].value] == [0.0, 1.0]
+    assert len(budgets) > 2
+    for lower, higher in itertools.pairwise(budgets):
+        assert lower.saved_share < higher.saved_share
+        assert lower.recompute_share >= higher.recompute_share
+    middle = budgets[1]
+    share = (saved_bytes((middle.value, 1.0)) - least) / (most - least)
+    assert share == pytest.approx(middle.saved_share, abs=0.02)
+
+
 DROPPING: dict[str, Callable[[], nn.Module]] = {
     "in attention": lambda: qwen2(attention_dropout=0.3),
     "of hidden states": lambda: of_family("gpt_neox", hidden_dropout=0.2),
@@ -137,12 +203,13 @@ DROPPING: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", DROPPING)
 def test_backward_drops_what_forward_dropped(name: str) -> None:
     build = DROPPING[name]
-    recomputed, kept, plain = (
+    recomputed, partly, kept, plain = (
         passes(build, bf16=False, lengths=(16, 16), **settings)
-        for settings in ({}, {"keep_layers": LAYERS}, {"compile_layers": False})
+        for settings in ({}, {"budgets": (0.4, 0.4)}, {"keep_layers": LAYERS}, {"compile_layers": False})
     )
     # The partitioner's own recompute would draw other masks, so that one graph serves both, and their bits are the same.
     assert_equal(recomputed, kept)
+    assert_equal(partly, kept)
     assert_close(recomputed, plain, bf16=False)
 
 

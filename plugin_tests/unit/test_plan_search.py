@@ -13,6 +13,7 @@ from megatrain_accelerate.planning.placement_search import Candidate, Choices, P
 from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
 from megatrain_accelerate.planning.step_simulation import Model, StepTime, UnitSizes, sent_bytes, simulate_step
+from megatrain_accelerate.streaming.memory_budgets import MemoryBudget
 
 LAYERS = 10
 MACHINE = Machine(h2d_bytes=100.0, d2h_bytes=100.0, host_step_parameters=100.0, device_bytes=28e6, device_flops=1e3)
@@ -449,3 +450,54 @@ def test_a_host_without_room_is_no_reason_against_placements_that_offload_nothin
     best = search.best()
     assert best is not None
     assert not best.placement.offloaded
+
+
+BUDGETS = (MemoryBudget(0.0, 0.0, 1.0), MemoryBudget(0.4, 0.3, 0.5), MemoryBudget(0.6, 0.6, 0.2), MemoryBudget(1.0, 1.0, 0.0))
+
+
+@pytest.mark.parametrize("room", [0, 60, 150, 250, 400, 1000])
+def test_layers_are_divided_between_two_neighbouring_memory_budgets_where_that_is_faster(room: int) -> None:
+    step = outline(recompute_seconds=1.0, budgets=BUDGETS)
+    choices = Choices(offloaded=0, inputs_offloaded=0, attention_kept=0, on_device=0, resident=0)
+    budget = 200 + SLOTS + room
+
+    def best(step: StepOutline) -> Candidate:
+        found = PlacementSearch(step, model(), MACHINE, budget, choices).best()
+        assert found is not None
+        assert found.peak_bytes <= budget
+        return found
+
+    among_all, among_two = (
+        best(step),
+        best(dataclasses.replace(step, profiles={"layer": outline(recompute_seconds=1.0).profiles["layer"]})),
+    )
+    assert among_two.placement.budgets == (0.0, 1.0)
+    assert among_all.placement.budgets in [(0.0, 0.4), (0.4, 0.6), (0.6, 1.0)]
+    assert among_all.time.seconds <= among_two.time.seconds
+    if room == 250:
+        assert among_all.time.compute < among_two.time.compute - 1.0
+
+
+def test_a_layer_at_a_memory_budget_takes_its_share_of_time_and_memory() -> None:
+    step = outline(recompute_seconds=1.0, budgets=BUDGETS)
+
+    def placed(budgets: tuple[float, float], kept: int) -> tuple[float, int]:
+        placement = Placement.of_counts(LAYERS, kept=kept, budgets=budgets)
+        return simulate_step(step, model(), placement, MACHINE).compute, peak_bytes(step, model(), placement)
+
+    all_recomputed, all_kept = placed((0.0, 1.0), 0), placed((0.0, 1.0), LAYERS)
+    assert placed((0.0, 0.4), 0) == all_recomputed
+    assert placed((0.6, 1.0), LAYERS) == all_kept
+    # One budget is the same whether its layers count as kept or not.
+    assert placed((0.4, 0.6), 0)[0] == pytest.approx(placed((0.0, 0.4), LAYERS)[0])
+    assert placed((0.4, 0.6), 0)[1] == pytest.approx(placed((0.0, 0.4), LAYERS)[1], abs=20)
+    assert all_recomputed[0] - placed((0.4, 0.6), 0)[0] == pytest.approx(0.5 * LAYERS)
+    assert all_recomputed[0] - placed((0.4, 0.6), 6)[0] == pytest.approx(0.5 * LAYERS + 6 * 0.3)
+
+
+def test_settings_that_say_how_many_layers_are_kept_keep_them_whole() -> None:
+    step = outline(recompute_seconds=1.0, budgets=BUDGETS)
+    found = PlacementSearch(step, model(), MACHINE, 10_000, Choices(kept=3)).best()
+    assert found is not None
+    assert found.placement.budgets == (0.0, 1.0)
+    assert len(found.placement.kept) == 3
