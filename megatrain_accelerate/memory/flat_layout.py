@@ -23,7 +23,7 @@ from megatrain_accelerate.units import round_up
 
 ALIGNMENT_ELEMENTS = 128
 """Elements to which each parameter's start is rounded up: 256 bytes in bf16, what vector loads and copies like;
-and a whole number of the blocks of :mod:`~megatrain_accelerate.optim.int8_moments`, so that each parameter begins one."""
+and a whole number of the blocks of :mod:`~megatrain_accelerate.optim.moments`, so that each parameter begins one."""
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float32)
 

@@ -19,8 +19,8 @@ from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.memory.param_handle import ParamHandle
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import StepKernels
-from megatrain_accelerate.optim.int8_moments import Int8Moments, moment_bytes
 from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.moments import Moments, moment_bytes, moments_within
 
 PASSING_BUFFERS = 3
 """Host buffers for gradients that pass (``host_gradients``): one is filled, one stepped from, one between the two."""
@@ -87,10 +87,8 @@ class HostUnit:
         self._allocate_residuals(self.layout.split_elements if holds_masters else 0)
         self._moment_memory: HostMemory | DeviceMemory | None = None
         self._moments_dtype = moments_dtype
-        self.exp_avgs: torch.Tensor | None = None
-        self.exp_avg_sqs: torch.Tensor | None = None
-        self.int8_moments: Int8Moments | None = None
-        """Flat moments in 8 bits, in the place of :attr:`exp_avgs` and :attr:`exp_avg_sqs`."""
+        self.moments: Moments | None = None
+        """Flat moments of the fused optimizer. None before :meth:`allocate_moments`."""
         self.states = [
             self._adopt(parameter, entry) for (_, parameter), entry in zip(parameters, self.layout.entries, strict=True)
         ]
@@ -204,25 +202,14 @@ class HostUnit:
 
     def allocate_moments(self) -> None:
         """Makes the fused optimizer's moments, zero. Does nothing if they exist."""
-        elements, dtype = self.layout.state_elements, self._moments_dtype
-        size = dtype.itemsize
         if self.has_moments:
             return
+        elements, dtype = self.layout.state_elements, self._moments_dtype
         memory = self._moment_memory = self._allocate(self.moment_bytes, False)
-        if dtype == torch.int8:
-            self.int8_moments = Int8Moments.within(memory.tensor, elements, 0, (elements,))
-            for state in self.states:
-                if state.entry.state_offset is not None:
-                    place = (elements, state.entry.state_offset, state.entry.spec.shape)
-                    state.int8_moments = Int8Moments.within(memory.tensor, *place)
-            return
-        self.exp_avgs = memory.tensor(0, (elements,), dtype)
-        self.exp_avg_sqs = memory.tensor(size * elements, (elements,), dtype)
+        self.moments = moments_within(memory.tensor, elements, 0, (elements,), dtype)
         for state in self.states:
-            offset, shape = state.entry.state_offset, state.entry.spec.shape
-            if offset is not None:
-                state.exp_avg = memory.tensor(size * offset, shape, dtype)
-                state.exp_avg_sq = memory.tensor(size * (elements + offset), shape, dtype)
+            if (offset := state.entry.state_offset) is not None:
+                state.moments = moments_within(memory.tensor, elements, offset, state.entry.spec.shape, dtype)
 
     def move_to_device(self, device: torch.device, kernels: StepKernels) -> None:
         """The unit lives on ``device`` from now on: weights, residuals, moments; gradients are autograd's own there.
@@ -271,7 +258,7 @@ class HostUnit:
             self._bind(state)
             state.handle.show(state.weight)
         old_moments, self._moment_memory = self._moment_memory, None
-        self._gradient_memory = self.gradients = self.exp_avgs = self.exp_avg_sqs = self.int8_moments = None
+        self._gradient_memory = self.gradients = self.moments = None
         self._gradient_residual_memory = self.gradient_residuals = None
         if old_moments is not None:
             self.allocate_moments()
@@ -351,7 +338,7 @@ class HostUnit:
         # The mapping goes with the last view of it.
         self.states = []
         self.weights = self.residuals = torch.empty(0)
-        self.gradients = self.gradient_residuals = self.exp_avgs = self.exp_avg_sqs = self.int8_moments = None
+        self.gradients = self.gradient_residuals = self.moments = None
 
     def close(self) -> None:
         """Unregisters the memory; it is unmapped when the last view of it dies."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatrain_accelerate.memory.flat_layout import FlatEntry
 from megatrain_accelerate.memory.param_handle import ParamHandle
-from megatrain_accelerate.optim.int8_moments import Int8Moments
+from megatrain_accelerate.optim.moments import Moments
 
 
 @dataclasses.dataclass
@@ -17,8 +17,7 @@ class ParameterState:
     """One parameter in the store, as views of its unit's flat buffers. ``None`` where a frozen one has nothing.
 
     ``weight`` (its shape, bf16 or fp32), ``gradient`` (the same; None too for a unit on the device, whose gradients are
-    autograd's own), ``residual`` (int16), ``exp_avg`` and ``exp_avg_sq`` (of the dtype in which the
-    unit keeps moments, None for 8-bit ones), each with a storage of its own.
+    autograd's own), ``residual`` (int16) and ``moments`` of the optimizer, each tensor with a storage of its own.
     """
 
     handle: ParamHandle
@@ -28,10 +27,7 @@ class ParameterState:
     weight: torch.Tensor
     residual: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
-    exp_avg: torch.Tensor | None = None
-    exp_avg_sq: torch.Tensor | None = None
-    int8_moments: Int8Moments | None = None
-    """In the place of ``exp_avg`` and ``exp_avg_sq`` where the unit keeps moments in 8 bits."""
+    moments: Moments | None = None
     gradient_residual: torch.Tensor | None = None
     """int16, at the unit's home: the low half of an fp32 sum of gradients whose bf16 half is the gradient. None before
     :meth:`HostUnit.allocate_gradient_residuals`. What a step reads."""

@@ -142,7 +142,7 @@ class FusedStep(HostStep):
 
     def import_state(self, state: ParameterState, values: dict[str, Any]) -> None:
         """Sets a parameter's moments, step and residual from an optimizer's state for it; empty means none yet."""
-        if state.exp_avg is None and state.int8_moments is None:
+        if state.moments is None:
             return
         take_over(state, values)
         if not values:

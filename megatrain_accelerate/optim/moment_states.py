@@ -14,7 +14,7 @@ import torch
 
 from megatrain_accelerate.memory.host_limits import available_host_bytes
 from megatrain_accelerate.memory.parameter_state import ParameterState
-from megatrain_accelerate.optim.int8_moments import Int8Moments
+from megatrain_accelerate.optim.moments import Int8Moments
 from megatrain_accelerate.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -26,11 +26,14 @@ _INT8_KEYS = ("exp_avg_int8", "exp_avg_sq_int8", "exp_avg_scale", "exp_avg_sq_sc
 _FLOAT_KEYS = ("exp_avg", "exp_avg_sq")
 
 
+def _keyed(state: ParameterState) -> Iterable[tuple[str, torch.Tensor]]:
+    keys = _INT8_KEYS if isinstance(state.moments, Int8Moments) else _FLOAT_KEYS
+    return zip(keys, state.moments or (), strict=False)  # there may be none
+
+
 def views_of(state: ParameterState) -> dict[str, Any]:
     """The store's views of a parameter's moments and residual, by their keys in an optimizer's state."""
-    coded = state.int8_moments
-    moments = (state.exp_avg, state.exp_avg_sq) if coded is None else coded.tensors
-    views: dict[str, Any] = dict(zip(_FLOAT_KEYS if coded is None else _INT8_KEYS, moments, strict=True))
+    views: dict[str, Any] = dict(_keyed(state))
     return views if state.residual is None else {**views, RESIDUAL_KEY: state.residual}
 
 
@@ -46,13 +49,9 @@ def shows(entry: dict[str, Any], state: ParameterState) -> bool:
 
     Asked of every parameter at every step, and so by identity.
     """
-    coded = state.int8_moments
-    if entry.get(RESIDUAL_KEY) is not state.residual:
+    if entry.get(RESIDUAL_KEY) is not state.residual or ("exp_avg" in entry and isinstance(state.moments, Int8Moments)):
         return False
-    if coded is None:
-        return entry.get("exp_avg") is state.exp_avg and entry.get("exp_avg_sq") is state.exp_avg_sq
-    theirs = (entry.get(key) for key in _INT8_KEYS)
-    return "exp_avg" not in entry and all(one is view for one, view in zip(theirs, coded.tensors, strict=True))
+    return all(entry.get(key) is view for key, view in _keyed(state))
 
 
 def take_over(state: ParameterState, values: dict[str, Any]) -> None:
@@ -60,25 +59,20 @@ def take_over(state: ParameterState, values: dict[str, Any]) -> None:
 
     Where there are moments of two kinds, those that the store hasn't are the ones that somebody put there.
     """
-    ours = state.int8_moments
-    theirs = _coded(values)
-    if ours is not None and theirs is not None and "exp_avg" not in values:
-        for view, value in zip(ours.tensors, theirs.tensors, strict=True):
+    ours, coded = state.moments, _coded(values)
+    assert ours is not None
+    if not values:
+        for view in ours:
+            view.zero_()
+    elif isinstance(ours, Int8Moments) and (coded is None or "exp_avg" in values):
+        ours.encode(values["exp_avg"], values["exp_avg_sq"])
+    else:
+        theirs: Iterable[torch.Tensor] = (values[key] for key in _FLOAT_KEYS)
+        if coded is not None:
+            theirs = coded if isinstance(ours, Int8Moments) else coded.decode()
+        for view, value in zip(ours, theirs, strict=True):
             if value.data_ptr() != view.data_ptr():
                 view.copy_(value)
-    elif ours is not None:
-        if values:
-            ours.encode(values["exp_avg"], values["exp_avg_sq"])
-        else:
-            ours.zero()
-    elif state.exp_avg is not None and state.exp_avg_sq is not None:
-        if theirs is not None:
-            values = dict(zip(_FLOAT_KEYS, theirs.decode(), strict=True))
-        for view, key in zip((state.exp_avg, state.exp_avg_sq), _FLOAT_KEYS, strict=True):
-            if not values:
-                view.zero_()
-            elif values[key].data_ptr() != view.data_ptr():
-                view.copy_(values[key])
 
 
 def take_residual(state: ParameterState, residual: Any) -> bool:
@@ -144,7 +138,7 @@ def saved_bytes(entries: dict[Any, dict[str, Any]], host_memory_gib: float | Non
     wanted = _decoded_bytes(coded)
     if not wanted or wanted > available_host_bytes(host_memory_gib):
         return held
-    return held + wanted - sum(tensor.nbytes for moments in coded.values() for tensor in moments.tensors)
+    return held + wanted - sum(tensor.nbytes for moments in coded.values() for tensor in moments)
 
 
 def shown_in_fp32(entries: dict[Any, dict[str, Any]], host_memory_gib: float | None) -> dict[Any, dict[str, Any]]:
