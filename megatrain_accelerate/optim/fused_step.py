@@ -11,7 +11,7 @@ import torch
 from torch.optim import AdamW, Optimizer
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
-from megatrain_accelerate.memory.expert_range import ExpertRange
+from megatrain_accelerate.memory.flat_layout import ExpertRange
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.adam_arguments import AdamArguments

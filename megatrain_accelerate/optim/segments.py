@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatrain_accelerate.memory.expert_range import ExpertRange
-from megatrain_accelerate.memory.flat_layout import ALIGNMENT_ELEMENTS
+from megatrain_accelerate.memory.flat_layout import ALIGNMENT_ELEMENTS, ExpertRange
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
