@@ -6,6 +6,7 @@ that where a layer's states lie never changes a weight.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 from typing import Any
 
@@ -41,7 +42,10 @@ def can_step_on(device: torch.device) -> bool:
 
 
 class DeviceKernels:
-    """The kernels for CUDA tensors. Each call is issued on the current stream; all tensors of one are contiguous."""
+    """The kernels for CUDA tensors. Each call is issued on the current stream; all tensors of one are contiguous.
+
+    Each method does what that of :class:`HostKernels` does.
+    """
 
     def __init__(self) -> None:
         from megatrain_accelerate.optim import triton_adamw
@@ -58,11 +62,9 @@ class DeviceKernels:
         grad_residual: torch.Tensor | None = None,
         first_element: int = 0,
     ) -> None:
-        """See :meth:`HostKernels.adamw`; moments are fp32 or bf16."""
-        assert isinstance(moments, FloatMoments)
+        assert isinstance(moments, FloatMoments), "8-bit ones are stepped on the host"
         constants = arguments.to_constants()
-        count = weight.numel()
-        if not count:
+        if not (count := weight.numel()):
             return
         # bf16 is read as bits: the kernel joins and splits the master itself.
         weight, exp_avg, exp_avg_sq, grad = map(_bits, (weight, *moments, grad))
@@ -95,18 +97,16 @@ class DeviceKernels:
             )
 
     def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
-        """See :meth:`HostKernels.accumulate_split`."""
-        count = hi.numel()
-        if count:
-            tensors = (hi.view(torch.int16), residual, src.view(torch.int16))
+        if count := hi.numel():
+            tensors = (_bits(hi), residual, _bits(src))
             blocks = (-(-count // _BLOCK),)
             with torch.cuda.device_of(hi):
                 self._triton.accumulate_split[blocks](*tensors, count, HAS_RESIDUAL=has_residual, BLOCK=_BLOCK)
 
     def norm_split(self, hi: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """2-norm, fp32 without dimensions, of the fp32 values that (N) ``hi`` and ``residual`` stand for, added up in double.
+        """2-norm, fp32 without dimensions, of the fp32 values that (N) ``hi`` and ``residual`` stand for.
 
-        So that it is the one that the host computes for a unit there.
+        Added up in double, so that it is the one that the host computes for a unit there.
         """
         count = hi.numel()
         blocks = -(-count // _BLOCK)
@@ -117,14 +117,12 @@ class DeviceKernels:
         return sums.sum().sqrt().float()
 
     def split(self, master_fp32: torch.Tensor, hi: torch.Tensor, residual: torch.Tensor) -> None:
-        """See :meth:`HostKernels.split`."""
         bits = master_fp32.contiguous().view(torch.int32)
         # Integers wrap when they are narrowed, as in C++.
         hi.view(torch.int16).copy_(((bits + 0x8000) >> 16).to(torch.int16))
         residual.copy_(bits.to(torch.int16))
 
     def join(self, hi: torch.Tensor, residual: torch.Tensor, master_fp32_out: torch.Tensor) -> None:
-        """See :meth:`HostKernels.join`."""
         bits = (hi.view(torch.int16).to(torch.int32) << 16) + residual.to(torch.int32)
         master_fp32_out.view(torch.int32).copy_(bits)
 
@@ -136,8 +134,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _as_signed(number: int) -> int:
     """The 32-bit integer of the same bits: one type for the kernel, whatever the number."""
-    number &= 0xFFFFFFFF
-    return number - (number >> 31 << 32)
+    return ctypes.c_int32(number).value
 
 
 StepKernels = HostKernels | DeviceKernels

@@ -39,23 +39,18 @@ def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list
     ever shows. It isn't where moments are in 8 bits, since it would have a part in their blocks' scales.
     """
     segments: list[Segment] = []
-    ordered = sorted(steps, key=lambda item: item[0].entry.weight_offset)
-    for state, arguments in ordered:
-        entry = state.entry
+    for state, arguments in sorted(steps, key=lambda item: item[0].entry.weight_offset):
+        entry, spec = state.entry, state.entry.spec
         assert entry.state_offset is not None
-        size = entry.spec.dtype.itemsize
         is_sum = state.handle.has_fp32_sum
         if segments:
             last = segments[-1]
             gap = entry.state_offset - last.state_offset - last.elements
             widest = 1 if isinstance(state.moments, Int8Moments) else ALIGNMENT_ELEMENTS
-            if last.dtype == entry.spec.dtype and (last.arguments, last.is_sum) == (arguments, is_sum) and 0 <= gap < widest:
-                last.elements += gap + entry.spec.numel
+            if (last.dtype, last.arguments, last.is_sum) == (spec.dtype, arguments, is_sum) and 0 <= gap < widest:
+                last.elements += gap + spec.numel
                 continue
-        segments.append(
-            Segment(entry.spec.dtype, entry.weight_offset, entry.state_offset, entry.spec.numel, arguments, is_sum)
-        )
-        assert (segments[-1].weight_offset % size) == 0
+        segments.append(Segment(spec.dtype, entry.weight_offset, entry.state_offset, spec.numel, arguments, is_sum))
     return segments
 
 
@@ -66,20 +61,19 @@ def segments_of_experts(segments: Sequence[Segment], unit: HostUnit, experts: Ex
     """
     of_part: list[Segment] = []
     for state in unit.states:
-        offset = state.entry.state_offset
-        if offset is None:
+        if (begin_of_parameter := state.entry.state_offset) is None:
             continue
         begin, end = experts.elements(state.entry)
         if isinstance(state.moments, Int8Moments) and state.entry.spec.numel // experts.count % ALIGNMENT_ELEMENTS:
             begin, end = (0, 0) if experts.first else (0, state.entry.spec.numel)
-        begin, end = offset + begin, offset + end
+        begin, end = begin_of_parameter + begin, begin_of_parameter + end
         for segment in segments:
             first = max(begin, segment.state_offset)
             elements = min(end, segment.state_offset + segment.elements) - first
             if elements > 0:
-                skipped = segment.dtype.itemsize * (first - segment.state_offset)
-                moved = dataclasses.replace(segment, weight_offset=segment.weight_offset + skipped, state_offset=first)
-                of_part.append(dataclasses.replace(moved, elements=elements))
+                offset = segment.weight_offset + segment.dtype.itemsize * (first - segment.state_offset)
+                part = dataclasses.replace(segment, weight_offset=offset, state_offset=first, elements=elements)
+                of_part.append(part)
     return of_part
 
 
