@@ -18,9 +18,7 @@ from setuptools.errors import PlatformError
 CSRC = "megatrain_accelerate/optim/csrc"
 HEADERS = (
     "adamw",
-    "adamw_bf16_moments",
     "adamw_int8_moments",
-    "gradient_sum",
     "instruction_sets",
     "split_master",
     "thread_pool",

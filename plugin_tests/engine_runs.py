@@ -102,10 +102,9 @@ class Training:
         found = {f"master {name}": master for name, master in masters_of(self.engine, self.model).items()}
         found |= {f"weight {name}": parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         for unit in self.engine.runtime.units:
-            assert unit.exp_avgs is not None
-            assert unit.exp_avg_sqs is not None
-            found[f"exp_avg {unit.name}"] = unit.exp_avgs.clone()
-            found[f"exp_avg_sq {unit.name}"] = unit.exp_avg_sqs.clone()
+            assert unit.moments is not None
+            found[f"exp_avg {unit.name}"] = unit.moments.exp_avg.clone()
+            found[f"exp_avg_sq {unit.name}"] = unit.moments.exp_avg_sq.clone()
         for index, state in self.optimizer.state_dict()["state"].items():
             found[f"step {index}"] = state["step"].clone()
         return found

@@ -15,6 +15,7 @@ from megatrain_accelerate.memory.host_limits import available_host_bytes
 from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.moments import FloatMoments
 from megatrain_accelerate.planning.machine import (
     SHARE_IN_A_STEP,
     STEP_BYTES,
@@ -104,7 +105,7 @@ def measure_host(kernels: HostKernels, elements: int) -> HostSpeeds:
         kernels.zero(tensor)
     hi, residual, gradient, exp_avg, exp_avg_sq = tensors
     arguments = AdamArguments(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
-    step = _seconds(lambda: kernels.adamw_split(hi, residual, exp_avg, exp_avg_sq, gradient, arguments))
+    step = _seconds(lambda: kernels.adamw(hi, residual, FloatMoments(exp_avg, exp_avg_sq), gradient, arguments))
     probe = _seconds(lambda: kernels.stream_probe(hi, residual, exp_avg, exp_avg_sq, gradient))
     return HostSpeeds(elements / step, STEP_BYTES * elements / probe, kernels.threads)
 

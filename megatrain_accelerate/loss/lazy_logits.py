@@ -8,6 +8,7 @@ Recording happens below autograd, so that every gradient that reaches it, by wha
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -51,29 +52,19 @@ _READERS = {
 """Methods that look at memory without an operation of the dispatcher."""
 
 
+@dataclasses.dataclass(eq=False)
 class HeadCall:
-    """One call of the head.
+    """One call of the head, see :func:`lazy_linear`."""
 
-    Args:
-        hidden: (..., D), with its graph, in the dtype in which the head computes.
-        weight: (V, D), of the same dtype; bias: (V,) or None.
-        weights_version: changes whenever the head's weights do.
-    """
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    weights_version: Callable[[], Any]
+    is_observed: bool = False
+    """Whether somebody waits for the gradient of the logits."""
 
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        weights_version: Callable[[], Any],
-    ) -> None:
-        self.hidden = hidden
-        self.weight = weight
-        self.bias = bias
-        self.is_observed = False
-        """Whether somebody waits for the gradient of the logits."""
-        self._weights_version = weights_version
-        self._version_at_call = weights_version()
+    def __post_init__(self) -> None:
+        self._version_at_call = self.weights_version()
 
     def logits(self) -> torch.Tensor:
         """All logits, (..., V), without a graph.
@@ -81,7 +72,7 @@ class HeadCall:
         Raises:
             StateError: the head's weights were changed since the call.
         """
-        if self._weights_version() != self._version_at_call:
+        if self.weights_version() != self._version_at_call:
             raise StateError(
                 "logits were read after the head's weights had changed (by optimizer.step() or a write). They are made when "
                 "they are first read: read them before the step, or set megatrain_config.tiled_loss to false"
@@ -104,10 +95,6 @@ class LazyLogits(torch.Tensor):
     def _value(self) -> torch.Tensor | None:
         return self._cell[0]
 
-    @_value.setter
-    def _value(self, value: torch.Tensor) -> None:
-        self._cell[0] = value
-
     @staticmethod
     def _make(call: HeadCall, like: torch.Tensor, parent: LazyLogits | None, operation: Operation | None) -> LazyLogits:
         """A new one with shape, strides and dtype of ``like``: ``operation`` on ``parent``, or the head's own output."""
@@ -125,12 +112,10 @@ class LazyLogits(torch.Tensor):
 
     def _lineage(self) -> list[LazyLogits]:
         """The head's output and all that was recorded on it up to this one, in order."""
-        nodes, node = [], self
-        while True:
-            nodes.append(node)
-            if node._parent is None:
-                return nodes[::-1]
-            node = node._parent
+        nodes = [self]
+        while (parent := nodes[-1]._parent) is not None:
+            nodes.append(parent)
+        return nodes[::-1]
 
     def _materialised(self) -> torch.Tensor:
         """The values, without a graph; made once, so that in-place writes are seen by all who share them.
@@ -138,9 +123,7 @@ class LazyLogits(torch.Tensor):
         Raises:
             StateError: they can't be made any more.
         """
-        value = self._value
-        if value is None:
-            value = self._value = self._computed()
+        value = self._cell[0] = self._computed()
         return value
 
     def _computed(self) -> torch.Tensor:
@@ -164,8 +147,7 @@ class LazyLogits(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is functional.cross_entropy:
-            loss = _tiled(*args, **kwargs)
-            if loss is not None:
+            if (loss := _tiled(*args, **kwargs)) is not None:
                 return loss
         elif func in _OBSERVERS:
             args[0]._call.is_observed = True
@@ -179,8 +161,7 @@ class LazyLogits(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        recorded = _record(func, args, kwargs)
-        if recorded is not None:
+        if (recorded := _record(func, args, kwargs)) is not None:
             return recorded
         lazy: dict[int, LazyLogits] = {}
 
@@ -199,11 +180,7 @@ class _LazyLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        call: HeadCall,
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: HeadCall
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight)
         with no_dispatch():
@@ -236,15 +213,12 @@ class _Plain(torch.autograd.Function):
 
 
 def lazy_linear(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    weights_version: Callable[[], Any],
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, weights_version: Callable[[], Any]
 ) -> LazyLogits:
     """``torch.nn.functional.linear``, later.
 
     Args:
-        hidden: (..., D); weight: (V, D); bias: (V,) or None; all of one dtype.
+        hidden, weight, bias: (..., D), (V, D), and (V,) or None, of the dtype in which the head computes.
         weights_version: changes whenever the weights do; logits that are read after that can't be made.
     """
     logits = _LazyLinear.apply(hidden, weight, bias, HeadCall(hidden, weight, bias, weights_version))

@@ -17,7 +17,7 @@ PART_BYTES = 64 * MIB
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums of products of ``dtype`` are kept."""
+    """That in which sums of products of ``dtype`` are kept."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
@@ -79,12 +79,8 @@ def _form(total: torch.Tensor, dtype: torch.dtype) -> str:
 
 
 def parts(total: torch.Tensor, dtype: torch.dtype, rows: int, width: int) -> Iterator[slice]:
-    """Slices of ``rows`` in which products are to be taken, so that temporaries of ``width`` columns stay small.
-
-    Args:
-        total: the matrix that is added to.
-        dtype: of the operands.
-        rows, width: counts of elements.
+    """Slices of ``rows`` in which products of ``dtype`` are to be added to ``total``, so that temporaries of ``width`` columns
+    stay small.
     """
     whole = _form(total, dtype) in ("same", "addmm")
     step = rows if whole else max(1, PART_BYTES // (4 * width))
@@ -96,12 +92,7 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
     """``total += left @ right``, in place, summed in the dtype of ``total``.
 
     On CUDA since torch 2.8 the product of half-precision operands comes in fp32 from the tensor cores. Before that it is
-    rounded once for each call there; on the CPU the operands are converted.
-
-    Args:
-        total: (M, N), fp32 or the operands' dtype.
-        left: (M, K).
-        right: (K, N).
+    rounded once for each call there; on the CPU the operands are converted. ``total`` is fp32 or of their dtype.
     """
     form = _form(total, left.dtype)
     if form == "same":

@@ -10,8 +10,7 @@ Shapes: N tokens, V vocabulary, D hidden, n tokens of a tile.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -34,8 +33,7 @@ STRIP_BYTES = 256 * MIB
 _TOKENS_MULTIPLE = 128
 
 
-@dataclasses.dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """An operation that was recorded on logits: called with a tensor before ``args``."""
 
     function: Any
@@ -46,8 +44,7 @@ class Operation:
         return self.function(tensor, *self.args, **self.kwargs)
 
 
-@dataclasses.dataclass(frozen=True)
-class LossOptions:
+class LossOptions(NamedTuple):
     """The arguments of ``torch.nn.functional.cross_entropy`` that tiles can honour."""
 
     ignore_index: int
@@ -69,15 +66,9 @@ def strip_tokens(vocabulary: int) -> int:
 class TiledCrossEntropy(torch.autograd.Function):
     """``cross_entropy(chain(linear(hidden, weight, bias)), target)`` as one node.
 
-    Args of ``apply``:
-        hidden: (N, D), in the head's dtype.
-        weight: (V, D), of the same dtype; bias: (V,) or None.
-        target: (N,) token ids.
-        chain: the element-wise operations between head and loss, in order.
-        options: reduction ``mean`` or ``sum``, smoothing, ignored id.
-
-    Returns:
-        The loss, without dimensions, in the dtype that the untiled loss has.
+    ``hidden`` is (N, D), in the head's dtype, as are ``weight`` (V, D) and ``bias``, (V,) or None; ``target`` (N,) token ids;
+    ``chain`` the element-wise operations between head and loss, in order. The loss has no dimensions, and the dtype that the
+    untiled one has.
     """
 
     @staticmethod
@@ -107,7 +98,10 @@ class TiledCrossEntropy(torch.autograd.Function):
             logits = buffer[: tile.stop - begin]
             with record_function("megatrain::loss_tile"):
                 with torch.autocast(hidden.device.type, enabled=False):
-                    _linear_out(hidden[tile], weight, bias, logits)
+                    if bias is None:
+                        torch.mm(hidden[tile], weight.t(), out=logits)
+                    else:
+                        torch.addmm(bias, hidden[tile], weight.t(), out=logits)
                 loss_dtype = _loss_to_gradient(logits, target[tile], total, chain, options, wanted)
                 with torch.autocast(hidden.device.type, enabled=False):
                     tile_grad_hidden = grad_hidden[tile] if grad_hidden is not None else None
@@ -132,13 +126,6 @@ class TiledCrossEntropy(torch.autograd.Function):
             return (*(_scaled(sums, factor, ctx.dtype) for sums in all_sums), None, None, None)
 
 
-def _linear_out(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    if bias is None:
-        torch.mm(hidden, weight.t(), out=out)
-    else:
-        torch.addmm(bias, hidden, weight.t(), out=out)
-
-
 def _loss_to_gradient(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -148,9 +135,7 @@ def _loss_to_gradient(
     wanted: bool,
 ) -> torch.dtype:
     """Adds the tile's summed loss to ``total``, and turns ``logits`` (n, V) into the sum's gradient if it is wanted.
-
-    Returns:
-        The loss's dtype.
+    Returns the loss's dtype.
     """
     step = strip_tokens(logits.shape[1])
     dtype = logits.dtype

@@ -1,4 +1,4 @@
-"""Exact, huge-page-backed, registered host memory.
+"""Exact, huge-page-backed, registered host memory, and memory of the device with the same interface.
 
 torch's caching host allocator rounds each pinned block up to a power of two, which wastes up to half of a store that
 fills the machine. Here memory is mapped to the page, advised to use huge pages, and registered with the driver.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import weakref
 
@@ -86,9 +87,7 @@ class HostMemory:
 
         Storages of their own matter: serialisers take tensors that share one storage for tied weights and clone them.
         """
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset_bytes).view(shape)
@@ -97,3 +96,28 @@ class HostMemory:
         """Unregisters the memory. It is unmapped when the last tensor over it dies."""
         if self._finalizer is not None:
             self._finalizer()
+
+
+class DeviceMemory:
+    """One block of device memory with the interface of :class:`HostMemory`, for a unit that lives there.
+
+    Ownership: the unit that made it. It is zero at first, and given back when the last tensor over it dies.
+    """
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        self._block = torch.zeros(max(size_bytes, 1), dtype=torch.uint8, device=device)
+
+    def register(self) -> None:
+        """Nothing to register."""
+
+    def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor over a part of the block, with a storage of its own, see :meth:`HostMemory.tensor`."""
+        count = math.prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype, device=self._block.device)
+        part = self._block[offset_bytes : offset_bytes + count * dtype.itemsize].view(dtype).view(shape)
+        # A view would share the block's storage; what comes back through DLPack has one that begins at its own address.
+        return torch.from_dlpack(part)
+
+    def close(self) -> None:
+        """Nothing to unregister."""

@@ -6,10 +6,9 @@ more than was in use at once, rounded up to a segment. Batches of another length
 
 from __future__ import annotations
 
-import bisect
 import collections
-import dataclasses
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,8 +22,7 @@ GRANULE_BYTES = 64 * KIB
 """Blocks are multiples of it: no part is so small that its copy costs more to issue than to run."""
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class _Range:
+class _Range(NamedTuple):
     """Bytes ``start`` to ``end`` of a segment."""
 
     segment: int
@@ -32,19 +30,12 @@ class _Range:
     end: int
 
 
-class HostBlock:
-    """Bytes of the pool, in one part or several.
+class HostBlock(NamedTuple):
+    """Bytes of the pool, in one part or several. Owner: who took it, until :meth:`HostPool.give_back`."""
 
-    Owner: who took it, until :meth:`HostPool.give_back`.
-
-    Args:
-        ranges: where the parts lie.
-        parts: the parts in order, uint8; together exactly the bytes that were asked for.
-    """
-
-    def __init__(self, ranges: list[_Range], parts: list[torch.Tensor]) -> None:
-        self.ranges = ranges
-        self.parts = parts
+    ranges: list[_Range]
+    parts: list[torch.Tensor]
+    """The parts in order, uint8; together exactly the bytes that were asked for."""
 
 
 class HostPool:
@@ -125,6 +116,7 @@ class HostPool:
             self._pending.append((event, block))
 
     def _reclaim(self, wait: bool) -> None:
+        freed: list[_Range] = []
         for _ in range(len(self._pending)):
             event, block = self._pending.popleft()
             if wait:
@@ -132,24 +124,18 @@ class HostPool:
             elif not event.query():
                 self._pending.append((event, block))
                 continue
-            for place in block.ranges:
-                self._insert(place)
+            freed += block.ranges
+        if freed:
+            self._add_free(freed)
 
-    def _insert(self, place: _Range) -> None:
-        self._free_bytes += place.end - place.start
-        index = bisect.bisect_left(self._free, place)
-        if index < len(self._free):
-            after = self._free[index]
-            if after.segment == place.segment and after.start == place.end:
-                place = _Range(place.segment, place.start, after.end)
-                del self._free[index]
-        if index > 0:
-            before = self._free[index - 1]
-            if before.segment == place.segment and before.end == place.start:
-                place = _Range(place.segment, before.start, place.end)
-                index -= 1
-                del self._free[index]
-        self._free.insert(index, place)
+    def _add_free(self, ranges: Iterable[_Range]) -> None:
+        merged: list[_Range] = []
+        for place in sorted([*self._free, *ranges]):
+            if merged and merged[-1].segment == place.segment and merged[-1].end == place.start:
+                place = _Range(place.segment, merged.pop().start, place.end)
+            merged.append(place)
+        self._free = merged
+        self._free_bytes = sum(place.end - place.start for place in merged)
 
     def _grow(self, missing_bytes: int) -> None:
         size = round_up(max(missing_bytes, self._segment_bytes), GRANULE_BYTES)
@@ -166,7 +152,7 @@ class HostPool:
         memory.register()
         self._segments.append(memory)
         self._buffers.append(buffer)
-        self._insert(_Range(len(self._segments) - 1, 0, size))
+        self._add_free([_Range(len(self._segments) - 1, 0, size)])
 
     def close(self) -> None:
         """Unregisters the memory; it is unmapped when the last block's views die."""

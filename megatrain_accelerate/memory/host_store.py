@@ -13,14 +13,12 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.memory.device_memory import DeviceMemory
-from megatrain_accelerate.memory.flat_layout import FlatEntry, FlatLayout, ParameterSpec
-from megatrain_accelerate.memory.host_memory import HostMemory
-from megatrain_accelerate.memory.param_handle import ParamHandle
-from megatrain_accelerate.memory.parameter_state import ParameterState
+from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
+from megatrain_accelerate.memory.host_memory import DeviceMemory, HostMemory
+from megatrain_accelerate.memory.parameter_state import ParameterState, ParamHandle
 from megatrain_accelerate.optim.device_kernel import StepKernels
-from megatrain_accelerate.optim.int8_moments import Int8Moments, moment_bytes
 from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.moments import Moments, moment_bytes, moments_within
 
 PASSING_BUFFERS = 3
 """Host buffers for gradients that pass (``host_gradients``): one is filled, one stepped from, one between the two."""
@@ -61,44 +59,54 @@ class HostUnit:
         """Those of the unit's home."""
         self.device: torch.device | None = None
         """Where the unit lives if not on the host, see :meth:`move_to_device`."""
-        self._reserved: list[HostMemory | DeviceMemory] = []
         self._huge_pages = huge_pages
         self._register = register
+        self._registered_kinds = {"weights", "gradients"}
+        self._moments_dtype = moments_dtype
+        self._memory: dict[str, HostMemory | DeviceMemory] = {}
+        """By what it holds."""
         self.layout = FlatLayout(
             ParameterSpec(key, tuple(parameter.shape), dtype, parameter.requires_grad)
             for (key, parameter), dtype in zip(parameters, dtypes, strict=True)
         )
         self.version = 0
-        from_device = any(parameter.device.type != "cpu" for _, parameter in parameters)
-        self._weight_memory = self._allocate(self.layout.weight_bytes, register, touch=from_device)
-        if from_device:
-            self._weight_memory.register()  # values come by copies over the link
-        self.weights = self._weight_memory.tensor(0, (self.layout.weight_bytes,), torch.uint8)
+        self.weights = torch.empty(0)
         """Flat weights, uint8: what one copy moves to a slot."""
-        self._gradient_memory: HostMemory | DeviceMemory | None = None
+        self.residuals = torch.empty(0, dtype=torch.int16)
+        """Flat low halves of the masters. Empty before :meth:`allocate_masters` if the weights are all there is of them."""
         self.gradients: torch.Tensor | None = None
         """Flat gradients, uint8: what one copy brings from a gradient slot. None before :meth:`allocate_gradients`."""
-        self._gradient_residual_memory: HostMemory | DeviceMemory | None = None
         self.gradient_residuals: torch.Tensor | None = None
         """Flat low halves of fp32 gradient sums, int16. None before :meth:`allocate_gradient_residuals`."""
-        self._registers_gradient_residuals = False
+        self.moments: Moments | None = None
+        """Flat moments of the fused optimizer. None before :meth:`allocate_moments`."""
         self.passes_gradients = False
         """Whether gradients have no memory here: :attr:`gradients` is then the buffer that they came in last."""
-        self._allocate_residuals(self.layout.split_elements if holds_masters else 0)
-        self._moment_memory: HostMemory | DeviceMemory | None = None
-        self._moments_dtype = moments_dtype
-        self.exp_avgs: torch.Tensor | None = None
-        self.exp_avg_sqs: torch.Tensor | None = None
-        self.int8_moments: Int8Moments | None = None
-        """Flat moments in 8 bits, in the place of :attr:`exp_avgs` and :attr:`exp_avg_sqs`."""
         self.states = [
-            self._adopt(parameter, entry) for (_, parameter), entry in zip(parameters, self.layout.entries, strict=True)
+            ParameterState(ParamHandle(parameter), entry, parameter.data)
+            for (_, parameter), entry in zip(parameters, self.layout.entries, strict=True)
         ]
-        self._weight_memory.register()
+        from_device = any(parameter.device.type != "cpu" for _, parameter in parameters)
+        weight_memory = self._make("weights", touch=from_device)
+        if from_device:
+            weight_memory.register()  # values come by copies over the link
+        if holds_masters:
+            self.allocate_masters()
+        for state in self.states:
+            self._adopt(state)
+        weight_memory.register()
+
+    def _size_of(self, kind: str) -> int:
+        layout = self.layout
+        return {
+            "weights": layout.weight_bytes,
+            "residuals": 2 * layout.split_elements,
+            "moments": self.moment_bytes,
+            "gradients": layout.gradient_bytes,
+            "gradient_residuals": 2 * layout.split_elements,
+        }[kind]
 
     def _allocate(self, size_bytes: int, register: bool, touch: bool = True) -> HostMemory | DeviceMemory:
-        if self._reserved:
-            return self._reserved.pop(0)
         if self.device is not None:
             return DeviceMemory(size_bytes, self.device)
         memory = HostMemory(size_bytes, huge_pages=self._huge_pages, register=register and size_bytes > 0)
@@ -106,17 +114,51 @@ class HostUnit:
             self._host_kernels.zero(memory.tensor(0, (memory.size_bytes,), torch.uint8))
         return memory
 
-    def _adopt(self, parameter: nn.Parameter, entry: FlatEntry) -> ParameterState:
-        state = ParameterState(ParamHandle(parameter), entry, parameter.data)
-        self._bind(state)
-        value = parameter.detach().contiguous()
+    def _allocate_kind(self, kind: str, touch: bool = True) -> HostMemory | DeviceMemory:
+        return self._allocate(self._size_of(kind), self._register and kind in self._registered_kinds, touch)
+
+    def _make(self, kind: str, touch: bool = True) -> HostMemory | DeviceMemory:
+        memory = self._memory[kind] = self._allocate_kind(kind, touch)
+        self._bind(kind)
+        return memory
+
+    def _bind(self, kind: str) -> None:
+        """Makes the unit's views of one kind of its memory, and its parameters'."""
+        tensor, layout = self._memory[kind].tensor, self.layout
+        split, elements, dtype = layout.split_elements, layout.state_elements, self._moments_dtype
+        if kind == "weights":
+            self.weights = tensor(0, (layout.weight_bytes,), torch.uint8)
+        elif kind == "residuals":
+            self.residuals = tensor(0, (split,), torch.int16)
+        elif kind == "gradients":
+            self.gradients = tensor(0, (layout.gradient_bytes,), torch.uint8)
+        elif kind == "gradient_residuals":
+            self.gradient_residuals = tensor(0, (split,), torch.int16)
+        else:
+            self.moments = moments_within(tensor, elements, 0, (elements,), dtype)
+        for state in self.states:
+            spec, weight_offset, offset = state.entry.spec, state.entry.weight_offset, state.entry.state_offset
+            if kind == "weights":
+                state.weight = tensor(weight_offset, spec.shape, spec.dtype)
+            elif offset is None:
+                continue
+            elif kind == "gradients":
+                state.gradient = tensor(weight_offset, spec.shape, spec.dtype)
+            elif kind == "moments":
+                state.moments = moments_within(tensor, elements, offset, spec.shape, dtype)
+            elif state.entry.has_residual and kind == "residuals":
+                state.residual = tensor(2 * offset, spec.shape, torch.int16)
+            elif state.entry.has_residual:
+                state.gradient_residual = state.sum_residual = tensor(2 * offset, spec.shape, torch.int16)
+
+    def _adopt(self, state: ParameterState) -> None:
+        value = state.parameter.detach().contiguous()
         if state.residual is not None and value.dtype == torch.float32:
             self._host_kernels.split(value.cpu(), state.weight, state.residual)
         elif value.dtype == state.weight.dtype and value.device.type == "cpu":
             self._host_kernels.copy(state.weight, value)  # on all threads, which read a file faster than one does
         else:
             state.weight.copy_(value)
-        return state
 
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
         """Sets a parameter's master (and so its weight) from ``value``: same shape, any floating dtype and device.
@@ -149,29 +191,16 @@ class HostUnit:
         self.kernels.join(state.weight, state.residual, master)
         return master.cpu()
 
-    def _allocate_residuals(self, elements: int) -> None:
-        self._residual_memory = self._allocate(2 * elements, False)
-        self.residuals = self._residual_memory.tensor(0, (elements,), torch.int16)
-
     def allocate_masters(self) -> None:
         """Makes the low halves of the masters, zero, if there are none yet."""
-        if len(self.residuals) < self.layout.split_elements:
-            self._allocate_residuals(self.layout.split_elements)
-            for state in self.states:
-                self._bind(state)
+        if self.layout.split_elements and "residuals" not in self._memory:
+            self._make("residuals")
 
     def allocate_gradients(self) -> None:
         """Makes the gradients' memory, registered. Does nothing if it exists, or if all parameters are frozen."""
-        size = self.layout.gradient_bytes
-        if self._gradient_memory is not None or not size or self.device is not None or self.passes_gradients:
-            return
-        self._gradient_memory = self._allocate(size, self._register)
-        self._gradient_memory.register()
-        self.gradients = self._gradient_memory.tensor(0, (size,), torch.uint8)
-        for state in self.states:
-            spec = state.entry.spec
-            if spec.trainable:
-                state.gradient = self._gradient_memory.tensor(state.entry.weight_offset, spec.shape, spec.dtype)
+        has_place = self.layout.gradient_bytes and self.device is None and not self.passes_gradients
+        if has_place and "gradients" not in self._memory:
+            self._make("gradients").register()
 
     def allocate_gradient_residuals(self, register: bool = False) -> None:
         """Makes the memory with which gradients can be summed in fp32. Does nothing if it exists, or without bf16 gradients.
@@ -179,18 +208,10 @@ class HostUnit:
         Args:
             register: page-lock it, for residuals that come from the device.
         """
-        elements = self.layout.split_elements
-        if self.gradient_residuals is not None or not elements:
-            return
-        self._registers_gradient_residuals = register and self._register
-        memory = self._gradient_residual_memory = self._allocate(2 * elements, self._registers_gradient_residuals)
-        memory.register()
-        self.gradient_residuals = memory.tensor(0, (elements,), torch.int16)
-        for state in self.states:
-            offset = state.entry.state_offset
-            if state.entry.has_residual and offset is not None:
-                state.gradient_residual = memory.tensor(2 * offset, state.entry.spec.shape, torch.int16)
-                state.sum_residual = state.gradient_residual
+        if self.layout.split_elements and self.gradient_residuals is None:
+            if register:
+                self._registered_kinds.add("gradient_residuals")
+            self._make("gradient_residuals").register()
 
     @property
     def moment_bytes(self) -> int:
@@ -200,29 +221,12 @@ class HostUnit:
     @property
     def has_moments(self) -> bool:
         """Whether :meth:`allocate_moments` was called."""
-        return self._moment_memory is not None
+        return self.moments is not None
 
     def allocate_moments(self) -> None:
         """Makes the fused optimizer's moments, zero. Does nothing if they exist."""
-        elements, dtype = self.layout.state_elements, self._moments_dtype
-        size = dtype.itemsize
-        if self.has_moments:
-            return
-        memory = self._moment_memory = self._allocate(self.moment_bytes, False)
-        if dtype == torch.int8:
-            self.int8_moments = Int8Moments.within(memory.tensor, elements, 0, (elements,))
-            for state in self.states:
-                if state.entry.state_offset is not None:
-                    place = (elements, state.entry.state_offset, state.entry.spec.shape)
-                    state.int8_moments = Int8Moments.within(memory.tensor, *place)
-            return
-        self.exp_avgs = memory.tensor(0, (elements,), dtype)
-        self.exp_avg_sqs = memory.tensor(size * elements, (elements,), dtype)
-        for state in self.states:
-            offset, shape = state.entry.state_offset, state.entry.spec.shape
-            if offset is not None:
-                state.exp_avg = memory.tensor(size * offset, shape, dtype)
-                state.exp_avg_sq = memory.tensor(size * (elements + offset), shape, dtype)
+        if not self.has_moments:
+            self._make("moments")
 
     def move_to_device(self, device: torch.device, kernels: StepKernels) -> None:
         """The unit lives on ``device`` from now on: weights, residuals, moments; gradients are autograd's own there.
@@ -245,44 +249,26 @@ class HostUnit:
         return self.device is not None
 
     def _move(self, device: torch.device | None, kernels: StepKernels) -> None:
-        old_memory = (
-            self._weight_memory,
-            self._residual_memory,
-            self._moment_memory,
-            self._gradient_memory,
-            self._gradient_residual_memory,
-        )
-        old = (self.weights, self.residuals)
+        old_memory = self._memory
         gradients = [state.parameter.grad for state in self.states]
         sum_residuals = [state.sum_residual if state.handle.has_fp32_sum else None for state in self.states]
-        sums_gradients = self.gradient_residuals is not None
-        has_gradients = self._gradient_memory is not None or self.device is not None
-        self._reserve(device, self.has_moments, has_gradients, sums_gradients)
+        kinds = [kind for kind in old_memory if kind != "gradients"]
+        had_gradients = "gradients" in old_memory or self.device is not None
+        if device is None and had_gradients and self.layout.gradient_bytes and not self.passes_gradients:
+            kinds.append("gradients")
+        self._memory = self._all_made(device, kinds)
         self.kernels = kernels
-        self._weight_memory = self._allocate(self.layout.weight_bytes, self._register)
-        self.weights = self._weight_memory.tensor(0, (self.layout.weight_bytes,), torch.uint8)
-        self._allocate_residuals(len(old[1]))
-        self.weights.copy_(old[0])
-        self.residuals.copy_(old[1])
-        self._weight_memory.register()
+        for kind in {"weights", "residuals", "moments"} & old_memory.keys():
+            everything = (0, (self._size_of(kind),), torch.uint8)
+            self._memory[kind].tensor(*everything).copy_(old_memory[kind].tensor(*everything))
+        self.gradients = None
         for state in self.states:
             state.handle.set_gradient(None)
-            state.gradient = state.gradient_residual = state.sum_residual = None
-            self._bind(state)
-            state.handle.show(state.weight)
-        old_moments, self._moment_memory = self._moment_memory, None
-        self._gradient_memory = self.gradients = self.exp_avgs = self.exp_avg_sqs = self.int8_moments = None
-        self._gradient_residual_memory = self.gradient_residuals = None
-        if old_moments is not None:
-            self.allocate_moments()
-            assert self._moment_memory is not None
-            everything = (0, (self.moment_bytes,), torch.uint8)
-            self._moment_memory.tensor(*everything).copy_(old_moments.tensor(*everything))
-        if has_gradients:
-            self.allocate_gradients()
-        if sums_gradients:
-            self.allocate_gradient_residuals(self._registers_gradient_residuals)
+            state.gradient = None
+        for kind in kinds:
+            self._bind(kind)
         for state, gradient, residual in zip(self.states, gradients, sum_residuals, strict=True):
+            state.handle.show(state.weight)
             if gradient is not None:
                 if state.gradient is not None:
                     state.gradient.copy_(gradient)
@@ -291,52 +277,33 @@ class HostUnit:
                 assert state.gradient_residual is not None
                 state.gradient_residual.copy_(residual)
                 state.handle.note_fp32_sum()
-        for memory in old_memory:
-            if memory is not None:
-                memory.close()
+        for memory in old_memory.values():
+            memory.close()
         self.version += 1
 
-    def _reserve(self, device: torch.device | None, moments: bool, gradients: bool, sums: bool) -> None:
-        """Makes all memory of the new home, in the order in which it is taken, or none: a move isn't left half-way.
+    def _all_made(self, device: torch.device | None, kinds: Iterable[str]) -> dict[str, HostMemory | DeviceMemory]:
+        """All memory of the new home, or none: a move isn't left half-way.
 
         Raises:
             torch.OutOfMemoryError, HostMemoryError: it doesn't fit; the unit is as it was.
         """
-        layout = self.layout
-        needed = [(layout.weight_bytes, self._register), (self.residuals.nbytes, False)]
-        needed += [(self.moment_bytes, False)] if moments else []
-        has_place = gradients and device is None and layout.gradient_bytes and not self.passes_gradients
-        needed += [(layout.gradient_bytes, self._register)] if has_place else []
-        needed += [(2 * layout.split_elements, self._registers_gradient_residuals)] if sums else []
         before, self.device = self.device, device
-        made: list[HostMemory | DeviceMemory] = []
+        made: dict[str, HostMemory | DeviceMemory] = {}
         try:
-            for size, register in needed:
-                made.append(self._allocate(size, register))
-                made[-1].register()
+            for kind in kinds:
+                made[kind] = self._allocate_kind(kind)
+                made[kind].register()
         except BaseException:
             self.device = before
-            for memory in made:
+            for memory in made.values():
                 memory.close()
             raise
-        self._reserved = made
-
-    def _bind(self, state: ParameterState) -> None:
-        """Makes the state's weight and residual views of the unit's memory."""
-        entry, spec = state.entry, state.entry.spec
-        state.weight = self._weight_memory.tensor(entry.weight_offset, spec.shape, spec.dtype)
-        if entry.has_residual and entry.state_offset is not None and len(self.residuals):
-            state.residual = self._residual_memory.tensor(2 * entry.state_offset, spec.shape, torch.int16)
+        return made
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes that the unit holds now at its home, by what they hold."""
-        return {
-            "weights": self.layout.weight_bytes,
-            "gradients": self.layout.gradient_bytes if self._gradient_memory is not None else 0,
-            "residuals": self.residuals.nbytes,
-            "moments": self.moment_bytes if self.has_moments else 0,
-            **({"gradient_residuals": 2 * self.layout.split_elements} if self.gradient_residuals is not None else {}),
-        }
+        always = dict.fromkeys(("weights", "gradients", "residuals", "moments"), 0)
+        return {**always, **{kind: self._size_of(kind) for kind in self._memory}}
 
     def release(self) -> None:
         """Gives the parameters back to ordinary memory, with their masters' full precision, and lets the store go."""
@@ -349,16 +316,14 @@ class HostUnit:
         self.close()
         self.version += 1
         # The mapping goes with the last view of it.
-        self.states = []
+        self.states, self._memory = [], {}
         self.weights = self.residuals = torch.empty(0)
-        self.gradients = self.gradient_residuals = self.exp_avgs = self.exp_avg_sqs = self.int8_moments = None
+        self.gradients = self.gradient_residuals = self.moments = None
 
     def close(self) -> None:
         """Unregisters the memory; it is unmapped when the last view of it dies."""
-        self._weight_memory.close()
-        for memory in (self._gradient_memory, self._gradient_residual_memory):
-            if memory is not None:
-                memory.close()
+        for memory in self._memory.values():
+            memory.close()
 
 
 def planned_host_bytes(

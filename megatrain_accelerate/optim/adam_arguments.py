@@ -35,29 +35,16 @@ class AdamArguments:
     """
 
     lr: float
-    """Learning rate of this step."""
-
     beta1: float
-    """Decay of the first moment, in [0, 1)."""
-
     beta2: float
-    """Decay of the second moment, in [0, 1)."""
-
     eps: float
-    """Added to the denominator, after the bias correction."""
-
     weight_decay: float
-    """Decoupled decay (AdamW) or L2 penalty (Adam), by ``decoupled``."""
-
     step: int
-    """Number of this step, counted from 1: the exponent of the bias correction."""
-
+    """Counted from 1: the exponent of the bias correction."""
     clip_factor: float = 1.0
-    """Multiplied into the gradient, as fp32, before all else, as ``clip_grad_norm_`` multiplies fp32 gradients."""
-
+    """Multiplied into the gradient, as fp32, before all else, as ``clip_grad_norm_`` does it."""
     decoupled: bool = True
     """True: AdamW, ``weight *= 1 - lr * weight_decay``. False: Adam, ``grad += weight_decay * weight``."""
-
     maximize: bool = False
     """Ascend instead of descend: the sign of the gradient is turned after clipping."""
 

@@ -6,6 +6,7 @@ that where a layer's states lie never changes a weight.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from megatrain_accelerate.errors import KernelError
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.moments import FloatMoments, Moments
 
 _BLOCK = 1024
 
@@ -40,83 +42,38 @@ def can_step_on(device: torch.device) -> bool:
 
 
 class DeviceKernels:
-    """The kernels for CUDA tensors. Each call is issued on the current stream; all tensors of one are contiguous."""
+    """The kernels for CUDA tensors. Each call is issued on the current stream; all tensors of one are contiguous.
+
+    Each method does what that of :class:`HostKernels` does.
+    """
 
     def __init__(self) -> None:
         from megatrain_accelerate.optim import triton_adamw
 
         self._triton: Any = triton_adamw
 
-    def adamw_split(
+    def adamw(
         self,
-        hi_bf16: torch.Tensor,
-        residual_int16: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad_bf16: torch.Tensor,
+        weight: torch.Tensor,
+        residual: torch.Tensor | None,
+        moments: Moments,
+        grad: torch.Tensor,
         arguments: AdamArguments,
         grad_residual: torch.Tensor | None = None,
         first_element: int = 0,
     ) -> None:
-        """See :meth:`HostKernels.adamw_split`."""
-        # Read as bits: the kernel joins and splits the master itself.
-        hi_bits, grad_bits = hi_bf16.view(torch.int16), grad_bf16.view(torch.int16)
-        is_sum = grad_residual is not None
-        moments = _bits(exp_avg), _bits(exp_avg_sq)
-        tensors = (hi_bits, residual_int16, *moments, grad_bits, grad_residual if is_sum else grad_bits)
-        self._launch(self._triton.adamw_split, tensors, arguments, first_element, exp_avg.dtype, GRAD_SPLIT=is_sum)
-
-    def adamw_fp32(
-        self,
-        weight: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad: torch.Tensor,
-        arguments: AdamArguments,
-        first_element: int = 0,
-    ) -> None:
-        """See :meth:`HostKernels.adamw_fp32`."""
-        tensors = (weight, _bits(exp_avg), _bits(exp_avg_sq), grad)
-        self._launch(self._triton.adamw_fp32, tensors, arguments, first_element, exp_avg.dtype)
-
-    def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
-        """See :meth:`HostKernels.accumulate_split`."""
-        count = hi.numel()
-        if count:
-            tensors = (hi.view(torch.int16), residual, src.view(torch.int16))
-            blocks = (-(-count // _BLOCK),)
-            with torch.cuda.device_of(hi):
-                self._triton.accumulate_split[blocks](*tensors, count, HAS_RESIDUAL=has_residual, BLOCK=_BLOCK)
-
-    def norm_split(self, hi: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """2-norm, fp32 without dimensions, of the fp32 values that (N) ``hi`` and ``residual`` stand for, added up in double.
-
-        So that it is the one that the host computes for a unit there.
-        """
-        count = hi.numel()
-        blocks = -(-count // _BLOCK)
-        sums = torch.zeros(blocks, dtype=torch.float64, device=hi.device)
-        if count:
-            with torch.cuda.device_of(hi):
-                self._triton.square_sums_split[(blocks,)](hi.view(torch.int16), residual, sums, count, BLOCK=_BLOCK)
-        return sums.sum().sqrt().float()
-
-    def _launch(
-        self,
-        kernel: Any,
-        tensors: tuple[Any, ...],
-        arguments: AdamArguments,
-        first_element: int,
-        moments_dtype: torch.dtype,
-        **switches: bool,
-    ) -> None:
+        assert isinstance(moments, FloatMoments), "8-bit ones are stepped on the host"
         constants = arguments.to_constants()
-        count = tensors[0].numel()
-        if not count:
+        if not (count := weight.numel()):
             return
-        with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device
-            kernel[(-(-count // _BLOCK),)](
+        # bf16 is read as bits: the kernel joins and splits the master itself.
+        weight, exp_avg, exp_avg_sq, grad = map(_bits, (weight, *moments, grad))
+        # What the kernel doesn't read stands for what there isn't.
+        tensors = (weight, weight if residual is None else residual, exp_avg, exp_avg_sq, grad)
+        with torch.cuda.device_of(weight):  # Triton launches on the current device
+            self._triton.adamw[(-(-count // _BLOCK),)](
                 *tensors,
+                grad if grad_residual is None else grad_residual,
                 count,
                 constants.gradient_factor,
                 constants.decay,
@@ -130,36 +87,54 @@ class DeviceKernels:
                 constants.negative_step_size,
                 _as_signed(first_element),
                 _as_signed(arguments.rounding_seed),
+                SPLIT=residual is not None,
+                GRAD_SPLIT=grad_residual is not None,
+                BF16_MOMENTS=moments.exp_avg.dtype == torch.bfloat16,
                 HAS_L2=not arguments.decoupled,
                 SMALL_STEP=constants.one_minus_beta1 < 0.5,
-                BF16_MOMENTS=moments_dtype == torch.bfloat16,
-                **switches,
                 BLOCK=_BLOCK,
                 enable_fp_fusion=False,
             )
 
+    def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
+        if count := hi.numel():
+            tensors = (_bits(hi), residual, _bits(src))
+            blocks = (-(-count // _BLOCK),)
+            with torch.cuda.device_of(hi):
+                self._triton.accumulate_split[blocks](*tensors, count, HAS_RESIDUAL=has_residual, BLOCK=_BLOCK)
+
+    def norm_split(self, hi: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """2-norm, fp32 without dimensions, of the fp32 values that (N) ``hi`` and ``residual`` stand for.
+
+        Added up in double, so that it is the one that the host computes for a unit there.
+        """
+        count = hi.numel()
+        blocks = -(-count // _BLOCK)
+        sums = torch.zeros(blocks, dtype=torch.float64, device=hi.device)
+        if count:
+            with torch.cuda.device_of(hi):
+                self._triton.square_sums_split[(blocks,)](hi.view(torch.int16), residual, sums, count, BLOCK=_BLOCK)
+        return sums.sum().sqrt().float()
+
     def split(self, master_fp32: torch.Tensor, hi: torch.Tensor, residual: torch.Tensor) -> None:
-        """See :meth:`HostKernels.split`."""
         bits = master_fp32.contiguous().view(torch.int32)
         # Integers wrap when they are narrowed, as in C++.
         hi.view(torch.int16).copy_(((bits + 0x8000) >> 16).to(torch.int16))
         residual.copy_(bits.to(torch.int16))
 
     def join(self, hi: torch.Tensor, residual: torch.Tensor, master_fp32_out: torch.Tensor) -> None:
-        """See :meth:`HostKernels.join`."""
         bits = (hi.view(torch.int16).to(torch.int32) << 16) + residual.to(torch.int32)
         master_fp32_out.view(torch.int32).copy_(bits)
 
 
-def _bits(moment: torch.Tensor) -> torch.Tensor:
-    """A bf16 moment as the bits that the kernels work on; an fp32 one as it is."""
-    return moment.view(torch.int16) if moment.dtype == torch.bfloat16 else moment
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A bf16 tensor as the bits that the kernels work on; an fp32 one as it is."""
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
 def _as_signed(number: int) -> int:
     """The 32-bit integer of the same bits: one type for the kernel, whatever the number."""
-    number &= 0xFFFFFFFF
-    return number - (number >> 31 << 32)
+    return ctypes.c_int32(number).value
 
 
 StepKernels = HostKernels | DeviceKernels

@@ -11,21 +11,22 @@ import torch
 from torch.optim import AdamW, Optimizer
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
-from megatrain_accelerate.memory.expert_range import ExpertRange
+from megatrain_accelerate.memory.flat_layout import ExpertRange
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
-from megatrain_accelerate.optim.host_step import HostStep
+from megatrain_accelerate.optim.host_step import HostStep, narrowed_to
 from megatrain_accelerate.optim.moment_states import (
     RESIDUAL_KEY,
     expose,
     own_copies,
+    shown_in_fp32,
     shows,
     take_over,
     take_residual,
     views_of,
+    without_residual,
 )
-from megatrain_accelerate.optim.outside_parameters import narrowed_to
 from megatrain_accelerate.optim.segments import apply_segments, plan_segments, segments_of_experts, step_each
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause
@@ -142,7 +143,7 @@ class FusedStep(HostStep):
 
     def import_state(self, state: ParameterState, values: dict[str, Any]) -> None:
         """Sets a parameter's moments, step and residual from an optimizer's state for it; empty means none yet."""
-        if state.exp_avg is None and state.int8_moments is None:
+        if state.moments is None:
             return
         take_over(state, values)
         if not values:
@@ -200,6 +201,34 @@ class FusedStep(HostStep):
         self._stepped_in_backward = {}
         self._skipped_in_backward = []
         return count
+
+    def saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A ``state_dict()`` of the optimizer as it is shown: with moments that anybody can load."""
+        return {**state_dict, "state": shown_in_fp32(state_dict["state"], self.runtime.config.host_memory_gib)}
+
+    def load(self, optimizer: Optimizer, state_dict: dict[str, Any], own_load: Callable[[dict[str, Any]], None]) -> None:
+        """Loads moments, steps and residuals into the store, and all else by the optimizer's own way.
+
+        Raises:
+            UnsupportedError: a loaded group has an option that the kernel hasn't.
+        """
+        refuse_unfused(state_dict["param_groups"])
+        self.forget_backward()
+        # torch's own way would cast the moments to the weights' dtype and device, and hold a second copy.
+        entries = {key: state_dict["state"].get(key) or {} for key, _ in self.by_key(optimizer, state_dict)}
+        outside = {
+            key: without_residual(entries[key])
+            for key, parameter in self.by_key(optimizer, state_dict)
+            if self.is_outside(parameter) and not self.is_retired
+        }
+        own_load({"state": outside, "param_groups": state_dict["param_groups"]})
+        for key, parameter in self.by_key(optimizer, state_dict):
+            state, entry = self.runtime.state_of(parameter), entries[key]
+            if not self.is_retired and state is not None and state.entry.spec.trainable:
+                self.import_state(state, entry)
+            elif self.is_retired or (state is not None and entry):
+                # A parameter that is frozen now waits to be trained again.
+                optimizer.state[parameter] = dict(entry)
 
     def _unit_moved(self, unit: HostUnit) -> None:
         """The unit's moments are other tensors now; what the user put in their place stays for the next step to take."""
@@ -266,6 +295,7 @@ class FusedStep(HostStep):
         unit.version += 1
         return self.runtime.worker.submit(f"step ({unit.name})", work)
 
+    @torch.no_grad()
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> None:
         """Fixes the step's settings and gradients, and hands the arithmetic to the worker.
 

@@ -1,11 +1,16 @@
-"""What every host optimizer does before its arithmetic: its parameters, their gradients, the norm that allows a step."""
+"""What every host optimizer does before its arithmetic: its parameters, their gradients, the norm that allows a step.
+
+Parameters of the optimizer that aren't the streamed model's (a loss's own weights, a head, a temperature) live on the device
+as in plain PyTorch, and the optimizer's own ``step()`` steps them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +18,6 @@ from torch.optim import Optimizer
 
 from megatrain_accelerate.errors import NonFiniteGradientError, StateError, UnsupportedError
 from megatrain_accelerate.memory.parameter_state import ParameterState
-from megatrain_accelerate.optim.outside_parameters import move_state_beside, move_to_device
 from megatrain_accelerate.streaming.runtime import StreamingRuntime, is_streamed
 
 logger = logging.getLogger(__name__)
@@ -73,8 +77,12 @@ class HostStep:
         """
         outside = [p for p in parameters if self.is_outside(p) and p.requires_grad and id(p) not in self._trained_before]
         self._refuse_another_models(outside)
+        device = self.runtime.streams.device
         for parameter in outside:
-            move_to_device(parameter, self.runtime.streams.device)
+            if parameter.device.type == "cpu" and device.type != "cpu":
+                gradient, parameter.grad = parameter.grad, None
+                parameter.data = parameter.data.to(device)
+                parameter.grad = gradient if gradient is None else gradient.to(device)
         self.parameter_ids |= {id(p) for p in parameters if self._was_trained(p) or self.runtime.norms.row(p) is not None}
 
     def is_outside(self, parameter: torch.Tensor) -> bool:
@@ -159,10 +167,15 @@ class HostStep:
         """
         found = []
         for group in optimizer.param_groups:
-            outside = [p for p in group["params"] if self.runtime.state_of(p) is None and p.grad is not None]
-            for parameter in outside:
-                move_state_beside(optimizer, group, parameter)
-            found += outside
+            step_is_on_device = bool(group.get("capturable") or group.get("fused"))  # else torch keeps it on the host
+            for parameter in group["params"]:
+                if parameter.grad is None or not self.is_outside(parameter):
+                    continue
+                entry = optimizer.state.get(parameter) or {}
+                for key, value in entry.items():
+                    if isinstance(value, torch.Tensor) and (key != "step" or step_is_on_device):
+                        entry[key] = value.to(parameter.device)
+                found.append(parameter)
         self._refuse_another_models(found)
         return found
 
@@ -195,3 +208,17 @@ class HostStep:
             limit - 1,
         )
         return False
+
+
+@contextlib.contextmanager
+def narrowed_to(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Removes all other parameters from the optimizer's groups while the body runs."""
+    ids = {id(parameter) for parameter in parameters}
+    before = [group["params"] for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in ids]
+        yield
+    finally:
+        for group, held in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = held

@@ -35,11 +35,12 @@ import torch
 from megatrain_accelerate.config import usable_cpu_count
 from megatrain_accelerate.errors import ConfigError, KernelError
 from megatrain_accelerate.optim.adam_arguments import AdamArguments, AdamConstants
+from megatrain_accelerate.optim.moments import BLOCK_ELEMENTS, Int8Moments, Moments, block_count
 
 LIBRARY_PATH = pathlib.Path(__file__).with_name("_host_kernels.so")
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
-_INTERFACE_VERSION = 6
+_INTERFACE_VERSION = 7
 _REBUILD = "build it with `pip install --force-reinstall --no-deps .` in a checkout of this package (needs a C++ compiler)"
 
 
@@ -63,211 +64,158 @@ class HostKernels:
 
     Args:
         threads: threads that work on a call, the caller included; :func:`default_thread_count` by default.
-        instruction_set: a name in :data:`INSTRUCTION_SETS`, for tests; by default the best that the machine has.
+        instruction_set: a name in :data:`INSTRUCTION_SETS`, for tests; by default the best that the machine has. All give
+            the same bits.
 
     Raises:
-        KernelError: the library is missing, stale or can't be loaded, or the machine lacks ``instruction_set``.
+        KernelError: the library is missing, stale or can't be loaded, or the machine lacks ``instruction_set``. By a method:
+            a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
         ConfigError: ``threads`` is below 1.
     """
 
     def __init__(self, threads: int | None = None, instruction_set: str | None = None) -> None:
-        self._threads = default_thread_count() if threads is None else threads
-        if self._threads < 1:
-            raise ConfigError(f"HostKernels needs at least 1 thread, got {self._threads}")
-        self.library = _load_library()
-        best: int = self.library.megatrain_best_instruction_set()
+        self.threads = default_thread_count() if threads is None else threads
+        if self.threads < 1:
+            raise ConfigError(f"HostKernels needs at least 1 thread, got {self.threads}")
+        self._library = _load_library()
+        best: int = self._library.megatrain_best_instruction_set()
         chosen = best if instruction_set is None else _instruction_set_index(instruction_set, best)
-        self._instruction_set = INSTRUCTION_SETS[chosen]
-        self._handle: int | None = self.library.megatrain_create(self._threads, chosen)
+        self.instruction_set = INSTRUCTION_SETS[chosen]
+        self._handle: int | None = self._library.megatrain_create(self.threads, chosen)
         if self._handle is None:
             raise KernelError(
-                f"could not start {self._threads} threads for the host kernels; lower megatrain_config.host_threads "
+                f"could not start {self.threads} threads for the host kernels; lower megatrain_config.host_threads "
                 "or raise the limit of threads (`ulimit -u`, the container's pids limit)"
             )
-        self._finalizer = weakref.finalize(self, self.library.megatrain_destroy, self._handle)
-
-    @property
-    def threads(self) -> int:
-        """Threads that work on a call, the caller included."""
-        return self._threads
-
-    @property
-    def instruction_set(self) -> str:
-        """Which compiled variant runs: a name in :data:`INSTRUCTION_SETS`. All give the same bits."""
-        return self._instruction_set
+        self._finalizer = weakref.finalize(self, self._library.megatrain_destroy, self._handle)
 
     def close(self) -> None:
         """Ends the threads. No call may be in progress; later calls raise. Closing twice is fine."""
         self._handle = None
         self._finalizer()
 
-    def adamw_split(
+    def adamw(
         self,
-        hi_bf16: torch.Tensor,
-        residual_int16: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad_bf16: torch.Tensor,
+        weight: torch.Tensor,
+        residual: torch.Tensor | None,
+        moments: Moments,
+        grad: torch.Tensor,
         arguments: AdamArguments,
         grad_residual: torch.Tensor | None = None,
         first_element: int = 0,
     ) -> None:
-        """One AdamW (or Adam) step on split masters, in place, in one pass of 26 bytes of traffic a parameter.
+        """One AdamW (or Adam) step in place, in one pass.
+
+        On split masters it has 26 bytes of memory traffic a parameter with fp32 moments, 18 with
+        bf16 and 14.1 with 8-bit ones, and 2 more with ``grad_residual``; on fp32 weights 28 with
+        fp32 moments.
 
         Args:
-            hi_bf16: (N) bfloat16 weights, updated.
-            residual_int16: (N) int16 residuals, updated; join(hi, residual) is the fp32 master.
-            exp_avg: (N) float32 first moment, updated; or bfloat16, see ``csrc/adamw_bf16_moments.h`` (18 bytes of traffic).
-            exp_avg_sq: (N) second moment, of the same dtype, updated.
-            grad_bf16: (N) bfloat16 gradient, read.
+            weight: (N) bfloat16 with ``residual``, else (N) float32.
+            residual: (N) int16; join(weight, residual) is the fp32 master.
+            moments: of these N elements.
+            grad: (N), of the weight's dtype.
             arguments: the constants of the step.
-            grad_residual: (N) int16, read; join(grad_bf16, grad_residual) is the fp32 gradient then, and the traffic 28
-                bytes. By default the gradient is ``grad_bf16``.
-            first_element: number of the first element in its unit: the rounding of bfloat16 moments depends on it.
-
-        Raises:
-            KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
+            grad_residual: (N) int16 where the gradient is the fp32 sum join(grad, grad_residual).
+            first_element: number of the first element in its unit, on which the rounding of moments
+                depends that aren't fp32. With 8-bit moments it begins a block.
         """
-        handle, count = self.check(
-            hi_bf16=(hi_bf16, torch.bfloat16),
-            residual_int16=(residual_int16, torch.int16),
-            exp_avg=(exp_avg, _moments_dtype(exp_avg)),
-            exp_avg_sq=(exp_avg_sq, exp_avg.dtype),
-            grad_bf16=(grad_bf16, torch.bfloat16),
-            **({} if grad_residual is None else {"grad_residual": (grad_residual, torch.int16)}),
-        )
-        pointers = [tensor.data_ptr() for tensor in (hi_bf16, residual_int16, exp_avg, exp_avg_sq, grad_bf16)]
-        if exp_avg.dtype == torch.bfloat16:
-            rounding = (first_element & 0xFFFFFFFF, arguments.rounding_seed)
-            pointer = None if grad_residual is None else grad_residual.data_ptr()
-            self.library.megatrain_adamw_split_bf16(handle, *pointers, pointer, count, arguments.to_constants(), *rounding)
-        elif grad_residual is None:
-            self.library.megatrain_adamw_split(handle, *pointers, count, arguments.to_constants())
+        dtype = torch.float32 if residual is None else torch.bfloat16
+        exp_avg, exp_avg_sq, *scales = moments
+        if isinstance(moments, Int8Moments):
+            moment_dtypes = torch.int8, torch.uint8
         else:
-            pointers.append(grad_residual.data_ptr())
-            self.library.megatrain_adamw_split_sum(handle, *pointers, count, arguments.to_constants())
-
-    def adamw_fp32(
-        self,
-        weight: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad: torch.Tensor,
-        arguments: AdamArguments,
-        first_element: int = 0,
-    ) -> None:
-        """One AdamW (or Adam) step on plain fp32 weights with fp32 gradients, in place; all (N) float32.
-
-        The moments may be (N) bfloat16, see :meth:`adamw_split`.
-
-        Raises:
-            KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
-        """
-        handle, count = self.check(
-            weight=(weight, torch.float32),
-            exp_avg=(exp_avg, _moments_dtype(exp_avg)),
-            exp_avg_sq=(exp_avg_sq, exp_avg.dtype),
-            grad=(grad, torch.float32),
+            moment_dtypes = (torch.bfloat16 if exp_avg.dtype == torch.bfloat16 else torch.float32), exp_avg.dtype
+        optional = {"residual": residual, "grad_residual": grad_residual}
+        handle, count = self._check(
+            weight=(weight, dtype),
+            exp_avg=(exp_avg, moment_dtypes[0]),
+            exp_avg_sq=(exp_avg_sq, moment_dtypes[1]),
+            grad=(grad, dtype),
+            **{name: (tensor, torch.int16) for name, tensor in optional.items() if tensor is not None},
         )
-        pointers = (tensor.data_ptr() for tensor in (weight, exp_avg, exp_avg_sq, grad))
-        if exp_avg.dtype == torch.bfloat16:
-            rounding = (first_element & 0xFFFFFFFF, arguments.rounding_seed)
-            self.library.megatrain_adamw_fp32_bf16(handle, *pointers, count, arguments.to_constants(), *rounding)
-        else:
-            self.library.megatrain_adamw_fp32(handle, *pointers, count, arguments.to_constants())
+        if scales:
+            if first_element % BLOCK_ELEMENTS:
+                raise KernelError(
+                    f"first_element is {first_element}; runs of 8-bit moments begin at multiples of {BLOCK_ELEMENTS}"
+                )
+            self._check(exp_avg_scale=(scales[0], torch.float32), exp_avg_sq_scale=(scales[1], torch.float32))
+            if (found := scales[0].numel()) != block_count(count):
+                raise KernelError(
+                    f"8-bit moments of {count:,} elements have {found:,} scales; they need {block_count(count):,}"
+                )
+        self._library.megatrain_adamw(
+            handle,
+            *_pointers(weight, residual, exp_avg, exp_avg_sq, *(scales or (None, None)), grad, grad_residual),
+            count,
+            8 * exp_avg.itemsize,
+            arguments.to_constants(),
+            first_element & 0xFFFFFFFF,
+            arguments.rounding_seed,
+        )
 
     def accumulate(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """``dst += src``, both (N) bfloat16 or both (N) float32; in bfloat16 with the rounding of torch's ``add_``.
-
-        Raises:
-            KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
-        """
+        """``dst += src``, both (N) bfloat16 or both (N) float32; in bfloat16 with the rounding of torch's ``add_``."""
         if dst.dtype not in (torch.bfloat16, torch.float32):
             raise KernelError(f"accumulate: dst must be torch.bfloat16 or torch.float32, got {dst.dtype}")
-        handle, count = self.check(dst=(dst, dst.dtype), src=(src, dst.dtype))
-        is_bf16 = dst.dtype == torch.bfloat16
-        run = self.library.megatrain_accumulate_bf16 if is_bf16 else self.library.megatrain_accumulate_fp32
-        run(handle, dst.data_ptr(), src.data_ptr(), count)
+        handle, count = self._check(dst=(dst, dst.dtype), src=(src, dst.dtype))
+        if dst.dtype == torch.bfloat16:
+            self._library.megatrain_accumulate_bf16(handle, *_pointers(dst, None, src), 0, count)
+        else:
+            self._library.megatrain_accumulate_fp32(handle, *_pointers(dst, src), count)
 
     def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
-        """``sum += src`` in fp32, where the sum is join(hi, residual); ``csrc/gradient_sum.h`` has the arithmetic.
+        """``sum += src`` in fp32, where the sum is join(hi, residual); ``csrc/split_master.h`` has the arithmetic.
 
         Args:
             hi: (N) bfloat16, updated: the sum rounded to nearest, ties away from zero.
             residual: (N) int16, updated.
             src: (N) bfloat16, read.
             has_residual: whether ``residual`` counts; else the sum so far is ``hi`` alone.
-
-        Raises:
-            KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
         """
-        handle, count = self.check(hi=(hi, torch.bfloat16), residual=(residual, torch.int16), src=(src, torch.bfloat16))
-        pointers = (tensor.data_ptr() for tensor in (hi, residual, src))
-        self.library.megatrain_accumulate_split(handle, *pointers, int(has_residual), count)
+        handle, count = self._check(hi=(hi, torch.bfloat16), residual=(residual, torch.int16), src=(src, torch.bfloat16))
+        self._library.megatrain_accumulate_bf16(handle, *_pointers(hi, residual, src), int(has_residual), count)
 
-    def square_sum(self, values: torch.Tensor) -> float:
+    def square_sum(self, values: torch.Tensor, residual: torch.Tensor | None = None) -> float:
         """The sum of squares of (N) bfloat16 or (N) float32 values, added up in double precision in a fixed order.
 
-        Raises:
-            KernelError: the tensor has the wrong dtype, device or layout, or the kernels are closed.
+        With ``residual``, (N) int16, of the fp32 values that it and bfloat16 ``values`` stand for.
         """
         if values.dtype not in (torch.bfloat16, torch.float32):
             raise KernelError(f"square_sum: values must be torch.bfloat16 or torch.float32, got {values.dtype}")
-        handle, count = self.check(values=(values, values.dtype))
-        is_bf16 = values.dtype == torch.bfloat16
-        run = self.library.megatrain_square_sum_bf16 if is_bf16 else self.library.megatrain_square_sum_fp32
-        result: float = run(handle, values.data_ptr(), count)
-        return result
-
-    def square_sum_split(self, hi: torch.Tensor, residual: torch.Tensor) -> float:
-        """:meth:`square_sum` of the fp32 values that (N) bfloat16 ``hi`` and (N) int16 ``residual`` stand for.
-
-        Raises:
-            KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
-        """
-        handle, count = self.check(hi=(hi, torch.bfloat16), residual=(residual, torch.int16))
-        result: float = self.library.megatrain_square_sum_split(handle, hi.data_ptr(), residual.data_ptr(), count)
+        result: float
+        if values.dtype == torch.float32 and residual is None:
+            handle, count = self._check(values=(values, torch.float32))
+            result = self._library.megatrain_square_sum_fp32(handle, values.data_ptr(), count)
+        else:
+            low = {} if residual is None else {"residual": (residual, torch.int16)}
+            handle, count = self._check(values=(values, torch.bfloat16), **low)
+            result = self._library.megatrain_square_sum_bf16(handle, *_pointers(values, residual), count)
         return result
 
     def split(self, master_fp32: torch.Tensor, hi: torch.Tensor, residual: torch.Tensor) -> None:
-        """Writes the split of (N) float32 masters to (N) bfloat16 ``hi`` and (N) int16 ``residual``.
-
-        Raises:
-            KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
-        """
-        handle, count = self.check(
+        """Writes the split of (N) float32 masters to (N) bfloat16 ``hi`` and (N) int16 ``residual``."""
+        handle, count = self._check(
             master_fp32=(master_fp32, torch.float32), hi=(hi, torch.bfloat16), residual=(residual, torch.int16)
         )
-        self.library.megatrain_split(handle, master_fp32.data_ptr(), hi.data_ptr(), residual.data_ptr(), count)
+        self._library.megatrain_split(handle, *_pointers(master_fp32, hi, residual), count)
 
     def join(self, hi: torch.Tensor, residual: torch.Tensor, master_fp32_out: torch.Tensor) -> None:
-        """Writes the (N) float32 masters that (N) bfloat16 ``hi`` and (N) int16 ``residual`` stand for.
-
-        Raises:
-            KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
-        """
-        handle, count = self.check(
+        """Writes the (N) float32 masters that (N) bfloat16 ``hi`` and (N) int16 ``residual`` stand for."""
+        handle, count = self._check(
             hi=(hi, torch.bfloat16), residual=(residual, torch.int16), master_fp32_out=(master_fp32_out, torch.float32)
         )
-        self.library.megatrain_join(handle, hi.data_ptr(), residual.data_ptr(), master_fp32_out.data_ptr(), count)
+        self._library.megatrain_join(handle, *_pointers(hi, residual, master_fp32_out), count)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Copies (N) ``src`` to (N) ``dst``, of one dtype, on all threads.
-
-        Raises:
-            KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
-        """
-        handle, count = self.check(dst=(dst, dst.dtype), src=(src, dst.dtype))
-        self.library.megatrain_copy(handle, dst.data_ptr(), src.data_ptr(), count * dst.element_size())
+        """Copies (N) ``src`` to (N) ``dst``, of one dtype, on all threads."""
+        handle, count = self._check(dst=(dst, dst.dtype), src=(src, dst.dtype))
+        self._library.megatrain_copy(handle, *_pointers(dst, src), count * dst.element_size())
 
     def zero(self, tensor: torch.Tensor) -> None:
-        """Fills a tensor of any dtype with zero bytes, on all threads: also the way to touch new memory first.
-
-        Raises:
-            KernelError: the tensor isn't a contiguous CPU tensor, or the kernels are closed.
-        """
-        handle, count = self.check(tensor=(tensor, tensor.dtype))
-        self.library.megatrain_zero(handle, tensor.data_ptr(), count * tensor.element_size())
+        """Fills a tensor of any dtype with zero bytes, on all threads: also the way to touch new memory first."""
+        handle, count = self._check(tensor=(tensor, tensor.dtype))
+        self._library.megatrain_zero(handle, tensor.data_ptr(), count * tensor.element_size())
 
     def stream_probe(
         self,
@@ -277,27 +225,18 @@ class HostKernels:
         exp_avg_sq: torch.Tensor,
         grad: torch.Tensor,
     ) -> None:
-        """The memory traffic of :meth:`adamw_split` with trivial arithmetic, for benchmarks; overwrites its arguments.
-
-        Raises:
-            KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
-        """
-        handle, count = self.check(
+        """The memory traffic of :meth:`adamw` on split masters with trivial arithmetic, for benchmarks; overwrites all."""
+        handle, count = self._check(
             hi=(hi, torch.bfloat16),
             residual=(residual, torch.int16),
             exp_avg=(exp_avg, torch.float32),
             exp_avg_sq=(exp_avg_sq, torch.float32),
             grad=(grad, torch.bfloat16),
         )
-        pointers = (tensor.data_ptr() for tensor in (hi, residual, exp_avg, exp_avg_sq, grad))
-        self.library.megatrain_stream_probe(handle, *pointers, count)
+        self._library.megatrain_stream_probe(handle, *_pointers(hi, residual, exp_avg, exp_avg_sq, grad), count)
 
-    def check(self, **tensors: tuple[torch.Tensor, torch.dtype]) -> tuple[int, int]:
-        """The pool's handle and the common length N, after all that C++ can't check itself; for a call of :attr:`library`.
-
-        Raises:
-            KernelError: a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
-        """
+    def _check(self, **tensors: tuple[torch.Tensor, torch.dtype]) -> tuple[int, int]:
+        """The pool's handle and the common length N, after all that C++ can't check itself."""
         if self._handle is None:
             raise KernelError("the host kernels are closed; make a new HostKernels")
         first_name, (first, _) = next(iter(tensors.items()))
@@ -318,8 +257,8 @@ class HostKernels:
         return self._handle, first.numel()
 
 
-def _moments_dtype(moment: torch.Tensor) -> torch.dtype:
-    return torch.bfloat16 if moment.dtype == torch.bfloat16 else torch.float32
+def _pointers(*tensors: torch.Tensor | None) -> list[int | None]:
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def _instruction_set_index(name: str, best: int) -> int:
@@ -350,34 +289,26 @@ def _load_library() -> Any:
             f"the compiled host kernels have interface version {version}, this package needs {_INTERFACE_VERSION}: "
             f"they are from another build. Remedy: {_REBUILD}"
         )
-    handle, pointer, count, number = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    pointer, count, number, bits = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint32
     library.megatrain_best_instruction_set.argtypes = []
     library.megatrain_best_instruction_set.restype = number
     library.megatrain_create.argtypes = [number, number]
-    library.megatrain_create.restype = handle
+    library.megatrain_create.restype = pointer
     signatures: dict[str, list[Any]] = {
-        "destroy": [handle],
-        "adamw_split": [handle, *[pointer] * 5, count, AdamConstants],
-        "adamw_split_sum": [handle, *[pointer] * 6, count, AdamConstants],
-        "adamw_fp32": [handle, *[pointer] * 4, count, AdamConstants],
-        "adamw_split_bf16": [handle, *[pointer] * 6, count, AdamConstants, ctypes.c_uint32, ctypes.c_uint32],
-        "adamw_fp32_bf16": [handle, *[pointer] * 4, count, AdamConstants, ctypes.c_uint32, ctypes.c_uint32],
-        "adamw_split_int8": [handle, *[pointer] * 8, count, AdamConstants, ctypes.c_uint32, ctypes.c_uint32],
-        "adamw_fp32_int8": [handle, *[pointer] * 6, count, AdamConstants, ctypes.c_uint32, ctypes.c_uint32],
-        "stream_probe": [handle, *[pointer] * 5, count],
-        "accumulate_bf16": [handle, *[pointer] * 2, count],
-        "accumulate_fp32": [handle, *[pointer] * 2, count],
-        "accumulate_split": [handle, *[pointer] * 3, number, count],
-        "square_sum_bf16": [handle, pointer, count],
-        "square_sum_fp32": [handle, pointer, count],
-        "square_sum_split": [handle, *[pointer] * 2, count],
-        "split": [handle, *[pointer] * 3, count],
-        "join": [handle, *[pointer] * 3, count],
-        "copy": [handle, *[pointer] * 2, count],
-        "zero": [handle, pointer, count],
+        "destroy": [],
+        "adamw": [*[pointer] * 8, count, number, AdamConstants, bits, bits],
+        "stream_probe": [*[pointer] * 5, count],
+        "accumulate_bf16": [*[pointer] * 3, number, count],
+        "accumulate_fp32": [*[pointer] * 2, count],
+        "square_sum_bf16": [*[pointer] * 2, count],
+        "square_sum_fp32": [pointer, count],
+        "split": [*[pointer] * 3, count],
+        "join": [*[pointer] * 3, count],
+        "copy": [*[pointer] * 2, count],
+        "zero": [pointer, count],
     }
     for name, types in signatures.items():
         function = getattr(library, f"megatrain_{name}")
-        function.argtypes = types
+        function.argtypes = [pointer, *types]  # the kernels themselves come first
         function.restype = ctypes.c_double if name.startswith("square_sum") else None
     return library

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.host_step import HostStep
@@ -18,11 +20,28 @@ from megatrain_accelerate.streaming.meter import Cause
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
+logger = logging.getLogger(__name__)
+
 
 class MasterStep(HostStep):
-    """Any other torch optimizer: its own ``step()``, on fp32 masters on the host. Serial, and not fused."""
+    """Any other torch optimizer: its own ``step()``, on fp32 masters on the host. Serial, and not fused.
+
+    Raises:
+        UnsupportedError: see :class:`HostStep`; or a setting is for the fused kernel only.
+    """
 
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime) -> None:
+        name = type(optimizer).__name__
+        if runtime.config.passes_gradients:
+            raise UnsupportedError(
+                f"{name} has no fused host kernel, so that it can't consume gradients in backward; set "
+                "megatrain_config.host_gradients to 'kept' (2 bytes a parameter more), or use AdamW"
+            )
+        if runtime.config.moments_dtype != "fp32":
+            raise UnsupportedError(
+                f"{name} has no fused host kernel and keeps its own states; leave out "
+                "megatrain_config.moments_dtype, which is for AdamW and Adam"
+            )
         self._stepped: set[int] = set()
         """``id`` of each parameter whose master was stepped, or came with a checkpoint."""
         super().__init__(optimizer, runtime)
@@ -32,10 +51,16 @@ class MasterStep(HostStep):
                 continue
             entry = optimizer.state.get(parameter) or {}
             self._restore(parameter, entry.pop(RESIDUAL_KEY, None))
-            for name, value in entry.items():
-                if isinstance(value, torch.Tensor) and value.is_floating_point() and name != "step":
+            for key, value in entry.items():
+                if isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step":
                     # As if it had been made with the masters: in the dtype in which a checkpoint is loaded, too.
-                    entry[name] = value.to("cpu", torch.float32)
+                    entry[key] = value.to("cpu", torch.float32)
+        runtime.keep_states_on_host()
+        logger.warning(
+            "megatrain: %s has no fused host kernel; its own step() runs on fp32 masters on the host (slower, 8 bytes a "
+            "parameter more while it runs). AdamW and Adam are fused",
+            name,
+        )
 
     def retire(self, why: str, copies: bool = False) -> None:
         """See :meth:`HostStep.retire`."""
@@ -96,7 +121,7 @@ class MasterStep(HostStep):
             runtime.watch.begin()
         return result
 
-    def with_residuals(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A ``state_dict()`` of the optimizer with the low bits of the masters; the given one stays as it is.
 
         Not of masters that were never stepped, where the optimizer would take an entry for a state that it made.

@@ -14,7 +14,7 @@ import torch
 
 from megatrain_accelerate.memory.host_limits import available_host_bytes
 from megatrain_accelerate.memory.parameter_state import ParameterState
-from megatrain_accelerate.optim.int8_moments import Int8Moments
+from megatrain_accelerate.optim.moments import Int8Moments, moment_bytes
 from megatrain_accelerate.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -26,11 +26,14 @@ _INT8_KEYS = ("exp_avg_int8", "exp_avg_sq_int8", "exp_avg_scale", "exp_avg_sq_sc
 _FLOAT_KEYS = ("exp_avg", "exp_avg_sq")
 
 
+def _keyed(state: ParameterState) -> Iterable[tuple[str, torch.Tensor]]:
+    keys = _INT8_KEYS if isinstance(state.moments, Int8Moments) else _FLOAT_KEYS
+    return zip(keys, state.moments or (), strict=False)  # there may be none
+
+
 def views_of(state: ParameterState) -> dict[str, Any]:
     """The store's views of a parameter's moments and residual, by their keys in an optimizer's state."""
-    coded = state.int8_moments
-    moments = (state.exp_avg, state.exp_avg_sq) if coded is None else coded.tensors
-    views: dict[str, Any] = dict(zip(_FLOAT_KEYS if coded is None else _INT8_KEYS, moments, strict=True))
+    views: dict[str, Any] = dict(_keyed(state))
     return views if state.residual is None else {**views, RESIDUAL_KEY: state.residual}
 
 
@@ -46,13 +49,9 @@ def shows(entry: dict[str, Any], state: ParameterState) -> bool:
 
     Asked of every parameter at every step, and so by identity.
     """
-    coded = state.int8_moments
-    if entry.get(RESIDUAL_KEY) is not state.residual:
+    if entry.get(RESIDUAL_KEY) is not state.residual or ("exp_avg" in entry and isinstance(state.moments, Int8Moments)):
         return False
-    if coded is None:
-        return entry.get("exp_avg") is state.exp_avg and entry.get("exp_avg_sq") is state.exp_avg_sq
-    theirs = (entry.get(key) for key in _INT8_KEYS)
-    return "exp_avg" not in entry and all(one is view for one, view in zip(theirs, coded.tensors, strict=True))
+    return all(entry.get(key) is view for key, view in _keyed(state))
 
 
 def take_over(state: ParameterState, values: dict[str, Any]) -> None:
@@ -60,25 +59,20 @@ def take_over(state: ParameterState, values: dict[str, Any]) -> None:
 
     Where there are moments of two kinds, those that the store hasn't are the ones that somebody put there.
     """
-    ours = state.int8_moments
-    theirs = _coded(values)
-    if ours is not None and theirs is not None and "exp_avg" not in values:
-        for view, value in zip(ours.tensors, theirs.tensors, strict=True):
+    ours, coded = state.moments, _coded(values)
+    assert ours is not None
+    if not values:
+        for view in ours:
+            view.zero_()
+    elif isinstance(ours, Int8Moments) and (coded is None or "exp_avg" in values):
+        ours.encode(values["exp_avg"], values["exp_avg_sq"])
+    else:
+        theirs: Iterable[torch.Tensor] = (values[key] for key in _FLOAT_KEYS)
+        if coded is not None:
+            theirs = coded if isinstance(ours, Int8Moments) else coded.decode()
+        for view, value in zip(ours, theirs, strict=True):
             if value.data_ptr() != view.data_ptr():
                 view.copy_(value)
-    elif ours is not None:
-        if values:
-            ours.encode(values["exp_avg"], values["exp_avg_sq"])
-        else:
-            ours.zero()
-    elif state.exp_avg is not None and state.exp_avg_sq is not None:
-        if theirs is not None:
-            values = dict(zip(_FLOAT_KEYS, theirs.decode(), strict=True))
-        for view, key in zip((state.exp_avg, state.exp_avg_sq), _FLOAT_KEYS, strict=True):
-            if not values:
-                view.zero_()
-            elif values[key].data_ptr() != view.data_ptr():
-                view.copy_(values[key])
 
 
 def take_residual(state: ParameterState, residual: Any) -> bool:
@@ -97,18 +91,14 @@ def without_residual(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if name != RESIDUAL_KEY}
 
 
-def own_copies(entries: Iterable[dict[str, Any] | None], host_memory_gib: float | None = None) -> None:
+def own_copies(entries: Iterable[dict[str, Any] | None], host_memory_gib: float | None) -> None:
     """Puts copies in the place of the store's views, so that the entries are those of an optimizer of its own.
 
     Where the host has no room for them the entries are emptied instead, with a warning: two optimizers' moments mustn't end
     the training of the one that is used.
-
-    Args:
-        entries: parameters' states; changed in place.
-        host_memory_gib: see :func:`available_host_bytes`.
     """
     filled = [entry for entry in entries if entry]
-    wanted = sum(value.nbytes for entry in filled for value in entry.values() if isinstance(value, torch.Tensor))
+    wanted = _tensor_bytes(filled)
     free = available_host_bytes(host_memory_gib) if wanted else 0
     if wanted > free:
         logger.warning(
@@ -129,36 +119,31 @@ def _coded(values: dict[str, Any]) -> Int8Moments | None:
     return Int8Moments(*(values[key] for key in _INT8_KEYS)) if _INT8_KEYS[0] in values else None
 
 
-def _all_coded(entries: dict[Any, dict[str, Any]]) -> dict[Any, Int8Moments]:
-    return {key: moments for key, values in entries.items() if (moments := _coded(values)) is not None}
+def _decoded_bytes(entries: dict[Any, dict[str, Any]]) -> int:
+    coded = [moments for values in entries.values() if (moments := _coded(values)) is not None]
+    return sum(moment_bytes(moments.exp_avg.numel(), torch.float32) for moments in coded)
 
 
-def _decoded_bytes(coded: dict[Any, Int8Moments]) -> int:
-    return sum(2 * torch.float32.itemsize * moments.exp_avg.numel() for moments in coded.values())
+def _tensor_bytes(entries: Iterable[dict[str, Any]]) -> int:
+    return sum(value.nbytes for values in entries for value in values.values() if isinstance(value, torch.Tensor))
 
 
 def saved_bytes(entries: dict[Any, dict[str, Any]], host_memory_gib: float | None) -> int:
     """Bytes of the tensors in what :func:`shown_in_fp32` makes of these, without making it."""
-    held = sum(value.nbytes for values in entries.values() for value in values.values() if isinstance(value, torch.Tensor))
-    coded = _all_coded(entries)
-    wanted = _decoded_bytes(coded)
+    held, wanted = _tensor_bytes(entries.values()), _decoded_bytes(entries)
     if not wanted or wanted > available_host_bytes(host_memory_gib):
         return held
-    return held + wanted - sum(tensor.nbytes for moments in coded.values() for tensor in moments.tensors)
+    codes = ({key: value for key, value in values.items() if key in _INT8_KEYS} for values in entries.values())
+    return held + wanted - _tensor_bytes(codes)
 
 
 def shown_in_fp32(entries: dict[Any, dict[str, Any]], host_memory_gib: float | None) -> dict[Any, dict[str, Any]]:
     """The per-parameter part of a ``state_dict()`` with 8-bit moments decoded: 8 bytes a parameter of host memory.
 
     Where these aren't free the codes stay, which this package loads under any ``moments_dtype`` and nobody else does: a
-    checkpoint mustn't end the run that it is to save.
-
-    Args:
-        entries: each parameter's state; not changed.
-        host_memory_gib: see :func:`available_host_bytes`.
+    checkpoint mustn't end the run that it is to save. ``entries`` aren't changed.
     """
-    coded = _all_coded(entries)
-    wanted = _decoded_bytes(coded)
+    wanted = _decoded_bytes(entries)
     free = available_host_bytes(host_memory_gib) if wanted else 0
     if wanted > free:
         logger.warning(
@@ -170,8 +155,8 @@ def shown_in_fp32(entries: dict[Any, dict[str, Any]], host_memory_gib: float | N
         )
         return entries
     shown = dict(entries)
-    for key, moments in coded.items():
-        kept = {name: value for name, value in entries[key].items() if name not in _INT8_KEYS}
-        exp_avg, exp_avg_sq = moments.decode()
-        shown[key] = {**kept, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    for key, values in entries.items():
+        if (moments := _coded(values)) is not None:
+            kept = {name: value for name, value in values.items() if name not in _INT8_KEYS}
+            shown[key] = {**kept, **dict(zip(_FLOAT_KEYS, moments.decode(), strict=True))}
     return shown

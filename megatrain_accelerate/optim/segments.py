@@ -7,14 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from megatrain_accelerate.memory.expert_range import ExpertRange
-from megatrain_accelerate.memory.flat_layout import ALIGNMENT_ELEMENTS
+from megatrain_accelerate.memory.flat_layout import ALIGNMENT_ELEMENTS, ExpertRange
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.device_kernel import StepKernels
-from megatrain_accelerate.optim.int8_moments import adamw_int8
 from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.moments import Int8Moments
 
 
 @dataclasses.dataclass
@@ -40,23 +39,18 @@ def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list
     ever shows. It isn't where moments are in 8 bits, since it would have a part in their blocks' scales.
     """
     segments: list[Segment] = []
-    ordered = sorted(steps, key=lambda item: item[0].entry.weight_offset)
-    for state, arguments in ordered:
-        entry = state.entry
+    for state, arguments in sorted(steps, key=lambda item: item[0].entry.weight_offset):
+        entry, spec = state.entry, state.entry.spec
         assert entry.state_offset is not None
-        size = entry.spec.dtype.itemsize
         is_sum = state.handle.has_fp32_sum
         if segments:
             last = segments[-1]
             gap = entry.state_offset - last.state_offset - last.elements
-            widest = 1 if state.int8_moments is not None else ALIGNMENT_ELEMENTS
-            if last.dtype == entry.spec.dtype and (last.arguments, last.is_sum) == (arguments, is_sum) and 0 <= gap < widest:
-                last.elements += gap + entry.spec.numel
+            widest = 1 if isinstance(state.moments, Int8Moments) else ALIGNMENT_ELEMENTS
+            if (last.dtype, last.arguments, last.is_sum) == (spec.dtype, arguments, is_sum) and 0 <= gap < widest:
+                last.elements += gap + spec.numel
                 continue
-        segments.append(
-            Segment(entry.spec.dtype, entry.weight_offset, entry.state_offset, entry.spec.numel, arguments, is_sum)
-        )
-        assert (segments[-1].weight_offset % size) == 0
+        segments.append(Segment(spec.dtype, entry.weight_offset, entry.state_offset, spec.numel, arguments, is_sum))
     return segments
 
 
@@ -67,20 +61,19 @@ def segments_of_experts(segments: Sequence[Segment], unit: HostUnit, experts: Ex
     """
     of_part: list[Segment] = []
     for state in unit.states:
-        offset = state.entry.state_offset
-        if offset is None:
+        if (begin_of_parameter := state.entry.state_offset) is None:
             continue
         begin, end = experts.elements(state.entry)
-        if state.int8_moments is not None and state.entry.spec.numel // experts.count % ALIGNMENT_ELEMENTS:
+        if isinstance(state.moments, Int8Moments) and state.entry.spec.numel // experts.count % ALIGNMENT_ELEMENTS:
             begin, end = (0, 0) if experts.first else (0, state.entry.spec.numel)
-        begin, end = offset + begin, offset + end
+        begin, end = begin_of_parameter + begin, begin_of_parameter + end
         for segment in segments:
             first = max(begin, segment.state_offset)
             elements = min(end, segment.state_offset + segment.elements) - first
             if elements > 0:
-                skipped = segment.dtype.itemsize * (first - segment.state_offset)
-                moved = dataclasses.replace(segment, weight_offset=segment.weight_offset + skipped, state_offset=first)
-                of_part.append(dataclasses.replace(moved, elements=elements))
+                offset = segment.weight_offset + segment.dtype.itemsize * (first - segment.state_offset)
+                part = dataclasses.replace(segment, weight_offset=offset, state_offset=first, elements=elements)
+                of_part.append(part)
     return of_part
 
 
@@ -89,46 +82,30 @@ def step_each(steps: Sequence[tuple[ParameterState, AdamArguments]], kernels: St
     for state, arguments in steps:
         gradient = state.parameter.grad
         assert gradient is not None
-        assert state.exp_avg is not None
-        assert state.exp_avg_sq is not None
+        assert state.moments is not None
+        of_sum = state.gradient_residual if state.handle.has_fp32_sum else None
         first = state.entry.state_offset or 0
-        if state.residual is not None:
-            kernels.adamw_split(
-                state.weight,
-                state.residual,
-                state.exp_avg,
-                state.exp_avg_sq,
-                gradient.contiguous(),
-                arguments,
-                state.gradient_residual if state.handle.has_fp32_sum else None,
-                first,
-            )
-        else:
-            kernels.adamw_fp32(state.weight, state.exp_avg, state.exp_avg_sq, gradient.contiguous(), arguments, first)
+        kernels.adamw(state.weight, state.residual, state.moments, gradient.contiguous(), arguments, of_sum, first)
 
 
 def apply_segments(unit: HostUnit, segments: Sequence[Segment], kernels: HostKernels) -> None:
     """Steps the unit's weights, residuals and moments in place from its gradients."""
     assert unit.gradients is not None
+    assert unit.moments is not None
     for segment in segments:
-        size = segment.elements * segment.dtype.itemsize
-        weights = unit.weights[segment.weight_offset : segment.weight_offset + size].view(segment.dtype)
-        gradients = unit.gradients[segment.weight_offset : segment.weight_offset + size].view(segment.dtype)
-        elements = slice(segment.state_offset, segment.state_offset + segment.elements)
         first = segment.state_offset
-        of_sums = None
+        elements = slice(first, first + segment.elements)
+        weights = slice(segment.weight_offset, segment.weight_offset + segment.elements * segment.dtype.itemsize)
+        of_sum = None
         if segment.is_sum:
             assert unit.gradient_residuals is not None
-            of_sums = unit.gradient_residuals[elements]
-        residuals = unit.residuals[elements] if segment.dtype == torch.bfloat16 else None
-        if unit.int8_moments is not None:
-            moments = unit.int8_moments.run(first, segment.elements)
-            adamw_int8(kernels, weights, residuals, moments, gradients, segment.arguments, of_sums, first)
-            continue
-        assert unit.exp_avgs is not None
-        assert unit.exp_avg_sqs is not None
-        exp_avg, exp_avg_sq = unit.exp_avgs[elements], unit.exp_avg_sqs[elements]
-        if residuals is not None:
-            kernels.adamw_split(weights, residuals, exp_avg, exp_avg_sq, gradients, segment.arguments, of_sums, first)
-        else:
-            kernels.adamw_fp32(weights, exp_avg, exp_avg_sq, gradients, segment.arguments, first)
+            of_sum = unit.gradient_residuals[elements]
+        kernels.adamw(
+            unit.weights[weights].view(segment.dtype),
+            unit.residuals[elements] if segment.dtype == torch.bfloat16 else None,
+            unit.moments.run(first, segment.elements),
+            unit.gradients[weights].view(segment.dtype),
+            segment.arguments,
+            of_sum,
+            first,
+        )

@@ -22,7 +22,6 @@ class Ticket:
 
     @property
     def is_done(self) -> bool:
-        """Whether the work is over, well or badly."""
         return self._done.is_set()
 
     def finish(self, cause: BaseException | None = None) -> None:
@@ -79,20 +78,17 @@ class StepWorker:
                     self._failure = error
                 end_ns = time.perf_counter_ns()
                 self.busy_seconds += (end_ns - start_ns) / 1e9
-                observer = self.on_work_done
-                if observer is not None:
+                if (observer := self.on_work_done) is not None:
                     observer(ticket.name, start_ns, end_ns)
             ticket.finish(self._failure)
             del item, ticket, work  # a closure may hold device memory
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything submitted is over."""
         return self._last_ticket is None or self._last_ticket.is_done
 
     @property
     def native_id(self) -> int:
-        """The thread's id with the operating system."""
         return self._thread.native_id or 0
 
     def submit(self, name: str, work: Callable[[], None]) -> Ticket:
@@ -115,11 +111,7 @@ class StepWorker:
             self._failure = cause
 
     def raise_if_failed(self) -> None:
-        """Raises what failed.
-
-        Raises:
-            StepWorkerError: with the original exception as ``__cause__``.
-        """
+        """Raises ``StepWorkerError`` if work failed, with the original exception as ``__cause__``."""
         if self._failure is not None:
             ticket = Ticket("the next step")
             ticket.finish(self._failure)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Triton kernels of AdamW and Adam, and of fp32 gradient sums. ``csrc/adamw.h`` and ``csrc/gradient_sum.h`` have the
+"""Triton kernels of AdamW and Adam, and of fp32 gradient sums. ``csrc/adamw.h`` and ``csrc/split_master.h`` have the
 formulas, their sources and the reason of each rounding.
 
 To be launched with ``enable_fp_fusion=False``: the fused multiply-adds are those written here and no others.
@@ -7,37 +7,6 @@ To be launched with ``enable_fp_fusion=False``: the fused multiply-adds are thos
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def _element(
-    weight,
-    grad,
-    m,
-    v,
-    factor,
-    decay,
-    l2,
-    one_minus_beta1,
-    minus_beta1,
-    beta2,
-    one_minus_beta2,
-    correction2_sqrt,
-    eps,
-    negative_step_size,
-    HAS_L2: tl.constexpr,
-    SMALL_STEP: tl.constexpr,
-):
-    grad = grad * factor
-    if HAS_L2:
-        grad = tl.fma(weight, l2, grad)
-    else:
-        weight = weight * decay
-    difference = grad - m
-    m = tl.fma(difference, one_minus_beta1, m) if SMALL_STEP else tl.fma(difference, minus_beta1, grad)
-    v = tl.fma(grad * one_minus_beta2, grad, v * beta2)
-    denominator = tl.div_rn(tl.sqrt_rn(v), correction2_sqrt) + eps
-    return weight + tl.div_rn(m * negative_step_size, denominator), m, v
 
 
 @triton.jit
@@ -53,7 +22,7 @@ def _load_moment(at, inside, BF16_MOMENTS: tl.constexpr):
 
 @triton.jit
 def _rounding_bits(at, first_element, seed):
-    """``rounding_bits`` of ``csrc/adamw_bf16_moments.h``."""
+    """``rounding_bits`` of ``csrc/adamw.h``."""
     x = (at + first_element).to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32)
     x ^= x >> 16
     x *= 0x85EBCA6B
@@ -74,14 +43,14 @@ def _store_moment(at, value, inside, random, BF16_MOMENTS: tl.constexpr):
 
 @triton.jit
 def _join_sum(hi, lo):
-    """fp32 sums of their halves (int32); a negative residual beside a zero is stale, see ``csrc/gradient_sum.h``."""
+    """fp32 sums of their halves (int32); a negative residual beside a zero is stale, see ``csrc/split_master.h``."""
     is_stale = ((hi & 0x7FFF) == 0) & (lo < 0)
     return ((hi << 16) + tl.where(is_stale, 0, lo)).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["first_element", "seed"])
-def adamw_split(
-    hi_ptr,
+def adamw(
+    weight_ptr,
     lo_ptr,
     m_ptr,
     v_ptr,
@@ -100,108 +69,53 @@ def adamw_split(
     negative_step_size,
     first_element,
     seed,
+    SPLIT: tl.constexpr,
+    GRAD_SPLIT: tl.constexpr,
     BF16_MOMENTS: tl.constexpr,
     HAS_L2: tl.constexpr,
     SMALL_STEP: tl.constexpr,
-    GRAD_SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``hi``, ``lo`` and ``grad`` are the bits (int16) of bf16 weight, residual and bf16 gradient; ``m``, ``v`` are fp32, or
-    with ``BF16_MOMENTS`` the bits (int16) of bf16 numbers, see ``csrc/adamw_bf16_moments.h``.
-
-    With ``GRAD_SPLIT`` the gradient is an fp32 sum, and ``grad_lo`` its residual; else ``grad_lo`` isn't read.
+    """With ``SPLIT`` ``weight``, ``lo`` and ``grad`` are the bits (int16) of bf16 weight, residual and
+    bf16 gradient, which with ``GRAD_SPLIT`` is an fp32 sum that has the residual ``grad_lo``; else
+    weight and gradient are fp32. ``m`` and ``v`` are fp32, or with ``BF16_MOMENTS`` the bits (int16)
+    of bf16 numbers. Other residuals aren't read.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    hi = tl.load(hi_ptr + at, inside, other=0).to(tl.int32)
-    lo = tl.load(lo_ptr + at, inside, other=0).to(tl.int32)
-    grad_hi = tl.load(grad_ptr + at, inside, other=0).to(tl.int32)
-    if GRAD_SPLIT:
-        grad = _join_sum(grad_hi, tl.load(grad_lo_ptr + at, inside, other=0).to(tl.int32))
+    if SPLIT:
+        hi = tl.load(weight_ptr + at, inside, other=0).to(tl.int32)
+        lo = tl.load(lo_ptr + at, inside, other=0).to(tl.int32)
+        weight = ((hi << 16) + lo).to(tl.float32, bitcast=True)
+        grad_hi = tl.load(grad_ptr + at, inside, other=0).to(tl.int32)
+        if GRAD_SPLIT:
+            grad = _join_sum(grad_hi, tl.load(grad_lo_ptr + at, inside, other=0).to(tl.int32))
+        else:
+            grad = (grad_hi << 16).to(tl.float32, bitcast=True)
     else:
-        grad = (grad_hi << 16).to(tl.float32, bitcast=True)
+        weight = tl.load(weight_ptr + at, inside, other=0.0)
+        grad = tl.load(grad_ptr + at, inside, other=0.0)
     m = _load_moment(m_ptr + at, inside, BF16_MOMENTS)
     v = _load_moment(v_ptr + at, inside, BF16_MOMENTS)
-    weight = ((hi << 16) + lo).to(tl.float32, bitcast=True)
-    weight, m, v = _element(
-        weight,
-        grad,
-        m,
-        v,
-        factor,
-        decay,
-        l2,
-        one_minus_beta1,
-        minus_beta1,
-        beta2,
-        one_minus_beta2,
-        correction2_sqrt,
-        eps,
-        negative_step_size,
-        HAS_L2,
-        SMALL_STEP,
-    )
-    bits = weight.to(tl.int32, bitcast=True)
+    grad = grad * factor
+    if HAS_L2:
+        grad = tl.fma(weight, l2, grad)
+    else:
+        weight = weight * decay
+    difference = grad - m
+    m = tl.fma(difference, one_minus_beta1, m) if SMALL_STEP else tl.fma(difference, minus_beta1, grad)
+    v = tl.fma(grad * one_minus_beta2, grad, v * beta2)
+    denominator = tl.div_rn(tl.sqrt_rn(v), correction2_sqrt) + eps
+    weight = weight + tl.div_rn(m * negative_step_size, denominator)
     random = _rounding_bits(at, first_element, seed)
     _store_moment(m_ptr + at, m, inside, random & 0xFFFF, BF16_MOMENTS)
     _store_moment(v_ptr + at, v, inside, random >> 16, BF16_MOMENTS)
-    tl.store(hi_ptr + at, ((bits + 0x8000) >> 16).to(tl.int16), inside)
-    tl.store(lo_ptr + at, bits.to(tl.int16), inside)
-
-
-@triton.jit(do_not_specialize=["first_element", "seed"])
-def adamw_fp32(
-    weight_ptr,
-    m_ptr,
-    v_ptr,
-    grad_ptr,
-    count,
-    factor,
-    decay,
-    l2,
-    one_minus_beta1,
-    minus_beta1,
-    beta2,
-    one_minus_beta2,
-    correction2_sqrt,
-    eps,
-    negative_step_size,
-    first_element,
-    seed,
-    BF16_MOMENTS: tl.constexpr,
-    HAS_L2: tl.constexpr,
-    SMALL_STEP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """All tensors are fp32; with ``BF16_MOMENTS`` ``m`` and ``v`` are the bits (int16) of bf16 numbers."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    weight = tl.load(weight_ptr + at, inside, other=0.0)
-    grad = tl.load(grad_ptr + at, inside, other=0.0)
-    m = _load_moment(m_ptr + at, inside, BF16_MOMENTS)
-    v = _load_moment(v_ptr + at, inside, BF16_MOMENTS)
-    weight, m, v = _element(
-        weight,
-        grad,
-        m,
-        v,
-        factor,
-        decay,
-        l2,
-        one_minus_beta1,
-        minus_beta1,
-        beta2,
-        one_minus_beta2,
-        correction2_sqrt,
-        eps,
-        negative_step_size,
-        HAS_L2,
-        SMALL_STEP,
-    )
-    tl.store(weight_ptr + at, weight, inside)
-    random = _rounding_bits(at, first_element, seed)
-    _store_moment(m_ptr + at, m, inside, random & 0xFFFF, BF16_MOMENTS)
-    _store_moment(v_ptr + at, v, inside, random >> 16, BF16_MOMENTS)
+    if SPLIT:
+        bits = weight.to(tl.int32, bitcast=True)
+        tl.store(weight_ptr + at, ((bits + 0x8000) >> 16).to(tl.int16), inside)
+        tl.store(lo_ptr + at, bits.to(tl.int16), inside)
+    else:
+        tl.store(weight_ptr + at, weight, inside)
 
 
 @triton.jit

@@ -11,8 +11,7 @@ from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
-from megatrain_accelerate.memory.expert_range import expert_ranges
-from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
+from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec, expert_ranges
 from megatrain_accelerate.planning.device_memory import USABLE_SHARE_OF_DEVICE
 from megatrain_accelerate.planning.layer_discovery import Discovery, ExpertsSpec
 from megatrain_accelerate.units import MIB

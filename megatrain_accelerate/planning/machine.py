@@ -25,6 +25,7 @@ import torch
 from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.moments import FloatMoments
 from megatrain_accelerate.units import MIB
 
 _COPY_BYTES = 256 * MIB
@@ -247,4 +248,4 @@ def _host_step(kernels: HostKernels, elements: int) -> Callable[[], None]:
     for tensor in (hi, gradient, residual, exp_avg, exp_avg_sq):
         kernels.zero(tensor)
     arguments = AdamArguments(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
-    return lambda: kernels.adamw_split(hi, residual, exp_avg, exp_avg_sq, gradient, arguments)
+    return lambda: kernels.adamw(hi, residual, FloatMoments(exp_avg, exp_avg_sq), gradient, arguments)

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.memory.param_handle import NotedTensor
-from megatrain_accelerate.memory.parameter_state import ParameterState
+from megatrain_accelerate.memory.parameter_state import NotedTensor, ParameterState
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.norm_table import NormTable
 

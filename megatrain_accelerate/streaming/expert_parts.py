@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatrain_accelerate.memory.expert_range import ExpertRange, expert_ranges
+from megatrain_accelerate.memory.flat_layout import ExpertRange, expert_ranges
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.update_gate import UpdateGate

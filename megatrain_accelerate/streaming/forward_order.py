@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatrain_accelerate.memory.expert_range import ExpertRange
+from megatrain_accelerate.memory.flat_layout import ExpertRange
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.resident import ResidentGroup

@@ -8,7 +8,7 @@ import torch
 
 from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.memory.host_store import HostUnit
-from megatrain_accelerate.memory.param_handle import NotedTensor
+from megatrain_accelerate.memory.parameter_state import NotedTensor
 
 
 class NormTable:

@@ -10,6 +10,7 @@ from plain_torch import tiny_model, token_batches
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.device_kernel import DeviceKernels
 from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.moments import FloatMoments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -38,10 +39,12 @@ def test_a_step_with_bf16_moments_has_the_bits_of_one_on_the_host(is_sum: bool, 
     residual = grad_lo if is_sum else None
     for step in (1, 2, 1000):
         arguments = AdamArguments(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.02, step=step, decoupled=decoupled)
-        host.adamw_split(*theirs, grad_hi, arguments, residual, first_element)
-        device.adamw_split(*ours, grad_hi.cuda(), arguments, grad_lo.cuda() if is_sum else None, first_element)
-        host.adamw_fp32(*plain_theirs, gradient, arguments, first_element)
-        device.adamw_fp32(*plain_ours, gradient.cuda(), arguments, first_element)
+        split = grad_hi, arguments, residual, first_element
+        host.adamw(*theirs[:2], FloatMoments(*theirs[2:]), *split)
+        split = grad_hi.cuda(), arguments, grad_lo.cuda() if is_sum else None, first_element
+        device.adamw(*ours[:2], FloatMoments(*ours[2:]), *split)
+        host.adamw(plain_theirs[0], None, FloatMoments(*plain_theirs[1:]), gradient, arguments, None, first_element)
+        device.adamw(plain_ours[0], None, FloatMoments(*plain_ours[1:]), gradient.cuda(), arguments, None, first_element)
     for name, a, b in zip(("hi", "lo", "exp_avg", "exp_avg_sq"), ours, theirs, strict=True):
         assert torch.equal(a.cpu(), b), f"{name}: {int((a.cpu() != b).sum())} of {COUNT} differ"
     for name, a, b in zip(("weight", "exp_avg", "exp_avg_sq"), plain_ours, plain_theirs, strict=True):

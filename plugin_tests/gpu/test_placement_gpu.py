@@ -16,6 +16,7 @@ from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.device_kernel import DeviceKernels
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.moments import FloatMoments
 from megatrain_accelerate.planning import device_plan
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.units import GIB
@@ -60,10 +61,10 @@ def test_a_step_on_the_gpu_has_the_bits_of_one_on_the_host(arguments: AdamArgume
     plain_ours = [t.cuda() for t in (master, exp_avg, exp_avg_sq, gradient)]
     plain_theirs = [t.clone() for t in (master, exp_avg, exp_avg_sq, gradient)]
     for _ in range(3):
-        host.adamw_split(*theirs, arguments)
-        device.adamw_split(*ours, arguments)
-        host.adamw_fp32(*plain_theirs, arguments)
-        device.adamw_fp32(*plain_ours, arguments)
+        for kernels, (weight, residual, m, v, grad) in ((host, theirs), (device, ours)):
+            kernels.adamw(weight, residual, FloatMoments(m, v), grad, arguments)
+        for kernels, (weight, m, v, grad) in ((host, plain_theirs), (device, plain_ours)):
+            kernels.adamw(weight, None, FloatMoments(m, v), grad, arguments)
     for name, a, b in zip(("hi", "lo", "exp_avg", "exp_avg_sq"), ours, theirs, strict=False):
         assert torch.equal(a.cpu(), b), f"{name}: {int((a.cpu() != b).sum())} of {COUNT} differ"
     for name, a, b in zip(("weight", "exp_avg", "exp_avg_sq"), plain_ours, plain_theirs, strict=False):

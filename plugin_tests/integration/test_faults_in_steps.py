@@ -34,14 +34,14 @@ class BrokenKernelError(Exception):
 def broken_kernels(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """From the moment when the event is set the fused kernel raises."""
     broken = threading.Event()
-    adamw_split = HostKernels.adamw_split
+    adamw = HostKernels.adamw
 
     def fail(*args: Any) -> None:
         if broken.is_set():
             raise BrokenKernelError("disk on fire")
-        adamw_split(*args)
+        adamw(*args)
 
-    monkeypatch.setattr(HostKernels, "adamw_split", fail)
+    monkeypatch.setattr(HostKernels, "adamw", fail)
     return broken
 
 

@@ -246,8 +246,8 @@ def test_a_new_optimizer_waits_for_the_steps_of_the_one_before() -> None:
         engine.drain()
         assert second.state_dict()["state"] == {}
         for unit in engine.runtime.units:
-            assert unit.exp_avgs is not None
-            assert not unit.exp_avgs.any()
+            assert unit.moments is not None
+            assert not unit.moments.exp_avg.any()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from trainer_runs import run_trainer, tiny_llama
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.kernel import INSTRUCTION_SETS, HostKernels
+from megatrain_accelerate.optim.moments import FloatMoments
 
 COUNT = 3 * 128 * 1024 + 77
 """Several chunks for several threads, and a tail."""
@@ -64,17 +65,17 @@ def test_the_step_is_that_of_fp32_moments_and_the_moments_are_rounded_by_the_has
     ours_m, ours_v = given["m"].clone(), given["v"].clone()
     if kind == "fp32":
         expected, ours = weight.clone(), weight.clone()
-        kernels.adamw_fp32(expected, m, v, grad, settings)
-        kernels.adamw_fp32(ours, ours_m, ours_v, grad, settings, first)
+        kernels.adamw(expected, None, FloatMoments(m, v), grad, settings)
+        kernels.adamw(ours, None, FloatMoments(ours_m, ours_v), grad, settings, first_element=first)
     else:
         grad_hi, grad_lo = torch.empty(COUNT, dtype=torch.bfloat16), torch.empty(COUNT, dtype=torch.int16)
         kernels.split(grad, grad_hi, grad_lo)
         of_sum = grad_lo if kind == "split sum" else None
         joined = []
-        for moments in ((m, v), (ours_m, ours_v)):
+        for moments in (FloatMoments(m, v), FloatMoments(ours_m, ours_v)):
             hi, lo = torch.empty(COUNT, dtype=torch.bfloat16), torch.empty(COUNT, dtype=torch.int16)
             kernels.split(weight, hi, lo)
-            kernels.adamw_split(hi, lo, *moments, grad_hi, settings, of_sum, first)
+            kernels.adamw(hi, lo, moments, grad_hi, settings, of_sum, first)
             joined.append(torch.empty(COUNT))
             kernels.join(hi, lo, joined[-1])
         expected, ours = joined
@@ -97,7 +98,8 @@ def test_bits_depend_neither_on_threads_nor_on_the_instruction_set_nor_on_pieces
         tensors = (hi, lo, given["m"], given["v"], given["grad"].bfloat16())
         edges = [COUNT * piece // pieces for piece in range(pieces + 1)]
         for begin, end in itertools.pairwise(edges):
-            kernels.adamw_split(*(tensor[begin:end] for tensor in tensors), arguments(3), None, begin)
+            hi, lo, m, v, grad = (tensor[begin:end] for tensor in tensors)
+            kernels.adamw(hi, lo, FloatMoments(m, v), grad, arguments(3), first_element=begin)
         kernels.close()
         found.append(tensors)
     for tensors in found[1:]:
@@ -105,13 +107,13 @@ def test_bits_depend_neither_on_threads_nor_on_the_instruction_set_nor_on_pieces
             assert torch.equal(ours, theirs)
 
 
-def test_every_loop_on_split_masters_is_compiled_to_vectors() -> None:
+def test_every_loop_of_the_step_is_compiled_to_vectors() -> None:
     found = lines_in_wide_vectors("adamw.h")
     lines = (CSRC / "adamw.h").read_text().splitlines()
-    begin = next(number for number, line in enumerate(lines, 1) if "struct AdamSplitJob" in line)
-    end = next(number for number, line in enumerate(lines, 1) if "struct AdamFloatJob" in line)
-    # Moments in fp32 or bf16, weight decay apart or in the gradient, gradients with or without residuals.
-    assert sum(begin < line < end for line in found) >= 2 * 2 * 2
+    begin = next(number for number, line in enumerate(lines, 1) if "struct AdamJob" in line)
+    end = next(number for number, line in enumerate(lines, 1) if "struct StreamProbeJob" in line)
+    # Split masters, the same with gradients' residuals and fp32; fp32 or bf16 moments; AdamW or Adam.
+    assert sum(begin < line < end for line in found) >= 3 * 2 * 2
 
 
 def test_a_slowly_decaying_second_moment_is_right_in_the_mean_where_nearest_would_stand_still(kernels: HostKernels) -> None:
@@ -121,7 +123,7 @@ def test_a_slowly_decaying_second_moment_is_right_in_the_mean_where_nearest_woul
     m, grad = torch.zeros(COUNT, dtype=torch.bfloat16), torch.zeros(COUNT)
     weight = torch.zeros(COUNT)
     for step in range(1, steps + 1):
-        kernels.adamw_fp32(weight, m, v, grad, arguments(step))
+        kernels.adamw(weight, None, FloatMoments(m, v), grad, arguments(step))
         nearest = (nearest * 0.999).bfloat16().float()
     expected = start * 0.999**steps
     # The spread of one element is below 2**-8 * sqrt(500); of the mean of 390,000 of them it is less than 1e-3.

@@ -11,8 +11,8 @@ import torch
 from moment_runs import arguments, lines_in_wide_vectors, rounding_bits
 
 from megatrain_accelerate.errors import KernelError
-from megatrain_accelerate.optim.int8_moments import BLOCK_ELEMENTS, Int8Moments, adamw_int8, block_count
 from megatrain_accelerate.optim.kernel import INSTRUCTION_SETS, HostKernels
+from megatrain_accelerate.optim.moments import BLOCK_ELEMENTS, FloatMoments, Int8Moments, block_count
 
 COUNT = 2 * 128 * 1024 + 3 * BLOCK_ELEMENTS + 77
 """Several chunks for several threads, and a short block."""
@@ -31,7 +31,7 @@ def zeros(count: int = COUNT) -> Int8Moments:
 
 
 def copied(moments: Int8Moments) -> Int8Moments:
-    return Int8Moments(*(tensor.clone() for tensor in moments.tensors))
+    return Int8Moments(*(tensor.clone() for tensor in moments))
 
 
 def values(seed: int) -> tuple[torch.Tensor, torch.Tensor, Int8Moments]:
@@ -83,8 +83,8 @@ def test_the_step_is_that_of_fp32_moments_and_the_codes_are_rounded_by_the_hash(
     m, v = ours.decode()
     if kind == "fp32":
         expected, found = weight.clone(), weight.clone()
-        kernels.adamw_fp32(expected, m, v, grad, settings)
-        adamw_int8(kernels, found, None, ours, grad, settings, first_element=first)
+        kernels.adamw(expected, None, FloatMoments(m, v), grad, settings)
+        kernels.adamw(found, None, ours, grad, settings, first_element=first)
     else:
         grad_hi, grad_lo = torch.empty(COUNT, dtype=torch.bfloat16), torch.empty(COUNT, dtype=torch.int16)
         kernels.split(grad, grad_hi, grad_lo)
@@ -92,10 +92,10 @@ def test_the_step_is_that_of_fp32_moments_and_the_codes_are_rounded_by_the_hash(
         hi, lo = torch.empty(COUNT, dtype=torch.bfloat16), torch.empty(COUNT, dtype=torch.int16)
         expected, found = torch.empty(COUNT), torch.empty(COUNT)
         kernels.split(weight, hi, lo)
-        kernels.adamw_split(hi, lo, m, v, grad_hi, settings, of_sum)
+        kernels.adamw(hi, lo, FloatMoments(m, v), grad_hi, settings, of_sum)
         kernels.join(hi, lo, expected)
         kernels.split(weight, hi, lo)
-        adamw_int8(kernels, hi, lo, ours, grad_hi, settings, of_sum, first)
+        kernels.adamw(hi, lo, ours, grad_hi, settings, of_sum, first)
         kernels.join(hi, lo, found)
     assert torch.equal(found, expected)
     random = rounding_bits(COUNT, first, settings.rounding_seed)
@@ -122,9 +122,9 @@ def test_bits_depend_neither_on_threads_nor_on_the_instruction_set_nor_on_pieces
         for begin, end in itertools.pairwise(edges):
             part = slice(begin, end)
             run = moments.run(begin, end - begin)
-            adamw_int8(kernels, hi[part], lo[part], run, gradient[part], arguments(3), first_element=begin)
+            kernels.adamw(hi[part], lo[part], run, gradient[part], arguments(3), first_element=begin)
         kernels.close()
-        found.append((hi, lo, *moments.tensors))
+        found.append((hi, lo, *moments))
     for tensors in found[1:]:
         for ours, theirs in zip(tensors, found[0], strict=True):
             assert torch.equal(ours, theirs)
@@ -145,7 +145,7 @@ def test_moments_are_right_in_the_mean_over_hundreds_of_steps(kernels: HostKerne
     start = moments.decode()[1]
     weight, grad = torch.zeros(count), torch.zeros(count)
     for step in range(1, steps + 1):
-        adamw_int8(kernels, weight, None, moments, grad, arguments(step))
+        kernels.adamw(weight, None, moments, grad, arguments(step))
     found = moments.decode()[1].double().view(-1, BLOCK_ELEMENTS).mean(0)
     expected = start.double()[:BLOCK_ELEMENTS] * 0.999**steps
     # A step moves v by up to an eighth of itself, with the probability that makes 0.001 of it in the mean: 300 of them by
@@ -160,7 +160,7 @@ def test_a_second_moment_above_zero_never_becomes_zero(kernels: HostKernels) -> 
     gradient[::BLOCK_ELEMENTS] = 1.0
     gradient[5::BLOCK_ELEMENTS] = 0.0
     for step in range(1, 20):
-        adamw_int8(kernels, weight, None, moments, gradient, arguments(step, weight_decay=0.0, eps=1e-12))
+        kernels.adamw(weight, None, moments, gradient, arguments(step, weight_decay=0.0, eps=1e-12))
     codes = moments.exp_avg_sq.bool()
     assert torch.equal(codes, gradient > 0)
     # Not lr * m / eps = 1: the least m over the root of the least v is about 1, with the bias corrections below 2.
@@ -171,10 +171,10 @@ def test_a_second_moment_above_zero_never_becomes_zero(kernels: HostKernels) -> 
 def test_codes_that_are_decoded_and_coded_again_are_the_same(kernels: HostKernels, scale: float) -> None:
     weight, gradient, moments = values(3)
     for step in range(1, 4):
-        adamw_int8(kernels, weight, None, moments, gradient * scale, arguments(step))
+        kernels.adamw(weight, None, moments, gradient * scale, arguments(step))
     again = zeros()
     again.encode(*moments.decode())
-    for ours, theirs in zip(again.tensors, moments.tensors, strict=True):
+    for ours, theirs in zip(again, moments, strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -189,7 +189,7 @@ def test_every_code_of_a_block_comes_back() -> None:
     moments.exp_avg_sq_scale.copy_(scales)
     again = zeros(moments.exp_avg.numel())
     again.encode(*moments.decode())
-    for ours, theirs in zip(again.tensors, moments.tensors, strict=True):
+    for ours, theirs in zip(again, moments, strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -198,9 +198,9 @@ def test_a_gradient_that_is_not_finite_shows_in_its_block_and_no_other(kernels: 
     weight, gradient, moments = values(5)
     before = copied(moments)
     others = copied(moments)
-    adamw_int8(kernels, weight.clone(), None, others, gradient, arguments())
+    kernels.adamw(weight.clone(), None, others, gradient, arguments())
     gradient[3 * BLOCK_ELEMENTS + 7] = bad
-    adamw_int8(kernels, weight, None, moments, gradient, arguments())
+    kernels.adamw(weight, None, moments, gradient, arguments())
     found = moments.decode()
     block = slice(3 * BLOCK_ELEMENTS, 4 * BLOCK_ELEMENTS)
     for ours, theirs in zip(found, others.decode(), strict=True):
@@ -213,8 +213,8 @@ def test_a_gradient_that_is_not_finite_shows_in_its_block_and_no_other(kernels: 
 def test_a_run_within_a_block_or_with_too_few_scales_is_refused(kernels: HostKernels) -> None:
     weight, gradient, moments = values(6)
     with pytest.raises(KernelError, match="first_element is 64; runs of 8-bit moments begin at multiples of 128"):
-        adamw_int8(kernels, weight, None, moments, gradient, arguments(), first_element=64)
+        kernels.adamw(weight, None, moments, gradient, arguments(), first_element=64)
     codes = moments.exp_avg, moments.exp_avg_sq
     short = Int8Moments(*codes, moments.exp_avg_scale[1:], moments.exp_avg_sq_scale[1:])
     with pytest.raises(KernelError, match=r"8-bit moments of 262,605 elements have 2,051 scales; they need 2,052"):
-        adamw_int8(kernels, weight, None, short, gradient, arguments())
+        kernels.adamw(weight, None, short, gradient, arguments())

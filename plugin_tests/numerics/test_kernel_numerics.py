@@ -17,6 +17,7 @@ import torch
 
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.kernel import INSTRUCTION_SETS, HostKernels
+from megatrain_accelerate.optim.moments import FloatMoments
 
 # Every tail of a 16-wide vector, more than one chunk (131,072) with a tail, and nothing at all.
 LENGTHS = (0, 1, 7, 15, 16, 17, 1000, 65537, 300001)
@@ -80,10 +81,14 @@ def run_torch(state: State, grads: list[torch.Tensor], arguments: AdamArguments)
     return State(parameter.detach(), moments["exp_avg"], moments["exp_avg_sq"])
 
 
+def step_fp32(kernels: HostKernels, state: State, grad: torch.Tensor, arguments: AdamArguments) -> None:
+    kernels.adamw(state.weight, None, FloatMoments(state.exp_avg, state.exp_avg_sq), grad, arguments)
+
+
 def run_fp32(kernels: HostKernels, state: State, grads: list[torch.Tensor], arguments: AdamArguments) -> State:
     result = State(*(tensor.clone() for tensor in state))
     for step, grad in enumerate(grads, 1):
-        kernels.adamw_fp32(*result, grad, dataclasses.replace(arguments, step=step))
+        step_fp32(kernels, result, grad, dataclasses.replace(arguments, step=step))
     return result
 
 
@@ -94,7 +99,7 @@ def run_split(kernels: HostKernels, state: State, grads: list[torch.Tensor], arg
     kernels.split(result.weight, hi, residual)
     for step, grad in enumerate(grads, 1):
         numbered = dataclasses.replace(arguments, step=step)
-        kernels.adamw_split(hi, residual, result.exp_avg, result.exp_avg_sq, grad.bfloat16(), numbered)
+        kernels.adamw(hi, residual, FloatMoments(result.exp_avg, result.exp_avg_sq), grad.bfloat16(), numbered)
     kernels.join(hi, residual, result.weight)
     return result
 
@@ -171,7 +176,7 @@ def test_one_step_is_within_rounding_of_a_float64_reference(kernels: HostKernels
     denominator = (second / (1 - arguments.beta2**7)).sqrt() + arguments.eps
     update = arguments.lr / (1 - arguments.beta1**7) * first / denominator
 
-    kernels.adamw_fp32(*state, grad, arguments)
+    step_fp32(kernels, state, grad, arguments)
     # fp32 rounds by 2**-24 relative; about 10 roundings enter a result, of terms no larger than the ones named here
     # (the differences of the lerp are of moments and gradients up to about 4).
     eps32 = 2.0**-24
@@ -207,8 +212,8 @@ def test_bits_depend_neither_on_threads_nor_on_the_instruction_set(
 def test_a_step_of_the_whole_equals_steps_of_its_pieces(kernels: HostKernels) -> None:
     state, (grad,) = initial_state(300001), gradients(300001, steps=1)
     pieces = State(*(tensor.clone() for tensor in state))
-    kernels.adamw_fp32(*state, grad, PLAIN)
+    step_fp32(kernels, state, grad, PLAIN)
     for begin, end in itertools.pairwise((0, 3, 1001, 140000, 300001)):
         piece = State(*(tensor[begin:end] for tensor in pieces))
-        kernels.adamw_fp32(*piece, grad[begin:end], PLAIN)
+        step_fp32(kernels, piece, grad[begin:end], PLAIN)
     assert_equal_states(pieces, state)

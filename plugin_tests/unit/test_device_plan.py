@@ -55,9 +55,9 @@ def held_tensors(run: Training) -> list[torch.Tensor]:
     found += [slot.norms for slot in runtime.offloader.slots]
     found += runtime.activations.pool._buffers
     for unit in runtime.units:
-        found += [unit.weights, unit.residuals, unit.gradients, unit.exp_avgs, unit.exp_avg_sqs]  # type: ignore[list-item]
+        found += [unit.weights, unit.residuals, unit.gradients, *(unit.moments or ())]  # type: ignore[list-item]
         for state in unit.states:
-            found += [state.weight, state.residual, state.gradient, state.exp_avg, state.exp_avg_sq]  # type: ignore[list-item]
+            found += [state.weight, state.residual, state.gradient, *(state.moments or ())]  # type: ignore[list-item]
     return [tensor for tensor in found if tensor is not None]
 
 

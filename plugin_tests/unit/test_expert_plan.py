@@ -19,7 +19,7 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.errors import ConfigError, StateError, UnsupportedError
 from megatrain_accelerate.estimate.forecast import Forecaster
-from megatrain_accelerate.memory.expert_range import expert_ranges
+from megatrain_accelerate.memory.flat_layout import expert_ranges
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.planning import expert_split
 from megatrain_accelerate.planning.device_plan import LIBRARY_WORKSPACE_BYTES

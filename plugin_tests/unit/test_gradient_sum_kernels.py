@@ -11,6 +11,7 @@ import torch
 from megatrain_accelerate.errors import KernelError
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.kernel import INSTRUCTION_SETS, HostKernels
+from megatrain_accelerate.optim.moments import FloatMoments
 
 # Every tail of a 16-wide vector, more than one chunk (131,072) with a tail, and nothing at all.
 LENGTHS = (0, 1, 7, 15, 16, 17, 1000, 300001)
@@ -91,9 +92,9 @@ def test_a_residual_beside_a_gradient_that_was_zeroed_is_no_nan() -> None:
     kernels = HostKernels(1)
     hi, lo = torch.zeros(4, dtype=torch.bfloat16), torch.tensor([-1, -30000, 30000, 0], dtype=torch.int16)
     # Positive ones are the bits of a denormal number below 5e-41.
-    assert kernels.square_sum_split(hi, lo) < 1e-80
+    assert kernels.square_sum(hi, lo) < 1e-80
     state = [torch.ones(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int16), torch.zeros(4), torch.zeros(4)]
-    kernels.adamw_split(*state, hi, PLAIN, lo)
+    kernels.adamw(*state[:2], FloatMoments(*state[2:]), hi, PLAIN, lo)
     assert all(bool(tensor.isfinite().all()) for tensor in state)
     kernels.accumulate_split(hi, lo, torch.ones(4, dtype=torch.bfloat16), True)
     assert hi.tolist() == [1.0] * 4
@@ -128,14 +129,14 @@ def test_elements_next_to_the_sums_are_not_written(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", LENGTHS)
-def test_square_sum_split_is_that_of_the_joined_numbers(count: int) -> None:
+def test_square_sum_is_that_of_the_joined_numbers(count: int) -> None:
     values = torch.randn(count, generator=torch.Generator().manual_seed(count))
     results = set()
     for kernels in all_kernels():
         hi, lo = torch.empty(count, dtype=torch.bfloat16), torch.empty(count, dtype=torch.int16)
         kernels.split(values, hi, lo)
-        results.add(kernels.square_sum_split(hi, lo))
-        assert kernels.square_sum_split(hi, lo) == kernels.square_sum(values)
+        results.add(kernels.square_sum(hi, lo))
+        assert kernels.square_sum(hi, lo) == kernels.square_sum(values)
         kernels.close()
     assert len(results) == 1
     # Half an ulp of a double for each of the additions.
@@ -159,8 +160,8 @@ def test_a_step_from_a_split_gradient_has_the_bits_of_one_from_the_fp32_gradient
             gradient = torch.randn(count, generator=torch.Generator().manual_seed(step))
             kernels.split(gradient, grad_hi, grad_lo)
             arguments = dataclasses.replace(PLAIN, step=step, clip_factor=0.37, decoupled=decoupled)
-            kernels.adamw_split(*split, grad_hi, arguments, grad_lo)
-            kernels.adamw_fp32(*plain, gradient, arguments)
+            kernels.adamw(*split[:2], FloatMoments(*split[2:]), grad_hi, arguments, grad_lo)
+            kernels.adamw(plain[0], None, FloatMoments(*plain[1:]), gradient, arguments)
         joined = torch.empty(count)
         kernels.join(split[0], split[1], joined)
         for ours, theirs in zip((joined, *split[2:]), plain, strict=True):
@@ -173,9 +174,9 @@ def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
     hi, lo = torch.zeros(8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int16)
     with pytest.raises(KernelError, match=r"src must be torch\.bfloat16, got torch\.float32"):
         kernels.accumulate_split(hi, lo, torch.zeros(8), True)
-    with pytest.raises(KernelError, match=r"residual has 7 elements and hi has 8"):
-        kernels.square_sum_split(hi, lo[:7])
-    moments = (torch.zeros(8), torch.zeros(8))
+    with pytest.raises(KernelError, match=r"residual has 7 elements and values has 8"):
+        kernels.square_sum(hi, lo[:7])
+    moments = FloatMoments(torch.zeros(8), torch.zeros(8))
     with pytest.raises(KernelError, match=r"grad_residual must be torch\.int16, got torch\.float32"):
-        kernels.adamw_split(hi, lo, *moments, hi.clone(), PLAIN, torch.zeros(8))
+        kernels.adamw(hi, lo, moments, hi.clone(), PLAIN, torch.zeros(8))
     kernels.close()

@@ -19,6 +19,7 @@ from megatrain_accelerate.errors import ConfigError, KernelError
 from megatrain_accelerate.optim import kernel
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.kernel import HostKernels, default_thread_count
+from megatrain_accelerate.optim.moments import FloatMoments
 
 # Every tail of a 16-wide vector, more than one chunk (131,072) with a tail, and nothing at all.
 LENGTHS = (0, 1, 7, 15, 16, 17, 1000, 65537, 300001)
@@ -110,7 +111,7 @@ def test_elements_next_to_the_arrays_are_not_written(kernels: HostKernels, count
     dtypes = (torch.bfloat16, torch.int16, torch.float32, torch.float32)
     guarded = [torch.full((count + 2,), 7, dtype=dtype) for dtype in dtypes]
     hi, residual, exp_avg, exp_avg_sq = (tensor[1:-1] for tensor in guarded)
-    kernels.adamw_split(hi, residual, exp_avg, exp_avg_sq, torch.ones(count, dtype=torch.bfloat16), PLAIN)
+    kernels.adamw(hi, residual, FloatMoments(exp_avg, exp_avg_sq), torch.ones(count, dtype=torch.bfloat16), PLAIN)
     for tensor in guarded:
         assert tensor[0] == 7
         assert tensor[-1] == 7
@@ -218,8 +219,9 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     kernels: HostKernels, replaced: dict[str, torch.Tensor], message: str
 ) -> None:
     tensors = {name: torch.zeros(8) for name in ("weight", "exp_avg", "exp_avg_sq", "grad")} | replaced
+    moments = FloatMoments(tensors["exp_avg"], tensors["exp_avg_sq"])
     with pytest.raises(KernelError, match=message):
-        kernels.adamw_fp32(**tensors, arguments=PLAIN)
+        kernels.adamw(tensors["weight"], None, moments, tensors["grad"], PLAIN)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

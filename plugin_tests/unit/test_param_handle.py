@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain_accelerate.memory.param_handle import ParamHandle
+from megatrain_accelerate.memory.parameter_state import ParamHandle
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ from collections.abc import Callable
 import torch
 
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
-from megatrain_accelerate.optim.int8_moments import Int8Moments, adamw_int8, block_count
 from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.moments import FloatMoments, Int8Moments, block_count
 from megatrain_accelerate.units import GB
 
 BYTES = {
@@ -89,9 +89,10 @@ def split_seconds(kernels: HostKernels, parameters: int, rounds: int) -> dict[st
     half, single = torch.bfloat16, torch.float32
     hi, residual, exp_avg, exp_avg_sq, grad = states(kernels, parameters, half, torch.int16, single, single, half)
     grad.fill_(1e-3)
+    moments = FloatMoments(exp_avg, exp_avg_sq)
     return best_seconds(
         {
-            "adamw_split": lambda: kernels.adamw_split(hi, residual, exp_avg, exp_avg_sq, grad, ARGUMENTS),
+            "adamw_split": lambda: kernels.adamw(hi, residual, moments, grad, ARGUMENTS),
             "stream_probe": lambda: kernels.stream_probe(hi, residual, exp_avg, exp_avg_sq, grad),
         },
         rounds,
@@ -103,7 +104,8 @@ def bf16_seconds(kernels: HostKernels, parameters: int, rounds: int) -> dict[str
     half = torch.bfloat16
     hi, residual, exp_avg, exp_avg_sq, grad = states(kernels, parameters, half, torch.int16, half, half, half)
     grad.fill_(1e-3)
-    step = {"adamw_split_bf16": lambda: kernels.adamw_split(hi, residual, exp_avg, exp_avg_sq, grad, ARGUMENTS)}
+    moments = FloatMoments(exp_avg, exp_avg_sq)
+    step = {"adamw_split_bf16": lambda: kernels.adamw(hi, residual, moments, grad, ARGUMENTS)}
     return best_seconds(step, rounds)
 
 
@@ -115,7 +117,7 @@ def int8_seconds(kernels: HostKernels, parameters: int, rounds: int) -> dict[str
     moments = Int8Moments(exp_avg, exp_avg_sq, *states(kernels, blocks, single, single))
     grad.fill_(1e-3)
     return best_seconds(
-        {"adamw_split_int8": lambda: adamw_int8(kernels, hi, residual, moments, grad, ARGUMENTS)},
+        {"adamw_split_int8": lambda: kernels.adamw(hi, residual, moments, grad, ARGUMENTS)},
         rounds,
     )
 
@@ -131,7 +133,7 @@ def fp32_seconds(kernels: HostKernels, parameters: int, rounds: int) -> dict[str
     optimizer.state[parameter] = {"step": torch.tensor(100.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     return best_seconds(
         {
-            "adamw_fp32": lambda: kernels.adamw_fp32(weight, exp_avg, exp_avg_sq, grad, ARGUMENTS),
+            "adamw_fp32": lambda: kernels.adamw(weight, None, FloatMoments(exp_avg, exp_avg_sq), grad, ARGUMENTS),
             "torch fused": lambda: optimizer.step(),
         },
         rounds,

@@ -14,12 +14,19 @@
 //
 // Each constant is computed in double by Python and rounded to float once, as torch does. The square root here is the
 // correctly rounded one of IEEE 754; see the docstring of kernel.py on MKL's.
+//
+// Moments are kept in fp32, in bf16, or as 8-bit codes (adamw_int8_moments.h); the arithmetic is fp32.
+//
+// bf16 moments are rounded stochastically when they are stored. To nearest the second one would stand still: with beta2 =
+// 0.999 a step changes it by at most a thousandth while bf16 has steps of 1/256, so that it could neither grow slowly nor
+// decay. Rounded up with the probability of what is cut off, it is right in the mean (Zamirai et al., "Revisiting BFloat16
+// Training", arXiv 2010.06192). The random bits are a hash of the element's number and of the step's, so that threads,
+// chunks, the place of a unit and a resumed run change nothing: the finaliser of MurmurHash3 (Appleby), its low half for the
+// first moment and its high half for the second.
 #pragma once
 
 #include <cstdint>
 
-#include "adamw_bf16_moments.h"
-#include "gradient_sum.h"
 #include "split_master.h"
 
 namespace megatrain {
@@ -54,73 +61,71 @@ MEGATRAIN_INLINE float adam_element(const AdamConstants& c, float weight, float 
   return weight + (c.negative_step_size * m) / denominator;
 }
 
-// 26 bytes of memory traffic a parameter: hi, lo, m and v read and written once, the bf16 gradient read once. With
-// kGradSplit the gradient is an fp32 sum, split as the master is, and the traffic 28 bytes; `grad_lo` isn't read without.
-// 8 bytes less with moments in bf16 (uint16_t); `rounding` isn't read with float ones.
-template <class Moment, bool kL2, bool kGradSplit>
-struct AdamSplitJob {
-  uint16_t* hi;
-  int16_t* lo;
-  Moment* m;
-  Moment* v;
-  const uint16_t* grad;
-  const int16_t* grad_lo;
+// What the rounding of moments depends on.
+struct Rounding {
+  uint32_t first_element;  // number of the first one, modulo 2**32
+  uint32_t seed;
+};
+
+MEGATRAIN_INLINE uint32_t rounding_bits(uint32_t element, uint32_t seed) {
+  uint32_t x = element * 0x9e3779b1u + seed;
+  x ^= x >> 16;
+  x *= 0x85ebca6bu;
+  x ^= x >> 13;
+  x *= 0xc2b2ae35u;
+  x ^= x >> 16;
+  return x;
+}
+
+struct FloatMoments {
+  float* m;
+  float* v;
+
+  MEGATRAIN_INLINE float load_m(int64_t i) const { return m[i]; }
+  MEGATRAIN_INLINE float load_v(int64_t i) const { return v[i]; }
+  MEGATRAIN_INLINE void store(int64_t i, float new_m, float new_v, Rounding) const {
+    m[i] = new_m;
+    v[i] = new_v;
+  }
+};
+
+struct Bf16Moments {
+  uint16_t* m;
+  uint16_t* v;
+
+  MEGATRAIN_INLINE float load_m(int64_t i) const { return bf16_to_float(m[i]); }
+  MEGATRAIN_INLINE float load_v(int64_t i) const { return bf16_to_float(v[i]); }
+  // A number that bf16 holds, zero and infinity among them, stays as it is.
+  MEGATRAIN_INLINE void store(int64_t i, float new_m, float new_v, Rounding rounding) const {
+    const uint32_t random = rounding_bits(rounding.first_element + static_cast<uint32_t>(i), rounding.seed);
+    m[i] = static_cast<uint16_t>((bits_of(new_m) + (random & 0xffffu)) >> 16);
+    v[i] = static_cast<uint16_t>((bits_of(new_v) + (random >> 16)) >> 16);
+  }
+};
+
+// Bytes of memory traffic a parameter: 26 on split masters with fp32 moments and bf16 gradients, which are read once while all
+// else is read and written once; 28 on fp32 weights, or with gradients that are fp32 sums; 8 less with moments in bf16.
+template <class Weights, class Gradients, class Moments, bool kL2>
+struct AdamJob {
+  Weights weights;
+  Gradients gradients;
+  Moments moments;
   AdamConstants constants;
   Rounding rounding;
 
   MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
-    const AdamConstants c = constants;
-    uint16_t* __restrict__ hi_ = hi;
-    int16_t* __restrict__ lo_ = lo;
-    Moment* __restrict__ m_ = m;
-    Moment* __restrict__ v_ = v;
-    const uint16_t* __restrict__ grad_ = grad;
-    [[maybe_unused]] const int16_t* __restrict__ grad_lo_ = grad_lo;
+    const AdamConstants c = constants;  // its floats could be ones that are written below
     MEGATRAIN_NO_OVERLAP
     for (int64_t i = begin; i < end; ++i) {
-      float new_m = load_moment(m_[i]);
-      float new_v = load_moment(v_[i]);
-      const float weight = join_master(hi_[i], lo_[i]);
-      float gradient;
-      if constexpr (kGradSplit) {
-        gradient = join_sum(grad_[i], grad_lo_[i]);
-      } else {
-        gradient = bf16_to_float(grad_[i]);
-      }
-      const uint32_t bits = bits_of(adam_element<kL2>(c, weight, gradient, new_m, new_v));
-      store_moments(m_[i], v_[i], new_m, new_v, rounding, i);
-      hi_[i] = master_hi(bits);
-      lo_[i] = master_lo(bits);
+      float m = moments.load_m(i);
+      float v = moments.load_v(i);
+      weights.store(i, adam_element<kL2>(c, weights.load(i), gradients.load(i), m, v));
+      moments.store(i, m, v, rounding);
     }
   }
 };
 
-// 28 bytes of memory traffic a parameter, 16 of storage; 8 and 4 less with moments in bf16.
-template <class Moment, bool kL2>
-struct AdamFloatJob {
-  float* weight;
-  Moment* m;
-  Moment* v;
-  const float* grad;
-  AdamConstants constants;
-  Rounding rounding;
-
-  MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
-    const AdamConstants c = constants;
-    float* __restrict__ weight_ = weight;
-    Moment* __restrict__ m_ = m;
-    Moment* __restrict__ v_ = v;
-    const float* __restrict__ grad_ = grad;
-    for (int64_t i = begin; i < end; ++i) {
-      float new_m = load_moment(m_[i]);
-      float new_v = load_moment(v_[i]);
-      weight_[i] = adam_element<kL2>(c, weight_[i], grad_[i], new_m, new_v);
-      store_moments(m_[i], v_[i], new_m, new_v, rounding, i);
-    }
-  }
-};
-
-// The traffic of AdamSplitJob with next to no arithmetic: the bound that the benchmark holds the kernel against.
+// The traffic of AdamJob on split masters with next to no arithmetic: the bound that the benchmark holds the kernel against.
 struct StreamProbeJob {
   uint16_t* hi;
   int16_t* lo;
@@ -129,17 +134,12 @@ struct StreamProbeJob {
   const uint16_t* grad;
 
   MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
-    uint16_t* __restrict__ hi_ = hi;
-    int16_t* __restrict__ lo_ = lo;
-    float* __restrict__ m_ = m;
-    float* __restrict__ v_ = v;
-    const uint16_t* __restrict__ grad_ = grad;
+    MEGATRAIN_NO_OVERLAP
     for (int64_t i = begin; i < end; ++i) {
-      const uint16_t g = grad_[i];
-      hi_[i] = static_cast<uint16_t>(hi_[i] ^ g);
-      lo_[i] = static_cast<int16_t>(lo_[i] ^ g);
-      m_[i] = m_[i] + 1.0f;
-      v_[i] = v_[i] + 1.0f;
+      hi[i] = static_cast<uint16_t>(hi[i] ^ grad[i]);
+      lo[i] = static_cast<int16_t>(lo[i] ^ grad[i]);
+      m[i] = m[i] + 1.0f;
+      v[i] = v[i] + 1.0f;
     }
   }
 };

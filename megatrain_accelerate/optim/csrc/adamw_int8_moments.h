@@ -12,9 +12,9 @@
 // Why floating point: what counts is m / sqrt(v) of each element, the small ones too, and the ranges of m and of sqrt(v) are
 // the same. A v above zero never gets the code of zero: next to an m that did not vanish it would make a step of lr * m / eps.
 //
-// Codes are rounded stochastically, for the reason in adamw_bf16_moments.h and with its random bits, so that m and v are right
-// in the mean. A block's largest element has the last code and is held exactly; with that, and codes that are rounded to
-// nearest, moments that are decoded and coded again have the same bits (int8_moments.py does it for checkpoints).
+// Codes are rounded stochastically, for the reason in adamw.h and with its random bits, so that m and v are right in the
+// mean. A block's largest element has the last code and is held exactly; with that, and codes that are rounded to
+// nearest, moments that are decoded and coded again have the same bits (moments.py does it for checkpoints).
 #pragma once
 
 #include <cstdint>
@@ -68,44 +68,11 @@ MEGATRAIN_INLINE int32_t code_of_share(float share, uint32_t random, int32_t off
   return bits < least ? below_least : code;
 }
 
-// How a weight and its gradient are kept: split masters, the gradient with its residual or without, or fp32.
-template <bool kGradSplit>
-struct SplitWeights {
-  uint16_t* hi;
-  int16_t* lo;
-  const uint16_t* grad;
-  const int16_t* grad_lo;
-
-  MEGATRAIN_INLINE float weight(int64_t i) const { return join_master(hi[i], lo[i]); }
-
-  MEGATRAIN_INLINE float gradient(int64_t i) const {
-    if constexpr (kGradSplit) {
-      return join_sum(grad[i], grad_lo[i]);
-    } else {
-      return bf16_to_float(grad[i]);
-    }
-  }
-
-  MEGATRAIN_INLINE void store(int64_t i, float weight) const {
-    const uint32_t bits = bits_of(weight);
-    hi[i] = master_hi(bits);
-    lo[i] = master_lo(bits);
-  }
-};
-
-struct FloatWeights {
-  float* values;
-  const float* grad;
-
-  MEGATRAIN_INLINE float weight(int64_t i) const { return values[i]; }
-  MEGATRAIN_INLINE float gradient(int64_t i) const { return grad[i]; }
-  MEGATRAIN_INLINE void store(int64_t i, float weight) const { values[i] = weight; }
-};
-
 // 14.1 bytes of memory traffic a parameter on split masters. `begin` is a multiple of the block; the last block may be short.
-template <class Weights, bool kL2>
-struct AdamInt8Job {
+template <class Weights, class Gradients, bool kL2>
+struct AdamJob<Weights, Gradients, Int8Moments, kL2> {
   Weights weights;
+  Gradients gradients;
   Int8Moments moments;
   AdamConstants constants;
   Rounding rounding;
@@ -123,8 +90,9 @@ struct AdamInt8Job {
   MEGATRAIN_INLINE void block(int64_t start, int64_t count) const {
     const AdamConstants c = constants;
     const Weights w = weights;
-    int8_t* __restrict__ m_ = moments.m + start;
-    uint8_t* __restrict__ v_ = moments.v + start;
+    const Gradients g = gradients;
+    int8_t* m_ = moments.m + start;
+    uint8_t* v_ = moments.v + start;
     float& m_scale = moments.m_scale[start / kMomentBlock];
     float& v_scale = moments.v_scale[start / kMomentBlock];
     alignas(64) float new_m[kMomentBlock];
@@ -139,7 +107,7 @@ struct AdamInt8Job {
       const float magnitude = share_of_code(m_code < 0 ? -m_code : m_code, kFirstOffset) * old_m_scale;
       float m = m_code < 0 ? -magnitude : magnitude;
       float v = share_of_code(v_[i], kSecondOffset) * old_v_scale;
-      w.store(start + i, adam_element<kL2>(c, w.weight(start + i), w.gradient(start + i), m, v));
+      w.store(start + i, adam_element<kL2>(c, w.load(start + i), g.load(start + i), m, v));
       const int32_t m_bits = magnitude_bits(m);
       const int32_t v_bits = magnitude_bits(v);
       m_largest = m_bits > m_largest ? m_bits : m_largest;

@@ -16,9 +16,11 @@
 
 #define MEGATRAIN_INLINE inline __attribute__((always_inline))
 
-// Before a loop over arrays that don't overlap. GCC doesn't use __restrict__ of local pointers and compares their addresses
-// instead, but gives vectors up where that would be more than ten comparisons.
-#if defined(__GNUC__) && !defined(__clang__)
+// Before a loop whose iterations don't depend on each other: arrays don't overlap, or one is read where it is written.
+// Compilers compare the addresses instead, and give vectors up where that would be more than ten comparisons.
+#if defined(__clang__)
+#define MEGATRAIN_NO_OVERLAP _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
 #define MEGATRAIN_NO_OVERLAP _Pragma("GCC ivdep")
 #else
 #define MEGATRAIN_NO_OVERLAP

@@ -12,6 +12,12 @@
 //
 // A finite master above bf16's largest finite number (3.39e38) has hi = infinity, as under torch's rule. hi of an exact
 // infinity is that infinity.
+//
+// An fp32 sum of bf16 gradients is split in the same way: the bf16 half is what `parameter.grad` shows. Whoever reads the
+// gradient may also write to it behind autograd's back (`parameter.grad.data.zero_()`), which leaves the residual of another
+// number. It is at most half a unit of that number then, but beside a zero a negative one would make a NaN, which no sum
+// does: there it counts as zero. A NaN is stored as the quiet NaN 0x7fc00000: others, among them the one that GPUs make
+// (0x7fffffff), would be split into a bf16 half that isn't a NaN.
 #pragma once
 
 #include <cstdint>
@@ -51,34 +57,71 @@ MEGATRAIN_INLINE uint16_t float_to_bf16(float value) {
   return static_cast<uint16_t>(value != value ? 0x7fc0u : rounded);
 }
 
-struct SplitJob {
-  const float* master;
+// fp32 numbers as they lie in memory: each type loads and stores the number `i`.
+struct FloatArray {
+  float* values;
+
+  MEGATRAIN_INLINE float load(int64_t i) const { return values[i]; }
+  MEGATRAIN_INLINE void store(int64_t i, float value) const { values[i] = value; }
+};
+
+struct Bf16Array {
+  uint16_t* bits;
+
+  MEGATRAIN_INLINE float load(int64_t i) const { return bf16_to_float(bits[i]); }
+  MEGATRAIN_INLINE void store(int64_t i, float value) const { bits[i] = float_to_bf16(value); }
+};
+
+struct MasterArray {
   uint16_t* hi;
   int16_t* lo;
 
+  MEGATRAIN_INLINE float load(int64_t i) const { return join_master(hi[i], lo[i]); }
+  MEGATRAIN_INLINE void store(int64_t i, float value) const {
+    hi[i] = master_hi(bits_of(value));
+    lo[i] = master_lo(bits_of(value));
+  }
+};
+
+struct SumArray {
+  uint16_t* hi;
+  int16_t* lo;
+
+  MEGATRAIN_INLINE float load(int64_t i) const {
+    const bool is_stale = (hi[i] & 0x7fffu) == 0 && lo[i] < 0;
+    return join_master(hi[i], is_stale ? static_cast<int16_t>(0) : lo[i]);
+  }
+  MEGATRAIN_INLINE void store(int64_t i, float value) const {
+    const uint32_t bits = value != value ? 0x7fc00000u : bits_of(value);
+    hi[i] = master_hi(bits);
+    lo[i] = master_lo(bits);
+  }
+};
+
+template <class From, class To>
+struct ConvertJob {
+  From from;
+  To to;
+
   MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
-    const float* __restrict__ from = master;
-    uint16_t* __restrict__ to_hi = hi;
-    int16_t* __restrict__ to_lo = lo;
+    MEGATRAIN_NO_OVERLAP
     for (int64_t i = begin; i < end; ++i) {
-      const uint32_t bits = bits_of(from[i]);
-      to_hi[i] = master_hi(bits);
-      to_lo[i] = master_lo(bits);
+      to.store(i, from.load(i));
     }
   }
 };
 
-struct JoinJob {
-  const uint16_t* hi;
-  const int16_t* lo;
-  float* master;
+// `sum` may be where `earlier` is.
+template <class Earlier, class Addend, class Sum>
+struct AddJob {
+  Earlier earlier;
+  Addend addend;
+  Sum sum;
 
   MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
-    const uint16_t* __restrict__ from_hi = hi;
-    const int16_t* __restrict__ from_lo = lo;
-    float* __restrict__ to = master;
+    MEGATRAIN_NO_OVERLAP
     for (int64_t i = begin; i < end; ++i) {
-      to[i] = join_master(from_hi[i], from_lo[i]);
+      sum.store(i, earlier.load(i) + addend.load(i));
     }
   }
 };

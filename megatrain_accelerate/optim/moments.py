@@ -1,4 +1,4 @@
-"""AdamW's moments in 8 bits: codes with one fp32 scale for each block, their kernel, and their way from and to fp32.
+"""AdamW's moments as they lie in memory: in fp32, in bf16, or in 8 bits, as codes with one fp32 scale for each block.
 
 ``csrc/adamw_int8_moments.h`` defines the codes and says where the idea is from. The kernel rounds stochastically. What is
 taken over from fp32 here is rounded to nearest, so that codes that were decoded come back as the same codes and scales.
@@ -6,15 +6,11 @@ taken over from fp32 here is rounded to nearest, so that codes that were decoded
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
-
-from megatrain_accelerate.errors import KernelError
-from megatrain_accelerate.optim.adam_arguments import AdamArguments
-from megatrain_accelerate.optim.kernel import HostKernels
 
 BLOCK_ELEMENTS = 128
 """Elements that share a scale: those by which parameters are aligned in a unit, so that no block has two of them."""
@@ -36,8 +32,20 @@ def moment_bytes(elements: int, dtype: torch.dtype) -> int:
     return 2 * dtype.itemsize * elements + scales
 
 
-@dataclasses.dataclass(frozen=True)
-class Int8Moments:
+class FloatMoments(NamedTuple):
+    """Both moments of a run of N elements in fp32 or bf16, as views of their unit's memory."""
+
+    exp_avg: torch.Tensor
+    """N elements of any shape."""
+    exp_avg_sq: torch.Tensor
+    """The same, of the same dtype."""
+
+    def run(self, first: int, count: int) -> FloatMoments:
+        """``count`` elements from ``first``; of flat moments."""
+        return FloatMoments(self.exp_avg[first : first + count], self.exp_avg_sq[first : first + count])
+
+
+class Int8Moments(NamedTuple):
     """Both moments of a run of N elements that begins a block, as views of their unit's memory."""
 
     exp_avg: torch.Tensor
@@ -48,37 +56,6 @@ class Int8Moments:
     """(:func:`block_count` of N) float32."""
     exp_avg_sq_scale: torch.Tensor
     """The same, of the second moment."""
-
-    @classmethod
-    def within(
-        cls,
-        tensor: Callable[[int, tuple[int, ...], torch.dtype], torch.Tensor],
-        total: int,
-        first: int,
-        shape: tuple[int, ...],
-    ) -> Int8Moments:
-        """Views of a memory of :func:`moment_bytes` of ``total`` elements, a multiple of the block: all codes of the first
-        moment, all of the second, all scales of the first, all of the second.
-
-        Args:
-            tensor: makes a view of the memory from an offset in bytes, a shape and a dtype.
-            total: elements that the memory is for.
-            first: the first element wanted, a multiple of the block.
-            shape: of the elements wanted.
-        """
-        scales = 2 * total + 4 * block_count(first)
-        blocks = (block_count(math.prod(shape)),)
-        return cls(
-            tensor(first, shape, torch.int8),
-            tensor(total + first, shape, torch.uint8),
-            tensor(scales, blocks, torch.float32),
-            tensor(scales + 4 * block_count(total), blocks, torch.float32),
-        )
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Codes and scales, in the order of the fields."""
-        return self.exp_avg, self.exp_avg_sq, self.exp_avg_scale, self.exp_avg_sq_scale
 
     def run(self, first: int, count: int) -> Int8Moments:
         """``count`` elements from ``first``, a multiple of the block; of flat moments."""
@@ -117,10 +94,36 @@ class Int8Moments:
             codes = _codes(values, piece.exp_avg_sq_scale, _LEAST_SECOND_SCALE, _SECOND_OFFSET)
             piece.exp_avg_sq.copy_(torch.where(values > 0, codes.clamp(min=1), codes))
 
-    def zero(self) -> None:
-        """Forgets the moments."""
-        for tensor in self.tensors:
-            tensor.zero_()
+
+Moments = FloatMoments | Int8Moments
+
+
+def moments_within(
+    tensor: Callable[[int, tuple[int, ...], torch.dtype], torch.Tensor],
+    total: int,
+    first: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Moments:
+    """Views of a memory of :func:`moment_bytes` of ``total`` elements: all of the first moment, all of
+    the second. With int8 all scales of the first and all of the second follow.
+
+    Args:
+        tensor: makes a view of the memory from an offset in bytes, a shape and a dtype.
+        total, first: elements that the memory is for, and the first one wanted; with int8 multiples of
+            the block.
+        shape, dtype: of the elements wanted; fp32, bf16 or int8.
+    """
+    if dtype != torch.int8:
+        return FloatMoments(*(tensor(dtype.itemsize * (begin + first), shape, dtype) for begin in (0, total)))
+    scales = 2 * total + 4 * block_count(first)
+    blocks = (block_count(math.prod(shape)),)
+    return Int8Moments(
+        tensor(first, shape, torch.int8),
+        tensor(total + first, shape, torch.uint8),
+        tensor(scales, blocks, torch.float32),
+        tensor(scales + 4 * block_count(total), blocks, torch.float32),
+    )
 
 
 def _shares(codes: torch.Tensor, offset: int) -> torch.Tensor:
@@ -141,56 +144,3 @@ def _codes(magnitudes: torch.Tensor, scales: torch.Tensor, least_scale: float, o
     codes = ((shares.view(torch.int32) + (1 << 19)) >> 20) - offset
     least = _shares(torch.ones(1, dtype=torch.int32), offset)
     return torch.where(shares < least, (shares > 0.5 * least).int(), codes)
-
-
-def adamw_int8(
-    kernels: HostKernels,
-    weight: torch.Tensor,
-    residual: torch.Tensor | None,
-    moments: Int8Moments,
-    grad: torch.Tensor,
-    arguments: AdamArguments,
-    grad_residual: torch.Tensor | None = None,
-    first_element: int = 0,
-) -> None:
-    """One AdamW (or Adam) step in place, in one pass of 14.1 bytes of traffic a parameter on split masters.
-
-    Args:
-        kernels: the host's.
-        weight: (N) bfloat16 with ``residual``, else (N) float32.
-        residual: (N) int16, see :meth:`HostKernels.adamw_split`; None for fp32 weights.
-        moments: of these N elements.
-        grad: (N), of the weight's dtype.
-        arguments: the constants of the step.
-        grad_residual: (N) int16 where the gradient is an fp32 sum beside split masters.
-        first_element: number of the first element in its unit, a multiple of the block: the rounding depends on it.
-
-    Raises:
-        KernelError: a tensor has the wrong dtype, device, layout or length, ``first_element`` isn't the first of a block, or
-            the kernels are closed.
-    """
-    if first_element % BLOCK_ELEMENTS:
-        raise KernelError(f"first_element is {first_element}; runs of 8-bit moments begin at multiples of {BLOCK_ELEMENTS}")
-    dtype = torch.float32 if residual is None else torch.bfloat16
-    optional = {"residual": residual, "grad_residual": grad_residual}
-    handle, count = kernels.check(
-        weight=(weight, dtype),
-        exp_avg=(moments.exp_avg, torch.int8),
-        exp_avg_sq=(moments.exp_avg_sq, torch.uint8),
-        grad=(grad, dtype),
-        **{name: (tensor, torch.int16) for name, tensor in optional.items() if tensor is not None},
-    )
-    kernels.check(
-        exp_avg_scale=(moments.exp_avg_scale, torch.float32), exp_avg_sq_scale=(moments.exp_avg_sq_scale, torch.float32)
-    )
-    if moments.exp_avg_scale.numel() != block_count(count):
-        scales = moments.exp_avg_scale.numel()
-        raise KernelError(f"8-bit moments of {count:,} elements have {scales:,} scales; they need {block_count(count):,}")
-    pointers = [tensor.data_ptr() for tensor in moments.tensors]
-    settings = (count, arguments.to_constants(), first_element & 0xFFFFFFFF, arguments.rounding_seed)
-    if residual is None:
-        kernels.library.megatrain_adamw_fp32_int8(handle, weight.data_ptr(), *pointers, grad.data_ptr(), *settings)
-    else:
-        pointers = [weight.data_ptr(), residual.data_ptr(), *pointers, grad.data_ptr()]
-        sums = None if grad_residual is None else grad_residual.data_ptr()
-        kernels.library.megatrain_adamw_split_int8(handle, *pointers, sums, *settings)
