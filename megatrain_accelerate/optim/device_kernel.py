@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from typing import Any
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +20,20 @@ from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.moments import FloatMoments, Moments
 
 _BLOCK = 1024
+_CHUNK = 4 * _BLOCK
+"""Elements that one program steps."""
+
+
+class ParameterStep(NamedTuple):
+    """What :meth:`HostKernels.adamw` is told of one parameter."""
+
+    weight: torch.Tensor
+    residual: torch.Tensor | None
+    moments: Moments
+    grad: torch.Tensor
+    arguments: AdamArguments
+    grad_residual: torch.Tensor | None
+    first_element: int
 
 
 def device_kernels(device: torch.device, host_kernels: HostKernels) -> StepKernels:
@@ -62,39 +78,59 @@ class DeviceKernels:
         grad_residual: torch.Tensor | None = None,
         first_element: int = 0,
     ) -> None:
-        assert isinstance(moments, FloatMoments), "8-bit ones are stepped on the host"
-        constants = arguments.to_constants()
-        if not (count := weight.numel()):
-            return
-        # bf16 is read as bits: the kernel joins and splits the master itself.
-        weight, exp_avg, exp_avg_sq, grad = map(_bits, (weight, *moments, grad))
-        # What the kernel doesn't read stands for what there isn't.
-        tensors = (weight, weight if residual is None else residual, exp_avg, exp_avg_sq, grad)
-        with torch.cuda.device_of(weight):  # Triton launches on the current device
-            self._triton.adamw[(-(-count // _BLOCK),)](
-                *tensors,
-                grad if grad_residual is None else grad_residual,
-                count,
-                constants.gradient_factor,
-                constants.decay,
-                constants.l2,
-                constants.one_minus_beta1,
-                constants.one_minus_beta1 - 1.0,
-                constants.beta2,
-                constants.one_minus_beta2,
-                constants.correction2_sqrt,
-                constants.eps,
-                constants.negative_step_size,
-                _as_signed(first_element),
-                _as_signed(arguments.rounding_seed),
-                SPLIT=residual is not None,
-                GRAD_SPLIT=grad_residual is not None,
-                BF16_MOMENTS=moments.exp_avg.dtype == torch.bfloat16,
-                HAS_L2=not arguments.decoupled,
-                SMALL_STEP=constants.one_minus_beta1 < 0.5,
-                BLOCK=_BLOCK,
-                enable_fp_fusion=False,
-            )
+        self.adamw_of_many([ParameterStep(weight, residual, moments, grad, arguments, grad_residual, first_element)])
+
+    def adamw_of_many(self, steps: Sequence[ParameterStep]) -> None:
+        """Steps all parameters by one kernel for each set of constants and dtypes: a launch takes longer than most steps."""
+        alike: dict[tuple[Any, ...], list[ParameterStep]] = defaultdict(list)
+        for step in steps:
+            if step.weight.numel():
+                assert isinstance(step.moments, FloatMoments), "8-bit ones are stepped on the host"
+                key = (step.arguments, step.residual is None, step.grad_residual is None, step.moments.exp_avg.dtype)
+                alike[key].append(step)
+        for group in alike.values():
+            with torch.cuda.device_of(group[0].weight):  # Triton launches on the current device
+                self._launch(group)
+
+    def _launch(self, steps: Sequence[ParameterStep]) -> None:
+        first = steps[0]
+        constants = first.arguments.to_constants()
+        rows, chunks = [], 0
+        for step in steps:
+            # What the kernel doesn't read stands for what there isn't.
+            tensors = (step.weight, step.residual, *step.moments, step.grad, step.grad_residual)
+            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+            rows.append([*addresses, step.weight.numel(), step.first_element, chunks])
+            chunks += -(-step.weight.numel() // _CHUNK)
+        aligned = not any(address % 16 for row in rows for address in row[:6])
+        table = torch.tensor(rows, dtype=torch.int64, pin_memory=True).to(first.weight.device, non_blocking=True)
+        chunks_of_row = (table[:, 6] + (_CHUNK - 1)) // _CHUNK
+        row_of_chunk = torch.repeat_interleave(chunks_of_row, output_size=chunks)
+        self._triton.adamw[(chunks,)](
+            table,
+            row_of_chunk,
+            constants.gradient_factor,
+            constants.decay,
+            constants.l2,
+            constants.one_minus_beta1,
+            constants.one_minus_beta1 - 1.0,
+            constants.beta2,
+            constants.one_minus_beta2,
+            constants.correction2_sqrt,
+            constants.eps,
+            constants.negative_step_size,
+            _as_signed(first.arguments.rounding_seed),
+            SPLIT=first.residual is not None,
+            GRAD_SPLIT=first.grad_residual is not None,
+            BF16_MOMENTS=first.moments.exp_avg.dtype == torch.bfloat16,
+            HAS_L2=not first.arguments.decoupled,
+            SMALL_STEP=constants.one_minus_beta1 < 0.5,
+            ALIGNED=aligned,
+            COLUMNS=len(rows[0]),
+            CHUNK=_CHUNK,
+            BLOCK=_BLOCK,
+            enable_fp_fusion=False,
+        )
 
     def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
         if count := hi.numel():

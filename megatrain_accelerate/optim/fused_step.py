@@ -27,7 +27,7 @@ from megatrain_accelerate.optim.moment_states import (
     views_of,
     without_residual,
 )
-from megatrain_accelerate.optim.segments import apply_segments, plan_segments, segments_of_experts, step_each
+from megatrain_accelerate.optim.segments import apply_segments, plan_segments, segments_of_experts, step_on_device
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause
 from megatrain_accelerate.streaming.passing_gradients import refuse_unstepped
@@ -356,10 +356,11 @@ class FusedStep(HostStep):
             with narrowed_to(optimizer, outside):
                 own_step()
         try:
-            for unit in runtime.units:
-                if unit.is_on_device and (steps := settings(unit)):
-                    step_each(steps, unit.kernels)
-                    unit.version += 1
+            on_device = [(unit, steps) for unit in runtime.units if unit.is_on_device and (steps := settings(unit))]
+            if on_device:
+                step_on_device([step for _, steps in on_device for step in steps], on_device[0][0].kernels)
+            for unit, _ in on_device:
+                unit.version += 1
         except BaseException as error:
             runtime.worker.fail(error)
             raise

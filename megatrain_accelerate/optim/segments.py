@@ -11,7 +11,7 @@ from megatrain_accelerate.memory.flat_layout import ALIGNMENT_ELEMENTS, ExpertRa
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.adam_arguments import AdamArguments
-from megatrain_accelerate.optim.device_kernel import StepKernels
+from megatrain_accelerate.optim.device_kernel import ParameterStep, StepKernels
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.moments import Int8Moments
 
@@ -77,15 +77,22 @@ def segments_of_experts(segments: Sequence[Segment], unit: HostUnit, experts: Ex
     return of_part
 
 
-def step_each(steps: Sequence[tuple[ParameterState, AdamArguments]], kernels: StepKernels) -> None:
-    """Steps the parameters of a unit on the device in place, each from its own ``parameter.grad``."""
+def step_on_device(steps: Sequence[tuple[ParameterState, AdamArguments]], kernels: StepKernels) -> None:
+    """Steps parameters that live on the device in place, each from its own ``parameter.grad``."""
+    found = []
     for state, arguments in steps:
         gradient = state.parameter.grad
         assert gradient is not None
         assert state.moments is not None
         of_sum = state.gradient_residual if state.handle.has_fp32_sum else None
         first = state.entry.state_offset or 0
-        kernels.adamw(state.weight, state.residual, state.moments, gradient.contiguous(), arguments, of_sum, first)
+        tensors = (state.weight, state.residual, state.moments, gradient.contiguous())
+        found.append(ParameterStep(*tensors, arguments, of_sum, first))
+    if isinstance(kernels, HostKernels):
+        for step in found:
+            kernels.adamw(*step)
+    else:
+        kernels.adamw_of_many(found)
 
 
 def apply_segments(unit: HostUnit, segments: Sequence[Segment], kernels: HostKernels) -> None:

@@ -48,15 +48,20 @@ def _join_sum(hi, lo):
     return ((hi << 16) + tl.where(is_stale, 0, lo)).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["first_element", "seed"])
-def adamw(
-    weight_ptr,
-    lo_ptr,
-    m_ptr,
-    v_ptr,
-    grad_ptr,
-    grad_lo_ptr,
-    count,
+@triton.jit
+def _pointer(row_ptr, column: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The address in a column of a row of the table; ``ALIGNED``: a multiple of 16 bytes."""
+    pointer = tl.load(row_ptr + column).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _step_block(
+    row_ptr,
+    at,
+    inside,
     factor,
     decay,
     l2,
@@ -67,36 +72,35 @@ def adamw(
     correction2_sqrt,
     eps,
     negative_step_size,
-    first_element,
     seed,
     SPLIT: tl.constexpr,
     GRAD_SPLIT: tl.constexpr,
     BF16_MOMENTS: tl.constexpr,
     HAS_L2: tl.constexpr,
     SMALL_STEP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
-    """With ``SPLIT`` ``weight``, ``lo`` and ``grad`` are the bits (int16) of bf16 weight, residual and
-    bf16 gradient, which with ``GRAD_SPLIT`` is an fp32 sum that has the residual ``grad_lo``; else
-    weight and gradient are fp32. ``m`` and ``v`` are fp32, or with ``BF16_MOMENTS`` the bits (int16)
-    of bf16 numbers. Other residuals aren't read.
-    """
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
+    """Steps the elements ``at`` of a row's parameter, as far as they are ``inside``."""
+    MOMENT: tl.constexpr = tl.int16 if BF16_MOMENTS else tl.float32
+    m_at = _pointer(row_ptr, 2, MOMENT, ALIGNED) + at
+    v_at = _pointer(row_ptr, 3, MOMENT, ALIGNED) + at
     if SPLIT:
-        hi = tl.load(weight_ptr + at, inside, other=0).to(tl.int32)
-        lo = tl.load(lo_ptr + at, inside, other=0).to(tl.int32)
+        hi_at = _pointer(row_ptr, 0, tl.int16, ALIGNED) + at
+        lo_at = _pointer(row_ptr, 1, tl.int16, ALIGNED) + at
+        hi = tl.load(hi_at, inside, other=0).to(tl.int32)
+        lo = tl.load(lo_at, inside, other=0).to(tl.int32)
         weight = ((hi << 16) + lo).to(tl.float32, bitcast=True)
-        grad_hi = tl.load(grad_ptr + at, inside, other=0).to(tl.int32)
+        grad_hi = tl.load(_pointer(row_ptr, 4, tl.int16, ALIGNED) + at, inside, other=0).to(tl.int32)
         if GRAD_SPLIT:
-            grad = _join_sum(grad_hi, tl.load(grad_lo_ptr + at, inside, other=0).to(tl.int32))
+            grad = _join_sum(grad_hi, tl.load(_pointer(row_ptr, 5, tl.int16, ALIGNED) + at, inside, other=0).to(tl.int32))
         else:
             grad = (grad_hi << 16).to(tl.float32, bitcast=True)
     else:
-        weight = tl.load(weight_ptr + at, inside, other=0.0)
-        grad = tl.load(grad_ptr + at, inside, other=0.0)
-    m = _load_moment(m_ptr + at, inside, BF16_MOMENTS)
-    v = _load_moment(v_ptr + at, inside, BF16_MOMENTS)
+        weight_at = _pointer(row_ptr, 0, tl.float32, ALIGNED) + at
+        weight = tl.load(weight_at, inside, other=0.0)
+        grad = tl.load(_pointer(row_ptr, 4, tl.float32, ALIGNED) + at, inside, other=0.0)
+    m = _load_moment(m_at, inside, BF16_MOMENTS)
+    v = _load_moment(v_at, inside, BF16_MOMENTS)
     grad = grad * factor
     if HAS_L2:
         grad = tl.fma(weight, l2, grad)
@@ -107,15 +111,103 @@ def adamw(
     v = tl.fma(grad * one_minus_beta2, grad, v * beta2)
     denominator = tl.div_rn(tl.sqrt_rn(v), correction2_sqrt) + eps
     weight = weight + tl.div_rn(m * negative_step_size, denominator)
-    random = _rounding_bits(at, first_element, seed)
-    _store_moment(m_ptr + at, m, inside, random & 0xFFFF, BF16_MOMENTS)
-    _store_moment(v_ptr + at, v, inside, random >> 16, BF16_MOMENTS)
+    random = _rounding_bits(at, tl.load(row_ptr + 7), seed)
+    _store_moment(m_at, m, inside, random & 0xFFFF, BF16_MOMENTS)
+    _store_moment(v_at, v, inside, random >> 16, BF16_MOMENTS)
     if SPLIT:
         bits = weight.to(tl.int32, bitcast=True)
-        tl.store(weight_ptr + at, ((bits + 0x8000) >> 16).to(tl.int16), inside)
-        tl.store(lo_ptr + at, bits.to(tl.int16), inside)
+        tl.store(hi_at, ((bits + 0x8000) >> 16).to(tl.int16), inside)
+        tl.store(lo_at, bits.to(tl.int16), inside)
     else:
-        tl.store(weight_ptr + at, weight, inside)
+        tl.store(weight_at, weight, inside)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def adamw(
+    table_ptr,
+    row_of_chunk_ptr,
+    factor,
+    decay,
+    l2,
+    one_minus_beta1,
+    minus_beta1,
+    beta2,
+    one_minus_beta2,
+    correction2_sqrt,
+    eps,
+    negative_step_size,
+    seed,
+    SPLIT: tl.constexpr,
+    GRAD_SPLIT: tl.constexpr,
+    BF16_MOMENTS: tl.constexpr,
+    HAS_L2: tl.constexpr,
+    SMALL_STEP: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Steps many parameters. Each program steps a chunk of one, whose row in the (rows, COLUMNS) int64 ``table`` is
+    ``row_of_chunk[program]``.
+
+    A row has the addresses of weight, residual, both moments, gradient and the gradient's residual; then the number of
+    elements, the first one's place in its unit, and the parameter's first chunk. With ``SPLIT`` weights and gradients are
+    bf16 and the masters' residuals int16, all as int16 bits; without it weights and gradients are fp32. With ``GRAD_SPLIT``
+    the gradient is an fp32 sum and has a residual. With ``BF16_MOMENTS`` moments are the bits of bf16 numbers
+    (``csrc/adamw_bf16_moments.h``).
+    """
+    row_ptr = table_ptr + tl.load(row_of_chunk_ptr + tl.program_id(0)) * COLUMNS
+    count = tl.load(row_ptr + 6)
+    start = (tl.program_id(0) - tl.load(row_ptr + 8)) * CHUNK
+    for begin in range(0, CHUNK, BLOCK):
+        at = start + begin + tl.arange(0, BLOCK)
+        # Where the mask is known to be all ones, several elements are loaded at once.
+        if start + begin + BLOCK <= count:
+            _step_block(
+                row_ptr,
+                at,
+                tl.full([BLOCK], 1, tl.int1),
+                factor,
+                decay,
+                l2,
+                one_minus_beta1,
+                minus_beta1,
+                beta2,
+                one_minus_beta2,
+                correction2_sqrt,
+                eps,
+                negative_step_size,
+                seed,
+                SPLIT,
+                GRAD_SPLIT,
+                BF16_MOMENTS,
+                HAS_L2,
+                SMALL_STEP,
+                ALIGNED,
+            )
+        elif start + begin < count:
+            _step_block(
+                row_ptr,
+                at,
+                at < count,
+                factor,
+                decay,
+                l2,
+                one_minus_beta1,
+                minus_beta1,
+                beta2,
+                one_minus_beta2,
+                correction2_sqrt,
+                eps,
+                negative_step_size,
+                seed,
+                SPLIT,
+                GRAD_SPLIT,
+                BF16_MOMENTS,
+                HAS_L2,
+                SMALL_STEP,
+                ALIGNED,
+            )
 
 
 @triton.jit

@@ -148,7 +148,7 @@ def test_equal_budgets_give_equal_bits_whether_layers_are_kept_and_another_one_t
 
 def saved_bytes(budgets: tuple[float, float], foretold: list[MemoryBudget] | None = None) -> int:
     """What a pass saves besides inputs and places in slots; ``foretold`` gets the distinct budgets of a layer."""
-    model = qwen2(hidden_size=128, intermediate_size=512, num_hidden_layers=1).train()
+    model = tiny_model(hidden_size=128, intermediate_size=512, num_hidden_layers=1).train()
     engine = attach(model, bf16=False, compile_layers=True, keep_layers=0)
     runtime = engine.runtime
     runtime.memory_budgets = budgets
