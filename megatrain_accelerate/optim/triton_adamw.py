@@ -59,9 +59,14 @@ def _pointer(row_ptr, column: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.cons
 
 @triton.jit
 def _step_block(
-    row_ptr,
-    at,
+    weight_at,
+    lo_at,
+    m_at,
+    v_at,
+    grad_at,
+    grad_lo_at,
     inside,
+    random,
     factor,
     decay,
     l2,
@@ -72,33 +77,25 @@ def _step_block(
     correction2_sqrt,
     eps,
     negative_step_size,
-    seed,
     SPLIT: tl.constexpr,
     GRAD_SPLIT: tl.constexpr,
     BF16_MOMENTS: tl.constexpr,
     HAS_L2: tl.constexpr,
     SMALL_STEP: tl.constexpr,
-    ALIGNED: tl.constexpr,
 ):
-    """Steps the elements ``at`` of a row's parameter, as far as they are ``inside``."""
-    MOMENT: tl.constexpr = tl.int16 if BF16_MOMENTS else tl.float32
-    m_at = _pointer(row_ptr, 2, MOMENT, ALIGNED) + at
-    v_at = _pointer(row_ptr, 3, MOMENT, ALIGNED) + at
+    """Steps the elements at these addresses, as far as they are ``inside``; ``random`` rounds bf16 moments."""
     if SPLIT:
-        hi_at = _pointer(row_ptr, 0, tl.int16, ALIGNED) + at
-        lo_at = _pointer(row_ptr, 1, tl.int16, ALIGNED) + at
-        hi = tl.load(hi_at, inside, other=0).to(tl.int32)
+        hi = tl.load(weight_at, inside, other=0).to(tl.int32)
         lo = tl.load(lo_at, inside, other=0).to(tl.int32)
         weight = ((hi << 16) + lo).to(tl.float32, bitcast=True)
-        grad_hi = tl.load(_pointer(row_ptr, 4, tl.int16, ALIGNED) + at, inside, other=0).to(tl.int32)
+        grad_hi = tl.load(grad_at, inside, other=0).to(tl.int32)
         if GRAD_SPLIT:
-            grad = _join_sum(grad_hi, tl.load(_pointer(row_ptr, 5, tl.int16, ALIGNED) + at, inside, other=0).to(tl.int32))
+            grad = _join_sum(grad_hi, tl.load(grad_lo_at, inside, other=0).to(tl.int32))
         else:
             grad = (grad_hi << 16).to(tl.float32, bitcast=True)
     else:
-        weight_at = _pointer(row_ptr, 0, tl.float32, ALIGNED) + at
         weight = tl.load(weight_at, inside, other=0.0)
-        grad = tl.load(_pointer(row_ptr, 4, tl.float32, ALIGNED) + at, inside, other=0.0)
+        grad = tl.load(grad_at, inside, other=0.0)
     m = _load_moment(m_at, inside, BF16_MOMENTS)
     v = _load_moment(v_at, inside, BF16_MOMENTS)
     grad = grad * factor
@@ -111,12 +108,11 @@ def _step_block(
     v = tl.fma(grad * one_minus_beta2, grad, v * beta2)
     denominator = tl.div_rn(tl.sqrt_rn(v), correction2_sqrt) + eps
     weight = weight + tl.div_rn(m * negative_step_size, denominator)
-    random = _rounding_bits(at, tl.load(row_ptr + 7), seed)
     _store_moment(m_at, m, inside, random & 0xFFFF, BF16_MOMENTS)
     _store_moment(v_at, v, inside, random >> 16, BF16_MOMENTS)
     if SPLIT:
         bits = weight.to(tl.int32, bitcast=True)
-        tl.store(hi_at, ((bits + 0x8000) >> 16).to(tl.int16), inside)
+        tl.store(weight_at, ((bits + 0x8000) >> 16).to(tl.int16), inside)
         tl.store(lo_at, bits.to(tl.int16), inside)
     else:
         tl.store(weight_at, weight, inside)
@@ -157,16 +153,30 @@ def adamw(
     (``csrc/adamw_bf16_moments.h``).
     """
     row_ptr = table_ptr + tl.load(row_of_chunk_ptr + tl.program_id(0)) * COLUMNS
-    count = tl.load(row_ptr + 6)
+    WEIGHT: tl.constexpr = tl.int16 if SPLIT else tl.float32
+    MOMENT: tl.constexpr = tl.int16 if BF16_MOMENTS else tl.float32
+    weight_ptr = _pointer(row_ptr, 0, WEIGHT, ALIGNED)
+    lo_ptr = _pointer(row_ptr, 1, tl.int16, ALIGNED)
+    m_ptr = _pointer(row_ptr, 2, MOMENT, ALIGNED)
+    v_ptr = _pointer(row_ptr, 3, MOMENT, ALIGNED)
+    grad_ptr = _pointer(row_ptr, 4, WEIGHT, ALIGNED)
+    grad_lo_ptr = _pointer(row_ptr, 5, tl.int16, ALIGNED)
+    count, first_element = tl.load(row_ptr + 6), tl.load(row_ptr + 7)
     start = (tl.program_id(0) - tl.load(row_ptr + 8)) * CHUNK
     for begin in range(0, CHUNK, BLOCK):
         at = start + begin + tl.arange(0, BLOCK)
+        random = _rounding_bits(at, first_element, seed)
         # Where the mask is known to be all ones, several elements are loaded at once.
         if start + begin + BLOCK <= count:
             _step_block(
-                row_ptr,
-                at,
+                weight_ptr + at,
+                lo_ptr + at,
+                m_ptr + at,
+                v_ptr + at,
+                grad_ptr + at,
+                grad_lo_ptr + at,
                 tl.full([BLOCK], 1, tl.int1),
+                random,
                 factor,
                 decay,
                 l2,
@@ -177,19 +187,22 @@ def adamw(
                 correction2_sqrt,
                 eps,
                 negative_step_size,
-                seed,
                 SPLIT,
                 GRAD_SPLIT,
                 BF16_MOMENTS,
                 HAS_L2,
                 SMALL_STEP,
-                ALIGNED,
             )
         elif start + begin < count:
             _step_block(
-                row_ptr,
-                at,
+                weight_ptr + at,
+                lo_ptr + at,
+                m_ptr + at,
+                v_ptr + at,
+                grad_ptr + at,
+                grad_lo_ptr + at,
                 at < count,
+                random,
                 factor,
                 decay,
                 l2,
@@ -200,13 +213,11 @@ def adamw(
                 correction2_sqrt,
                 eps,
                 negative_step_size,
-                seed,
                 SPLIT,
                 GRAD_SPLIT,
                 BF16_MOMENTS,
                 HAS_L2,
                 SMALL_STEP,
-                ALIGNED,
             )
 
 

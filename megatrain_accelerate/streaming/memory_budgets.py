@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._mode_utils import no_dispatch
+from torch.utils.flop_counter import flop_registry
 
 CANDIDATES = (0.2, 0.4, 0.6, 0.8)
 """Budgets that are tried between 0.0 and 1.0; several may give one and the same graph."""
@@ -54,8 +56,10 @@ def budgets_of(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict
     for value in CANDIDATES:
         saved, again = found[value]
         share = (saved - least) / (most - least)
-        if budgets[-1].saved_share + _LEAST_DIFFERENCE <= share <= 1.0 - _LEAST_DIFFERENCE:
-            budgets.append(MemoryBudget(value, share, (again - again_in_any_case) / (most_again - again_in_any_case)))
+        again_share = (again - again_in_any_case) / (most_again - again_in_any_case)
+        is_other = budgets[-1].saved_share + _LEAST_DIFFERENCE <= share <= 1.0 - _LEAST_DIFFERENCE
+        if is_other and 0.0 < again_share < budgets[-1].recompute_share:
+            budgets.append(MemoryBudget(value, share, again_share))
     return (*budgets, EVERYTHING)
 
 
@@ -77,24 +81,26 @@ def _saved_and_recomputed(
 
 
 def _bytes(node: torch.fx.Node) -> int:
-    """Of the node's result; sizes that aren't fixed count as they are in this call."""
-    value = node.meta.get("val")
+    value = _concrete(node.meta.get("val"))
+    return value.nbytes if isinstance(value, torch.Tensor) else 0
+
+
+def _concrete(value: Any) -> Any:
+    """A node's value without data, with the sizes of this call in place of sizes that vary: nothing is guarded by them."""
+    if isinstance(value, torch.SymInt):
+        return value.node.hint or 1
     if not isinstance(value, torch.Tensor):
-        return 0
-    elements = 1
-    for size in value.shape:
-        elements *= size if isinstance(size, int) else int(size.node.hint or 1)
-    return elements * value.element_size()
+        return value
+    with no_dispatch():
+        return torch.empty([_concrete(size) for size in value.shape], dtype=value.dtype, device="meta")
 
 
 def _costs(node: torch.fx.Node) -> float:
-    from torch.utils.flop_counter import flop_registry
-
     formula: Callable[..., Any] | None = flop_registry.get(getattr(node.target, "_overloadpacket", None))
     if formula is None:
         return float(_bytes(node))
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: _concrete(argument.meta.get("val")))
     try:
-        return float(int(formula(*args, **kwargs, out_val=node.meta["val"]))) / _FLOPS_PER_BYTE
+        return float(formula(*args, **kwargs, out_val=_concrete(node.meta["val"]))) / _FLOPS_PER_BYTE
     except Exception:  # grouped-query attention, which torch's formula refuses
         return float(_bytes(node))
