@@ -263,6 +263,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.parametrize("compile_layers", [False, True])
 @pytest.mark.parametrize("places", PLACES, ids=["streamed and recomputed", "each way"])
 def test_no_operation_of_a_step_synchronises_with_the_device(places: dict[str, Any], compile_layers: bool) -> None:
