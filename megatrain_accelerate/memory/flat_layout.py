@@ -42,7 +42,6 @@ class ParameterSpec:
 
     @functools.cached_property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -119,9 +118,8 @@ class FlatLayout:
 
     def views(self, buffer: torch.Tensor, trainable_only: bool = False) -> list[torch.Tensor]:
         """Views of ``buffer`` (uint8, one dimension, at least ``weight_bytes`` long) as the entries' tensors."""
-        entries = self.trainable_entries if trainable_only else list(self.entries)
         views = []
-        for entry in entries:
+        for entry in self.trainable_entries if trainable_only else self.entries:
             size = entry.spec.numel * entry.spec.dtype.itemsize
             flat = buffer[entry.weight_offset : entry.weight_offset + size].view(entry.spec.dtype)
             views.append(flat.view(entry.spec.shape))
@@ -138,7 +136,6 @@ class ExpertRange:
 
     @property
     def experts(self) -> int:
-        """How many they are."""
         return self.last - self.first
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:

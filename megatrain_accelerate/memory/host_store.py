@@ -7,6 +7,7 @@ A bf16 weight's fp32 master is split: the bf16 half that streams to the GPU and 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -220,7 +221,6 @@ class HostUnit:
 
     @property
     def has_moments(self) -> bool:
-        """Whether :meth:`allocate_moments` was called."""
         return self.moments is not None
 
     def allocate_moments(self) -> None:
@@ -232,10 +232,6 @@ class HostUnit:
         """The unit lives on ``device`` from now on: weights, residuals, moments; gradients are autograd's own there.
 
         Nothing may be pending on the unit: no step, no copy. The parameters' data and gradients move along.
-
-        Args:
-            device: where the model computes.
-            kernels: that step there.
         """
         self._move(device, kernels)
 
@@ -245,7 +241,6 @@ class HostUnit:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the unit was moved to the device."""
         return self.device is not None
 
     def _move(self, device: torch.device | None, kernels: StepKernels) -> None:
@@ -339,25 +334,19 @@ def planned_host_bytes(
     how many of the first units are layers whose gradients pass. ``moments_dtype``: fp32, bf16 or int8.
     """
     layouts = list(layouts)
-    parts = {"weights": 0, "gradients": 0, "residuals": 0, "moments": 0}
-    for layout in layouts:
-        parts["weights"] += layout.weight_bytes
-        parts["residuals"] += 2 * layout.split_elements
-        if training:
-            parts["moments"] += moment_bytes(layout.state_elements, moments_dtype)
-        if fp32_sums:
-            parts["gradient_residuals"] = parts.get("gradient_residuals", 0) + 2 * layout.split_elements
+    residuals = sum(2 * layout.split_elements for layout in layouts)
+    parts = {"weights": sum(layout.weight_bytes for layout in layouts), "gradients": 0, "residuals": residuals, "moments": 0}
     if training:
+        parts["moments"] = sum(moment_bytes(layout.state_elements, moments_dtype) for layout in layouts)
         parts["gradients"] = sum(layout.gradient_bytes for layout in layouts[passing:])
         parts["gradients"] += PASSING_BUFFERS * max((layout.gradient_bytes for layout in layouts[:passing]), default=0)
-    return parts
+    return {**parts, "gradient_residuals": residuals} if fp32_sums else parts
 
 
 def held_host_bytes(units: Iterable[HostUnit]) -> dict[str, int]:
     """Bytes of host memory that the units hold now, by kind; nothing for those that live on the device."""
-    total: dict[str, int] = {}
+    total: Counter[str] = Counter()
     for unit in units:
         if not unit.is_on_device:
-            for kind, count in unit.bytes_by_kind().items():
-                total[kind] = total.get(kind, 0) + count
-    return total
+            total.update(unit.bytes_by_kind())
+    return dict(total)

@@ -153,7 +153,6 @@ class ParameterState:
 
     @property
     def name(self) -> str:
-        """Name within the unit."""
         return self.entry.spec.name
 
     @property

@@ -304,38 +304,30 @@ class FusedStep(HostStep):
             own_step: its original step, which steps the parameters of other modules.
 
         Raises:
-            StepWorkerError: an earlier step failed.
+            StateError, StepWorkerError: see :meth:`HostStep.begin_step`; or layers were stepped in backward with other
+                settings than those of now, or gradients that should have passed are still there.
             NonFiniteGradientError: see :meth:`HostStep.allows`.
-            StateError: the optimizer was retired, layers were stepped in backward with other settings than those of now, or
-                gradients that should have passed are still there.
             UnsupportedError: a group has an option by now that the kernel hasn't.
         """
-        self.refuse_retired()
-        self.runtime.watch.end()
+        runtime = self.runtime
+        self.begin_step()
         refuse_unfused(optimizer.param_groups)
         if self._then is not None:
             self.set_schedule(self._then)
-        runtime = self.runtime
-        runtime.worker.raise_if_failed()
-        runtime.refresh_if_written()
-        runtime.collect_gradients()
         done, self._stepped_in_backward = self._stepped_in_backward, {}
         self._refuse_rewritten(optimizer, done)
         found = self.with_gradients(optimizer)
         if runtime.config.passes_gradients:
             refuse_unstepped([*runtime.layers, *runtime.experts], {id(state.parameter) for state, _ in found} - done.keys())
         outside = self.outside_with_gradients(optimizer)
-        norm = float(runtime.total_norm([*(state.parameter for state, _ in found), *outside]))
-        factors = runtime.take_clip_factors(self.parameters(optimizer))
+        norm, factors = self.norm_and_factors(optimizer, (state for state, _ in found), outside)
         if done:
             self._check_stepped_in_backward(found, factors, done)
             found = [(state, group) for state, group in found if id(state.parameter) not in done]
             skipped, self._skipped_in_backward = self._skipped_in_backward, []
             if skipped:
                 norm = math.nan
-        allowed = self.allows(norm)
-        self.forget_norms(optimizer)
-        if not allowed:
+        if not self.allows(norm):
             return
         numbers = _next_steps([self._entry(optimizer.state, state) for state, _ in found])
         by_parameter = {id(state.parameter): (group, number) for (state, group), number in zip(found, numbers, strict=True)}

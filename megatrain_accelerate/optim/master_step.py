@@ -74,20 +74,13 @@ class MasterStep(HostStep):
         runs, besides the optimizer's own state.
 
         Raises:
-            StateError: the optimizer was retired.
-            StepWorkerError: an earlier step failed.
+            StateError, StepWorkerError: see :meth:`HostStep.begin_step`.
         """
-        self.refuse_retired()
-        self.runtime.watch.end()
         runtime = self.runtime
-        runtime.worker.raise_if_failed()
-        runtime.refresh_if_written()
-        runtime.collect_gradients()
+        self.begin_step()
         found = self.with_gradients(optimizer)
         outside = self.outside_with_gradients(optimizer)
-        norm = float(runtime.total_norm([*(state.parameter for state, _ in found), *outside]))
-        factors = runtime.take_clip_factors(self.parameters(optimizer))
-        self.forget_norms(optimizer)
+        norm, factors = self.norm_and_factors(optimizer, (state for state, _ in found), outside)
         if not self.allows(norm):
             return None
         owners = {id(state): (unit, group) for unit, group, _ in runtime.in_forward_order() for state in unit.states}
