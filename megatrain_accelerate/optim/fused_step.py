@@ -38,10 +38,8 @@ UNFUSED_OPTIONS = ("amsgrad", "differentiable")
 """Options of a group of Adam or AdamW that the fused kernel hasn't."""
 
 
-@functools.lru_cache(maxsize=256)
-def _shared_arguments(**values: Any) -> AdamArguments:
-    """One object for all parameters that share their settings."""
-    return AdamArguments(**values)
+# One object for all parameters that share their settings.
+_shared_arguments = functools.lru_cache(maxsize=256)(AdamArguments)
 
 
 def _adam_arguments(group: dict[str, Any], step: int, clip_factor: float, is_adamw: bool) -> AdamArguments:
@@ -76,9 +74,9 @@ def refuse_unfused(groups: Iterable[dict[str, Any]]) -> None:
 
 def _next_steps(entries: Sequence[dict[str, Any]]) -> list[int]:
     """Counts the steps of parameters up and returns them."""
-    # All at once: in each operation the worker may take the interpreter, and give it back late.
     if not entries:
         return []
+    # All at once: in each operation the worker may take the interpreter, and give it back late.
     steps = [entry["step"] for entry in entries]
     torch._foreach_add_(steps, 1)
     return [int(step) for step in torch.stack(steps).tolist()]
@@ -90,15 +88,11 @@ def _versions(state: ParameterState) -> tuple[int, int]:
 
 
 def _refuse_written(unit: HostUnit, versions: list[tuple[ParameterState, int, int]]) -> None:
-    """A step that is applied later must find what it was taken with.
-
-    Raises:
-        StateError: somebody wrote to a weight or gradient in between.
-    """
-    for state, weight_version, gradient_version in versions:
-        now = _versions(state)
-        if now != (weight_version, gradient_version):
-            what = "weight" if now[0] != weight_version else "gradient"
+    """A step that is applied later must find what it was taken with, else it is a ``StateError``."""
+    for state, *versions_then in versions:
+        now = list(_versions(state))
+        if now != versions_then:
+            what = "weight" if now[0] != versions_then[0] else "gradient"
             raise StateError(
                 f"the {what} of {unit.name}.{state.name} was written to after optimizer.step(), before the step was applied; "
                 "call megatrain_accelerate.drain() before such writes (optimizer.zero_grad() does it by itself), or set "
@@ -159,11 +153,8 @@ class FusedStep(HostStep):
         self._shown[id(state.parameter)] = {key: id(view) for key, view in views_of(state).items()}
 
     def set_schedule(self, schedule: str, then: str | None = None) -> None:
-        """Chooses when the arithmetic runs, from the next backward on: ``deferred``, ``backward`` or ``serial``.
-
-        Args:
-            schedule: the choice.
-            then: that from the next :meth:`step` on, if it is another.
+        """Chooses when the arithmetic runs, from the next backward on: ``deferred``, ``backward`` or ``serial``; and by
+        ``then`` from the next :meth:`step` on, if it is another.
         """
         self.schedule, self._then = schedule, then
         listeners = self.runtime.offloader.layer_done_listeners
@@ -178,12 +169,10 @@ class FusedStep(HostStep):
         return "backward" in (self.schedule, self._then)
 
     def retire(self, why: str, copies: bool = False) -> None:
-        """See :meth:`HostStep.retire`."""
         super().retire(why, copies)
         self.set_schedule("deferred")
         self.runtime.moved_listeners.pop(id(self), None)
-        optimizer = self.optimizer
-        if optimizer is None:
+        if (optimizer := self.optimizer) is None:
             return
         entries = [entry for parameter, entry in optimizer.state.items() if id(parameter) in self.parameter_ids]
         for entry in entries:
@@ -194,8 +183,7 @@ class FusedStep(HostStep):
     def forget_backward(self) -> int:
         """Steps that were taken in a backward that no ``step()`` followed don't count any more; the worker must be idle.
 
-        Returns:
-            How many parameters were stepped so: the weights are those after it.
+        Returns how many parameters were stepped so: the weights are those after it.
         """
         count = len(self._stepped_in_backward)
         self._stepped_in_backward = {}
@@ -275,8 +263,7 @@ class FusedStep(HostStep):
         if experts is not None:
             segments = segments_of_experts(segments, unit, experts)
             parameters = sum(segment.elements for segment in segments)
-        runtime = self.runtime
-        kernels, meter = runtime.kernels, runtime.meter
+        kernels, meter = self.runtime.kernels, self.runtime.meter
         readers_finished_event = group.announce_push() if group is not None else None
         # In backward gradients may still be added up by the worker; step() checks those.
         versions = [] if before is not None else [(state, *_versions(state)) for state, _ in steps]
@@ -297,11 +284,8 @@ class FusedStep(HostStep):
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> None:
-        """Fixes the step's settings and gradients, and hands the arithmetic to the worker.
-
-        Args:
-            optimizer: the user's.
-            own_step: its original step, which steps the parameters of other modules.
+        """Fixes the step's settings and gradients, and hands the arithmetic to the worker. ``own_step``, the optimizer's
+        original one, steps the parameters of other modules.
 
         Raises:
             StateError, StepWorkerError: see :meth:`HostStep.begin_step`; or layers were stepped in backward with other
@@ -324,9 +308,8 @@ class FusedStep(HostStep):
         if done:
             self._check_stepped_in_backward(found, factors, done)
             found = [(state, group) for state, group in found if id(state.parameter) not in done]
-            skipped, self._skipped_in_backward = self._skipped_in_backward, []
-            if skipped:
-                norm = math.nan
+            if self._skipped_in_backward:
+                self._skipped_in_backward, norm = [], math.nan
         if not self.allows(norm):
             return
         numbers = _next_steps([self._entry(optimizer.state, state) for state, _ in found])

@@ -92,7 +92,7 @@ class HostStep:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The user's optimizer, which lives no longer for being stepped here."""
+        """The user's, which lives no longer for being stepped here."""
         return self._optimizer_ref()
 
     @property
@@ -102,11 +102,8 @@ class HostStep:
     def retire(self, why: str, copies: bool = False) -> None:
         """No step is begun from here any more. All steps that were taken must be applied.
 
-        What the optimizer needs to go on elsewhere stays in its ``state``.
-
-        Args:
-            why: :data:`TAKEN_OVER` or :data:`ENGINE_CLOSED`.
-            copies: the store goes on without this optimizer, whose ``state`` is to be its own from now on.
+        What the optimizer needs to go on elsewhere stays in its ``state``; with ``copies`` the store goes on without it, and
+        the ``state`` is to be its own from now on. ``why`` is :data:`TAKEN_OVER` or :data:`ENGINE_CLOSED`.
         """
         self._why_retired = why
 
@@ -141,8 +138,7 @@ class HostStep:
         found = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                state = self.runtime.state_of(parameter)
-                if parameter.grad is None or state is None:
+                if parameter.grad is None or (state := self.runtime.state_of(parameter)) is None:
                     continue
                 if not state.entry.spec.trainable:
                     raise UnsupportedError(

@@ -1,9 +1,8 @@
 """The fused host kernels: AdamW on split fp32 masters, and the few loops around it, on a pool of C++ threads.
 
-The **split master** is the pair (bf16 weight, int16 residual) in place of an fp32 weight; ``csrc/split_master.h``
-defines it. It holds every fp32 bit pattern exactly, and its first half is what streams to the GPU. That half is the
-master rounded to nearest with ties *away from zero* (``tensor.to(torch.bfloat16)`` takes ties to even, which 16
-residual bits can't encode), so the two differ where a master lies exactly halfway between two bf16 numbers.
+The **split master** is the pair (bf16 weight, int16 residual) in place of an fp32 weight, and holds every fp32 bit
+pattern exactly. ``csrc/split_master.h`` defines it, and says where its half that streams to the GPU isn't
+``master.to(torch.bfloat16)``.
 
 **What is bit-equal to torch.** Weights, ``exp_avg`` and ``exp_avg_sq`` equal those of ``torch.optim.AdamW`` and
 ``torch.optim.Adam`` with ``foreach=False, fused=False`` on fp32 CPU tensors, for any number of steps and any length, up

@@ -63,7 +63,6 @@ class MasterStep(HostStep):
         )
 
     def retire(self, why: str, copies: bool = False) -> None:
-        """See :meth:`HostStep.retire`."""
         super().retire(why, copies)
         self.runtime.steps_on_host.discard(id(self))
 

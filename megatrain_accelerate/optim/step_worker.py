@@ -25,7 +25,6 @@ class Ticket:
         return self._done.is_set()
 
     def finish(self, cause: BaseException | None = None) -> None:
-        """Called by the worker, once."""
         self._cause = cause
         self._done.set()
 
@@ -118,11 +117,7 @@ class StepWorker:
             ticket.wait()
 
     def drain(self) -> None:
-        """Blocks until everything submitted is over.
-
-        Raises:
-            StepWorkerError: some of it failed.
-        """
+        """Blocks until everything submitted is over; raises as :meth:`raise_if_failed`."""
         if self._last_ticket is not None:
             self._last_ticket.wait()
         self.raise_if_failed()
