@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from megatrain_accelerate.errors import KernelError
-from megatrain_accelerate.optim.adam_arguments import AdamArguments
-from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
 from megatrain_accelerate.optim.moments import FloatMoments, Moments
 
 _BLOCK = 1024

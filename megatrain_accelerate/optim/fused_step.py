@@ -14,8 +14,8 @@ from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.memory.flat_layout import ExpertRange
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
-from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.host_step import HostStep, narrowed_to
+from megatrain_accelerate.optim.kernel import AdamArguments
 from megatrain_accelerate.optim.moment_states import (
     RESIDUAL_KEY,
     expose,
