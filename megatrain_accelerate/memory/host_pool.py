@@ -7,6 +7,7 @@ more than was in use at once, rounded up to a segment. Batches of another length
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -62,8 +63,7 @@ class HostPool:
     ) -> None:
         self._segment_bytes = segment_bytes
         self._kernels = kernels
-        self._huge_pages = huge_pages
-        self._register = register
+        self._new_memory = functools.partial(HostMemory, huge_pages=huge_pages, register=register)
         self._host_memory_gib = host_memory_gib
         self._segments: list[HostMemory] = []
         self._buffers: list[torch.Tensor] = []
@@ -73,7 +73,6 @@ class HostPool:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all segments."""
         return sum(segment.size_bytes for segment in self._segments)
 
     @property
@@ -146,7 +145,7 @@ class HostPool:
                 f"{format_bytes(size)} more, but {format_bytes(available)} are left; lower "
                 "megatrain_config.offload_layers, set megatrain_config.offload_inputs to false, or take shorter batches"
             )
-        memory = HostMemory(size, huge_pages=self._huge_pages, register=self._register)
+        memory = self._new_memory(size)
         buffer = memory.tensor(0, (size,), torch.uint8)
         self._kernels.zero(buffer)
         memory.register()

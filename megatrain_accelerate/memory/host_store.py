@@ -107,19 +107,18 @@ class HostUnit:
             "gradient_residuals": 2 * layout.split_elements,
         }[kind]
 
-    def _allocate(self, size_bytes: int, register: bool, touch: bool = True) -> HostMemory | DeviceMemory:
+    def _allocate(self, kind: str, touch: bool = True) -> HostMemory | DeviceMemory:
+        size_bytes = self._size_of(kind)
         if self.device is not None:
             return DeviceMemory(size_bytes, self.device)
-        memory = HostMemory(size_bytes, huge_pages=self._huge_pages, register=register and size_bytes > 0)
+        register = self._register and kind in self._registered_kinds and size_bytes > 0
+        memory = HostMemory(size_bytes, huge_pages=self._huge_pages, register=register)
         if touch:
             self._host_kernels.zero(memory.tensor(0, (memory.size_bytes,), torch.uint8))
         return memory
 
-    def _allocate_kind(self, kind: str, touch: bool = True) -> HostMemory | DeviceMemory:
-        return self._allocate(self._size_of(kind), self._register and kind in self._registered_kinds, touch)
-
     def _make(self, kind: str, touch: bool = True) -> HostMemory | DeviceMemory:
-        memory = self._memory[kind] = self._allocate_kind(kind, touch)
+        memory = self._memory[kind] = self._allocate(kind, touch)
         self._bind(kind)
         return memory
 
@@ -206,8 +205,7 @@ class HostUnit:
     def allocate_gradient_residuals(self, register: bool = False) -> None:
         """Makes the memory with which gradients can be summed in fp32. Does nothing if it exists, or without bf16 gradients.
 
-        Args:
-            register: page-lock it, for residuals that come from the device.
+        ``register``: page-lock it, for residuals that come from the device.
         """
         if self.layout.split_elements and self.gradient_residuals is None:
             if register:
@@ -286,7 +284,7 @@ class HostUnit:
         made: dict[str, HostMemory | DeviceMemory] = {}
         try:
             for kind in kinds:
-                made[kind] = self._allocate_kind(kind)
+                made[kind] = self._allocate(kind)
                 made[kind].register()
         except BaseException:
             self.device = before

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatrain_accelerate.errors import KernelError
-from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
+from megatrain_accelerate.optim.kernel import AdamArguments, AdamConstants, HostKernels
 from megatrain_accelerate.optim.moments import FloatMoments, Moments
 
 _BLOCK = 1024
@@ -74,16 +74,7 @@ class DeviceKernels:
                 *tensors,
                 grad if grad_residual is None else grad_residual,
                 count,
-                constants.gradient_factor,
-                constants.decay,
-                constants.l2,
-                constants.one_minus_beta1,
-                constants.one_minus_beta1 - 1.0,
-                constants.beta2,
-                constants.one_minus_beta2,
-                constants.correction2_sqrt,
-                constants.eps,
-                constants.negative_step_size,
+                *(getattr(constants, name) for name, _ in AdamConstants._fields_),
                 _as_signed(first_element),
                 _as_signed(arguments.rounding_seed),
                 SPLIT=residual is not None,

@@ -153,8 +153,8 @@ class FusedStep(HostStep):
         self._shown[id(state.parameter)] = {key: id(view) for key, view in views_of(state).items()}
 
     def set_schedule(self, schedule: str, then: str | None = None) -> None:
-        """Chooses when the arithmetic runs, from the next backward on: ``deferred``, ``backward`` or ``serial``; and by
-        ``then`` from the next :meth:`step` on, if it is another.
+        """Chooses when the arithmetic runs, from the next backward on: ``deferred``, ``backward`` or
+        ``serial``; and by ``then`` from the next :meth:`step` on, if it is another.
         """
         self.schedule, self._then = schedule, then
         listeners = self.runtime.offloader.layer_done_listeners
@@ -284,8 +284,9 @@ class FusedStep(HostStep):
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> None:
-        """Fixes the step's settings and gradients, and hands the arithmetic to the worker. ``own_step``, the optimizer's
-        original one, steps the parameters of other modules.
+        """Fixes the step's settings and gradients, and hands the arithmetic to the worker.
+
+        ``own_step``, the optimizer's original one, steps the parameters of other modules.
 
         Raises:
             StateError, StepWorkerError: see :meth:`HostStep.begin_step`; or layers were stepped in backward with other

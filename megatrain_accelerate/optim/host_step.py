@@ -1,7 +1,7 @@
 """What every host optimizer does before its arithmetic: its parameters, their gradients, the norm that allows a step.
 
-Parameters of the optimizer that aren't the streamed model's (a loss's own weights, a head, a temperature) live on the device
-as in plain PyTorch, and the optimizer's own ``step()`` steps them.
+Parameters of the optimizer that aren't the streamed model's (a loss's own weights, a head, a temperature)
+live on the device as in plain PyTorch, and the optimizer's own ``step()`` steps them.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class HostStep:
     def retire(self, why: str, copies: bool = False) -> None:
         """No step is begun from here any more. All steps that were taken must be applied.
 
-        What the optimizer needs to go on elsewhere stays in its ``state``; with ``copies`` the store goes on without it, and
-        the ``state`` is to be its own from now on. ``why`` is :data:`TAKEN_OVER` or :data:`ENGINE_CLOSED`.
+        What the optimizer needs to go on elsewhere stays in its ``state``; with ``copies`` the store goes
+        on without it, and the ``state`` is to be its own. ``why``: :data:`TAKEN_OVER` or :data:`ENGINE_CLOSED`.
         """
         self._why_retired = why
 

@@ -138,12 +138,12 @@ class HostKernels:
 
     Args:
         threads: threads that work on a call, the caller included; :func:`default_thread_count` by default.
-        instruction_set: a name in :data:`INSTRUCTION_SETS`, for tests; by default the best that the machine has. All give
-            the same bits.
+        instruction_set: a name in :data:`INSTRUCTION_SETS`, for tests; by default the best that the machine has.
 
     Raises:
-        KernelError: the library is missing, stale or can't be loaded, or the machine lacks ``instruction_set``. By a method:
-            a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
+        KernelError: the library is missing, stale or can't be loaded, or the machine lacks the
+            instruction set. By a method: a tensor has the wrong dtype, device, layout or length, or
+            the kernels are closed.
         ConfigError: ``threads`` is below 1.
     """
 
@@ -191,10 +191,9 @@ class HostKernels:
         fp32 moments.
 
         Args:
-            weight: (N) bfloat16 with ``residual``, else (N) float32.
+            weight, grad: (N) bfloat16 with ``residual``, else (N) float32.
             residual: (N) int16; join(weight, residual) is the fp32 master.
             moments: of these N elements.
-            grad: (N), of the weight's dtype.
             arguments: the constants of the step.
             grad_residual: (N) int16 where the gradient is the fp32 sum join(grad, grad_residual).
             first_element: number of the first element in its unit, on which the rounding of moments
@@ -235,8 +234,7 @@ class HostKernels:
         """``sum += src`` in fp32, where the sum is join(hi, residual); ``csrc/split_master.h`` has the arithmetic.
 
         Args:
-            hi: (N) bfloat16, updated: the sum rounded to nearest, ties away from zero.
-            residual: (N) int16, updated.
+            hi, residual: (N) bfloat16 and (N) int16, updated.
             src: (N) bfloat16, read.
             has_residual: whether ``residual`` counts; else the sum so far is ``hi`` alone.
         """
@@ -283,7 +281,7 @@ class HostKernels:
         exp_avg_sq: torch.Tensor,
         grad: torch.Tensor,
     ) -> None:
-        """The memory traffic of :meth:`adamw` on split masters with trivial arithmetic, for benchmarks; overwrites all."""
+        """The memory traffic of :meth:`adamw` with trivial arithmetic, for benchmarks; overwrites all."""
         self._call(
             "stream_probe",
             hi=(hi, torch.bfloat16),
@@ -305,7 +303,7 @@ class HostKernels:
             raise KernelError(f"8-bit moments of {count:,} elements have {found:,} scales; they need {block_count(count):,}")
 
     def _call(self, function: str, *others: Any, **tensors: tuple[torch.Tensor | None, torch.dtype]) -> Any:
-        """Hands the tensors, their common length and the other arguments over, in this order; null for what there isn't."""
+        """Hands over the tensors, null for what there isn't, their common length and the other arguments."""
         count = self._check(**tensors)
         pointers = (None if tensor is None else tensor.data_ptr() for tensor, _ in tensors.values())
         return getattr(self._library, f"megatrain_{function}")(self._handle, *pointers, count, *others)

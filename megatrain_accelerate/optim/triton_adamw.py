@@ -61,7 +61,6 @@ def adamw(
     decay,
     l2,
     one_minus_beta1,
-    minus_beta1,
     beta2,
     one_minus_beta2,
     correction2_sqrt,
@@ -103,7 +102,7 @@ def adamw(
     else:
         weight = weight * decay
     difference = grad - m
-    m = tl.fma(difference, one_minus_beta1, m) if SMALL_STEP else tl.fma(difference, minus_beta1, grad)
+    m = tl.fma(difference, one_minus_beta1, m) if SMALL_STEP else tl.fma(difference, one_minus_beta1 - 1.0, grad)
     v = tl.fma(grad * one_minus_beta2, grad, v * beta2)
     denominator = tl.div_rn(tl.sqrt_rn(v), correction2_sqrt) + eps
     weight = weight + tl.div_rn(m * negative_step_size, denominator)
