@@ -327,11 +327,8 @@ class TiledHead:
     """Makes a head return lazy logits in training, until :meth:`remove`.
 
     The head changes class as streamed layers do, so copies and pickles of the model hold the plain one.
-
-    Args:
-        head: on the device, adopted.
-        weights_version: changes whenever its weights do.
-        before_copy: called before the head is copied or pickled.
+    ``weights_version`` changes whenever its weights do; ``before_copy`` is called before the head is
+    copied or pickled.
     """
 
     def __init__(self, head: nn.Linear, weights_version: Callable[[], Any], before_copy: Callable[[], None]) -> None:

@@ -61,10 +61,7 @@ class FlatEntry:
 
 
 class FlatLayout:
-    """The flat layout of one unit.
-
-    Args:
-        specs: the unit's parameters, in model order; names must be unique.
+    """The flat layout of one unit, whose parameters ``specs`` are in model order.
 
     Raises:
         UnsupportedError: a parameter computes neither in bf16 nor in fp32.

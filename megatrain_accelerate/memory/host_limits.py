@@ -82,9 +82,8 @@ def _own_bytes() -> int:
 def available_host_bytes(host_memory_gib: float | None = None) -> int:
     """Bytes that this process may still allocate.
 
-    Args:
-        host_memory_gib: the user's figure for the whole process, in GiB; what the process holds already is taken off.
-            It overrides what the machine reports, since some virtual machines grow their memory as it is used.
+    ``host_memory_gib`` is the user's figure for the whole process; what it holds already is taken off. It
+    overrides what the machine reports, since some virtual machines grow their memory as it is used.
     """
     if host_memory_gib is not None:
         return max(0, int(host_memory_gib * GIB) - _own_bytes())
@@ -136,7 +135,7 @@ def require_host_bytes(
     Args:
         required, parts: bytes that the host store will take, and what they are made of.
         freed: bytes of the model's own memory that adopting it gives back, see :func:`anonymous_bytes`.
-        host_memory_gib: the user's figure, see :func:`available_host_bytes`.
+        host_memory_gib: see :func:`available_host_bytes`.
         remedy: a sentence of what helps in this case, before what helps in any.
 
     Raises:

@@ -45,11 +45,7 @@ class HostPool:
     A block that is given back with an event is free once the event is over: a copy may still read or write it. Blocks may be
     given back by any thread; they are taken by one at a time.
 
-    Args:
-        segment_bytes: bytes by which the pool grows, at least.
-        kernels: touch new memory, with all their threads.
-        huge_pages, register: see :class:`HostMemory`.
-        host_memory_gib: the user's figure, see :func:`available_host_bytes`.
+    It grows by at least ``segment_bytes``. ``host_memory_gib``: see :func:`available_host_bytes`.
     """
 
     def __init__(

@@ -33,13 +33,11 @@ class HostUnit:
     step worker. :attr:`version` changes whenever a device copy of the weights becomes stale.
 
     Args:
-        name: for messages and traces.
         parameters: (name, parameter) of the unit, each parameter once, in model order.
         dtypes: the dtype in which each of them computes.
-        kernels: the host kernels.
         huge_pages, register: see :class:`HostMemory`.
         holds_masters: False if the weights are all there is of them: loaded in bf16, and not to be trained so far.
-        moments_dtype: of the fused optimizer's moments: fp32, bf16, or int8 for codes and scales.
+        moments_dtype: fp32, bf16, or int8 for codes and scales.
     """
 
     def __init__(
@@ -74,7 +72,7 @@ class HostUnit:
         self.weights = torch.empty(0)
         """Flat weights, uint8: what one copy moves to a slot."""
         self.residuals = torch.empty(0, dtype=torch.int16)
-        """Flat low halves of the masters. Empty before :meth:`allocate_masters` if the weights are all there is of them."""
+        """Flat low halves of the masters, int16. Empty before :meth:`allocate_masters`."""
         self.gradients: torch.Tensor | None = None
         """Flat gradients, uint8: what one copy brings from a gradient slot. None before :meth:`allocate_gradients`."""
         self.gradient_residuals: torch.Tensor | None = None
@@ -217,13 +215,9 @@ class HostUnit:
         """Bytes of the fused optimizer's moments, whether they exist or not."""
         return moment_bytes(self.layout.state_elements, self._moments_dtype)
 
-    @property
-    def has_moments(self) -> bool:
-        return self.moments is not None
-
     def allocate_moments(self) -> None:
         """Makes the fused optimizer's moments, zero. Does nothing if they exist."""
-        if not self.has_moments:
+        if self.moments is None:
             self._make("moments")
 
     def move_to_device(self, device: torch.device, kernels: StepKernels) -> None:
@@ -328,8 +322,8 @@ def planned_host_bytes(
 ) -> dict[str, int]:
     """Bytes that units of these layouts will take with the fused optimizer, by what they hold.
 
-    ``training``: whether there are gradients and moments. ``fp32_sums``: whether gradients are summed in fp32. ``passing``:
-    how many of the first units are layers whose gradients pass. ``moments_dtype``: fp32, bf16 or int8.
+    ``training``: whether there are gradients and moments. ``fp32_sums``: whether gradients are summed in
+    fp32. ``passing``: how many of the first units are layers whose gradients pass.
     """
     layouts = list(layouts)
     residuals = sum(2 * layout.split_elements for layout in layouts)

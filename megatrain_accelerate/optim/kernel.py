@@ -119,10 +119,8 @@ class AdamArguments:
 
 
 def default_thread_count(cpus: int | None = None) -> int:
-    """Threads of the kernels: one for each CPU, less two for the launcher and the copies where there are more than four.
-
-    Args:
-        cpus: of the machine; by default those that this process may use.
+    """Threads of the kernels: one for each CPU that this process may use, or of ``cpus``, less two for
+    the launcher and the copies where there are more than four.
     """
     cpus = usable_cpu_count() if cpus is None else cpus
     return cpus - 2 if cpus > 4 else max(1, cpus)
@@ -194,7 +192,6 @@ class HostKernels:
             weight, grad: (N) bfloat16 with ``residual``, else (N) float32.
             residual: (N) int16; join(weight, residual) is the fp32 master.
             moments: of these N elements.
-            arguments: the constants of the step.
             grad_residual: (N) int16 where the gradient is the fp32 sum join(grad, grad_residual).
             first_element: number of the first element in its unit, on which the rounding of moments
                 depends that aren't fp32. With 8-bit moments it begins a block.

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <numeric>
 #include <vector>
 
 #include "adamw_int8_moments.h"
@@ -54,11 +55,7 @@ struct SquareSumJob {
         const double value = values.load(i);
         lanes[lane] = lanes[lane] + value * value;
       }
-      double sum = 0.0;
-      for (double lane : lanes) {
-        sum = sum + lane;
-      }
-      partial_sums[start / kGrain] = sum;
+      partial_sums[start / kGrain] = std::accumulate(lanes, lanes + kLanes, 0.0);
     }
   }
 };
@@ -67,11 +64,7 @@ template <class Values>
 double square_sum(Kernels* kernels, Values values, int64_t count) {
   std::vector<double> partial_sums(static_cast<size_t>((count + kGrain - 1) / kGrain));
   kernels->run(SquareSumJob<Values>{values, partial_sums.data()}, count);
-  double sum = 0.0;
-  for (double partial : partial_sums) {
-    sum = sum + partial;
-  }
-  return sum;
+  return std::accumulate(partial_sums.begin(), partial_sums.end(), 0.0);
 }
 
 template <class Weights, class Gradients, class Moments>
