@@ -357,10 +357,7 @@ class FusedStep(HostStep):
             )
 
     def _check_stepped_in_backward(
-        self,
-        found: list[tuple[ParameterState, dict[str, Any]]],
-        factors: dict[int, float],
-        done: dict[int, AdamArguments],
+        self, found: list[tuple[ParameterState, dict[str, Any]]], factors: dict[int, float], done: dict[int, AdamArguments]
     ) -> None:
         """Steps taken in backward must be the ones that ``step()`` would have taken."""
         with self.runtime.meter.blocked_by(Cause.HOST_STEP):

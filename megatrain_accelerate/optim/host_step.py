@@ -202,10 +202,7 @@ class HostStep:
                 "megatrain_config.max_nonfinite_steps sets the limit"
             )
         logger.warning(
-            "megatrain: gradient norm is %s, step skipped (%d in a row, %d allowed)",
-            norm,
-            self._nonfinite_in_a_row,
-            limit - 1,
+            "megatrain: gradient norm is %s, step skipped (%d in a row, %d allowed)", norm, self._nonfinite_in_a_row, limit - 1
         )
         return False
 

@@ -271,12 +271,7 @@ class HostKernels:
         self._call("zero", tensor.element_size(), tensor=(tensor, tensor.dtype))
 
     def stream_probe(
-        self,
-        hi: torch.Tensor,
-        residual: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad: torch.Tensor,
+        self, hi: torch.Tensor, residual: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor
     ) -> None:
         """The memory traffic of :meth:`adamw` with trivial arithmetic, for benchmarks; overwrites all."""
         self._call(
