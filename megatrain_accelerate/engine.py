@@ -15,7 +15,7 @@ from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import StateError, StepWorkerError
-from megatrain_accelerate.loss.head import TiledHead, find_head
+from megatrain_accelerate.loss.lazy_logits import TiledHead, find_head
 from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_limits import anonymous_bytes, require_host_bytes, settings_that_take_less
 from megatrain_accelerate.memory.host_store import HostUnit, held_host_bytes, planned_host_bytes

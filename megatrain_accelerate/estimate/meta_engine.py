@@ -48,8 +48,8 @@ class _MetaMemory:
 
 
 class _MetaUnit(HostUnit):
-    def _allocate(self, size_bytes: int, register: bool, touch: bool = True) -> Any:
-        return _MetaMemory(size_bytes)
+    def _allocate(self, kind: str, touch: bool = True) -> Any:
+        return _MetaMemory(self._size_of(kind))
 
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
         """There is nothing to write."""

@@ -66,9 +66,9 @@ def strip_tokens(vocabulary: int) -> int:
 class TiledCrossEntropy(torch.autograd.Function):
     """``cross_entropy(chain(linear(hidden, weight, bias)), target)`` as one node.
 
-    ``hidden`` is (N, D), in the head's dtype, as are ``weight`` (V, D) and ``bias``, (V,) or None; ``target`` (N,) token ids;
-    ``chain`` the element-wise operations between head and loss, in order. The loss has no dimensions, and the dtype that the
-    untiled one has.
+    ``hidden`` is (N, D), ``weight`` (V, D) and ``bias`` (V,) or None, in the head's dtype; ``target``
+    (N,) token ids; ``chain`` the element-wise operations between head and loss, in order. The loss has
+    no dimensions, and the dtype that the untiled one has.
     """
 
     @staticmethod
@@ -123,7 +123,9 @@ class TiledCrossEntropy(torch.autograd.Function):
         *all_sums, divisor = ctx.saved_tensors
         with torch.autocast(grad_output.device.type, enabled=False):
             factor = grad_output if divisor is None else grad_output / divisor
-            return (*(_scaled(sums, factor, ctx.dtype) for sums in all_sums), None, None, None)
+            # Rounded once, without a temporary of the sums' dtype on a GPU.
+            scaled = (s if s is None else torch.mul(s, factor, out=torch.empty_like(s, dtype=ctx.dtype)) for s in all_sums)
+            return (*scaled, None, None, None)
 
 
 def _loss_to_gradient(
@@ -180,10 +182,3 @@ def _add_gradients(
                 add_product(grad_weight[part], gradient[:, part].t(), hidden)
     if grad_bias is not None:
         grad_bias += gradient.sum(0, dtype=grad_bias.dtype)
-
-
-def _scaled(sums: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """``sums * factor``, rounded once to ``dtype``, without a temporary of the sums' dtype on a GPU."""
-    if sums is None:
-        return None
-    return torch.mul(sums, factor, out=torch.empty_like(sums, dtype=dtype))

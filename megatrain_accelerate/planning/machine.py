@@ -23,8 +23,7 @@ from pathlib import Path
 import torch
 
 from megatrain_accelerate.memory.host_memory import HostMemory
-from megatrain_accelerate.optim.adam_arguments import AdamArguments
-from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
 from megatrain_accelerate.optim.moments import FloatMoments
 from megatrain_accelerate.units import MIB
 

@@ -134,7 +134,7 @@ class Fp32Sums:
         parts = {
             "gradients": sum(unit.layout.gradient_bytes for unit in without_gradients),
             "residuals": sum(2 * unit.layout.split_elements - unit.residuals.nbytes for unit in units),
-            "moments": sum(unit.moment_bytes for unit in units if not unit.has_moments),
+            "moments": sum(unit.moment_bytes for unit in units if unit.moments is None),
             "gradient_residuals": sum(2 * unit.layout.split_elements for unit in units if unit.gradient_residuals is None),
             "staging": staging_bytes,
         }
