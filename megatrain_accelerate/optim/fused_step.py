@@ -27,9 +27,9 @@ from megatrain_accelerate.optim.moment_states import (
 )
 from megatrain_accelerate.optim.outside_parameters import narrowed_to
 from megatrain_accelerate.optim.segments import apply_segments, plan_segments, segments_of_experts, step_each
+from megatrain_accelerate.streaming.gradient_buffers import refuse_unstepped
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause
-from megatrain_accelerate.streaming.passing_gradients import refuse_unstepped
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 

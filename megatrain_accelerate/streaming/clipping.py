@@ -1,16 +1,79 @@
-"""Clipping by the global norm without another pass over the gradients: a factor that the next step multiplies in."""
+"""The norms of all gradients, and clipping by them without another pass: a factor that the next step multiplies in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.memory.host_memory import HostMemory
+from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.param_handle import NotedTensor
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
-from megatrain_accelerate.streaming.norm_table import NormTable
+
+
+class NormTable:
+    """Host table of the last gradient norm of every trainable parameter.
+
+    Owner: the runtime. Writers: the d2h stream, the step worker. Reader: the launching thread, after backward.
+
+    Args:
+        units: all units, streamed and resident.
+        register: page-lock the table.
+    """
+
+    def __init__(self, units: Sequence[HostUnit], register: bool) -> None:
+        self._start: dict[int, int] = {}
+        self._row: dict[int, int] = {}
+        count = 0
+        for unit in units:
+            self._start[id(unit)] = count
+            for state in unit.states:
+                if state.entry.spec.trainable:
+                    self._row[id(state.parameter)] = count
+                    count += 1
+        self._memory = HostMemory(4 * max(1, count), huge_pages=False, register=register)
+        self._memory.register()
+        self.norms = self._memory.tensor(0, (max(1, count),), torch.float32)
+        self._noted: dict[int, NotedTensor] = {}
+        self._rewritten: set[int] = set()
+
+    def note(self, parameter: torch.Tensor, gradient: torch.Tensor, rewritten: bool = False) -> None:
+        """The parameter's row holds, or will hold once its copy is over, the norm of ``gradient`` as it is now.
+
+        It is ``rewritten`` if it isn't what the last backward left: a script wrote to it or replaced it.
+        """
+        self._noted[id(parameter)] = NotedTensor(gradient)
+        (self._rewritten.add if rewritten else self._rewritten.discard)(id(parameter))
+
+    def is_current(self, parameter: torch.Tensor) -> bool:
+        """Whether the row is the norm of ``parameter.grad``; not so if somebody wrote to it or replaced it."""
+        noted = self._noted.get(id(parameter))
+        return noted is not None and noted.is_still(parameter.grad)
+
+    def is_from_backward(self, parameter: torch.Tensor) -> bool:
+        """Whether the row is current and the gradient what the last backward left."""
+        return self.is_current(parameter) and id(parameter) not in self._rewritten
+
+    def forget(self, parameter: torch.Tensor) -> None:
+        """The parameter's row isn't valid any more: its gradient was consumed by a step, or is another one."""
+        self._noted.pop(id(parameter), None)
+        self._rewritten.discard(id(parameter))
+
+    def of_unit(self, unit: HostUnit) -> torch.Tensor:
+        """The unit's rows: one for each trainable entry, in entry order."""
+        start = self._start[id(unit)]
+        return self.norms[start : start + len(unit.layout.trainable_entries)]
+
+    def row(self, parameter: torch.Tensor) -> int | None:
+        """The row of a parameter, or None if it isn't a trained one of this model."""
+        return self._row.get(id(parameter))
+
+    def close(self) -> None:
+        """Unregisters the table."""
+        self._memory.close()
 
 
 class Clipping:
@@ -84,22 +147,20 @@ class Clipping:
         return bool(self._factors or self._stepped)
 
     def has_unscaled(self) -> bool:
-        """Whether clipped gradients are left that weren't scaled. Forgets stepped ones that were dropped or written to."""
-        if self._stepped:
-            self._stepped = [stepped for stepped in self._stepped if stepped[2].is_still(stepped[0].grad)]
-        return self.is_pending
+        """Whether clipped gradients are left that weren't scaled."""
+        return self.has_stepped() or bool(self._factors)
 
     def has_stepped(self) -> bool:
-        """Whether gradients that were clipped and stepped are still there, unscaled."""
-        self.has_unscaled()
+        """Whether gradients that were clipped and stepped are still there, unscaled. Forgets dropped and written ones."""
+        self._stepped = [stepped for stepped in self._stepped if stepped[2].is_still(stepped[0].grad)]
         return bool(self._stepped)
 
     def settle_stepped(self, others_follow: bool) -> None:
         """The part of :meth:`settle` that gradients need which were stepped and not dropped."""
-        self.has_unscaled()
-        for parameter, factor, _ in self._stepped:
-            self._scale(parameter, factor, others_follow)
-        self._stepped.clear()
+        if self.has_stepped():
+            for parameter, factor, _ in self._stepped:
+                self._scale(parameter, factor, others_follow)
+            self._stepped.clear()
 
     def _scale(self, parameter: torch.Tensor, factor: float, others_follow: bool) -> None:
         with torch.no_grad():

@@ -22,15 +22,14 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.streaming import tile_loops
 from megatrain_accelerate.streaming.ambient_state import Again, autocast_again
-from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache, without_saving
 from megatrain_accelerate.streaming.expert_parts import ExpertPart, StreamedExperts
 from megatrain_accelerate.streaming.expert_routing import Routing, Rows, require_flat
-from megatrain_accelerate.streaming.expert_streams import ExpertStreams, Places, Source
+from megatrain_accelerate.streaming.expert_streams import ExpertStreams, Places, shown_instead
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.ranges import named_range
+from megatrain_accelerate.streaming.meter import named_range
+from megatrain_accelerate.streaming.token_tiles import tiles
 
 
 @dataclasses.dataclass
@@ -121,14 +120,16 @@ class _Call:
         results: of the layer's run, if it has a graph.
 
     Raises:
-        StateError: see :meth:`ExpertResults.of`, :meth:`ExpertStreams.source`.
+        StateError: see :meth:`ExpertResults.of`, :func:`shown_instead`.
     """
 
     def __init__(
         self, streams: ExpertStreams, experts: StreamedExperts, index_TK: torch.Tensor, results: ExpertResults | None
     ) -> None:
         self.experts = experts
-        self.source: Source = streams.source(experts)
+        self._shown = shown_instead(experts)
+        self._streams_parts = self._shown is None and not streams.runs_dry()
+        """Whether the call is one of a step or an evaluation, and not a trial."""
         self._number = results.number(experts) if results is not None else 0
         self._found = results.of(experts, self._number) if results is not None and results.replays else None
         routing = None if self._found is None else self._found.routing
@@ -139,7 +140,8 @@ class _Call:
         self.places: Places | None = None
         self._results = results
         self._streams = streams
-        self._autocast: Again
+        self.autocast: Again
+        """That of forward, for backward."""
 
     def forward(self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor, needs: Sequence[bool] | None) -> torch.Tensor:
         """The experts' output (T, D), computed or remembered.
@@ -153,7 +155,7 @@ class _Call:
             self.places, self.version = found.places, found.version
             if found.output_TD is not None:
                 return found.output_TD
-        elif self.source.streams_parts:
+        elif self._streams_parts:
             self.places = self._streams.record(self.experts)
         output_TD = self._compute(hidden_TD, weights_TK, needs)
         if found is None:
@@ -163,13 +165,21 @@ class _Call:
                 self._results.note(self.experts, self._number, output_TD, self.routing, self.places or [], self.version)
         return output_TD
 
-    def enters_autocast(self, device: torch.device) -> None:
-        """Backward is to run under the autocast of now."""
-        self._autocast = autocast_again(device.type)
+    def _weights(
+        self, place: int, part: ExpertPart, in_backward: bool, backward_follows: bool
+    ) -> contextlib.AbstractContextManager[list[torch.Tensor]]:
+        """A part's weights, in entry order, while the body issues its kernels; those of the next parts are on their way."""
+        if self._shown is not None:
+            return contextlib.nullcontext([part.experts.of(shown) for shown in self._shown])
+        if not self._streams_parts:
+            # On trial all compute with those of the first, which is as large as any: no copy is waited for.
+            return self._streams.fetched(self.experts.parts[0], (), part)
+        upcoming = self._streams.upcoming(self.places[place], in_backward, backward_follows) if self.places else ()
+        return self._streams.fetched(part, upcoming, part)
 
     def _compute(self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor, needs: Sequence[bool] | None) -> torch.Tensor:
         made_SD: torch.Tensor | None = None
-        for place, part in tile_loops.tiles(list(enumerate(self.experts.parts))):
+        for place, part in tiles(list(enumerate(self.experts.parts))):
             rows = self.routing.rows(place, part)
             if rows is None:
                 continue
@@ -191,10 +201,7 @@ class _Call:
         needs: Sequence[bool] | None,
     ) -> torch.Tensor:
         rows_nD, weights_n1 = hidden_TD[rows.tokens_n], weights_TK.reshape(-1)[rows.pairs_n].unsqueeze(1)
-        with (
-            self.source.weights(part, self._place(place), False, needs is not None) as weights,
-            contextlib.ExitStack() as stack,
-        ):
+        with self._weights(place, part, False, needs is not None) as weights, contextlib.ExitStack() as stack:
             if needs is not None:
                 # The graph that backward will make, dropped at once: under no_grad torch may run other kernels.
                 weights = self._leaves(weights)[0]
@@ -205,20 +212,11 @@ class _Call:
             with named_range(f"megatrain::forward ({part.name})"):
                 return _run_part(part, weights, rows_nD, rows.index_n1, weights_n1).detach()
 
-    def _place(self, place: int) -> tuple[Tape, int] | None:
-        return self.places[place] if self.places else None
-
     def _leaves(self, weights: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """All of a part's weights, and those that are trained, as leaves."""
         cut = [weight.detach() for weight in weights]
         pairs = zip(cut, self.experts.unit.states, strict=True)
         return cut, [w.requires_grad_() for w, s in pairs if s.entry.spec.trainable and s.parameter.requires_grad]
-
-    def take_routing(self) -> Routing:
-        """The routing, which autograd holds from now on: what isn't kept of a layer is to go."""
-        routing = self.routing
-        del self.routing
-        return routing
 
     def backward(
         self,
@@ -233,14 +231,15 @@ class _Call:
         Raises:
             StateError: the weights aren't those of the forward.
         """
-        if self.source.streams_parts:
+        gradients = None
+        if self._streams_parts:
             self.experts.require_version(self.version)
-        gradients = self.source.gradients(self.is_last)
+            gradients = self._streams.gradients(self.experts, self.is_last)
         if gradients is None and not any(needs):
             return None, None  # all were frozen since the model was prepared
         hidden_SD = routing.pair_buffer(hidden_TD, hidden_TD.shape[1]) if needs[0] else None
         weights_S = routing.pair_buffer(weights_TK) if needs[1] else None
-        for place, part in tile_loops.tiles(list(enumerate(self.experts.parts))[::-1]):
+        for place, part in tiles(list(enumerate(self.experts.parts))[::-1]):
             rows = routing.rows(place, part)
             if rows is None:
                 if gradients is not None:
@@ -274,10 +273,10 @@ class _Call:
         gradient_TD: torch.Tensor,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, Sequence[torch.Tensor | None]]:
         """Computes a part again; returns the gradients of its rows, of their weights, and of its trained parameters."""
-        with self.source.weights(part, self._place(place), True, False) as weights:
+        with self._weights(place, part, True, False) as weights:
             cut, leaves = self._leaves(weights)
             wanted = [tensor for tensor in (rows_nD, weights_n1) if tensor.requires_grad]
-            with self._autocast(), torch.enable_grad(), named_range(f"megatrain::recompute ({part.name})"):
+            with self.autocast(), torch.enable_grad(), named_range(f"megatrain::recompute ({part.name})"):
                 made_nD = _run_part(part, cut, rows_nD, rows.index_n1, weights_n1)
             with named_range(f"megatrain::backward ({part.name})"):
                 of_rows_nD = gradient_TD[rows.tokens_n].to(made_nD.dtype)
@@ -294,9 +293,10 @@ class _ExpertsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, call: _Call, anchor: torch.Tensor, hidden_TD: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
-        call.enters_autocast(hidden_TD.device)
+        call.autocast = autocast_again(hidden_TD.device.type)
         output_TD = call.forward(hidden_TD, weights_TK, ctx.needs_input_grad[2:])
-        routing = call.take_routing()
+        routing = call.routing
+        del call.routing  # autograd holds it from now on: what isn't kept of a layer is to go
         ctx.save_for_backward(hidden_TD, weights_TK, routing.order_S, routing.experts_S)
         ctx.call, ctx.bounds = call, routing.bounds
         return output_TD

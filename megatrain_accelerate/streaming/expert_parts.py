@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 
 
 class PartOfUnit:
-    """What the prefetcher sees of a part: where it lies in a slot, and where its pieces are on the host.
-
-    Args:
-        whole: the unit of all experts.
-        experts: which of them.
-    """
+    """What the prefetcher sees of a part: where it lies in a slot, and where its pieces are in the unit of all experts."""
 
     is_on_device = False
     """Parts always stream."""
@@ -52,15 +47,12 @@ class PartOfUnit:
         return self._whole.weights
 
     def pieces(self, of_unit: torch.Tensor, of_slot: torch.Tensor, trainable_only: bool) -> list[tuple[torch.Tensor, ...]]:
-        """Views of the part's bytes, parameter by parameter.
+        """For each parameter, or each that is trained, the part's bytes of both: views.
 
         Args:
             of_unit: flat weights or gradients of all experts, uint8.
             of_slot: a slot's buffer, uint8.
             trainable_only: of the parameters that have gradients only.
-
-        Returns:
-            For each parameter the view of ``of_unit`` and that of ``of_slot``.
         """
         return [
             (of_unit[there : there + size], of_slot[here : here + size])
@@ -95,11 +87,8 @@ class StreamedExperts(StreamedLayer):
     """All experts of a layer: their module, their host unit, and their parts.
 
     Args:
-        index: that of the layer whose experts they are.
-        name: the module's qualified name.
-        module: the experts' module; its parameters have the dimensions (experts, ...).
-        forward: its own forward, bound, as it was before the proxy took its place.
-        unit: the host memory of its parameters.
+        index, name, module, forward, unit: as of :class:`StreamedLayer`, the index that of the layer whose experts they are;
+            the module's parameters have the dimensions (experts, ...).
         parts: into how many they are cut.
         first_part: index of the first of them.
     """
@@ -130,8 +119,3 @@ class StreamedExperts(StreamedLayer):
         """What the module's parameters are now, in entry order: others than the store's where a run without data, or one on
         made-up numbers, has put its own in their place."""
         return [self.module._parameters.get(state.name) for state in self.unit.states]  # type: ignore[misc]
-
-    @property
-    def shows_its_own(self) -> bool:
-        """Whether the module's parameters are those that were adopted."""
-        return all(shown is state.parameter for shown, state in zip(self.shown, self.unit.states, strict=True))

@@ -28,10 +28,10 @@ from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.meter import named_range
 from megatrain_accelerate.streaming.nested_tensors import map_tensors, taken_apart
 from megatrain_accelerate.streaming.output_recorder import Captures
 from megatrain_accelerate.streaming.prefetch import Lease
-from megatrain_accelerate.streaming.ranges import named_range
 from megatrain_accelerate.streaming.saved_tensors import SavedTensors
 from megatrain_accelerate.streaming.shared_mappings import no_writes_into, no_writes_to
 from megatrain_accelerate.streaming.whole_recompute import WholeRun
@@ -450,7 +450,7 @@ class GraphCall:
     def settle(self) -> None:
         """Sends gradients that no hook has told of: of a tensor, say, that depends on weights alone and wasn't returned."""
         if self.state is CallState.WAITING:
-            self.calls.gradients.send(self.layer, self._take_gradients())
+            self.calls.runtime.offloader.offload(self.layer, self._take_gradients())
 
 
 def _all_issued(call: weakref.ref[GraphCall], _: torch.Tensor) -> None:

@@ -8,8 +8,7 @@ which have them along dimension 0: hidden states that have something else there 
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.memory.flat_layout import FlatLayout
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.nested_tensors import taken_apart, tensors_in
 
@@ -216,92 +214,6 @@ class BatchSplit:
 
 _WHOLE = BatchSplit((), ())
 """Of a call that isn't cut."""
-
-
-class LayerSums:
-    """fp32 sums of one layer's weight gradients over the pieces of a call, rounded once when they leave.
-
-    Args:
-        layout: the layer's.
-        buffer: flat fp32 memory, which nobody else uses while these sums live.
-    """
-
-    def __init__(self, layout: FlatLayout, buffer: torch.Tensor) -> None:
-        self._dtypes = [entry.spec.dtype for entry in layout.trainable_entries]
-        self._sums: list[torch.Tensor] = []
-        self._present: set[int] = set()
-        self.complete_pieces = 0
-        """Pieces whose gradients are all in the sums."""
-        for entry in layout.trainable_entries:
-            assert entry.state_offset is not None
-            flat = buffer[entry.state_offset : entry.state_offset + entry.spec.numel]
-            self._sums.append(flat.view(entry.spec.shape))
-
-    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Adds one piece's gradients: one per trainable entry of the layout, None where there is none."""
-        for place, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            if place in self._present:
-                self._sums[place].add_(gradient)
-            else:
-                self._sums[place].copy_(gradient)
-                self._present.add(place)
-
-    def take(self, to_stay: bool) -> list[torch.Tensor | None]:
-        """The sums, None where no piece had a gradient.
-
-        Args:
-            to_stay: as tensors of their own, rounded to the dtypes of the weights, for gradients that stay on the device; else
-                in fp32, valid until the next layer's begin.
-        """
-        found = [total if place in self._present else None for place, total in enumerate(self._sums)]
-        if not to_stay:
-            return found
-        return [None if g is None else g.to(dtype, copy=True) for g, dtype in zip(found, self._dtypes, strict=True)]
-
-
-class GradientSums:
-    """Where the layers' sums lie: one flat buffer on the device, as large as the largest layer's trained parameters.
-
-    Owner: the runtime. Writer and reader: the compute stream. The buffer is made when the first call is cut, and belongs to
-    one layer's sums as long as these live. Sums that begin meanwhile (of a backward within a backward) get memory of their
-    own.
-
-    Args:
-        device: where the layers compute.
-        layouts: of all layers.
-    """
-
-    def __init__(self, device: torch.device, layouts: Iterable[FlatLayout]) -> None:
-        self._device = device
-        self._elements = max((layout.state_elements for layout in layouts), default=0)
-        self._buffer: torch.Tensor | None = None
-        self._user: weakref.ref[LayerSums] | None = None
-        """The sums in the buffer."""
-
-    @property
-    def planned_bytes(self) -> int:
-        """Bytes of the buffer, whether it exists yet or not."""
-        return 4 * self._elements
-
-    @property
-    def is_made(self) -> bool:
-        """Whether the buffer exists."""
-        return self._buffer is not None
-
-    def begin(self, layout: FlatLayout) -> LayerSums:
-        """Empty sums for the gradients of a layer with this layout."""
-        if self._buffer is None:
-            self._buffer = self._memory(self._elements)
-        if self._user is not None and self._user() is not None:
-            return LayerSums(layout, self._memory(layout.state_elements))
-        sums = LayerSums(layout, self._buffer)
-        self._user = weakref.ref(sums)
-        return sums
-
-    def _memory(self, elements: int) -> torch.Tensor:
-        return torch.empty(elements, dtype=torch.float32, device=self._device)
 
 
 def require_same_structure(layer: str, first: Any, piece: Any) -> None:

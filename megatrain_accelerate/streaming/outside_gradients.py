@@ -20,8 +20,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
+from megatrain_accelerate.streaming.clipping import NormTable
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
-from megatrain_accelerate.streaming.norm_table import NormTable
 
 _BACKWARDS = 8
 """Whose gradients are held at most: of one that failed nobody tells, and one may run within another."""

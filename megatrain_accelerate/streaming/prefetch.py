@@ -12,8 +12,7 @@ import torch
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.flat_layout import FlatLayout
 from megatrain_accelerate.streaming.device_slots import SlotState, WeightSlot
-from megatrain_accelerate.streaming.meter import Cause, Meter
-from megatrain_accelerate.streaming.ranges import named_range
+from megatrain_accelerate.streaming.meter import Cause, Meter, named_range
 from megatrain_accelerate.streaming.streams import Streams
 from megatrain_accelerate.streaming.update_gate import UpdateGate
 

@@ -15,10 +15,9 @@ import torch
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import StepKernels
+from megatrain_accelerate.streaming.clipping import NormTable
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
-from megatrain_accelerate.streaming.meter import Cause, Meter
-from megatrain_accelerate.streaming.norm_table import NormTable
-from megatrain_accelerate.streaming.ranges import named_range
+from megatrain_accelerate.streaming.meter import Cause, Meter, named_range
 from megatrain_accelerate.streaming.streams import Streams
 from megatrain_accelerate.streaming.update_gate import UpdateGate
 

@@ -18,8 +18,9 @@ from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.streaming.activation_offload import ActivationOffloader
 from megatrain_accelerate.streaming.caches import without_caches
+from megatrain_accelerate.streaming.call_gradients import GradientSums
 from megatrain_accelerate.streaming.call_order import CallOrder, OpenForward, Tape
-from megatrain_accelerate.streaming.clipping import Clipping
+from megatrain_accelerate.streaming.clipping import Clipping, NormTable
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.expert_streams import ExpertStreams
@@ -29,14 +30,12 @@ from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.graph_call import ActiveCalls
 from megatrain_accelerate.streaming.graph_calls import GraphCalls
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.meter import Cause, Meter
-from megatrain_accelerate.streaming.micro_batches import BatchCut, GradientSums
+from megatrain_accelerate.streaming.meter import Cause, Meter, named_range
+from megatrain_accelerate.streaming.micro_batches import BatchCut
 from megatrain_accelerate.streaming.nested_tensors import any_requires_grad
-from megatrain_accelerate.streaming.norm_table import NormTable
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.outside_gradients import OutsideGradients
 from megatrain_accelerate.streaming.prefetch import Lease, Prefetcher
-from megatrain_accelerate.streaming.ranges import named_range
 from megatrain_accelerate.streaming.relocation import Part, relocate
 from megatrain_accelerate.streaming.resident import ResidentGroup, gradient_ready
 from megatrain_accelerate.streaming.shared_mappings import SharedMappings
@@ -145,7 +144,7 @@ class StreamingRuntime:
         """Indices of the layers whose activations go to the host instead of being recomputed; set by the plan."""
         self.input_offloaded_layers: frozenset[int] = frozenset()
         """Indices of the layers whose inputs go to the host if they are recomputed; set by the plan."""
-        self.outside_tiles = TokenTiles(())  # of norms outside the layers (:mod:`.outside_norms`)
+        self.outside_tiles = TokenTiles(())  # of norms outside the layers
         self.attention_layers: frozenset[int] = frozenset()
         """Indices of the layers whose attention isn't computed again if they are recomputed; set by the plan."""
         self.activations = ActivationOffloader.for_engine(config, kernels, streams, meter, register)
@@ -182,7 +181,9 @@ class StreamingRuntime:
         self._in_this_backward: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         self._backward_tape: Tape | None = None
         self._clipping = Clipping(self.norms, self.sums, self._states)
-        self.expert_streams = ExpertStreams(self, lambda: self._dry_run is not None, self._order)
+        self.expert_streams = ExpertStreams(
+            self.experts, config.slots, self.offloader, self.anchor, lambda: self._dry_run is not None, self._order
+        )
         _running.add(self)
 
     token_tile = TileOfLayers()

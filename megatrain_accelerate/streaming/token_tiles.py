@@ -10,16 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatrain_accelerate.streaming import tile_loops
 from megatrain_accelerate.streaming.ambient_state import Again, autocast_again
-from megatrain_accelerate.streaming.model_hook import has_hooks_inside
+from megatrain_accelerate.streaming.model_hook import ModelHook, has_hooks_inside
 from megatrain_accelerate.streaming.proxy import is_proxy
 from megatrain_accelerate.streaming.token_wise import examine, kind_of
 
@@ -29,6 +28,49 @@ several billion parameters take a few hundred MiB."""
 
 _verdicts: dict[Hashable, str | None] = {}
 """Why modules run whole, or None; of all engines of the process, by kind of module."""
+
+_Tile = TypeVar("_Tile")
+_runs_few = False
+_times = 1
+
+
+@contextlib.contextmanager
+def few_tiles() -> Iterator[None]:
+    """Loops over tiles run few of them while the body runs, in every thread: autograd has its own for a device.
+
+    An operation on tensors without data takes as long as launching a real one, and a sequence of a million tokens has
+    hundreds of tiles with hundreds of operations each. Tiles are alike, so one can count for others.
+    """
+    global _runs_few, _times
+    before, _runs_few = _runs_few, True
+    try:
+        yield
+    finally:
+        _runs_few, _times = before, 1  # a loop that failed may not have ended
+
+
+def times() -> int:
+    """For how many tiles counts what runs now."""
+    return _times
+
+
+def tiles(every: Sequence[_Tile]) -> Iterator[_Tile]:
+    """The tiles of a loop, or parts of experts, in order; under :func:`few_tiles` some of them.
+
+    Those are the first two and the last: the first may find things that the others find made (a sum to add to), and the
+    second counts for all between, which are of its size.
+    """
+    global _times
+    if not _runs_few or len(every) < 4:
+        yield from every
+        return
+    yield every[0]
+    before, _times = _times, _times * (len(every) - 2)
+    try:
+        yield every[1]
+    finally:
+        _times = before
+    yield every[-1]
 
 
 class TokenTiles:
@@ -51,6 +93,16 @@ class TokenTiles:
         """Those of all modules inside a layer."""
         return cls((name, child) for name, child in layer.named_modules() if child is not layer)
 
+    @classmethod
+    def of_norms(cls, model: nn.Module, modules: Iterable[nn.Module]) -> TokenTiles:
+        """Those of norms outside the layers: a last norm makes, in fp32, several tensors twice as large as its input.
+
+        Of the modules those with weights but no matrix are taken. Of the others their output is what is large.
+        """
+        names = {module: name for name, module in model.named_modules()}
+        parameters = {module: list(module.parameters()) for module in modules}
+        return cls((names[m], m) for m, own in parameters.items() if own and all(p.dim() == 1 for p in own))
+
     @property
     def tiled_names(self) -> list[str]:
         """The parts that ran by tiles."""
@@ -68,6 +120,22 @@ class TokenTiles:
     def at_work_anywhere(self) -> contextlib.AbstractContextManager[None]:
         """Parts that aren't in a layer run in the body; each is told by its own call how many tokens there are."""
         return self._installed(None) if self.tile_tokens else contextlib.nullcontext()
+
+    def hooks_on(self, model: nn.Module) -> list[Any]:
+        """Calls of the model have its parts at work from now on; returns the handles of hooks. Runs on trial call its forward
+        past hooks."""
+        at_work = contextlib.ExitStack()
+
+        def begin(*_: Any) -> None:
+            at_work.close()  # of a call that was interrupted
+            at_work.enter_context(self.at_work_anywhere())
+
+        # With arguments, since a hook without any is called when the model is copied.
+        end = ModelHook(lambda *_: at_work.close(), with_arguments=True)
+        return [
+            model.register_forward_pre_hook(ModelHook(begin, with_arguments=True)),
+            model.register_forward_hook(end, always_call=True),
+        ]
 
     @contextlib.contextmanager
     def _installed(self, shape: tuple[int, int] | None) -> Iterator[None]:
@@ -98,21 +166,21 @@ class TokenTiles:
         return _TiledFunction.apply(call, *call.tensors, *call.weights())
 
     def _reason_against(self, part: nn.Module, call: _TiledCall, dim: int) -> str | None:
-        name = self._parts[part]
+        reason: str | None
         # Who watches modules within it should see whole tensors, and each once.
         if has_hooks_inside(part):
-            self.found[name] = "hooks are registered inside it"
-            return self.found[name]
+            reason = "hooks are registered inside it"
         # A trial of theirs would be taken for a call of the layer's, whose result its recompute asks for.
-        if any(is_proxy(child) for child in part.modules()):
-            self.found[name] = "its experts stream in parts"
-            return self.found[name]
-        # Anew each time: a rate of dropout may have been set since.
-        kind = kind_of(part, call.signature(dim))
-        if kind not in _verdicts:
-            _verdicts[kind] = examine(part, call.run, call.tensors, dim)
-        self.found[name] = _verdicts[kind]
-        return self.found[name]
+        elif any(is_proxy(child) for child in part.modules()):
+            reason = "its experts stream in parts"
+        else:
+            # Anew each time: a rate of dropout may have been set since.
+            kind = kind_of(part, call.signature(dim))
+            if kind not in _verdicts:
+                _verdicts[kind] = examine(part, call.run, call.tensors, dim)
+            reason = _verdicts[kind]
+        self.found[self._parts[part]] = reason
+        return reason
 
 
 class TileOfLayers:
@@ -120,14 +188,12 @@ class TileOfLayers:
     none."""
 
     def __get__(self, engine: Any, kind: type | None = None) -> int:
-        """What was set last."""
         tokens: int = engine.outside_tiles.tile_tokens
         return tokens
 
     def __set__(self, engine: Any, tokens: int) -> None:
-        """Sets it for all."""
-        for tiles in (engine.outside_tiles, *(layer.tiles for layer in engine.layers)):
-            tiles.tile_tokens = tokens
+        for parts in (engine.outside_tiles, *(layer.tiles for layer in engine.layers)):
+            parts.tile_tokens = tokens
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
@@ -184,7 +250,7 @@ class _TiledCall:
 
     def starts(self, like: torch.Tensor) -> Iterator[int]:
         """Where each tile of tensors as long as ``like`` begins."""
-        return tile_loops.tiles(range(0, like.shape[self._dim], self._length))
+        return tiles(range(0, like.shape[self._dim], self._length))
 
     def tile(self, tensors: Sequence[torch.Tensor], start: int) -> list[torch.Tensor]:
         """The tensors of one tile, as views."""
@@ -203,12 +269,7 @@ class _TiledCall:
         return self._forward(*args, **kwargs)
 
     def empty_output(self, tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Memory for the outputs of all tiles, from that of the first.
-
-        Args:
-            tile: the first tile's output.
-            like: one of the whole tensors.
-        """
+        """Memory for the outputs of all tiles, from the first one's and from one of the whole tensors."""
         return tile.new_empty((*like.shape[: self._dim + 1], *tile.shape[self._dim + 1 :]))
 
     @contextlib.contextmanager
