@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -30,6 +30,9 @@ from megatrain_accelerate.streaming.expert_streams import ExpertStreams, Places,
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import named_range
 from megatrain_accelerate.streaming.token_tiles import tiles
+
+_Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Hidden states (T, D) and the weights of the choices (T, K)."""
 
 
 @dataclasses.dataclass
@@ -143,13 +146,8 @@ class _Call:
         self.autocast: Again
         """That of forward, for backward."""
 
-    def forward(self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor, needs: Sequence[bool] | None) -> torch.Tensor:
-        """The experts' output (T, D), computed or remembered.
-
-        Args:
-            hidden_TD, weights_TK: the call's.
-            needs: which of the two will get a gradient; None without a graph.
-        """
+    def forward(self, inputs: _Inputs, needs: Sequence[bool] | None) -> torch.Tensor:
+        """The experts' output (T, D), computed or remembered; ``needs``: which inputs get a gradient, None without a graph."""
         found, self._found = self._found, None
         if found is not None:
             self.places, self.version = found.places, found.version
@@ -157,7 +155,7 @@ class _Call:
                 return found.output_TD
         elif self._streams_parts:
             self.places = self._streams.record(self.experts)
-        output_TD = self._compute(hidden_TD, weights_TK, needs)
+        output_TD = self._compute(inputs, needs)
         if found is None:
             # Not before: the first fetch takes over what somebody wrote.
             self.version = self.experts.unit.version
@@ -177,30 +175,24 @@ class _Call:
         upcoming = self._streams.upcoming(self.places[place], in_backward, backward_follows) if self.places else ()
         return self._streams.fetched(part, upcoming, part)
 
-    def _compute(self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor, needs: Sequence[bool] | None) -> torch.Tensor:
+    def _compute(self, inputs: _Inputs, needs: Sequence[bool] | None) -> torch.Tensor:
         made_SD: torch.Tensor | None = None
         for place, part in tiles(list(enumerate(self.experts.parts))):
             rows = self.routing.rows(place, part)
             if rows is None:
                 continue
-            made_nD = self._compute_part(place, part, rows, hidden_TD, weights_TK, needs)
+            made_nD = self._compute_part(place, part, rows, inputs, needs)
             if made_SD is None:
                 made_SD = self.routing.pair_buffer(made_nD, made_nD.shape[1])
             made_SD[rows.pairs_n] = made_nD
         if made_SD is None:
-            return torch.zeros_like(hidden_TD)
-        return self.routing.sum_of_choices(made_SD).to(hidden_TD.dtype)
+            return torch.zeros_like(inputs[0])
+        return self.routing.sum_of_choices(made_SD).to(inputs[0].dtype)
 
     def _compute_part(
-        self,
-        place: int,
-        part: ExpertPart,
-        rows: Rows,
-        hidden_TD: torch.Tensor,
-        weights_TK: torch.Tensor,
-        needs: Sequence[bool] | None,
+        self, place: int, part: ExpertPart, rows: Rows, inputs: _Inputs, needs: Sequence[bool] | None
     ) -> torch.Tensor:
-        rows_nD, weights_n1 = hidden_TD[rows.tokens_n], weights_TK.reshape(-1)[rows.pairs_n].unsqueeze(1)
+        rows_nD, weights_n1 = rows.of(*inputs)
         with self._weights(place, part, False, needs is not None) as weights, contextlib.ExitStack() as stack:
             if needs is not None:
                 # The graph that backward will make, dropped at once: under no_grad torch may run other kernels.
@@ -219,12 +211,7 @@ class _Call:
         return cut, [w.requires_grad_() for w, s in pairs if s.entry.spec.trainable and s.parameter.requires_grad]
 
     def backward(
-        self,
-        hidden_TD: torch.Tensor,
-        weights_TK: torch.Tensor,
-        routing: Routing,
-        gradient_TD: torch.Tensor,
-        needs: Sequence[bool],
+        self, inputs: _Inputs, routing: Routing, gradient_TD: torch.Tensor, needs: Sequence[bool]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The gradients of hidden states and weights; those of the parts leave.
 
@@ -237,42 +224,32 @@ class _Call:
             gradients = self._streams.gradients(self.experts, self.is_last)
         if gradients is None and not any(needs):
             return None, None  # all were frozen since the model was prepared
-        hidden_SD = routing.pair_buffer(hidden_TD, hidden_TD.shape[1]) if needs[0] else None
-        weights_S = routing.pair_buffer(weights_TK) if needs[1] else None
+        hidden_SD = routing.pair_buffer(inputs[0], inputs[0].shape[1]) if needs[0] else None
+        weights_S = routing.pair_buffer(inputs[1]) if needs[1] else None
         for place, part in tiles(list(enumerate(self.experts.parts))[::-1]):
             rows = routing.rows(place, part)
             if rows is None:
                 if gradients is not None:
                     gradients.take(part, None)
                 continue
-            rows_nD = hidden_TD[rows.tokens_n].requires_grad_(needs[0])
-            weights_n1 = weights_TK.reshape(-1)[rows.pairs_n].unsqueeze(1).requires_grad_(needs[1])
-            of_hidden, of_choice, of_weights = self._differentiate_part(place, part, rows, rows_nD, weights_n1, gradient_TD)
+            of_inputs, of_weights = self._differentiate_part(place, part, rows, inputs, gradient_TD, needs)
             if hidden_SD is not None:
-                hidden_SD[rows.pairs_n] = torch.zeros_like(rows_nD) if of_hidden is None else of_hidden
+                hidden_SD[rows.pairs_n] = of_inputs[0]
             if weights_S is not None:
-                weights_S[rows.pairs_n] = (
-                    torch.zeros_like(weights_n1).squeeze(1) if of_choice is None else of_choice.squeeze(1)
-                )
+                weights_S[rows.pairs_n] = of_inputs[-1].squeeze(1)
             if gradients is not None:
                 gradients.take(part, of_weights)
-            # Gone before the next part makes its own.
-            del rows_nD, weights_n1, of_hidden, of_choice, of_weights
+            del of_inputs, of_weights  # before the next part makes its own
         return (
             None if hidden_SD is None else routing.sum_of_choices(hidden_SD),
-            None if weights_S is None else weights_S.view(weights_TK.shape),
+            None if weights_S is None else weights_S.view(inputs[1].shape),
         )
 
     def _differentiate_part(
-        self,
-        place: int,
-        part: ExpertPart,
-        rows: Rows,
-        rows_nD: torch.Tensor,
-        weights_n1: torch.Tensor,
-        gradient_TD: torch.Tensor,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Sequence[torch.Tensor | None]]:
-        """Computes a part again; returns the gradients of its rows, of their weights, and of its trained parameters."""
+        self, place: int, part: ExpertPart, rows: Rows, inputs: _Inputs, gradient_TD: torch.Tensor, needs: Sequence[bool]
+    ) -> tuple[list[torch.Tensor], Sequence[torch.Tensor | None]]:
+        """Computes a part again; returns the gradients of its inputs that need one, and of its trained parameters."""
+        rows_nD, weights_n1 = (rows_n.requires_grad_(need) for rows_n, need in zip(rows.of(*inputs), needs, strict=True))
         with self._weights(place, part, True, False) as weights:
             cut, leaves = self._leaves(weights)
             wanted = [tensor for tensor in (rows_nD, weights_n1) if tensor.requires_grad]
@@ -281,9 +258,8 @@ class _Call:
             with named_range(f"megatrain::backward ({part.name})"):
                 of_rows_nD = gradient_TD[rows.tokens_n].to(made_nD.dtype)
                 found = torch.autograd.grad(made_nD, [*wanted, *leaves], of_rows_nD, allow_unused=True)
-        of_wanted = iter(found[: len(wanted)])
-        of_hidden, of_choice = (next(of_wanted) if t.requires_grad else None for t in (rows_nD, weights_n1))
-        return of_hidden, of_choice, found[len(wanted) :]
+        of_wanted = zip(wanted, found, strict=False)
+        return [torch.zeros_like(t) if of is None else of for t, of in of_wanted], found[len(wanted) :]
 
 
 class _ExpertsFunction(torch.autograd.Function):
@@ -294,7 +270,7 @@ class _ExpertsFunction(torch.autograd.Function):
         ctx: Any, call: _Call, anchor: torch.Tensor, hidden_TD: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
         call.autocast = autocast_again(hidden_TD.device.type)
-        output_TD = call.forward(hidden_TD, weights_TK, ctx.needs_input_grad[2:])
+        output_TD = call.forward((hidden_TD, weights_TK), ctx.needs_input_grad[2:])
         routing = call.routing
         del call.routing  # autograd holds it from now on: what isn't kept of a layer is to go
         ctx.save_for_backward(hidden_TD, weights_TK, routing.order_S, routing.experts_S)
@@ -307,7 +283,7 @@ class _ExpertsFunction(torch.autograd.Function):
         hidden_TD, weights_TK, order_S, experts_S = ctx.saved_tensors
         tokens, choices = weights_TK.shape
         routing = Routing(tokens, choices, order_S, experts_S, ctx.bounds)
-        return (None, None, *ctx.call.backward(hidden_TD, weights_TK, routing, gradient_TD, ctx.needs_input_grad[2:]))
+        return (None, None, *ctx.call.backward((hidden_TD, weights_TK), routing, gradient_TD, ctx.needs_input_grad[2:]))
 
 
 def run_experts(streams: ExpertStreams, experts: StreamedExperts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -321,17 +297,13 @@ def run_experts(streams: ExpertStreams, experts: StreamedExperts, args: tuple[An
     with torch.no_grad():
         call = _Call(streams, experts, index_TK, experts.results)
     if not torch.is_grad_enabled():
-        return call.forward(hidden_TD, weights_TK, None)
+        return call.forward((hidden_TD, weights_TK), None)
     anchor = streams.anchor if experts.has_trainable else streams.anchor.detach()
     return _ExpertsFunction.apply(call, anchor, hidden_TD, weights_TK)
 
 
 def _run_part(
-    part: ExpertPart,
-    weights: Sequence[torch.Tensor],
-    rows_nD: torch.Tensor,
-    index_n1: torch.Tensor,
-    weights_n1: torch.Tensor,
+    part: ExpertPart, weights: Sequence[torch.Tensor], rows_nD: torch.Tensor, index_n1: torch.Tensor, weights_n1: torch.Tensor
 ) -> torch.Tensor:
     """The module's own forward, as if it had the part's experts alone, times the weights: (n, D), in the wider dtype."""
     experts = part.owner

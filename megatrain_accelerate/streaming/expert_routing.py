@@ -29,6 +29,10 @@ class Rows:
     index_n1: torch.Tensor
     """Their experts, counted from the part's first: the ``top_k_index`` of tokens with one choice each."""
 
+    def of(self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Their hidden states (n, D) and weights (n, 1), copies."""
+        return hidden_TD[self.tokens_n], weights_TK.reshape(-1)[self.pairs_n].unsqueeze(1)
+
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
@@ -62,11 +66,6 @@ class Routing:
         """Bytes that it holds on the device."""
         return self.order_S.nbytes + self.experts_S.nbytes
 
-    @property
-    def all_have_an_expert(self) -> bool:
-        """Whether no pair goes to none."""
-        return self.bounds[-1] - self.bounds[0] == self.order_S.numel()
-
     def rows(self, place: int, part: ExpertPart) -> Rows | None:
         """The pairs of the part at ``place`` among the layer's; None if it has none."""
         begin, end = self.bounds[place : place + 2]
@@ -78,8 +77,10 @@ class Routing:
 
     def pair_buffer(self, like: torch.Tensor, width: int | None = None) -> torch.Tensor:
         """Memory for one row of ``width`` a pair, or one number; zero where no part will write."""
-        shape = (self.order_S.numel(),) if width is None else (self.order_S.numel(), width)
-        return like.new_empty(shape) if self.all_have_an_expert else like.new_zeros(shape)
+        pairs = self.order_S.numel()
+        shape = (pairs,) if width is None else (pairs, width)
+        all_have_an_expert = self.bounds[-1] - self.bounds[0] == pairs
+        return like.new_empty(shape) if all_have_an_expert else like.new_zeros(shape)
 
     def sum_of_choices(self, pairs_SD: torch.Tensor) -> torch.Tensor:
         """The sum over each token's choices, added in fp32 and rounded once: (T, D)."""

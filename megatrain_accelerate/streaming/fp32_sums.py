@@ -25,6 +25,7 @@ from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import DeviceKernels, StepKernels, can_step_on
 from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.streaming.model_hook import weakly
 
 
 def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -62,7 +63,7 @@ class RunningSum:
         self.kernels.split(total.mul_(factor), self.gradient, self.residual)
 
 
-class Part(Protocol):
+class _Part(Protocol):
     """A layer or a resident group, as far as it matters here."""
 
     unit: HostUnit
@@ -84,7 +85,7 @@ class Fp32Sums:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[_Part],
         *,
         device: torch.device,
         kernels: HostKernels,
@@ -128,7 +129,7 @@ class Fp32Sums:
         self._is_prepared = True
 
     def _require_host_bytes(self, staging_bytes: int) -> None:
-        """Counts all that is still to be allocated, since the optimizer's moments may come after this."""
+        """Counts all that is still to be allocated: the optimizer's moments may come after this."""
         units = [part.unit for part in self._parts if not part.unit.is_on_device]
         without_gradients = [unit for unit in units if unit.gradients is None and not unit.passes_gradients]
         parts = {
@@ -147,22 +148,12 @@ class Fp32Sums:
             return None
         if gradient.dtype != torch.bfloat16 or gradient.device != residual.device or not _is_plain(gradient):
             return None
-        return RunningSum(gradient, residual, state.handle.has_fp32_sum, self._kernels_of(gradient))
-
-    def _kernels_of(self, tensor: torch.Tensor) -> StepKernels:
-        if not tensor.is_cuda:
-            return self._kernels
-        assert self._device_kernels is not None, "sums on the GPU before prepare()"
-        return self._device_kernels
+        kernels = self._device_kernels if gradient.is_cuda else self._kernels
+        assert kernels is not None, "sums on the GPU before prepare()"
+        return RunningSum(gradient, residual, state.handle.has_fp32_sum, kernels)
 
     def scale(self, state: ParameterState, factor: float, others_follow: bool) -> None:
-        """Multiplies ``parameter.grad`` in place.
-
-        Args:
-            state: the parameter.
-            factor: by what.
-            others_follow: others are about to be added, so that it becomes a sum in fp32 where it can be one. Else it is
-                multiplied in fp32 only if it is such a sum already.
+        """Multiplies ``parameter.grad`` in place, in fp32 if it is a sum in fp32; it becomes one if ``others_follow``.
 
         Raises:
             HostMemoryError, KernelError: see :meth:`prepare`.
@@ -180,19 +171,18 @@ class Fp32Sums:
     def norms(self, states: Sequence[ParameterState]) -> list[torch.Tensor]:
         """2-norms of the parameters' gradients, all of one device: of the fp32 sums where there are such; fp32, there."""
         found: dict[int, torch.Tensor] = {}
-        plain: list[tuple[int, torch.Tensor]] = []
+        plain: dict[int, torch.Tensor] = {}
         for position, state in enumerate(states):
             gradient = state.parameter.grad
             assert gradient is not None
             if not state.handle.has_fp32_sum or state.sum_residual is None:
-                plain.append((position, gradient))
+                plain[position] = gradient
             elif gradient.is_cuda and self._device_kernels is not None:
                 found[position] = self._device_kernels.norm_split(gradient, state.sum_residual)
             else:
                 found[position] = gradient_norms([joined_sum(gradient, state.sum_residual, self._kernels)])[0]
         if plain:
-            norms = gradient_norms([gradient for _, gradient in plain])
-            found |= {position: norm for (position, _), norm in zip(plain, norms, strict=True)}
+            found |= zip(plain, gradient_norms(list(plain.values())), strict=True)
         return [found[position] for position in range(len(states))]
 
     def host_norm(self, gradient: torch.Tensor, residual: torch.Tensor | None) -> float:
@@ -207,27 +197,21 @@ class Fp32Sums:
             gradient = joined_sum(gradient, residual, self._kernels)
         return float(gradient_norms([gradient])[0])
 
-    # ------------------------------------------------------------------ gradients that autograd accumulates
-
     def watch(self, states: Iterable[ParameterState]) -> list[Any]:
-        """Lets resident parameters' gradients be summed in fp32: :meth:`take_up` is to be called after each.
+        """Lets trained resident parameters' gradients be summed in fp32: :meth:`take_up` is to be called after each.
 
-        autograd would add a gradient in bf16 to the one that is there. So the latter is out of its way while it does.
-
-        Args:
-            states: of trained resident parameters.
-
-        Returns:
-            Handles that remove the hooks.
+        autograd would add a gradient in bf16 to the one that is there. So the latter is out of its way while it does. Returns
+        handles that remove the hooks.
         """
         if not self.is_wanted:
             return []
-        # Weakly, since the garbage collector doesn't see through the parameter's reference to its hook.
-        hook = functools.partial(_set_aside, weakref.ref(self))
+        hook = weakly(self._take_aside)
         return [state.parameter.register_hook(functools.partial(hook, weakref.ref(state))) for state in states]
 
-    def set_aside(self, state: ParameterState, fresh: torch.Tensor) -> None:
+    def _take_aside(self, found: weakref.ref[ParameterState], fresh: torch.Tensor) -> None:
         """``fresh`` is about to be accumulated into ``parameter.grad``, or taken by ``torch.autograd.grad``."""
+        if (state := found()) is None:
+            return
         self._set_aside.pop(id(state), None)  # of a backward that failed
         earlier = state.parameter.grad
         if earlier is None or earlier.dtype != torch.bfloat16 or fresh.dtype != torch.bfloat16 or not _is_plain(earlier):
@@ -267,9 +251,3 @@ BF16_REMEDY = (
 
 def _is_plain(gradient: torch.Tensor) -> bool:
     return gradient.layout == torch.strided and gradient.is_contiguous() and not gradient.requires_grad
-
-
-def _set_aside(sums: weakref.ref[Fp32Sums], state: weakref.ref[ParameterState], fresh: torch.Tensor) -> None:
-    found, of = sums(), state()
-    if found is not None and of is not None:
-        found.set_aside(of, fresh)

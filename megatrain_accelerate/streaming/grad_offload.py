@@ -31,6 +31,7 @@ from megatrain_accelerate.streaming.gradient_buffers import (
 )
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter, named_range
+from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.streams import Streams
 
 
@@ -84,6 +85,7 @@ class GradientOffloader:
         self.last_copied_event = streams.event()
         """Complete when all gradients that were sent so far have arrived."""
         self._additions: dict[int, Ticket] = {}
+        self._fetched_event = streams.event()
         self._in_flight: list[torch.Tensor] = []
         self.gradients_complete: Callable[[], bool] = lambda: True
         """Whether the backward in progress is the last before a step; norms are needed only then."""
@@ -217,25 +219,51 @@ class GradientOffloader:
             _refuse_hooked(layer, state)
             self.add_in_place(state, gradient)
             self.norms.forget(state.parameter)
-        if not self.gradients_complete():
-            return
+        if self.gradients_complete():
+            self._send_from_device(layer, rows, states, [])
+
+    def fetch(self, group: ResidentGroup, only: torch.Tensor | None = None) -> None:
+        """Issues the copies of a group's gradients, or of one alone, that aren't on the host yet, and of their norms."""
+        for row, state in enumerate(state for state in group.unit.states if state.entry.spec.trainable):
+            parameter = state.parameter
+            if parameter.grad is None or self.norms.is_current(parameter) or (only is not None and parameter is not only):
+                continue
+            # WAR: a step that is still to be applied reads the gradients of the pass before.
+            self.meter.wait_for_step(group.name, group.gate.is_open, group.gate.wait)
+            copies = [] if state.gradient is None else [(state.gradient, parameter.grad)]
+            residual = state.gradient_residual
+            if copies and state.handle.has_fp32_sum and residual is not None and state.sum_residual is not None:
+                copies.append((residual, state.sum_residual))
+            self._send_from_device(group, [row], [state], copies)
+
+    def _send_from_device(
+        self,
+        owner: StreamedLayer | ResidentGroup,
+        rows: list[int],
+        states: list[ParameterState],
+        copies: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Issues the copies to the host, beside those of the gradients' norms; ``rows``: the norms' places in the unit's."""
         norms = torch.stack(self.sums.norms(states))
         ready_event = self.streams.event()
         ready_event.record(self.streams.compute_stream)
         d2h_stream = self.streams.d2h_stream
-        table = self.norms.of_unit(layer.unit)
-        with self.streams.on(d2h_stream):
-            # RAW: the norms must be finished.
+        table = self.norms.of_unit(owner.unit)
+        with self.streams.on(d2h_stream), named_range(f"megatrain::copy_gradients ({owner.name})"):
+            # RAW: gradients and norms must be finished.
             d2h_stream.wait_event(ready_event)
+            for target, source in copies:
+                with self.meter.copying(Cause.D2H, target.nbytes):
+                    target.copy_(source, non_blocking=True)
+                self.meter.counters.d2h_bytes += target.nbytes
             if len(rows) == table.numel():
                 table.copy_(norms, non_blocking=True)
             else:
                 for row, norm in zip(rows, norms.unbind(), strict=True):
                     table[row].copy_(norm, non_blocking=True)
-            self.last_copied_event = self.streams.event()
-            self.last_copied_event.record(d2h_stream)
-        # The allocator may hand out their memory again while the copy runs.
-        self._in_flight.append(norms)
+            self._fetched_event.record(d2h_stream)
+        # The allocator may hand out their memory again while the copies run.
+        self._in_flight += [norms, *(source for _, source in copies)]
         for state in states:
             assert state.parameter.grad is not None
             self.norms.note(state.parameter, state.parameter.grad)
@@ -306,6 +334,7 @@ class GradientOffloader:
             StepWorkerError: adding failed.
         """
         self.last_copied_event.synchronize()
+        self._fetched_event.synchronize()
         self._in_flight = []
         for ticket in self._additions.values():
             ticket.wait()

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.streaming.activation_offload import Recording
-from megatrain_accelerate.streaming.ambient_state import surroundings_again
+from megatrain_accelerate.streaming.ambient_state import BufferValues, buffers_as_before, surroundings_again
 from megatrain_accelerate.streaming.attention_results import AttentionResults
 from megatrain_accelerate.streaming.call_gradients import CallGradients, CutCall
 from megatrain_accelerate.streaming.call_order import Tape
@@ -35,7 +35,6 @@ from megatrain_accelerate.streaming.prefetch import Lease
 from megatrain_accelerate.streaming.saved_tensors import SavedTensors
 from megatrain_accelerate.streaming.shared_mappings import no_writes_into, no_writes_to
 from megatrain_accelerate.streaming.whole_recompute import WholeRun
-from megatrain_accelerate.streaming.written_buffers import BufferValues, buffers_as_before
 
 if TYPE_CHECKING:
     from megatrain_accelerate.streaming.runtime import StreamingRuntime

@@ -25,14 +25,11 @@ _PER_TOKEN_NAMES = ("cache_position",)
 
 
 class BatchCut:
-    """Into pieces of how many samples the layers of a model cut their calls. One object per engine.
-
-    Args:
-        size: samples of a piece; None never cuts.
-    """
+    """Into pieces of how many samples the layers of a model cut their calls. One object per engine."""
 
     def __init__(self, size: int | None) -> None:
         self.size = size
+        """Samples of a piece; None never cuts."""
         self._rows: frozenset[int] = frozenset()
         self._cut_before: dict[tuple[str, str], bool] = {}
         self._looked_through: set[str] = set()
@@ -63,16 +60,14 @@ class BatchCut:
                 "that either dimension may be the batch, in the first batch that is to be cut",
             )
         if layer.name not in self._looked_through:
-            self._require_separable(layer)
+            for name, module in layer.module.named_modules():
+                if getattr(module, "batch_first", True) is False:
+                    what = name or type(module).__name__
+                    raise _cannot(layer.name, f"its {what} has batch_first=False, and takes tokens first")
             self._looked_through.add(layer.name)
         for name, norm in batch_norms(layer.module):
             if norm.training:
                 raise _cannot(layer.name, f"its {name} takes statistics of the whole batch")
-
-    def _require_separable(self, layer: StreamedLayer) -> None:
-        for name, module in layer.module.named_modules():
-            if getattr(module, "batch_first", True) is False:
-                raise _cannot(layer.name, f"its {name or type(module).__name__} has batch_first=False, and takes tokens first")
 
     def is_cut(self, layer: StreamedLayer, path: str, tensor: torch.Tensor, hidden: torch.Tensor) -> bool:
         """Whether an argument of the layer is cut; else every piece gets it whole.
@@ -131,11 +126,6 @@ class BatchSplit:
 
         The batch is dimension 0 of the call's first floating tensor of two dimensions or more, the hidden states (B, T, ...).
 
-        Args:
-            layer: that is called.
-            args, kwargs: the call's.
-            cut: how the model's calls are cut.
-
         Raises:
             UnsupportedError: the batch is larger, and it isn't certain how to cut it or some argument.
         """
@@ -150,40 +140,37 @@ class BatchSplit:
         batch = hidden.shape[0]
         cut.require_samples(layer, path, hidden)
         for at, leaf in paths:
-            if not isinstance(leaf, torch.Tensor) and _holds_tensors(leaf):
+            held = () if isinstance(leaf, torch.Tensor) else getattr(leaf, "__dict__", {}).values()
+            if any(isinstance(item, torch.Tensor) for item in held):
                 raise _cannot(layer.name, f"argument {keystr(at)} is a {type(leaf).__name__}, whose tensors can't be cut")
         is_split = tuple(cut.is_cut(layer, name, leaf, hidden) for name, leaf in tensors)
-        sizes = [cut.size] * (batch // cut.size)
-        if batch % cut.size:
-            sizes.append(batch % cut.size)
-        return cls(tuple(sizes), is_split)
+        sizes = tuple(min(cut.size, batch - begin) for begin in range(0, batch, cut.size))
+        return cls(sizes, is_split)
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """The arguments of each piece, in autograd's graph; a tensor that is passed twice stays one."""
         tensors, put_together = taken_apart((args, kwargs))
         of_tensor: dict[tuple[int, bool], Sequence[torch.Tensor]] = {}
+        columns = []
         for tensor, is_split in zip(tensors, self.is_split, strict=True):
-            if (id(tensor), is_split) not in of_tensor:
-                of_tensor[id(tensor), is_split] = self._pieces_of(tensor, is_split)
-        columns = [of_tensor[id(tensor), is_split] for tensor, is_split in zip(tensors, self.is_split, strict=True)]
+            key = (id(tensor), is_split)
+            if key not in of_tensor and is_split:
+                # One node, which joins the gradients: that of a slice would make one as large as the batch for each piece.
+                of_tensor[key] = tensor.split(self.sizes)
+            elif key not in of_tensor:
+                whole = (tensor,) * self.count
+                of_tensor[key] = _Shared.apply(tensor, self.count) if tensor.requires_grad else whole
+            columns.append(of_tensor[key])
         return [put_together(piece) for piece in zip(*columns, strict=True)]
-
-    def _pieces_of(self, tensor: torch.Tensor, is_split: bool) -> Sequence[torch.Tensor]:
-        if is_split:
-            # One node, which joins the gradients: that of a slice would make one as large as the batch for each piece.
-            return tensor.split(self.sizes)
-        pieces: Sequence[torch.Tensor] = _Shared.apply(tensor, self.count) if tensor.requires_grad else (tensor,) * self.count
-        return pieces
 
     def first_piece(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments with the tensors of the first piece, which no other is larger than."""
         if not self.sizes:
             return args, kwargs
         tensors, put_together = taken_apart((args, kwargs))
-        size, flags = self.sizes[0], self.is_split
-        made: tuple[tuple[Any, ...], dict[str, Any]] = put_together(
-            [tensor[:size] if is_split else tensor for tensor, is_split in zip(tensors, flags, strict=True)]
-        )
+        pairs = zip(tensors, self.is_split, strict=True)
+        made: tuple[tuple[Any, ...], dict[str, Any]]
+        made = put_together([tensor[: self.sizes[0]] if is_split else tensor for tensor, is_split in pairs])
         return made
 
     def whole(self, made: Any) -> Any:
@@ -217,14 +204,10 @@ _WHOLE = BatchSplit((), ())
 
 
 def require_same_structure(layer: str, first: Any, piece: Any) -> None:
-    """Pieces whose outputs are to be joined return the same but for the tensors.
-
-    Args:
-        layer: for the message.
-        first, piece: what two pieces return besides tensors.
+    """Raises if what two pieces return besides tensors isn't the same, so that it can't be joined.
 
     Raises:
-        UnsupportedError: they don't.
+        UnsupportedError: it isn't.
     """
     if first != piece:
         raise UnsupportedError(
@@ -244,18 +227,12 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         found = [gradient for gradient in gradients if gradient is not None]
-        return (_added(found) if found else None), None
-
-
-def _added(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = gradients[0].float()
-    for gradient in gradients[1:]:
-        total = total + gradient
-    return total.to(gradients[0].dtype)
-
-
-def _holds_tensors(value: Any) -> bool:
-    return any(isinstance(item, torch.Tensor) for item in getattr(value, "__dict__", {}).values())
+        if not found:
+            return None, None
+        total = found[0].float()
+        for gradient in found[1:]:
+            total = total + gradient
+        return total.to(found[0].dtype), None
 
 
 def _cannot(layer: str, reason: str) -> UnsupportedError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,19 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 """The attributes of a module that hold its hooks."""
 
 
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a bound method as long as its object lives; a hook of a tensor.
+
+    The garbage collector doesn't see through a tensor's or a node's reference to its hooks.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        return None if (found := reference()) is None else found(*args)
+
+    return call
+
+
 def has_global_hooks() -> bool:
     """Whether there are hooks that run on every module of the process."""
     return any(getattr(nn.modules.module, f"_global{name}", None) for name in HOOKS)
@@ -22,9 +36,8 @@ def has_global_hooks() -> bool:
 
 def has_hooks_inside(module: nn.Module) -> bool:
     """Whether hooks run inside the module (those on the module itself run outside of its forward)."""
-    if has_global_hooks():
-        return True
-    return any(getattr(child, name) for child in module.modules() if child is not module for name in HOOKS)
+    inner = (child for child in module.modules() if child is not module)
+    return has_global_hooks() or any(getattr(child, name) for child in inner for name in HOOKS)
 
 
 def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -39,13 +52,7 @@ def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def run_pre_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: set[int]) -> tuple[Any, Any]:
     """Runs the forward pre-hooks that a call of ``module`` doesn't, since they were registered after it began.
 
-    Args:
-        module: whose call it is.
-        args, kwargs: those of the call.
-        known: ids of the hooks that were there when it began.
-
-    Returns:
-        The arguments as the hooks leave them.
+    The ids in ``known`` are of those that were there. Returns the call's arguments as the hooks leave them.
     """
     for number, hook in list(module._forward_pre_hooks.items()):
         if number in known:

@@ -13,17 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 
 def map_tensors(change: Callable[[Any], Any], value: Any, kind: type | tuple[type, ...] = torch.Tensor) -> Any:
-    """Replaces each tensor by what ``change`` returns for it. A container in which nothing changes keeps its identity.
+    """Replaces each tensor, or object of another ``kind``, by what ``change`` returns for it, in order.
 
-    Args:
-        change: called with each object of ``kind``, in order.
-        value: tensors, containers of tensors, or anything else, which stays.
-        kind: what counts as a tensor.
+    A container in which nothing changes keeps its identity.
     """
     if isinstance(value, kind):
         return change(value)
-    if value is None:
-        return None
     if isinstance(value, (tuple, list)):
         items = [map_tensors(change, item, kind) for item in value]
         if all(map(operator.is_, items, value)):

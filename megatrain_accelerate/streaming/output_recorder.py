@@ -1,8 +1,8 @@
 """Side outputs of a layer's inner modules, such as router logits, and how a compiled layer returns them.
 
-An :class:`OutputRecorder` records them through forward hooks. Those hooks can't be compiled, since they read the recorder's
-state. So while a compiled layer is traced and run, simpler hooks replace them, which only append the value to a list. The
-traced function returns that list beside the layer's output; its values then go to the recorder, in the same order.
+The hooks of an :class:`OutputRecorder` can't be compiled, since they read its state. So while a compiled layer is traced and
+run, simpler hooks replace them, which only append the value to a list. The traced function returns that list beside the
+layer's output; its values then go to the recorder, in the same order.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ Recorded = list[tuple[str, Any]]
 
 
 class OutputRecorder:
-    """Records side outputs of a layer's inner modules while it runs.
-
-    This base class records nothing; it serves models without side outputs.
-    """
+    """Records side outputs of a layer's inner modules while it runs; this base class records nothing."""
 
     def channels(self) -> tuple[str, ...]:
         """The channels that are recorded now."""
@@ -50,8 +47,7 @@ class OutputRecorder:
     def apart(self, channels: Sequence[str] | None = None) -> contextlib.AbstractContextManager[Recorded]:
         """Diverts what the block records into the list that it yields, which is filled when the block ends.
 
-        Args:
-            channels: the channels to record in the block; None for those of now.
+        In the block ``channels`` are recorded; None for those of now.
         """
         return contextlib.nullcontext([])
 
@@ -64,23 +60,17 @@ class OutputRecorder:
 
 
 class Captures:
-    """What the recorder's hooks inside a layer record at one call of the layer.
-
-    Args:
-        owners: the inner modules with such hooks, in module order: name within the layer, module, and what is captured now.
-    """
+    """What the recorder's hooks inside a layer record at one call of the layer."""
 
     def __init__(self, owners: Sequence[tuple[str, nn.Module, tuple[Capture, ...]]]) -> None:
         self._owners = owners
+        """The inner modules with such hooks, in module order: name within the layer, module, and what is captured now."""
         self.key = tuple((name, captures) for name, _, captures in owners if captures)
         """Equal for layers that record the same channels from the same modules. Empty if nothing is recorded."""
 
     @classmethod
     def inside(cls, module: nn.Module, recorder: OutputRecorder) -> Captures | None:
-        """Returns the captures inside the module; None if it has hooks that can't be replaced, the recorder's or others.
-
-        Hooks on the module itself are ignored: they run outside its forward.
-        """
+        """Returns the captures inside the module, where its own hooks don't run; None if some hooks can't be replaced."""
         if has_global_hooks():
             return None
         owners = []

@@ -32,12 +32,12 @@ from megatrain_accelerate.streaming.graph_calls import GraphCalls
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter, named_range
 from megatrain_accelerate.streaming.micro_batches import BatchCut
+from megatrain_accelerate.streaming.model_hook import weakly
 from megatrain_accelerate.streaming.nested_tensors import any_requires_grad
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.outside_gradients import OutsideGradients
 from megatrain_accelerate.streaming.prefetch import Lease, Prefetcher
-from megatrain_accelerate.streaming.relocation import Part, relocate
-from megatrain_accelerate.streaming.resident import ResidentGroup, gradient_ready
+from megatrain_accelerate.streaming.resident import Part, ResidentGroup, relocate
 from megatrain_accelerate.streaming.shared_mappings import SharedMappings
 from megatrain_accelerate.streaming.streams import Streams
 from megatrain_accelerate.streaming.token_tiles import TileOfLayers, TokenTiles
@@ -169,8 +169,7 @@ class StreamingRuntime:
         self.watch = Watch(parameters, functools.partial(_settle, weakref.ref(self)))
         """Of the parameters, from a step, a clipping or a backward that others follow to the next forward."""
         self._group_of = {id(state.parameter): group for group in self.groups for state in group.unit.states}
-        # Weakly, since the garbage collector doesn't see through the parameter's reference to its hook.
-        hook = functools.partial(gradient_ready, weakref.ref(self))
+        hook = weakly(self.resident_gradient_ready)
         residents = [state for group in self.groups for state in group.unit.states if state.entry.spec.trainable]
         self._handles: list[Any] = [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
         self._handles += self.sums.watch(residents)
@@ -298,8 +297,7 @@ class StreamingRuntime:
         self.sums.take_up(self._states[id(parameter)])
         self.norms.forget(parameter)
         if self.gradients_complete():
-            group = self._group_of[id(parameter)]
-            group.fetch_gradients(self.norms, self.sums, only=parameter)
+            self.offloader.fetch(self._group_of[id(parameter)], only=parameter)
 
     def backward_fails(self, task: int) -> None:
         """A backward ended by an exception: what it left is taken back."""
@@ -326,8 +324,6 @@ class StreamingRuntime:
             # From here on anybody may read `parameter.grad`, or let go of it.
             with self.meter.blocked_by(Cause.BACKWARD_END), named_range("megatrain::wait_for_gradients"):
                 self.offloader.wait()
-                for group in self.groups:
-                    group.wait_for_gradients()
             if not self.worker.is_idle:  # layers are stepped in this backward
                 self.watch.begin()
 
@@ -402,9 +398,8 @@ class StreamingRuntime:
             self.worker.drain()
             self._clipping.settle_stepped(others_follow=False)
         for group in self.groups:
-            group.fetch_gradients(self.norms, self.sums)
-        for group in self.groups:
-            group.wait_for_gradients()
+            self.offloader.fetch(group)
+        self.offloader.wait()
 
     def total_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         """Global 2-norm of the parameters' gradients: fp32, on the host, no dimensions.

@@ -54,11 +54,7 @@ register_pytree_node(
 
 
 class SharedMappings:
-    """The mappings among one call's arguments.
-
-    Args:
-        args, kwargs: the call's, as the model passes them.
-    """
+    """The mappings among the arguments of one call, as the model passes them."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._mappings = [value for value in (*args, *kwargs.values()) if isinstance(value, UserDict)]
@@ -113,15 +109,12 @@ def no_writes_into(args: tuple[Any, ...], kwargs: dict[str, Any], layer: str) ->
 
     A recompute would change them again; and where a batch runs in pieces, their changes can't be joined.
 
-    Args:
-        args, kwargs: as the layer gets them.
-        layer: its name, for the message.
-
     Raises:
         UnsupportedError: the layer did so.
     """
     contents = _contents((args, kwargs))
-    objects = [o for o in tree_leaves((args, kwargs)) if hasattr(o, "__dict__") and not isinstance(o, _NOT_LOOKED_INTO)]
+    leaves = tree_leaves((args, kwargs))
+    objects = [o for o in leaves if hasattr(o, "__dict__") and not isinstance(o, (torch.Tensor, nn.Module, type))]
     held = [_held_tensors(value) for value in objects]
     yield
     changed = [type(o).__name__ for o, before in zip(objects, held, strict=True) if _held_tensors(o) != before]
@@ -133,9 +126,6 @@ def no_writes_into(args: tuple[Any, ...], kwargs: dict[str, Any], layer: str) ->
             "gradients couldn't pass. A model whose layers hand tensors on in this way can't be trained with megatrain "
             "yet; name other layers in megatrain_config.layer_classes if larger blocks keep it to themselves"
         )
-
-
-_NOT_LOOKED_INTO = (torch.Tensor, nn.Module, type)
 
 
 def _contents(arguments: Any) -> tuple[list[int], Any]:
@@ -153,10 +143,7 @@ def no_writes_to(
 ) -> Iterator[None]:
     """Refuses a layer that writes to its input tensors in place when it runs in the block.
 
-    Args:
-        tensors: the inputs.
-        layer: its name, for the message.
-        torch_refuses: part of the error that torch raises where the layer writes to what it is given of them.
+    ``torch_refuses`` is part of the error that torch raises where the layer writes to what it is given of them.
 
     Raises:
         UnsupportedError: the layer did so.

@@ -22,7 +22,8 @@ from megatrain_accelerate.streaming.nested_tensors import tensors_in
 _TOKENS = 8
 _SPOILT = (0, 3, 7)
 """The first, an inner and the last one: what looks back, ahead or to all sides would pass one of them on."""
-_PART = slice(2, 5)
+_PART = (2, 3)
+"""First of the tokens that run alone, and their number."""
 _MIXING = ("convolution", "_pad", "roll", "shift", "_pool", "fft", "flip", "unfold", "im2col", "upsample", "cumsum", "cumprod")
 """In operations' names: those that combine tokens at places that they are told."""
 _WEIGHT = 0.01
@@ -55,7 +56,7 @@ def examine(
 
     Args:
         module: its weights are replaced by a constant meanwhile, which takes no memory.
-        call: calls it with these tensors in the places of the tensors of a real call, and returns what it returns.
+        call: calls it with these tensors in the places of those of a real call.
         examples: those of the real call; only shapes, dtypes and the device count.
         dim: the dimension of tokens.
 
@@ -64,12 +65,14 @@ def examine(
     """
     if any(True for _ in module.buffers()):
         return "it has buffers"
-    device = _real_device(examples[0].device)
+    device = examples[0].device
+    if device.type == "cuda" and not torch.cuda.is_available():
+        device = torch.device("cpu")
     # A part that draws random numbers draws them here too: the forward that asks must find them again in its recompute.
     with random_numbers_put_back(device), _disable_current_modes(), torch.no_grad():
         try:
             with _constant_weights(module, device):
-                return _examine(call, [_made_up(example, dim) for example in examples], dim)
+                return _examine(call, [_made_up(example, dim, device) for example in examples], dim)
         except Exception as error:  # it can't be run so, whatever its reason
             return f"it can't be tried out ({type(error).__name__}: {str(error)[:80]})"
 
@@ -122,7 +125,8 @@ class _Watch(TorchDispatchMode):
         known = {tensor.untyped_storage()._cdata for tensor in given}
         self.made_bytes += sum(tensor.nbytes for tensor in made if tensor.untyped_storage()._cdata not in known)
         # Whole numbers from others: which is largest, how many, where.
-        counts = any(_is_whole(t) for t in made) and not all(_is_whole(t) for t in given)
+        is_whole = [[not t.is_floating_point() and t.dtype != torch.bool for t in tensors] for tensors in (made, given)]
+        counts = any(is_whole[0]) and not all(is_whole[1])
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self.decision = "it draws random numbers"
         elif func is torch.ops.aten._local_scalar_dense.default or counts:
@@ -130,10 +134,6 @@ class _Watch(TorchDispatchMode):
         elif any(word in str(func) for word in _MIXING):
             self.decision = "it takes from neighbours"  # further away, maybe, than the tokens tried out reach
         return result
-
-
-def _is_whole(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() and tensor.dtype != torch.bool
 
 
 @contextmanager
@@ -151,16 +151,10 @@ def _constant_weights(module: nn.Module, device: torch.device) -> Iterator[None]
             store.update(before)
 
 
-def _real_device(device: torch.device) -> torch.device:
-    return device if device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
-
-
-def _made_up(example: torch.Tensor, dim: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
+def _made_up(example: torch.Tensor, dim: int, device: torch.device) -> torch.Tensor:
     shape = (*(() if dim == 0 else (1, *example.shape[1:dim])), _TOKENS, *example.shape[dim + 1 :])
-    numbers = torch.randn(shape, generator=generator)
-    return numbers.to(_real_device(example.device), example.dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, example.dtype)
 
 
 def _part(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    return tensor.narrow(dim, _PART.start, _PART.stop - _PART.start).contiguous()
+    return tensor.narrow(dim, *_PART).contiguous()

@@ -23,12 +23,7 @@ if TYPE_CHECKING:
 
 
 class WholeRun:
-    """A call of a layer that runs in forward and again in backward.
-
-    Args:
-        call: the call, which knows its layer and the runtime.
-        body: runs the layer with the input tensors that it is given.
-    """
+    """A call of a layer that runs in forward and again in backward; ``body`` runs it with the input tensors it is given."""
 
     def __init__(self, call: GraphCall, body: Callable[..., Any]) -> None:
         self.call = call
@@ -47,7 +42,7 @@ class WholeRun:
         return tensors
 
     def output(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Runs the layer forward with these inputs; returns its output."""
+        """Runs the layer forward with these inputs."""
         # It requires grad, so that backward comes to a layer with trained weights whatever its inputs are.
         anchor = self.call.calls.runtime.anchor
         outputs = WholeRecompute.apply(self, anchor if self.call.layer.has_trainable else anchor.detach(), *tensors)
