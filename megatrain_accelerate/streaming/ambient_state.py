@@ -1,7 +1,7 @@
 """Saves what a layer's forward depends on besides its inputs, and restores it when a part of the forward is recomputed.
 
-That is: the state of the random generators, autocast, the modes and forward hooks of the layer's modules, and the buffers that
-it writes.
+That is: the state of the random generators, autocast, the modes and forward hooks of the layer's
+modules, and the buffers that it writes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -52,8 +52,21 @@ def autocast_again(device_type: str) -> Again:
     return entered
 
 
+@contextlib.contextmanager
+def parameters_as(places: Sequence[tuple[nn.Module, str]], values: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Modules have these in the places (owner, name) of their parameters while the body runs."""
+    before = [owner._parameters[name] for owner, name in places]
+    try:
+        for (owner, name), value in zip(places, values, strict=True):
+            owner._parameters[name] = value  # type: ignore[assignment]
+        yield
+    finally:
+        for (owner, name), parameter in zip(places, before, strict=True):
+            owner._parameters[name] = parameter
+
+
 class RandomState:
-    """A snapshot of the global random generators: torch's for the CPU and for ``device`` if it is a GPU, Python's, NumPy's."""
+    """A snapshot of the random generators: torch's (CPU and ``device``), Python's, NumPy's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -73,7 +86,7 @@ class RandomState:
 
 @contextlib.contextmanager
 def random_numbers_put_back(device: torch.device) -> Iterator[None]:
-    """Restores the generators after the block, as ``torch.random.fork_rng()`` does, but Python's and NumPy's as well."""
+    """Restores the generators after the block: ``torch.random.fork_rng()`` for all of them."""
     before = RandomState(device)
     try:
         yield
@@ -111,9 +124,9 @@ def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
 def surroundings_again(device: torch.device, module: nn.Module) -> Again:
     """Saves random state, autocast, modes and hooks, to restore them when a layer's forward is recomputed.
 
-    After the block the caller's are as they were before it. All may have changed since: a script may evaluate the model
-    between a forward and its backward, and PEFT registers hooks for one forward only. Hooks on the layer itself are ignored,
-    since they run outside what is recomputed.
+    After the block the caller's are as they were before it. All may have changed since: a script
+    may evaluate the model between a forward and its backward, and PEFT registers hooks for one
+    forward only. Hooks on the layer itself are ignored, since they run outside what is recomputed.
     """
     random_numbers, autocast = RandomState(device), autocast_again(device.type)
     modules = [(part, part.training, _hooks(part) if part is not module else None) for part in module.modules()]
@@ -130,9 +143,10 @@ def surroundings_again(device: torch.device, module: nn.Module) -> Again:
 class WrittenBuffers:
     """Buffers that a layer writes while it runs (running statistics, counters).
 
-    A recompute begins with those that its forward began with, and leaves no trace in them. Plain activation checkpointing does
-    neither (torch/utils/checkpoint.py): there a recomputed BatchNorm counts each batch twice. Which of its buffers a layer
-    writes is seen in its first forward, and noted where others are written later.
+    A recompute begins with those that its forward began with, and leaves no trace in them. Plain
+    activation checkpointing does neither (torch/utils/checkpoint.py): there a recomputed BatchNorm
+    counts each batch twice. Which of its buffers a layer writes is seen in its first forward, and
+    noted where others are written later.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -22,40 +22,34 @@ from megatrain_accelerate.streaming.layer import StreamedLayer
 class LayerSums:
     """fp32 sums of one layer's weight gradients over the pieces of a call, rounded once when they leave.
 
-    Args:
-        layout: the layer's.
-        buffer: flat fp32 memory, which nobody else uses while these sums live.
+    They lie in ``buffer``, flat fp32 memory, which nobody else uses while they live.
     """
 
     def __init__(self, layout: FlatLayout, buffer: torch.Tensor) -> None:
-        self._dtypes = [entry.spec.dtype for entry in layout.trainable_entries]
-        self._places: list[torch.Tensor] = []
-        self._present: set[int] = set()
+        self._entries = layout.trainable_entries
+        self._buffer = buffer
+        self._sums: dict[int, torch.Tensor] = {}
         self.complete_pieces = 0
         """Pieces whose gradients are all in the sums."""
-        for entry in layout.trainable_entries:
-            assert entry.state_offset is not None
-            flat = buffer[entry.state_offset : entry.state_offset + entry.spec.numel]
-            self._places.append(flat.view(entry.spec.shape))
 
     def add(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Adds one piece's gradients, by place among the layer's trainable parameters."""
         for row, gradient in gradients.items():
-            if row in self._present:
-                self._places[row].add_(gradient)
+            if row in self._sums:
+                self._sums[row].add_(gradient)
             else:
-                self._places[row].copy_(gradient)
-                self._present.add(row)
+                spec, begin = self._entries[row].spec, self._entries[row].state_offset
+                assert begin is not None
+                self._sums[row] = self._buffer[begin : begin + spec.numel].view(spec.shape).copy_(gradient)
 
     def take(self, to_stay: bool) -> dict[int, torch.Tensor]:
-        """The sums of those of which a piece had a gradient.
+        """The sums of what pieces had gradients of: fp32, valid until the next layer's begin.
 
-        Args:
-            to_stay: as tensors of their own, rounded to the dtypes of the weights, for gradients that stay on the device; else
-                in fp32, valid until the next layer's begin.
+        Those that are ``to_stay`` are tensors of their own, rounded to the dtypes of the weights.
         """
-        found = {row: self._places[row] for row in sorted(self._present)}
-        return {row: g.to(self._dtypes[row], copy=True) for row, g in found.items()} if to_stay else found
+        if not to_stay:
+            return self._sums
+        return {row: total.to(self._entries[row].spec.dtype, copy=True) for row, total in self._sums.items()}
 
 
 class GradientSums:
@@ -64,10 +58,6 @@ class GradientSums:
     Owner: the runtime. Writer and reader: the compute stream. The buffer is made when the first call is cut, and belongs to
     one layer's sums as long as these live. Sums that begin meanwhile (of a backward within a backward) get memory of their
     own.
-
-    Args:
-        device: where the layers compute.
-        layouts: of all layers.
     """
 
     def __init__(self, device: torch.device, layouts: Iterable[FlatLayout]) -> None:
@@ -84,26 +74,22 @@ class GradientSums:
 
     @property
     def is_made(self) -> bool:
-        """Whether the buffer exists."""
         return self._buffer is not None
 
     def begin(self, layout: FlatLayout) -> LayerSums:
         """Empty sums for the gradients of a layer with this layout."""
         if self._buffer is None:
-            self._buffer = self._memory(self._elements)
+            self._buffer = torch.empty(self._elements, dtype=torch.float32, device=self._device)
         if self._user is not None and self._user() is not None:
-            return LayerSums(layout, self._memory(layout.state_elements))
+            return LayerSums(layout, torch.empty(layout.state_elements, dtype=torch.float32, device=self._device))
         sums = LayerSums(layout, self._buffer)
         self._user = weakref.ref(sums)
         return sums
 
-    def _memory(self, elements: int) -> torch.Tensor:
-        return torch.empty(elements, dtype=torch.float32, device=self._device)
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CutCall:
-    """A call of a layer in pieces of its batch. Each is a :class:`GraphCall`; their weight gradients leave as one."""
+    """A call of a layer in pieces of its batch, whose weight gradients leave as one."""
 
     layer: StreamedLayer
     tape: Tape
@@ -111,12 +97,7 @@ class CutCall:
 
 
 class CallGradients:
-    """The gradients of the backwards that are under way, by their numbers. One object per engine.
-
-    Args:
-        offloader: takes what is complete.
-        sums: for calls in pieces.
-    """
+    """Gradients of the backwards that are under way, by their numbers. One object per engine."""
 
     def __init__(self, offloader: GradientOffloader, sums: GradientSums) -> None:
         self._offloader = offloader
@@ -136,11 +117,7 @@ class CallGradients:
     def add_piece(self, task: int, cut: CutCall, found: dict[int, torch.Tensor], is_whole: bool) -> None:
         """Adds gradients of a piece to those of the others; when all pieces have brought theirs they go as those of one call.
 
-        Args:
-            task: the backward.
-            cut: the call.
-            found: the gradients.
-            is_whole: whether the piece brings no more of them.
+        ``is_whole`` tells that the piece brings no more of them.
         """
         if (task, cut) not in self._pieces:
             self._pieces[task, cut] = self._fp32_sums.begin(cut.layer.unit.layout)

@@ -1,4 +1,4 @@
-"""The norms of all gradients, and clipping by them without another pass: a factor that the next step multiplies in."""
+"""The norms of all gradients, and clipping by a factor that the next step multiplies in."""
 
 from __future__ import annotations
 
@@ -18,10 +18,6 @@ class NormTable:
     """Host table of the last gradient norm of every trainable parameter.
 
     Owner: the runtime. Writers: the d2h stream, the step worker. Reader: the launching thread, after backward.
-
-    Args:
-        units: all units, streamed and resident.
-        register: page-lock the table.
     """
 
     def __init__(self, units: Sequence[HostUnit], register: bool) -> None:
@@ -43,7 +39,7 @@ class NormTable:
     def note(self, parameter: torch.Tensor, gradient: torch.Tensor, rewritten: bool = False) -> None:
         """The parameter's row holds, or will hold once its copy is over, the norm of ``gradient`` as it is now.
 
-        It is ``rewritten`` if it isn't what the last backward left: a script wrote to it or replaced it.
+        It is ``rewritten`` if a script wrote to it or replaced it since the last backward.
         """
         self._noted[id(parameter)] = NotedTensor(gradient)
         (self._rewritten.add if rewritten else self._rewritten.discard)(id(parameter))
@@ -72,24 +68,20 @@ class NormTable:
         return self._row.get(id(parameter))
 
     def close(self) -> None:
-        """Unregisters the table."""
         self._memory.close()
 
 
 class Clipping:
     """Owner of the factors by which clipped gradients are to be scaled, until a step takes them.
 
-    Args:
-        norms: the norms of all gradients.
-        sums: how the gradients are summed.
-        states: the parameters' places in the store, by ``id`` of the parameter.
+    ``states`` are the parameters' places in the store, by ``id`` of the parameter.
     """
 
     def __init__(self, norms: NormTable, sums: Fp32Sums, states: Mapping[int, ParameterState]) -> None:
         self._norms = norms
         self._sums = sums
         self._states = states
-        self._factors: dict[int, tuple[torch.Tensor, float]] = {}
+        self._factors: dict[torch.Tensor, float] = {}
         self._stepped: list[tuple[torch.Tensor, float, NotedTensor]] = []
         """Each parameter that was stepped with a factor since the last forward, the factor, and its gradient then."""
 
@@ -107,7 +99,7 @@ class Clipping:
                 self._norms.norms[row] = self._sums.norms([self._states[id(parameter)]])[0]
                 self._norms.note(parameter, parameter.grad, rewritten=True)
             rows.append(row)
-            factors.append(self._factors.get(id(parameter), (parameter, 1.0))[1])
+            factors.append(self._factors.get(parameter, 1.0))
         norms = self._norms.norms[torch.tensor(rows, dtype=torch.long)]
         if self._factors:
             norms = norms * torch.tensor(factors, dtype=torch.float32)
@@ -122,8 +114,7 @@ class Clipping:
         if bool(total.isfinite()) and factor != 1.0:
             for parameter in parameters:
                 if id(parameter) in self._states:
-                    _, earlier = self._factors.get(id(parameter), (parameter, 1.0))
-                    self._factors[id(parameter)] = (parameter, factor * earlier)
+                    self._factors[parameter] = factor * self._factors.get(parameter, 1.0)
                 elif parameter.grad is not None:
                     parameter.grad.detach().mul_(factor)
         return total
@@ -135,7 +126,7 @@ class Clipping:
         """
         taken = {}
         for parameter in parameters:
-            _, factor = self._factors.pop(id(parameter), (parameter, 1.0))
+            factor = self._factors.pop(parameter, 1.0)
             if factor != 1.0 and parameter.grad is not None:
                 taken[id(parameter)] = factor
                 self._stepped.append((parameter, factor, NotedTensor(parameter.grad)))
@@ -151,7 +142,7 @@ class Clipping:
         return self.has_stepped() or bool(self._factors)
 
     def has_stepped(self) -> bool:
-        """Whether gradients that were clipped and stepped are still there, unscaled. Forgets dropped and written ones."""
+        """Whether clipped gradients are still there, unscaled, behind their step."""
         self._stepped = [stepped for stepped in self._stepped if stepped[2].is_still(stepped[0].grad)]
         return bool(self._stepped)
 
@@ -168,28 +159,22 @@ class Clipping:
         self._norms.forget(parameter)
 
     def settle(self, others_follow: bool) -> None:
-        """Scales clipped gradients in place, for those who look at them or add to them. No step may be under way.
+        """Scales clipped gradients in place, for those who look at them or add to them.
 
-        Args:
-            others_follow: whether other gradients will be added. If so, bf16 gradients become fp32 sums where such sums are
-                wanted; if not, gradients that aren't sums are rounded once more.
+        No step may be under way. If ``others_follow``, which are added, bf16 gradients become fp32
+        sums where such sums are wanted; if not, gradients that aren't sums are rounded once more.
         """
         self.refuse_written()
         self.settle_stepped(others_follow)
-        for parameter, factor in self._factors.values():
+        for parameter, factor in self._factors.items():
             if parameter.grad is not None:
                 self._scale(parameter, factor, others_follow)
         self._factors.clear()
 
     def refuse_written(self) -> None:
-        """What was written would be scaled along with the gradient.
-
-        Raises:
-            StateError: a parameter's gradient was clipped, and written to or replaced since.
-        """
-        for parameter, _ in self._factors.values():
-            if parameter.grad is not None and not self._norms.is_current(parameter):
-                raise StateError(
-                    "gradients were written to after accelerator.clip_grad_norm_(), which leaves them as they are and lets "
-                    "the step scale them; change them before they are clipped, or clip with torch.nn.utils.clip_grad_norm_()"
-                )
+        """A StateError if a clipped gradient was written to: that would be scaled as well."""
+        if any(p.grad is not None and not self._norms.is_current(p) for p in self._factors):
+            raise StateError(
+                "gradients were written to after accelerator.clip_grad_norm_(), which leaves them as they are and lets "
+                "the step scale them; change them before they are clipped, or clip with torch.nn.utils.clip_grad_norm_()"
+            )

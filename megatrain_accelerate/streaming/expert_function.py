@@ -1,9 +1,10 @@
 """A call of a layer's experts, part by part: the stock forward of their module on the tokens of each part's experts.
 
-T tokens, K choices of each, S = T K pairs, D hidden. A part's rows are its pairs, as tokens with one choice each, so that
-whatever implementation the model uses runs on the part as on a module of fewer experts. Each row's result goes to its pair's
-place, and a token's K rows are added up at the end: no sum depends on how many parts there are, and nothing is added by
-atomics.
+T tokens, K choices of each, S = T K pairs, D hidden. Pair number s is choice s % K of token s // K.
+A part's rows are its pairs, as tokens with one choice each, so that whatever implementation the
+model uses runs on the part as on a module of fewer experts. Each row's result goes to its pair's
+place, and a token's K rows are added up at the end: no sum depends on how many parts there are, and
+nothing is added by atomics.
 
 In backward each part is fetched again and computed again, like a layer. A recomputed layer doesn't run its experts twice in
 between: what they gave in forward, as large as the hidden states, waits with the layer's inputs, and so does the order of the
@@ -12,6 +13,7 @@ pairs (:class:`ExpertResults`).
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import inspect
@@ -19,23 +21,98 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.streaming.ambient_state import Again, autocast_again
+from megatrain_accelerate.errors import StateError, UnsupportedError
+from megatrain_accelerate.streaming.ambient_state import Again, autocast_again, parameters_as
 from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache, without_saving
 from megatrain_accelerate.streaming.expert_parts import ExpertPart, StreamedExperts
-from megatrain_accelerate.streaming.expert_routing import Routing, Rows, require_flat
 from megatrain_accelerate.streaming.expert_streams import ExpertStreams, Places, shown_instead
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import named_range
 from megatrain_accelerate.streaming.token_tiles import tiles
 
+_FULLEST_PART = 1.25
+"""Of its even share of the pairs, what one part is supposed to get where memory is predicted without data: routers are never
+quite even, least of all at the beginning."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The pairs of one part of the experts, n of them."""
+
+    pairs_n: torch.Tensor
+    tokens_n: torch.Tensor
+    index_n1: torch.Tensor
+    """Their experts, counted from the part's first: the ``top_k_index`` of tokens with one choice each."""
+
+    def of(self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Their hidden states (n, D) and weights (n, 1), copies."""
+        return hidden_TD[self.tokens_n], weights_TK.reshape(-1)[self.pairs_n].unsqueeze(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """The pairs of one call, sorted by expert; of one expert in the order of tokens."""
+
+    tokens: int
+    choices: int
+    order_S: torch.Tensor
+    experts_S: torch.Tensor
+    bounds: tuple[int, ...]
+    """Where in the order each part begins, and where the last one ends; pairs behind that have no expert."""
+
+    @classmethod
+    def of(cls, experts: StreamedExperts, index_TK: torch.Tensor) -> Routing:
+        """Sorts the pairs. Waits for the device, to know how many go where; without data that is
+        supposed. ``index_TK`` is ``experts.count`` or more for a pair that goes to no expert."""
+        sorted_S, order_S = torch.sort(index_TK.reshape(-1), stable=True)
+        if isinstance(index_TK, FakeTensor) or index_TK.is_meta:
+            bounds = _supposed_bounds(order_S.numel(), experts)
+        else:
+            bounds = torch.searchsorted(sorted_S, experts.begins(index_TK.device).to(sorted_S.dtype)).tolist()
+        return cls(index_TK.shape[0], index_TK.shape[1], order_S, sorted_S, tuple(bounds))
+
+    @property
+    def size_bytes(self) -> int:
+        return self.order_S.nbytes + self.experts_S.nbytes
+
+    def rows(self, place: int, part: ExpertPart) -> Rows | None:
+        """The pairs of the part at ``place`` among the layer's; None if it has none."""
+        begin, end = self.bounds[place : place + 2]
+        if begin == end:
+            return None
+        pairs_n = self.order_S[begin:end]
+        index_n1 = (self.experts_S[begin:end] - part.experts.first).unsqueeze(1)
+        return Rows(pairs_n, torch.div(pairs_n, self.choices, rounding_mode="floor"), index_n1)
+
+    def pair_buffer(self, like: torch.Tensor, width: int | None = None) -> torch.Tensor:
+        """Memory for one row of ``width`` a pair, or one number; zero where no part will write."""
+        pairs = self.order_S.numel()
+        shape = (pairs,) if width is None else (pairs, width)
+        all_have_an_expert = self.bounds[-1] - self.bounds[0] == pairs
+        return like.new_empty(shape) if all_have_an_expert else like.new_zeros(shape)
+
+    def sum_of_choices(self, pairs_SD: torch.Tensor) -> torch.Tensor:
+        """The sum over each token's choices, added in fp32 and rounded once: (T, D)."""
+        return pairs_SD.view(self.tokens, self.choices, *pairs_SD.shape[1:]).sum(dim=1)
+
+
+def _supposed_bounds(pairs: int, experts: StreamedExperts) -> list[int]:
+    """Where each part begins if the first has more pairs than its share, and the others the rest as evenly as they can."""
+    first = experts.parts[0].experts.experts
+    fuller = min(pairs, int(_FULLEST_PART * pairs * first / experts.count))
+    others = experts.count - first
+    ends = [fuller + (pairs - fuller) * (part.experts.last - first) // others if others else pairs for part in experts.parts]
+    return [0, *ends]
+
+
 _Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Hidden states (T, D) and the weights of the choices (T, K)."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Result:
     """What a call of experts gave, and what its backward has to know of it."""
 
@@ -47,13 +124,10 @@ class _Result:
 
 
 class ExpertResults:
-    """The results of the experts in one run of a layer.
+    """The experts' results in one run of a layer, which it ``keeps`` for a recompute.
 
     Owner: the graph, by way of the layer's checkpoint, from forward to the first backward. Reader: the recompute.
-
-    Args:
-        keeps: whether the layer will be recomputed.
-        is_last: whether the backward of this run comes last among those of the layer's call.
+    ``is_last`` tells whether the backward of this run comes last among those of the layer's call.
     """
 
     def __init__(self, keeps: bool = True, is_last: bool = True) -> None:
@@ -61,12 +135,13 @@ class ExpertResults:
         self.is_last = is_last
         self.replays = False
         self._results: dict[tuple[int, int], _Result] = {}
-        self._calls: dict[int, int] = {}
+        self._calls: collections.Counter[int] = collections.Counter()
 
     @contextlib.contextmanager
     def at_work(self, layer: StreamedLayer, replays: bool) -> Iterator[None]:
         """The layer runs in the body: for the first time, or, with ``replays``, again."""
-        self.replays, self._calls = replays, {}
+        self.replays = replays
+        self._calls.clear()
         for experts in layer.experts:
             experts.results = self
         try:
@@ -84,8 +159,8 @@ class ExpertResults:
 
     def number(self, experts: StreamedExperts) -> int:
         """A call of these experts begins: how many there were before it in this run."""
-        self._calls[id(experts)] = self._calls.get(id(experts), -1) + 1
-        return self._calls[id(experts)]
+        self._calls[id(experts)] += 1
+        return self._calls[id(experts)] - 1
 
     def note(
         self, experts: StreamedExperts, number: int, output_TD: torch.Tensor, routing: Routing, places: Places, version: int
@@ -95,11 +170,7 @@ class ExpertResults:
         self._results[id(experts), number] = _Result(kept, routing if self.keeps else None, places, version)
 
     def of(self, experts: StreamedExperts, number: int) -> _Result:
-        """The result of the call in forward; its output is given away to the first that asks.
-
-        Raises:
-            StateError: forward had no such call.
-        """
+        """The result of the call in forward (or a StateError), its output for the first who asks."""
         found = self._results.get((id(experts), number))
         if found is None:
             in_forward = sum(1 for key, _ in self._results if key == id(experts))
@@ -108,22 +179,16 @@ class ExpertResults:
                 f"called {in_forward} times in its forward; make the layer call them alike in both, or set "
                 "megatrain_config.expert_parts to 1"
             )
-        output_TD, routing = found.output_TD, found.routing
-        found.output_TD = found.routing = None
-        return _Result(output_TD, routing, found.places, found.version)
+        self._results[id(experts), number] = dataclasses.replace(found, output_TD=None, routing=None)
+        return found
 
 
 class _Call:
     """One call of the experts.
 
-    Args:
-        streams: the engine's.
-        experts: whose call it is.
-        index_TK: the expert of each pair; where the result waits, its order does.
-        results: of the layer's run, if it has a graph.
-
-    Raises:
-        StateError: see :meth:`ExpertResults.of`, :func:`shown_instead`.
+    ``index_TK`` is the expert of each pair; where the result waits, its order does. ``results`` are
+    those of the layer's run, if it has a graph. Raises what :meth:`ExpertResults.of` and
+    :func:`shown_instead` do.
     """
 
     def __init__(
@@ -137,17 +202,17 @@ class _Call:
         self._found = results.of(experts, self._number) if results is not None and results.replays else None
         routing = None if self._found is None else self._found.routing
         # Sorted once: it waits for the device.
-        self.routing = routing or Routing.of(experts, index_TK, lambda: streams.begins(experts, index_TK.device))
+        self.routing = routing or Routing.of(experts, index_TK)
         self.version: int | None = None
         self.is_last = self._number == 0 and (results is None or results.is_last)
-        self.places: Places | None = None
+        self.places: Places = []
         self._results = results
         self._streams = streams
         self.autocast: Again
         """That of forward, for backward."""
 
     def forward(self, inputs: _Inputs, needs: Sequence[bool] | None) -> torch.Tensor:
-        """The experts' output (T, D), computed or remembered; ``needs``: which inputs get a gradient, None without a graph."""
+        """The output (T, D), computed or remembered; ``needs``: which inputs get a gradient."""
         found, self._found = self._found, None
         if found is not None:
             self.places, self.version = found.places, found.version
@@ -160,17 +225,17 @@ class _Call:
             # Not before: the first fetch takes over what somebody wrote.
             self.version = self.experts.unit.version
             if self._results is not None:
-                self._results.note(self.experts, self._number, output_TD, self.routing, self.places or [], self.version)
+                self._results.note(self.experts, self._number, output_TD, self.routing, self.places, self.version)
         return output_TD
 
     def _weights(
         self, place: int, part: ExpertPart, in_backward: bool, backward_follows: bool
     ) -> contextlib.AbstractContextManager[list[torch.Tensor]]:
-        """A part's weights, in entry order, while the body issues its kernels; those of the next parts are on their way."""
+        """A part's weights for the kernels of the body; those of the next parts are on their way."""
         if self._shown is not None:
             return contextlib.nullcontext([part.experts.of(shown) for shown in self._shown])
         if not self._streams_parts:
-            # On trial all compute with those of the first, which is as large as any: no copy is waited for.
+            # On trial all have the weights of the first, the largest: no copy is waited for.
             return self._streams.fetched(self.experts.parts[0], (), part)
         upcoming = self._streams.upcoming(self.places[place], in_backward, backward_follows) if self.places else ()
         return self._streams.fetched(part, upcoming, part)
@@ -213,11 +278,7 @@ class _Call:
     def backward(
         self, inputs: _Inputs, routing: Routing, gradient_TD: torch.Tensor, needs: Sequence[bool]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The gradients of hidden states and weights; those of the parts leave.
-
-        Raises:
-            StateError: the weights aren't those of the forward.
-        """
+        """Gradients of both inputs; those of the parts leave. A StateError if weights were changed."""
         gradients = None
         if self._streams_parts:
             self.experts.require_version(self.version)
@@ -248,7 +309,7 @@ class _Call:
     def _differentiate_part(
         self, place: int, part: ExpertPart, rows: Rows, inputs: _Inputs, gradient_TD: torch.Tensor, needs: Sequence[bool]
     ) -> tuple[list[torch.Tensor], Sequence[torch.Tensor | None]]:
-        """Computes a part again; returns the gradients of its inputs that need one, and of its trained parameters."""
+        """The gradients of a part's inputs that need one, and of its trained parameters."""
         rows_nD, weights_n1 = (rows_n.requires_grad_(need) for rows_n, need in zip(rows.of(*inputs), needs, strict=True))
         with self._weights(place, part, True, False) as weights:
             cut, leaves = self._leaves(weights)
@@ -289,11 +350,23 @@ class _ExpertsFunction(torch.autograd.Function):
 def run_experts(streams: ExpertStreams, experts: StreamedExperts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the proxy of an experts' module does: ``experts(hidden_states, top_k_index, top_k_weights)``.
 
-    Raises:
-        UnsupportedError: the call can't be cut into parts.
+    Raises an UnsupportedError where the call can't be cut into parts.
     """
     bound = inspect.signature(experts.forward).bind(*args, **kwargs)
-    hidden_TD, index_TK, weights_TK = require_flat(experts, [*bound.args, *bound.kwargs.values()])
+    given = [*bound.args, *bound.kwargs.values()]
+    are_tensors = len(given) == 3 and all(isinstance(argument, torch.Tensor) for argument in given)
+    if not (
+        are_tensors
+        and given[0].dim() == given[1].dim() == 2
+        and given[1].shape == given[2].shape
+        and given[0].shape[0] == given[1].shape[0]
+    ):
+        what = (str(tuple(arg.shape)) if isinstance(arg, torch.Tensor) else type(arg).__name__ for arg in given)
+        raise UnsupportedError(
+            f"experts {experts.name} are called with {', '.join(what)}, where hidden states (tokens, width), indices and "
+            "weights (tokens, choices) are expected, and can't stream in parts; set megatrain_config.expert_parts to 1"
+        )
+    hidden_TD, index_TK, weights_TK = given
     with torch.no_grad():
         call = _Call(streams, experts, index_TK, experts.results)
     if not torch.is_grad_enabled():
@@ -307,16 +380,12 @@ def _run_part(
 ) -> torch.Tensor:
     """The module's own forward, as if it had the part's experts alone, times the weights: (n, D), in the wider dtype."""
     experts = part.owner
-    module, names = experts.module, [state.name for state in experts.unit.states]
-    before = experts.shown
+    places = [(experts.module, state.name) for state in experts.unit.states]
     try:
-        module.__dict__["num_experts"] = part.experts.experts
-        for name, weight in zip(names, weights, strict=True):
-            module._parameters[name] = weight  # type: ignore[assignment]
-        # Weights of one, and the product here: with those of fp32 the implementation would round each choice before their sum.
-        made_nD: torch.Tensor = experts.forward(rows_nD, index_n1, torch.ones_like(weights_n1, dtype=rows_nD.dtype))
+        experts.module.__dict__["num_experts"] = part.experts.experts
+        with parameters_as(places, weights):
+            # Times one, and the product here: fp32 weights would round each choice before the sum.
+            made_nD: torch.Tensor = experts.forward(rows_nD, index_n1, torch.ones_like(weights_n1, dtype=rows_nD.dtype))
         return made_nD * weights_n1
     finally:
-        module.__dict__["num_experts"] = experts.count
-        for name, parameter in zip(names, before, strict=True):
-            module._parameters[name] = parameter  # type: ignore[assignment]
+        experts.module.__dict__["num_experts"] = experts.count

@@ -15,17 +15,16 @@ from torch import nn
 from megatrain_accelerate.memory.expert_range import ExpertRange, expert_ranges
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.update_gate import UpdateGate
+from megatrain_accelerate.streaming.meter import UpdateGate
 
 if TYPE_CHECKING:
     from megatrain_accelerate.streaming.expert_function import ExpertResults
 
 
 class PartOfUnit:
-    """What the prefetcher sees of a part: where it lies in a slot, and where its pieces are in the unit of all experts."""
+    """What the prefetcher sees of a part: its layout in a slot, its pieces of the whole unit."""
 
     is_on_device = False
-    """Parts always stream."""
 
     def __init__(self, whole: HostUnit, experts: ExpertRange) -> None:
         self._whole = whole
@@ -47,12 +46,10 @@ class PartOfUnit:
         return self._whole.weights
 
     def pieces(self, of_unit: torch.Tensor, of_slot: torch.Tensor, trainable_only: bool) -> list[tuple[torch.Tensor, ...]]:
-        """For each parameter, or each that is trained, the part's bytes of both: views.
+        """For each parameter, or each that is trained, views of the part's bytes in both.
 
-        Args:
-            of_unit: flat weights or gradients of all experts, uint8.
-            of_slot: a slot's buffer, uint8.
-            trainable_only: of the parameters that have gradients only.
+        ``of_unit``: flat weights or gradients of all experts; ``of_slot``: a slot's buffer; both
+        uint8.
         """
         return [
             (of_unit[there : there + size], of_slot[here : here + size])
@@ -62,13 +59,7 @@ class PartOfUnit:
 
 
 class ExpertPart:
-    """Some experts of one layer: a streaming unit of its own.
-
-    Args:
-        index: position among all parts of the model, in the order of the forward.
-        owner: all experts of the layer.
-        experts: which of them.
-    """
+    """Some of a layer's experts, which stream alone, number ``index`` in order of the forward."""
 
     def __init__(self, index: int, owner: StreamedExperts, experts: ExpertRange) -> None:
         self.index = index
@@ -79,18 +70,14 @@ class ExpertPart:
         self.gate = UpdateGate()
 
     def refresh_if_written(self) -> None:
-        """See :meth:`StreamedLayer.refresh_if_written`; that of all experts."""
+        """See :meth:`StreamedLayer.refresh_if_written`."""
         self.owner.refresh_if_written()
 
 
 class StreamedExperts(StreamedLayer):
-    """All experts of a layer: their module, their host unit, and their parts.
+    """All experts of a layer, whose index they have, in parts; the first is ``first_part``.
 
-    Args:
-        index, name, module, forward, unit: as of :class:`StreamedLayer`, the index that of the layer whose experts they are;
-            the module's parameters have the dimensions (experts, ...).
-        parts: into how many they are cut.
-        first_part: index of the first of them.
+    The parameters of their module have the dimensions (experts, ...).
     """
 
     kind = "experts"
@@ -113,6 +100,14 @@ class StreamedExperts(StreamedLayer):
         self.gate = UpdateGate([part.gate for part in self.parts])
         self.results: ExpertResults | None = None
         """Of the run of the layer that is under way, if it has a graph."""
+        self._begins: dict[torch.device, torch.Tensor] = {}
+
+    def begins(self, device: torch.device) -> torch.Tensor:
+        """int64 numbers on the device: the first expert of each part, and ``count``."""
+        if device not in self._begins:
+            numbers = [part.experts.first for part in self.parts] + [self.count]
+            self._begins[device] = torch.tensor(numbers, device=device)
+        return self._begins[device]
 
     @property
     def shown(self) -> list[torch.Tensor]:

@@ -36,7 +36,7 @@ class ExpertStreams:
     """All experts of a model that stream in parts.
 
     Args:
-        experts: all of them, in the order of the forward; maybe none.
+        experts: in the order of the forward; maybe none.
         slots: weight slots for their parts.
         offloader: the way of their gradients.
         anchor: a number that requires grad, for calls none of whose inputs does.
@@ -60,7 +60,6 @@ class ExpertStreams:
         parts = [part for whole in experts for part in whole.parts]
         self._prefetcher = _PartPrefetcher(parts, slots, offloader) if parts else None
         self._order = CallOrder(len(parts), leader=layers)
-        self._begins: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def close(self) -> None:
         """Gives up all slots. Nothing may be fetched afterwards."""
@@ -69,16 +68,7 @@ class ExpertStreams:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the parts' weight slots on the device."""
         return 0 if self._prefetcher is None else self._prefetcher.device_bytes
-
-    def begins(self, experts: StreamedExperts, device: torch.device) -> torch.Tensor:
-        """For :meth:`Routing.of <megatrain_accelerate.streaming.expert_routing.Routing.of>`."""
-        key = (id(experts), device)
-        if key not in self._begins:
-            numbers = [part.experts.first for part in experts.parts] + [experts.count]
-            self._begins[key] = torch.tensor(numbers, device=device)
-        return self._begins[key]
 
     def record(self, experts: StreamedExperts) -> Places:
         """Notes a forward call of a layer's experts."""
@@ -95,17 +85,13 @@ class ExpertStreams:
             self._prefetcher.release(slot)
 
     def upcoming(self, place: tuple[Tape, int], in_backward: bool, backward_follows: bool) -> Sequence[int]:
-        """Parts that are expected after the one that was called at ``place`` in forward, or in backward."""
+        """The parts that are expected after that of the call at ``place``."""
         if in_backward:
             return self._order.after_backward(*place, self._slots, not self._offloader.gradients_complete())
         return self._order.after_forward(*place, self._slots, backward_follows)
 
     def gradients(self, experts: StreamedExperts, is_last: bool) -> UnitGradients | None:
-        """What takes the gradients of one backward; None if nothing is trained.
-
-        Raises:
-            StateError: the model was prepared for evaluation only.
-        """
+        """What takes the gradients of one backward; None if nothing is trained."""
         # One that was frozen since it was prepared gets none.
         rows = [row for row, state in enumerate(experts.trainable) if state.parameter.requires_grad]
         if not rows:
@@ -115,10 +101,9 @@ class ExpertStreams:
 
 
 def shown_instead(experts: StreamedExperts) -> list[torch.Tensor] | None:
-    """What somebody has put in the place of the parameters, tensors without data or made-up numbers; None for their own.
+    """What somebody has put in the place of the parameters: tensors without data, made-up numbers.
 
-    Raises:
-        StateError: a parameter of the module isn't the one that was adopted.
+    None where they are their own. A StateError where one isn't the one that was adopted.
     """
     shown = experts.shown
     if all(tensor is state.parameter for tensor, state in zip(shown, experts.unit.states, strict=True)):

@@ -14,18 +14,18 @@ import functools
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd import Variable
 
 from megatrain_accelerate.errors import KernelError
 from megatrain_accelerate.memory.host_limits import require_host_bytes
-from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import DeviceKernels, StepKernels, can_step_on
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.streaming.model_hook import weakly
+from megatrain_accelerate.streaming.resident import Part
 
 
 def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -63,29 +63,16 @@ class RunningSum:
         self.kernels.split(total.mul_(factor), self.gradient, self.residual)
 
 
-class _Part(Protocol):
-    """A layer or a resident group, as far as it matters here."""
-
-    unit: HostUnit
-
-    def allocate_gradient_residuals(self) -> None:
-        """Makes what fp32 sums of its gradients take. Does nothing when it exists."""
-
-
 class Fp32Sums:
     """Decides which gradients are summed in fp32, and owns the way in which autograd's own are.
 
-    Args:
-        parts: all layers and resident groups.
-        device: where the model computes.
-        kernels: the host kernels.
-        is_wanted: ``config.accumulation_dtype``.
-        host_memory_gib: the user's figure, see :func:`available_host_bytes`.
+    ``parts`` are all layers and groups; ``host_memory_gib`` is the user's figure, see
+    :func:`available_host_bytes`.
     """
 
     def __init__(
         self,
-        parts: Sequence[_Part],
+        parts: Sequence[Part],
         *,
         device: torch.device,
         kernels: HostKernels,
@@ -106,8 +93,7 @@ class Fp32Sums:
     def prepare(self, staging_bytes: int = 0) -> None:
         """Makes the residuals, 2 bytes a parameter, after their memory was counted. Does nothing when they exist.
 
-        Args:
-            staging_bytes: host memory that is about to be taken besides.
+        Besides them ``staging_bytes`` are about to be taken.
 
         Raises:
             HostMemoryError: they don't fit; nothing is allocated then.
@@ -123,23 +109,20 @@ class Fp32Sums:
                 )
             self._device_kernels = DeviceKernels()
         if not self.is_budgeted:
-            self._require_host_bytes(staging_bytes)
+            # All that is still to be allocated: the optimizer's moments may come after this.
+            units = [part.unit for part in self._parts if not part.unit.is_on_device]
+            without_gradients = [unit for unit in units if unit.gradients is None and not unit.passes_gradients]
+            parts = {
+                "gradients": sum(unit.layout.gradient_bytes for unit in without_gradients),
+                "residuals": sum(2 * unit.layout.split_elements - unit.residuals.nbytes for unit in units),
+                "moments": sum(unit.moment_bytes for unit in units if not unit.has_moments),
+                "gradient_residuals": sum(2 * u.layout.split_elements for u in units if u.gradient_residuals is None),
+                "staging": staging_bytes,
+            }
+            require_host_bytes(sum(parts.values()), 0, parts, self._host_memory_gib, remedy=BF16_REMEDY)
         for part in self._parts:
             part.allocate_gradient_residuals()
         self._is_prepared = True
-
-    def _require_host_bytes(self, staging_bytes: int) -> None:
-        """Counts all that is still to be allocated: the optimizer's moments may come after this."""
-        units = [part.unit for part in self._parts if not part.unit.is_on_device]
-        without_gradients = [unit for unit in units if unit.gradients is None and not unit.passes_gradients]
-        parts = {
-            "gradients": sum(unit.layout.gradient_bytes for unit in without_gradients),
-            "residuals": sum(2 * unit.layout.split_elements - unit.residuals.nbytes for unit in units),
-            "moments": sum(unit.moment_bytes for unit in units if not unit.has_moments),
-            "gradient_residuals": sum(2 * unit.layout.split_elements for unit in units if unit.gradient_residuals is None),
-            "staging": staging_bytes,
-        }
-        require_host_bytes(sum(parts.values()), 0, parts, self._host_memory_gib, remedy=BF16_REMEDY)
 
     def running(self, state: ParameterState) -> RunningSum | None:
         """``parameter.grad`` as a sum that can be added to in fp32; None where it can't, or isn't to be."""
@@ -153,11 +136,7 @@ class Fp32Sums:
         return RunningSum(gradient, residual, state.handle.has_fp32_sum, kernels)
 
     def scale(self, state: ParameterState, factor: float, others_follow: bool) -> None:
-        """Multiplies ``parameter.grad`` in place, in fp32 if it is a sum in fp32; it becomes one if ``others_follow``.
-
-        Raises:
-            HostMemoryError, KernelError: see :meth:`prepare`.
-        """
+        """Multiplies ``parameter.grad`` in place; an fp32 sum from then on if ``others_follow``."""
         assert state.parameter.grad is not None
         if others_follow:
             self.prepare()
@@ -198,10 +177,9 @@ class Fp32Sums:
         return float(gradient_norms([gradient])[0])
 
     def watch(self, states: Iterable[ParameterState]) -> list[Any]:
-        """Lets trained resident parameters' gradients be summed in fp32: :meth:`take_up` is to be called after each.
+        """Hooks trained resident parameters: :meth:`take_up` is to be called after each gradient.
 
-        autograd would add a gradient in bf16 to the one that is there. So the latter is out of its way while it does. Returns
-        handles that remove the hooks.
+        autograd would add it in bf16 to the one that is there, so that is out of the way meanwhile.
         """
         if not self.is_wanted:
             return []

@@ -1,5 +1,4 @@
-"""Gradients to the host: device slots, one copy a layer (of a part of its experts one a parameter), accumulation over
-micro-batches, and their norms.
+"""Gradients to the host: device slots, one copy a layer, accumulation over micro-batches, norms.
 
 The norms are taken on the device, gradient by gradient, while the gradients are still there, and travel with them; so
 the global norm is known on the host when backward ends, without another pass over the gradients.
@@ -7,13 +6,14 @@ the global norm is known on the host when backward ends, without another pass ov
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
-from megatrain_accelerate.memory.host_store import HostUnit
+from megatrain_accelerate.memory.host_store import PASSING_BUFFERS
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker, Ticket
@@ -21,16 +21,9 @@ from megatrain_accelerate.streaming.clipping import NormTable
 from megatrain_accelerate.streaming.device_slots import GradientSlot
 from megatrain_accelerate.streaming.expert_parts import ExpertPart
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums, gradient_norms
-from megatrain_accelerate.streaming.gradient_buffers import (
-    Addition,
-    PassingBuffers,
-    Staging,
-    gradient_that_passed,
-    not_stepped,
-    of_their_own,
-)
+from megatrain_accelerate.streaming.gradient_buffers import Addition, HostBuffers, not_stepped, of_their_own
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.meter import Cause, Meter, named_range
+from megatrain_accelerate.streaming.meter import Cause, Meter, UpdateGate, named_range
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.streams import Streams
 
@@ -38,13 +31,7 @@ from megatrain_accelerate.streaming.streams import Streams
 class GradientOffloader:
     """Owner of the gradient slots and of the way from a layer's backward to ``parameter.grad`` on the host.
 
-    Args:
-        layers: all streamed layers; their experts share the slots.
-        slots: number of gradient slots.
-        streams, worker, kernels, meter: the engine's.
-        norms: table that gets the norms.
-        sums: how gradients of several backwards are added.
-        huge_pages, register: of the host buffers, see :class:`HostMemory`.
+    Experts of the layers share the slots. For the last two arguments see :class:`HostMemory`.
     """
 
     def __init__(
@@ -67,7 +54,7 @@ class GradientOffloader:
         self.meter = meter
         self.norms = norms
         self.sums = sums
-        self._memory_settings = {"huge_pages": huge_pages, "register": register}
+        self._buffers_of = functools.partial(HostBuffers, huge_pages=huge_pages, register=register, meter=meter)
         experts = [whole for layer in layers for whole in layer.experts]
         layouts = [layer.unit.layout for layer in layers]
         # Those that pass through the host do so experts by experts, since that is how they are stepped.
@@ -80,16 +67,18 @@ class GradientOffloader:
         self.takes_gradients = False
         """Whether the run trains."""
         self._next_slot = 0
-        self._staging: list[Staging] = []
-        self._next_staging = 0
+        self._staging: HostBuffers | None = None
+        """For gradients that are to be added to earlier ones."""
         self.last_copied_event = streams.event()
         """Complete when all gradients that were sent so far have arrived."""
-        self._additions: dict[int, Ticket] = {}
+        self.additions: dict[int, Ticket] = {}
+        """The worker's last addition to each unit's gradients, by ``id``."""
         self._fetched_event = streams.event()
         self._in_flight: list[torch.Tensor] = []
         self.gradients_complete: Callable[[], bool] = lambda: True
         """Whether the backward in progress is the last before a step; norms are needed only then."""
-        self._passing: PassingBuffers | None = None
+        self.passing: HostBuffers | None = None
+        """For gradients that are consumed in backward."""
         self.layer_done_listeners: dict[int, Callable[[StreamedLayer, Callable[[], None]], bool]] = {}
         """Called with a layer and a function that blocks until its gradients are on the host; entered by optimizers whose
         steps may run in backward, by their id. Tells whether the layer was stepped."""
@@ -97,24 +86,18 @@ class GradientOffloader:
     def allocate_slots(self, needed: bool = True, passes: bool = False) -> None:
         """Gets ready for gradients; a run that only evaluates needn't.
 
-        Args:
-            needed: whether any layer's gradients leave the device; else slots that there are are given back.
-            passes: make the buffers through which gradients pass, see :class:`PassingBuffers`.
+        Slots are ``needed`` if any layer's gradients leave the device; else they are given back.
         """
         self.takes_gradients = True
-        if passes and self._passing is None and self._largest:
-            self._passing = PassingBuffers(self._largest_unit, meter=self.meter, **self._memory_settings)
+        if passes and self.passing is None and self._largest:
+            self.passing = self._buffers_of(PASSING_BUFFERS, self._largest_unit)
         if not needed:
             self.slots, self._next_slot = [], 0
         elif not self.slots:
             self.slots = [GradientSlot(self._largest, self._most_parameters, self.streams) for _ in range(self._slot_count)]
 
     def require_training(self, layer: StreamedLayer) -> None:
-        """Raises where a layer, or its experts, got a gradient that nobody takes.
-
-        Raises:
-            StateError: the model was prepared for evaluation only.
-        """
+        """Raises a StateError where a gradient came in a model prepared for evaluation only."""
         if not self.takes_gradients:
             raise StateError(
                 f"{layer.kind} {layer.name} got a gradient but the model was prepared for evaluation only; prepare it with "
@@ -128,26 +111,14 @@ class GradientOffloader:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the gradient slots that there are."""
         return sum(slot.buffer.numel() for slot in self.slots)
 
     @property
     def passing_bytes(self) -> int:
-        """Bytes of the host buffers through which gradients pass."""
-        return 0 if self._passing is None else self._passing.size_bytes
-
-    @property
-    def passes(self) -> bool:
-        """Whether gradients are consumed in backward."""
-        return self._passing is not None
+        return 0 if self.passing is None else self.passing.size_bytes
 
     def offload(self, layer: StreamedLayer, found: dict[int, torch.Tensor]) -> None:
-        """Sends a layer's gradients to the host and sets or adds to ``parameter.grad`` there.
-
-        Args:
-            layer: the layer whose backward made them.
-            found: by place among the layer's trainable parameters.
-        """
+        """Sends gradients, by place among a layer's trainable parameters, to ``parameter.grad``."""
         # One that was frozen since the forward takes no gradient.
         rows = [row for row, state in enumerate(layer.trainable) if row in found and state.parameter.requires_grad]
         if not rows:
@@ -165,53 +136,6 @@ class GradientOffloader:
         self._next_slot = (self._next_slot + 1) % len(self.slots)
         return slot
 
-    def make_room(self, layer: StreamedLayer) -> torch.Tensor:
-        """The host memory of a layer's gradients that aren't added to others: its unit's, or a buffer where they pass."""
-        if self._passing is not None:
-            layer.unit.gradients = self._passing.take(layer)
-        if (ticket := self._additions.pop(id(layer.unit), None)) is not None:
-            ticket.wait()  # WAW: an addition to dropped ones may still be queued
-        assert layer.unit.gradients is not None
-        return layer.unit.gradients
-
-    def note_addition(self, unit: HostUnit, ticket: Ticket) -> None:
-        """The worker's last addition to this unit's gradients: :meth:`wait` waits for it."""
-        self._additions[id(unit)] = ticket
-
-    def show(
-        self,
-        layer: StreamedLayer,
-        states: list[ParameterState],
-        is_fresh: bool,
-        wait: Callable[[], None],
-        may_be_stepped: bool,
-    ) -> None:
-        """A layer's gradients are on their way: ``parameter.grad`` is the host's view, and steps in backward may begin.
-
-        Args:
-            layer: the layer.
-            states: its parameters that got a gradient.
-            is_fresh: whether there was nothing to add to, so that their norms come along; else those of the sums do with the
-                last before a step.
-            wait: blocks until they have arrived.
-            may_be_stepped: whether this backward of the layer brings no others.
-        """
-        for state in states:
-            _refuse_hooked(layer, state)
-            gradient = state.parameter.grad
-            if gradient is None:
-                gradient = gradient_that_passed(state) if state.gradient is None else state.gradient
-                state.handle.set_gradient(gradient)
-            if is_fresh or (may_be_stepped and self.gradients_complete()):
-                self.norms.note(state.parameter, gradient)
-            else:
-                self.norms.forget(state.parameter)
-        if not may_be_stepped:
-            return
-        stepped = [listener(layer, wait) for listener in self.layer_done_listeners.values()]
-        if self.passes and not any(stepped):
-            raise not_stepped(layer)
-
     def _leave_on_device(self, layer: StreamedLayer, rows: list[int], gradients: list[torch.Tensor]) -> None:
         """Gradients of a unit on the device stay where they are; their norms go to the host."""
         states = [layer.trainable[row] for row in rows]
@@ -223,13 +147,13 @@ class GradientOffloader:
             self._send_from_device(layer, rows, states, [])
 
     def fetch(self, group: ResidentGroup, only: torch.Tensor | None = None) -> None:
-        """Issues the copies of a group's gradients, or of one alone, that aren't on the host yet, and of their norms."""
+        """Copies those of a group's gradients (or one alone) that aren't on the host yet."""
         for row, state in enumerate(state for state in group.unit.states if state.entry.spec.trainable):
             parameter = state.parameter
             if parameter.grad is None or self.norms.is_current(parameter) or (only is not None and parameter is not only):
                 continue
             # WAR: a step that is still to be applied reads the gradients of the pass before.
-            self.meter.wait_for_step(group.name, group.gate.is_open, group.gate.wait)
+            self.meter.wait_for_step(group.name, group.gate)
             copies = [] if state.gradient is None else [(state.gradient, parameter.grad)]
             residual = state.gradient_residual
             if copies and state.handle.has_fp32_sum and residual is not None and state.sum_residual is not None:
@@ -243,7 +167,7 @@ class GradientOffloader:
         states: list[ParameterState],
         copies: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        """Issues the copies to the host, beside those of the gradients' norms; ``rows``: the norms' places in the unit's."""
+        """Issues these copies to the host, and those of the norms to these rows of the unit's."""
         norms = torch.stack(self.sums.norms(states))
         ready_event = self.streams.event()
         ready_event.record(self.streams.compute_stream)
@@ -288,9 +212,7 @@ class GradientOffloader:
         it is waited for.
 
         Args:
-            slot: the slot.
-            name: whose gradients they are.
-            size: bytes of all of them.
+            slot, name, size: where they are, whose they are, and their bytes.
             pieces: views of the host's memory, and those of the slot's that go there.
             norms: where the slot's norms go; None if they stay.
         """
@@ -309,58 +231,42 @@ class GradientOffloader:
         self.meter.counters.d2h_bytes += size
         return self.last_copied_event
 
-    def take_staging(self) -> Staging:
-        """A host buffer for gradients that are to be added to earlier ones; waits until it is free."""
-        staging = self._staging[self._next_staging]
-        self._next_staging = (self._next_staging + 1) % len(self._staging)
-        if staging.ticket is not None and not staging.ticket.is_done:
-            self.meter.wait_for_host(staging.ticket.wait)
-        return staging
+    def prepare_accumulation(self) -> HostBuffers | None:
+        """Makes staging buffers, which it returns, and fp32 sums: none is made within a step.
 
-    def prepare_accumulation(self) -> None:
-        """Allocates staging buffers and fp32 sums, so that none is made within a step. Does nothing when they exist.
-
-        Raises:
-            HostMemoryError: the sums don't fit.
+        Does nothing when they exist. Raises a HostMemoryError if the sums don't fit.
         """
-        self.sums.prepare(0 if self._staging else 2 * self._largest)
-        if not self._staging and self._largest:
-            self._staging = [Staging(self._largest, **self._memory_settings) for _ in range(2)]
+        self.sums.prepare(0 if self._staging is not None else 2 * self._largest)
+        if self._staging is None and self._largest:
+            self._staging = self._buffers_of(2, self._largest)
+        return self._staging
 
     def wait(self) -> None:
-        """Blocks until every gradient is on the host and added up.
-
-        Raises:
-            StepWorkerError: adding failed.
-        """
+        """Blocks until every gradient is on the host and added up; raises if adding failed."""
         self.last_copied_event.synchronize()
         self._fetched_event.synchronize()
         self._in_flight = []
-        for ticket in self._additions.values():
+        for ticket in self.additions.values():
             ticket.wait()
-        self._additions.clear()
+        self.additions.clear()
 
     def close(self) -> None:
-        """Unregisters the staging buffers."""
-        for staging in self._staging:
-            staging.memory.close()
-        if self._passing is not None:
-            self._passing.close()
+        """Unregisters the host buffers."""
+        for buffers in (self._staging, self.passing):
+            if buffers is not None:
+                buffers.close()
 
 
 class UnitGradients:
-    """The gradients of one backward of a layer, or of its experts part by part, on their way to the host.
+    """The gradients of one backward of a layer, or of its experts part by part, to the host.
 
-    A parameter of experts has one gradient, of which each part brings a range. Whether they are added to earlier ones is
-    decided before the first part, and ``parameter.grad`` shows them behind the last. A part's ranges lie apart on the host:
-    they are one copy a parameter; what is added to earlier gradients goes to a buffer in one.
+    A parameter of experts has one gradient, of which each part brings a range. Whether they are
+    added to earlier ones is decided before the first part, and ``parameter.grad`` shows them behind
+    the last. A part's ranges lie apart on the host: they are one copy a parameter; what is added to
+    earlier gradients goes to a buffer in one.
 
-    Args:
-        offloader: owner of the way.
-        layer: whose they are.
-        rows: which of its trainable parameters get one.
-        parts: in how many parts they come.
-        is_last: whether no other backward of the same call of the layer follows (of an earlier piece of its batch).
+    ``rows``: which of the layer's trainable parameters get one. ``is_last``: no other backward of
+    the same call of the layer follows (of an earlier piece of its batch).
     """
 
     def __init__(
@@ -368,21 +274,18 @@ class UnitGradients:
     ) -> None:
         self._offloader, self._layer, self._rows, self._is_last = offloader, layer, rows, is_last
         self._states = [layer.trainable[row] for row in rows]
-        # All of them, and nothing to add to: they go straight to their place, with their norms. So do those that pass.
+        # Nothing to add to: they go straight to their place, with norms. So do those that pass.
         is_fresh = len(rows) == len(layer.trainable) and all(state.parameter.grad is None for state in layer.trainable)
-        self._is_fresh = is_fresh or offloader.passes
+        self._is_fresh = is_fresh or offloader.passing is not None
         self._left = parts
         self._target: torch.Tensor | None = None
         self._norms: torch.Tensor | None = None
         self._additions: list[Addition] = []
 
     def take(self, part: StreamedLayer | ExpertPart, gradients: Sequence[torch.Tensor | None] | None) -> None:
-        """Sends a part's gradients to the host.
+        """Sends the gradients of the layer, or of a part of its experts, one for each of the rows.
 
-        Args:
-            part: the layer, or a part of its experts; each is to be given once.
-            gradients: one for each of the rows; None where nothing flows, or for a part that had no token: plain PyTorch's
-                gradient has zeros there.
+        None where nothing flows, or for a part without tokens: plain PyTorch's has zeros there.
         """
         offloader, layout = self._offloader, part.unit.layout
         self._left -= 1
@@ -390,7 +293,7 @@ class UnitGradients:
             self._show(self._add_on_host(part, None))  # zeros needn't travel
             return
         # WAR: a step that is still to be applied reads the gradients of the pass before.
-        offloader.meter.wait_for_step(part.name, part.gate.is_open, part.gate.wait)
+        offloader.meter.wait_for_step(part.name, part.gate)
         slot = offloader.take_slot()
         with named_range(f"megatrain::offload_gradients ({part.name})"):
             # WAR: the copy of what used this slot last may still read it.
@@ -410,68 +313,91 @@ class UnitGradients:
         self._show(self._copy_to_place(part, slot) if self._is_fresh else self._add_on_host(part, slot))
 
     def _show(self, wait: Callable[[], None]) -> None:
-        """Behind the last part ``parameter.grad`` shows the gradients; ``wait`` blocks until they have arrived."""
-        if not self._left:
-            self._offloader.show(self._layer, self._states, self._is_fresh, wait, may_be_stepped=self._is_last)
+        """Behind the last part ``parameter.grad`` is the host's view; steps in backward may begin.
+
+        ``wait`` blocks until all has arrived. A StateError if gradients pass and nobody takes them.
+        """
+        if self._left:
+            return
+        offloader = self._offloader
+        # Fresh ones bring their norms; those of sums come with the last before a step.
+        has_norms = self._is_fresh or (self._is_last and offloader.gradients_complete())
+        for state in self._states:
+            _refuse_hooked(self._layer, state)
+            gradient = state.parameter.grad
+            if gradient is None:
+                # For one that passes stands a number that is none, in the memory of one element.
+                spec, own = state.entry.spec, state.gradient
+                gradient = torch.full((), torch.nan, dtype=spec.dtype).expand(spec.shape) if own is None else own
+                state.handle.set_gradient(gradient)
+            if has_norms:
+                offloader.norms.note(state.parameter, gradient)
+            else:
+                offloader.norms.forget(state.parameter)
+        if self._is_last:
+            stepped = [listener(self._layer, wait) for listener in offloader.layer_done_listeners.values()]
+            if offloader.passing is not None and not any(stepped):
+                raise not_stepped(self._layer)
 
     def _copy_to_place(self, part: StreamedLayer | ExpertPart, slot: GradientSlot) -> Callable[[], None]:
-        """Sends what the slot holds to the unit's own memory; returns what blocks until it is there."""
+        """Sends what the slot holds to its place; returns what blocks until it is there.
+
+        A StateError where gradients pass and no step has consumed the last ones.
+        """
+        offloader, unit, size = self._offloader, self._layer.unit, part.unit.layout.gradient_bytes
         if self._target is None:
-            self._target = self._offloader.make_room(self._layer)
-        size = part.unit.layout.gradient_bytes
+            if offloader.passing is not None:
+                if any(state.parameter.grad is not None for state in unit.states):
+                    raise not_stepped(self._layer)
+                unit.gradients = offloader.passing.take(self._layer.gate)
+            if (ticket := offloader.additions.pop(id(unit), None)) is not None:
+                ticket.wait()  # WAW: an addition to dropped ones may still be queued
+            assert unit.gradients is not None
+            self._target = unit.gradients
         if isinstance(part, ExpertPart):
             pieces = part.unit.pieces(self._target, slot.buffer, trainable_only=True)
         else:
             pieces = [(self._target[:size], slot.buffer[:size])]
-        norms = None if self._left else self._offloader.norms.of_unit(self._layer.unit)
-        copied_event = self._offloader.send(slot, part.name, size, pieces, norms)
-        wait: Callable[[], None] = copied_event.synchronize
+        norms = None if self._left else offloader.norms.of_unit(unit)
+        wait: Callable[[], None] = offloader.send(slot, part.name, size, pieces, norms).synchronize
         return wait
 
     def _add_on_host(self, part: StreamedLayer | ExpertPart, slot: GradientSlot | None) -> Callable[[], None]:
         """Adds what the slot holds, or zeros without one; returns what blocks until that is done."""
         offloader, unit, size = self._offloader, self._layer.unit, part.unit.layout.gradient_bytes
-        offloader.prepare_accumulation()  # before the sums are asked for: it makes their memory
+        buffers = offloader.prepare_accumulation()  # makes the memory of the sums
         # RAW, WAW: what was sent in an earlier backward may still be on its way to where zeros are added.
-        staging, copied_event = None, offloader.last_copied_event
+        reader, copied_event = UpdateGate(), offloader.last_copied_event
         views: Sequence[torch.Tensor | None] = [None] * len(self._layer.trainable)
         if slot is not None:
-            staging = offloader.take_staging()
-            copied_event = offloader.send(slot, part.name, size, [(staging.buffer[:size], slot.buffer[:size])], None)
-            views = part.unit.layout.views(staging.buffer, trainable_only=True)
-        additions = self._additions = self._additions or [Addition.of(state, offloader.sums) for state in self._states]
-        if not self._left:
-            for addition in additions:
-                addition.note()
+            assert buffers is not None
+            staging = buffers.take(reader)
+            copied_event = offloader.send(slot, part.name, size, [(staging[:size], slot.buffer[:size])], None)
+            views = part.unit.layout.views(staging, trainable_only=True)
+        if not self._additions:
+            self._additions = [Addition(s, s.parameter.grad, offloader.sums.running(s)) for s in self._states]
+        for addition in () if self._left else self._additions:
+            if addition.running is not None:
+                addition.state.handle.note_fp32_sum()  # of ``parameter.grad``, from now on
         norms = offloader.norms.of_unit(unit)
         takes_norms = not self._left and self._is_last and offloader.gradients_complete()
-        of_part = part.experts.of if isinstance(part, ExpertPart) else _whole
+        of_part = part.experts.of if isinstance(part, ExpertPart) else lambda whole: whole
 
         def add() -> None:
             copied_event.synchronize()
-            for addition, row in zip(additions, self._rows, strict=True):
+            for addition, row in zip(self._additions, self._rows, strict=True):
                 addition.add(views[row], offloader.kernels, of_part)
                 if takes_norms:
                     total, norms[row] = addition.total_and_norm(offloader.sums)
                     offloader.norms.note(addition.state.parameter, total)
 
         ticket = offloader.worker.submit(f"accumulate ({part.name})", add)
-        if staging is not None:
-            staging.ticket = ticket
-        offloader.note_addition(unit, ticket)
+        reader.close_until(ticket)
+        offloader.additions[id(unit)] = ticket
         return ticket.wait
 
 
-def _whole(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient
-
-
 def _refuse_hooked(layer: StreamedLayer, state: ParameterState) -> None:
-    """Raises for a gradient hook on a layer's parameter.
-
-    Raises:
-        UnsupportedError: it has one.
-    """
     if state.parameter._backward_hooks or state.parameter._post_accumulate_grad_hooks:
         raise UnsupportedError(
             f"parameter {layer.name}.{state.name} has a gradient hook (register_hook, register_post_accumulate_grad_hook, "

@@ -1,8 +1,8 @@
-"""Gradients on their way to the host: buffers for those that are added to others, and for those that pass through.
+"""Host buffers for gradients that are added to others, and for those that pass through.
 
-Where gradients pass (``step_schedule: backward``), a layer's are consumed by its step as soon as they have arrived, so that
-only those on their way need memory: 12 bytes a parameter of a layer instead of 14. What ``parameter.grad`` shows then is
-not-a-number.
+Where gradients pass (``step_schedule: backward``), a layer's are consumed by its step as soon as
+they have arrived, so that only those on their way need memory: 12 bytes a parameter of a layer
+instead of 14. What ``parameter.grad`` shows then is not-a-number.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ import torch
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.host_memory import HostMemory
-from megatrain_accelerate.memory.host_store import PASSING_BUFFERS
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
-from megatrain_accelerate.optim.step_worker import Ticket
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums, RunningSum
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.meter import Meter
-from megatrain_accelerate.streaming.update_gate import UpdateGate
+from megatrain_accelerate.streaming.meter import Meter, UpdateGate
 
 
 def of_their_own(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -38,17 +35,40 @@ def of_their_own(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     return owned
 
 
-class Staging:
-    """A host buffer for gradients that are to be added to earlier ones.
+class HostBuffers:
+    """Host buffers of uint8 that take turns.
 
-    Owner: the offloader. Writer: the d2h stream. Reader: the step worker, until ``ticket`` is done.
+    Owner: the offloader. Writer of one: the d2h stream. Reader: the step worker, until the gate
+    opens for which it was taken.
     """
 
-    def __init__(self, size_bytes: int, huge_pages: bool, register: bool) -> None:
-        self.memory = HostMemory(size_bytes, huge_pages=huge_pages, register=register)
-        self.memory.register()
-        self.buffer = self.memory.tensor(0, (size_bytes,), torch.uint8)
-        self.ticket: Ticket | None = None
+    def __init__(self, count: int, size_bytes: int, *, huge_pages: bool, register: bool, meter: Meter) -> None:
+        self._meter = meter
+        self._memories = [HostMemory(size_bytes, huge_pages=huge_pages, register=register) for _ in range(count)]
+        for memory in self._memories:
+            memory.register()
+        self._buffers = [memory.tensor(0, (size_bytes,), torch.uint8) for memory in self._memories]
+        self._readers: list[UpdateGate | None] = [None] * count
+        self._next = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(memory.size_bytes for memory in self._memories)
+
+    def take(self, reader: UpdateGate) -> torch.Tensor:
+        """The next buffer; waits for what still reads it, and raises if that failed."""
+        place = self._next
+        self._next = (place + 1) % len(self._buffers)
+        before = self._readers[place]
+        if before is not None and not before.is_open:
+            # WAR: the step, or the addition, of what took the buffer last may still read it.
+            self._meter.wait_for_buffer(before)
+        self._readers[place] = reader
+        return self._buffers[place]
+
+    def close(self) -> None:
+        for memory in self._memories:
+            memory.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,18 +81,8 @@ class Addition:
     running: RunningSum | None
     """The same where it is summed in fp32."""
 
-    @classmethod
-    def of(cls, state: ParameterState, sums: Fp32Sums) -> Addition:
-        """The addition to what ``parameter.grad`` is now."""
-        return cls(state, state.parameter.grad, sums.running(state))
-
-    def note(self) -> None:
-        """The whole gradient will be added: an fp32 sum is that of ``parameter.grad`` from now on."""
-        if self.running is not None:
-            self.state.handle.note_fp32_sum()
-
     def add(self, new: torch.Tensor | None, kernels: HostKernels, of_part: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Adds a gradient (None: zeros), or that of the part of the whole tensor that ``of_part`` returns."""
+        """Adds a gradient (None: zeros) to what ``of_part`` returns of the whole tensor."""
         own, running = self.state.gradient, self.running
         assert own is not None
         if self.earlier is None:
@@ -98,68 +108,20 @@ class Addition:
         return total, sums.host_norm(total, None if self.running is None else self.running.residual)
 
 
-class PassingBuffers:
-    """Owner of the buffers. Writer of one: the d2h stream. Reader: the step of the layer that took it, until its gate opens.
-
-    Args:
-        size_bytes: of the largest layer's gradients.
-        huge_pages, register: see :class:`HostMemory`.
-        meter: the engine's.
-    """
-
-    def __init__(self, size_bytes: int, *, huge_pages: bool, register: bool, meter: Meter) -> None:
-        self._meter = meter
-        self._memories = [HostMemory(size_bytes, huge_pages=huge_pages, register=register) for _ in range(PASSING_BUFFERS)]
-        for memory in self._memories:
-            memory.register()
-        self._buffers = [memory.tensor(0, (size_bytes,), torch.uint8) for memory in self._memories]
-        self._readers: list[UpdateGate | None] = [None] * PASSING_BUFFERS
-        self._next = 0
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(memory.size_bytes for memory in self._memories)
-
-    def take(self, layer: StreamedLayer) -> torch.Tensor:
-        """A buffer for the gradients of this layer; waits for the step that still reads it.
-
-        Raises:
-            StateError: the layer has gradients that no step consumed.
-            StepWorkerError: the step failed.
-        """
-        if any(state.parameter.grad is not None for state in layer.unit.states):
-            raise not_stepped(layer)
-        place = self._next
-        self._next = (place + 1) % PASSING_BUFFERS
-        reader = self._readers[place]
-        if reader is not None and not reader.is_open:
-            # WAR: the step of the layer that took the buffer last may still read it.
-            self._meter.wait_for_host(reader.wait)
-        self._readers[place] = layer.gate
-        return self._buffers[place]
-
-    def close(self) -> None:
-        """Unregisters the buffers."""
-        for memory in self._memories:
-            memory.close()
-
-
-def gradient_that_passed(state: ParameterState) -> torch.Tensor:
-    """What stands for a gradient that was consumed: its shape and dtype, one element of memory, and no number in it."""
-    spec = state.entry.spec
-    return torch.full((), torch.nan, dtype=spec.dtype).expand(spec.shape)
+def not_stepped(layer: StreamedLayer) -> StateError:
+    """For a layer whose gradients no optimizer takes: the next layers' would overwrite them."""
+    return StateError(
+        f"the gradients of layer {layer.name} can't be consumed in this backward: those of an earlier step weren't cleared "
+        "(call optimizer.zero_grad() after each step), another backward comes before the step (accumulation, several forwards "
+        "before one backward, a layer that is called twice), or no prepared Adam or AdamW has its parameters; for the latter "
+        "two set megatrain_config.host_gradients to 'kept' (2 bytes a parameter more)"
+    )
 
 
 def refuse_unstepped(layers: Sequence[StreamedLayer], parameters: Collection[int]) -> None:
-    """Raises where ``step()`` finds gradients that no backward since the step before has consumed.
+    """Raises a StateError for a layer's gradient that ``step()`` finds where it can't be read.
 
-    Args:
-        layers: all streamed layers.
-        parameters: ``id`` of each parameter with such a gradient.
-
-    Raises:
-        StateError: one is a layer's, and lies where no step could read it.
+    ``parameters``: the ``id`` of each whose gradient no backward since the last step has consumed.
     """
     for layer in layers:
         names = [state.name for state in layer.unit.states if id(state.parameter) in parameters]
@@ -170,13 +132,3 @@ def refuse_unstepped(layers: Sequence[StreamedLayer], parameters: Collection[int
                 "call optimizer.zero_grad() after each step, or set megatrain_config.host_gradients to 'kept' (2 bytes a "
                 "parameter more)"
             )
-
-
-def not_stepped(layer: StreamedLayer) -> StateError:
-    """The error of a layer whose gradients no optimizer takes, so that the next layers' would overwrite them."""
-    return StateError(
-        f"the gradients of layer {layer.name} can't be consumed in this backward: those of an earlier step weren't cleared "
-        "(call optimizer.zero_grad() after each step), another backward comes before the step (accumulation, several forwards "
-        "before one backward, a layer that is called twice), or no prepared Adam or AdamW has its parameters; for the latter "
-        "two set megatrain_config.host_gradients to 'kept' (2 bytes a parameter more)"
-    )

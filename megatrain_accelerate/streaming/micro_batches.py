@@ -25,7 +25,7 @@ _PER_TOKEN_NAMES = ("cache_position",)
 
 
 class BatchCut:
-    """Into pieces of how many samples the layers of a model cut their calls. One object per engine."""
+    """How the layers of a model cut their calls into pieces. One object per engine."""
 
     def __init__(self, size: int | None) -> None:
         self.size = size
@@ -39,11 +39,8 @@ class BatchCut:
         self._rows = frozenset(tensor.shape[0] for tensor in tensors_in(inputs) if tensor.dim() >= 2)
 
     def require_samples(self, layer: StreamedLayer, path: str, hidden: torch.Tensor) -> None:
-        """The layer's hidden states have the batch along dimension 0.
-
-        Raises:
-            UnsupportedError: they haven't, or nothing tells whether they have; or the layer needs the whole batch at once.
-        """
+        """Raises an UnsupportedError unless dimension 0 of the hidden states is surely the batch,
+        of which the layer can take a part."""
         shape, rows = tuple(hidden.shape), ", ".join(map(str, sorted(self._rows))) or "no"
         if hidden.dim() < 3:
             raise _cannot(layer.name, f"its hidden states have shape {shape}, in which samples can't be told apart")
@@ -70,11 +67,7 @@ class BatchCut:
                 raise _cannot(layer.name, f"its {name} takes statistics of the whole batch")
 
     def is_cut(self, layer: StreamedLayer, path: str, tensor: torch.Tensor, hidden: torch.Tensor) -> bool:
-        """Whether an argument of the layer is cut; else every piece gets it whole.
-
-        Raises:
-            UnsupportedError: it isn't certain.
-        """
+        """Whether an argument is cut and not whole in all pieces. An UnsupportedError if unsure."""
         batch, length = hidden.shape[:2]
         place = (layer.name, path)
         if tensor is not hidden:
@@ -105,15 +98,12 @@ def batch_norms(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSplit:
-    """How the tensors of one call are cut.
-
-    Attributes:
-        sizes: samples of each piece, in order; the last may be smaller. Empty for a call that isn't cut.
-        is_split: for each tensor among the arguments, whether it is cut along dimension 0; else every piece gets it whole.
-    """
+    """How the tensors of one call are cut."""
 
     sizes: tuple[int, ...]
+    """Samples of each piece, in order; the last may be smaller. Empty for a call that isn't cut."""
     is_split: tuple[bool, ...]
+    """For each tensor among the arguments: cut along dimension 0, or whole for every piece."""
 
     @property
     def count(self) -> int:
@@ -155,7 +145,7 @@ class BatchSplit:
         for tensor, is_split in zip(tensors, self.is_split, strict=True):
             key = (id(tensor), is_split)
             if key not in of_tensor and is_split:
-                # One node, which joins the gradients: that of a slice would make one as large as the batch for each piece.
+                # One node for all: each slice's would make a gradient as large as the batch.
                 of_tensor[key] = tensor.split(self.sizes)
             elif key not in of_tensor:
                 whole = (tensor,) * self.count
@@ -184,10 +174,7 @@ class BatchSplit:
     def joined(self, layer: str, pieces: Sequence[list[torch.Tensor]], outputs: int) -> list[torch.Tensor]:
         """What a call returns from what its pieces return: samples, or for recorded tensors the tokens of samples, in order.
 
-        Args:
-            layer: for messages.
-            pieces: each piece's tensors.
-            outputs: how many of them the layer returned; the rest was recorded.
+        The layer returned the first ``outputs`` of each piece's tensors; the rest was recorded.
 
         Raises:
             UnsupportedError: a tensor doesn't have the piece's samples along dimension 0.
@@ -200,15 +187,10 @@ class BatchSplit:
 
 
 _WHOLE = BatchSplit((), ())
-"""Of a call that isn't cut."""
 
 
 def require_same_structure(layer: str, first: Any, piece: Any) -> None:
-    """Raises if what two pieces return besides tensors isn't the same, so that it can't be joined.
-
-    Raises:
-        UnsupportedError: it isn't.
-    """
+    """Raises an UnsupportedError if what two pieces return besides tensors can't be joined."""
     if first != piece:
         raise UnsupportedError(
             f"layer {layer} returns other things for other pieces of a batch, which can't be joined; leave "

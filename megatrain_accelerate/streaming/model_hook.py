@@ -52,7 +52,7 @@ def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def run_pre_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: set[int]) -> tuple[Any, Any]:
     """Runs the forward pre-hooks that a call of ``module`` doesn't, since they were registered after it began.
 
-    The ids in ``known`` are of those that were there. Returns the call's arguments as the hooks leave them.
+    ``known``: ids of those that were there. Returns the arguments as the hooks leave them.
     """
     for number, hook in list(module._forward_pre_hooks.items()):
         if number in known:
@@ -73,12 +73,10 @@ def remove_hook(handle: Any) -> None:
 
 
 class ModelHook:
-    """Calls a function of the engine. Copies and pickles of it do nothing.
+    """Calls a function of the engine, if it has one. Copies and pickles of it do nothing.
 
-    Args:
-        function: what is called; None does nothing.
-        with_arguments: hand over the hook's arguments; what the function returns is returned.
-        runs_dry: it is part of what the model computes, in runs without data too.
+    ``with_arguments``, those of the hook are handed over, and what the function returns is
+    returned. It ``runs_dry`` if it is part of what the model computes, in runs without data too.
     """
 
     def __init__(

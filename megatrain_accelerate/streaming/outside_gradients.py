@@ -20,7 +20,6 @@ from torch.autograd.graph import Node, get_gradient_edge
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
-from megatrain_accelerate.streaming.clipping import NormTable
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.model_hook import weakly
 
@@ -29,17 +28,10 @@ _BACKWARDS = 8
 
 
 class OutsideGradients:
-    """Takes such gradients before autograd accumulates them, and adds them when their backward is over.
+    """Takes such gradients before autograd does, and adds them when their backward is over."""
 
-    Args:
-        units: of the streamed layers and experts.
-        offloader: what brings these their own gradients.
-        norms: the norms of all gradients.
-    """
-
-    def __init__(self, units: Iterable[HostUnit], offloader: GradientOffloader, norms: NormTable) -> None:
+    def __init__(self, units: Iterable[HostUnit], offloader: GradientOffloader) -> None:
         self._offloader = offloader
-        self._norms = norms
         self._lock = threading.Lock()
         self._aside: dict[int, dict[int, tuple[ParameterState, torch.Tensor]]] = {}
         """Of each backward, by its number, by the ``id`` of the parameter."""
@@ -75,17 +67,14 @@ class OutsideGradients:
     def _take(
         self, of_unit: weakref.ref[HostUnit], of_state: weakref.ref[ParameterState], arrived: tuple[torch.Tensor | None, ...]
     ) -> tuple[None] | None:
-        """Before a weight's accumulation, by any thread of a backward: sets the gradient aside, so that none is left.
+        """Before a weight's accumulation, by any thread of a backward: sets the gradient aside.
 
-        With ``create_graph`` it is autograd's.
-
-        Raises:
-            StateError: gradients pass, and have no place to be added in.
+        With ``create_graph`` it is autograd's. A StateError where gradients pass.
         """
         unit, state, gradient = of_unit(), of_state(), arrived[0]
         if unit is None or state is None or gradient is None or gradient.requires_grad:
             return None
-        if self._offloader.passes:
+        if self._offloader.passing is not None:
             raise StateError(
                 f"{unit.name}.{state.name} got a gradient from outside its layer (a penalty on the weights), and "
                 "megatrain_config.host_gradients: passing keeps none to which it could be added; set host_gradients to 'kept' "
@@ -109,7 +98,7 @@ class OutsideGradients:
         with torch.no_grad():
             for state, gradient in self._aside.pop(backward).values():
                 self._offloader.add_in_place(state, gradient)
-                self._norms.forget(state.parameter)
+                self._offloader.norms.forget(state.parameter)
 
 
 def _accumulation(parameter: torch.nn.Parameter) -> Node:

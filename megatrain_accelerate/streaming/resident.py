@@ -1,7 +1,8 @@
 """Resident groups: parameters outside the layers (embeddings, final norm, head). Weights stay on the device.
 
-Their masters and moments live on the host like everybody's, unless the plan moves the whole unit to the device
-(:func:`relocate`, of layers too). Their gradients are autograd's own, on the device, and leave it when the optimizer steps.
+Their masters and moments live on the host like everybody's, unless the plan moves the whole unit to
+the device (:func:`relocate`, of layers too). Their gradients are autograd's own, on the device, and
+leave it when the optimizer steps.
 """
 
 from __future__ import annotations
@@ -17,20 +18,16 @@ from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import StepKernels, device_kernels
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.meter import Cause, Meter, named_range
+from megatrain_accelerate.streaming.meter import Cause, Meter, UpdateGate, named_range
 from megatrain_accelerate.streaming.prefetch import Prefetcher
 from megatrain_accelerate.streaming.streams import Streams
-from megatrain_accelerate.streaming.update_gate import UpdateGate
 
 
 class ResidentGroup:
     """One module's own parameters, outside all layers.
 
-    Args:
-        name: the module's qualified name.
-        unit: the parameters' host memory; its weights are the source of the device's copy after each step.
-        layers_before: how many of the model's layers come before it; it is stepped after these.
-        streams, meter: the engine's.
+    The unit's weights on the host are the source of the device's copy after each step, which comes
+    after that of the layers before it.
     """
 
     def __init__(self, name: str, unit: HostUnit, layers_before: int, *, streams: Streams, meter: Meter) -> None:
@@ -86,13 +83,9 @@ class ResidentGroup:
         return sum(state.parameter.nbytes for state in self.unit.states)
 
     def wait_for_step(self) -> None:
-        """Kernels issued after this call read the stepped weights.
-
-        Raises:
-            StepWorkerError: the step failed.
-        """
+        """Kernels issued after this call read the stepped weights. Raises if the step failed."""
         start = time.perf_counter()
-        self._meter.wait_for_step(self.name, self.gate.is_open, self.gate.wait)
+        self._meter.wait_for_step(self.name, self.gate)
         late_ms = 1e3 * (time.perf_counter() - start)
         # RAW: the copy of the stepped weights must be over.
         self._meter.compute_waits_for(self._params_copied_event, Cause.H2D, late_ms, of_layer=False)
@@ -105,8 +98,8 @@ class ResidentGroup:
         return readers_finished_event
 
     def push_weights(self, readers_finished_event: Any) -> None:
-        """Issues the copies of the host's weights to the device. Called by the step worker, after the step, with the event of
-        :meth:`announce_push`, behind all kernels that read the old weights."""
+        """Issues the copies of the host's weights. Called by the step worker, after the step, with
+        the event of :meth:`announce_push`, behind all kernels that read the old weights."""
         h2d_stream = self._streams.h2d_stream
         with torch.no_grad(), self._streams.on(h2d_stream), named_range(f"megatrain::push_weights ({self.name})"):
             # WAR: kernels issued before the step read the old weights.
@@ -148,8 +141,6 @@ def relocate(
         targets: each layer and resident group, and whether it is to live on the device.
         resident: indices of layers that get a slot of their own.
         prefetcher: owner of the slots.
-        device: where the model computes.
-        host_kernels: for units on the host.
         moved: called with each unit that moved.
 
     Raises:

@@ -173,7 +173,7 @@ class StreamingRuntime:
         residents = [state for group in self.groups for state in group.unit.states if state.entry.spec.trainable]
         self._handles: list[Any] = [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
         self._handles += self.sums.watch(residents)
-        self.outside = OutsideGradients([part.unit for part in (*self.layers, *self.experts)], self.offloader, self.norms)
+        self.outside = OutsideGradients([part.unit for part in (*self.layers, *self.experts)], self.offloader)
         self._dry_run: LayerRunner | None = None
         self._backward_task: int | None = None
         self._open_forwards: weakref.WeakSet[OpenForward] = weakref.WeakSet()

@@ -8,15 +8,14 @@ numbers would be others: modules with either aren't taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from megatrain_accelerate.streaming.ambient_state import random_numbers_put_back
+from megatrain_accelerate.streaming.ambient_state import parameters_as, random_numbers_put_back
 from megatrain_accelerate.streaming.nested_tensors import tensors_in
 
 _TOKENS = 8
@@ -52,16 +51,15 @@ def kind_of(module: nn.Module, signature: Hashable) -> Hashable:
 def examine(
     module: nn.Module, call: Callable[[list[torch.Tensor]], Any], examples: Sequence[torch.Tensor], dim: int
 ) -> str | None:
-    """Runs a module on a few made-up tokens. Neither its weights nor random generators are touched, and no mode sees it.
+    """Tries a module on a few made-up tokens; returns why it isn't to run by tiles, else None.
+
+    A constant replaces its weights, random generators stay as they are, and no mode sees it.
 
     Args:
-        module: its weights are replaced by a constant meanwhile, which takes no memory.
+        module: the module.
         call: calls it with these tensors in the places of those of a real call.
         examples: those of the real call; only shapes, dtypes and the device count.
         dim: the dimension of tokens.
-
-    Returns:
-        Why it can't, or needn't, run by tiles; None if it should.
     """
     if any(True for _ in module.buffers()):
         return "it has buffers"
@@ -71,7 +69,9 @@ def examine(
     # A part that draws random numbers draws them here too: the forward that asks must find them again in its recompute.
     with random_numbers_put_back(device), _disable_current_modes(), torch.no_grad():
         try:
-            with _constant_weights(module, device):
+            found = [(owner, name, p) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
+            constants = [torch.full((), _WEIGHT, dtype=p.dtype, device=device).expand(p.shape) for _, _, p in found]
+            with parameters_as([(owner, name) for owner, name, _ in found], constants):
                 return _examine(call, [_made_up(example, dim, device) for example in examples], dim)
         except Exception as error:  # it can't be run so, whatever its reason
             return f"it can't be tried out ({type(error).__name__}: {str(error)[:80]})"
@@ -134,21 +134,6 @@ class _Watch(TorchDispatchMode):
         elif any(word in str(func) for word in _MIXING):
             self.decision = "it takes from neighbours"  # further away, maybe, than the tokens tried out reach
         return result
-
-
-@contextmanager
-def _constant_weights(module: nn.Module, device: torch.device) -> Iterator[None]:
-    saved = [(owner._parameters, dict(owner._parameters)) for owner in module.modules()]
-    try:
-        for store, before in saved:
-            for name, parameter in before.items():
-                if parameter is not None:
-                    value = torch.full((), _WEIGHT, dtype=parameter.dtype, device=device)
-                    store[name] = value.expand(parameter.shape)  # type: ignore[assignment]
-        yield
-    finally:
-        for store, before in saved:
-            store.update(before)
 
 
 def _made_up(example: torch.Tensor, dim: int, device: torch.device) -> torch.Tensor:

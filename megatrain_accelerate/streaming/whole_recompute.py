@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class WholeRun:
-    """A call of a layer that runs in forward and again in backward; ``body`` runs it with the input tensors it is given."""
+    """A call of a layer, by ``body``, that runs in forward and again in backward."""
 
     def __init__(self, call: GraphCall, body: Callable[..., Any]) -> None:
         self.call = call
@@ -75,8 +75,7 @@ class WholeRecompute(torch.autograd.Function):
     def backward(ctx: Any, *of_outputs: torch.Tensor | None) -> Any:
         """Gradients of the inputs; those of the weights accumulate on the leaves.
 
-        Raises:
-            UnsupportedError: it was called by ``torch.autograd.grad()`` or with ``inputs=...``.
+        An UnsupportedError in ``torch.autograd.grad()`` or with ``inputs=...``.
         """
         run: WholeRun = ctx.run
         if ctx.anchor.requires_grad and not torch.autograd._is_checkpoint_valid():
