@@ -69,7 +69,6 @@ class GradientSums:
 
     @property
     def planned_bytes(self) -> int:
-        """Bytes of the buffer, whether it exists yet or not."""
         return 4 * self._elements
 
     @property
@@ -77,7 +76,6 @@ class GradientSums:
         return self._buffer is not None
 
     def begin(self, layout: FlatLayout) -> LayerSums:
-        """Empty sums for the gradients of a layer with this layout."""
         if self._buffer is None:
             self._buffer = torch.empty(self._elements, dtype=torch.float32, device=self._device)
         if self._user is not None and self._user() is not None:

@@ -134,7 +134,6 @@ class Clipping:
 
     @property
     def is_pending(self) -> bool:
-        """Whether some clipped gradients may still be unscaled."""
         return bool(self._factors or self._stepped)
 
     def has_unscaled(self) -> bool:

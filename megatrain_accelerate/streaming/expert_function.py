@@ -152,7 +152,6 @@ class ExpertResults:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of what waits."""
         results = self._results.values()
         of_outputs = sum(result.output_TD.nbytes for result in results if result.output_TD is not None)
         return of_outputs + sum(result.routing.size_bytes for result in results if result.routing is not None)

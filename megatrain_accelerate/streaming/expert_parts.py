@@ -70,7 +70,6 @@ class ExpertPart:
         self.gate = UpdateGate()
 
     def refresh_if_written(self) -> None:
-        """See :meth:`StreamedLayer.refresh_if_written`."""
         self.owner.refresh_if_written()
 
 

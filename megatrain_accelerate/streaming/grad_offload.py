@@ -106,7 +106,6 @@ class GradientOffloader:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the gradient slots, where any layer needs them."""
         return self._slot_count * self._largest
 
     @property
@@ -251,7 +250,6 @@ class GradientOffloader:
         self.additions.clear()
 
     def close(self) -> None:
-        """Unregisters the host buffers."""
         for buffers in (self._staging, self.passing):
             if buffers is not None:
                 buffers.close()

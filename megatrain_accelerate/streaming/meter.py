@@ -100,7 +100,6 @@ class UpdateGate:
 
     @property
     def is_open(self) -> bool:
-        """Whether the memory may be used without waiting."""
         if self._ticket is not None and not self._ticket.is_done:
             return False
         return not self._parts or all(part.is_open for part in self._parts)

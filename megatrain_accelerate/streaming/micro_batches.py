@@ -107,7 +107,6 @@ class BatchSplit:
 
     @property
     def count(self) -> int:
-        """Number of pieces, at least 1."""
         return max(1, len(self.sizes))
 
     @classmethod

@@ -69,7 +69,7 @@ def remove_hook(handle: Any) -> None:
     hook = (handle.hooks_dict_ref() or {}).get(handle.id)
     handle.remove()
     if isinstance(hook, ModelHook):
-        hook.cut()
+        hook.function = None
 
 
 class ModelHook:
@@ -82,20 +82,16 @@ class ModelHook:
     def __init__(
         self, function: Callable[..., Any] | None = None, with_arguments: bool = False, runs_dry: bool = False
     ) -> None:
-        self._function = function
+        self.function = function
         self._with_arguments = with_arguments
         self.runs_dry = runs_dry
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return run_uncompiled(self, *args, **kwargs)
-        if self._function is None:
+        if self.function is None:
             return None
-        return self._function(*args, **kwargs) if self._with_arguments else self._function()
-
-    def cut(self) -> None:
-        """Does nothing from now on, also in a call of the module that has begun."""
-        self._function = None
+        return self.function(*args, **kwargs) if self._with_arguments else self.function()
 
     def __reduce__(self) -> tuple[type[ModelHook], tuple[()]]:
         if not self._with_arguments:

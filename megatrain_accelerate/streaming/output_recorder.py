@@ -42,7 +42,6 @@ class OutputRecorder:
     """Records side outputs of a layer's inner modules; this base class records nothing."""
 
     def channels(self) -> tuple[str, ...]:
-        """The channels that are recorded now."""
         return ()
 
     def apart(self, channels: Sequence[str] | None = None) -> contextlib.AbstractContextManager[Recorded]:

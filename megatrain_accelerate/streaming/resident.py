@@ -73,13 +73,11 @@ class ResidentGroup:
         self._show_device_weights()
 
     def move_to_host(self) -> None:
-        """Reverse of :meth:`move_to_device`."""
         self.unit.move_to_host()
         self._show_device_weights()
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the weights on the device, without gradients."""
         return sum(state.parameter.nbytes for state in self.unit.states)
 
     def wait_for_step(self) -> None:

@@ -90,7 +90,6 @@ class TokenTiles:
 
     @classmethod
     def of_layer(cls, layer: nn.Module) -> TokenTiles:
-        """Those of all modules inside a layer."""
         return cls((name, child) for name, child in layer.named_modules() if child is not layer)
 
     @classmethod
@@ -106,7 +105,6 @@ class TokenTiles:
 
     @property
     def tiled_names(self) -> list[str]:
-        """The parts that ran by tiles."""
         return [name for name, reason in self.found.items() if reason is None]
 
     def at_work(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
@@ -248,11 +246,9 @@ class _TiledCall:
         return tiles(range(0, like.shape[self.dim], self._length))
 
     def tile(self, tensors: Sequence[torch.Tensor], start: int) -> list[torch.Tensor]:
-        """The tensors of one tile, as views."""
         return [t.narrow(self.dim, start, min(self._length, t.shape[self.dim] - start)) for t in tensors]
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Runs the part's own forward on these tensors."""
         source = iter(tensors)
         leaves = [next(source) if flag else rest for flag, rest in zip(self._is_tensor, self._rest, strict=True)]
         args, kwargs = tree_unflatten(leaves, self._spec)

@@ -42,7 +42,6 @@ class WholeRun:
         return tensors
 
     def output(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Runs the layer forward with these inputs."""
         # It requires grad, so that backward comes to a layer with trained weights whatever its inputs are.
         anchor = self.call.calls.runtime.anchor
         outputs = WholeRecompute.apply(self, anchor if self.call.layer.has_trainable else anchor.detach(), *tensors)
