@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,8 +28,7 @@ class _Handed:
     entries: dict[Any, Any]
 
 
-@dataclasses.dataclass
-class _Returned:
+class _Returned(NamedTuple):
     """A layer's output and, for each mapping that was passed to it, the entries that it wrote and the keys that it removed."""
 
     output: Any
@@ -45,11 +44,6 @@ register_pytree_node(
         [(MappingKey(key), value) for key, value in handed.entries.items()],
         tuple(handed.entries),
     ),
-)
-register_pytree_node(
-    _Returned,
-    lambda returned: ([returned.output, returned.written], returned.removed),
-    lambda children, removed: _Returned(*children, removed),  # type: ignore[call-arg]
 )
 
 
