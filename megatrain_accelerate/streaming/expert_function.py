@@ -156,11 +156,6 @@ class ExpertResults:
         of_outputs = sum(result.output_TD.nbytes for result in results if result.output_TD is not None)
         return of_outputs + sum(result.routing.size_bytes for result in results if result.routing is not None)
 
-    def number(self, experts: StreamedExperts) -> int:
-        """A call of these experts begins: how many there were before it in this run."""
-        self._calls[id(experts)] += 1
-        return self._calls[id(experts)] - 1
-
     def note(
         self, experts: StreamedExperts, number: int, output_TD: torch.Tensor, routing: Routing, places: Places, version: int
     ) -> None:
@@ -168,8 +163,17 @@ class ExpertResults:
         kept = output_TD.clone() if self.keeps else None
         self._results[id(experts), number] = _Result(kept, routing if self.keeps else None, places, version)
 
-    def of(self, experts: StreamedExperts, number: int) -> _Result:
-        """The result of the call in forward (or a StateError), its output for the first who asks."""
+    def begin(self, experts: StreamedExperts) -> tuple[int, _Result | None]:
+        """A call of these experts begins: its number in this run, and where that replays, the
+        result of forward's, whose output is for the first who asks.
+
+        Raises:
+            StateError: forward had no such call.
+        """
+        number = self._calls[id(experts)]
+        self._calls[id(experts)] += 1
+        if not self.replays:
+            return number, None
         found = self._results.get((id(experts), number))
         if found is None:
             in_forward = sum(1 for key, _ in self._results if key == id(experts))
@@ -179,14 +183,14 @@ class ExpertResults:
                 "megatrain_config.expert_parts to 1"
             )
         self._results[id(experts), number] = dataclasses.replace(found, output_TD=None, routing=None)
-        return found
+        return number, found
 
 
 class _Call:
     """One call of the experts.
 
     ``index_TK`` is the expert of each pair; where the result waits, its order does. ``results`` are
-    those of the layer's run, if it has a graph. Raises what :meth:`ExpertResults.of` and
+    those of the layer's run, if it has a graph. Raises what :meth:`ExpertResults.begin` and
     :func:`shown_instead` do.
     """
 
@@ -197,8 +201,7 @@ class _Call:
         self._shown = shown_instead(experts)
         self._streams_parts = self._shown is None and not streams.runs_dry()
         """Whether the call is one of a step or an evaluation, and not a trial."""
-        self._number = results.number(experts) if results is not None else 0
-        self._found = results.of(experts, self._number) if results is not None and results.replays else None
+        self._number, self._found = (0, None) if results is None else results.begin(experts)
         routing = None if self._found is None else self._found.routing
         # Sorted once: it waits for the device.
         self.routing = routing or Routing.of(experts, index_TK)
