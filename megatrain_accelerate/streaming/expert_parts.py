@@ -107,9 +107,3 @@ class StreamedExperts(StreamedLayer):
             numbers = [part.experts.first for part in self.parts] + [self.count]
             self._begins[device] = torch.tensor(numbers, device=device)
         return self._begins[device]
-
-    @property
-    def shown(self) -> list[torch.Tensor]:
-        """What the module's parameters are now, in entry order: others than the store's where a run without data, or one on
-        made-up numbers, has put its own in their place."""
-        return [self.module._parameters.get(state.name) for state in self.unit.states]  # type: ignore[misc]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -105,7 +106,7 @@ def shown_instead(experts: StreamedExperts) -> list[torch.Tensor] | None:
 
     None where they are their own. A StateError where one isn't the one that was adopted.
     """
-    shown = experts.shown
+    shown: list[Any] = [experts.module._parameters.get(state.name) for state in experts.unit.states]
     if all(tensor is state.parameter for tensor, state in zip(shown, experts.unit.states, strict=True)):
         return None
     if any(tensor is None or isinstance(tensor, nn.Parameter) for tensor in shown):
