@@ -94,27 +94,6 @@ def random_numbers_put_back(device: torch.device) -> Iterator[None]:
         before.put_back()
 
 
-_ModuleState: TypeAlias = tuple[nn.Module, bool, dict[str, dict[Any, Any]] | None]
-"""A module, its ``training`` mode, and its hooks, which are None where they are left alone."""
-
-
-@contextlib.contextmanager
-def _modules_as(found: list[_ModuleState]) -> Iterator[None]:
-    before: list[tuple[nn.Module, dict[str, Any]]] = []
-    for part, training, hooks in found:
-        own = part.__dict__
-        if own["training"] != training or (hooks is not None and hooks != _hooks(part)):
-            before.append((part, {name: own[name] for name in ("training", *_HOOKS)}))
-            own["training"] = training
-            if hooks is not None:
-                own.update((name, OrderedDict(hooks.get(name, {}))) for name in _HOOKS)
-    try:
-        yield
-    finally:
-        for part, state in before:
-            part.__dict__.update(state)
-
-
 def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
     """Returns copies of the module's hook dicts that aren't empty, by attribute name."""
     own = module.__dict__
@@ -133,9 +112,21 @@ def surroundings_again(device: torch.device, module: nn.Module) -> Again:
 
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
-        with random_numbers_put_back(device), autocast(), _modules_as(modules):
-            random_numbers.put_back()
-            yield
+        before: list[tuple[nn.Module, dict[str, Any]]] = []
+        with random_numbers_put_back(device), autocast():
+            try:
+                for part, training, hooks in modules:
+                    own = part.__dict__
+                    if own["training"] != training or (hooks is not None and hooks != _hooks(part)):
+                        before.append((part, {name: own[name] for name in ("training", *_HOOKS)}))
+                        own["training"] = training
+                        if hooks is not None:
+                            own.update((name, OrderedDict(hooks.get(name, {}))) for name in _HOOKS)
+                random_numbers.put_back()
+                yield
+            finally:
+                for part, state in before:
+                    part.__dict__.update(state)
 
     return entered
 
