@@ -37,11 +37,11 @@ from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Meter
 from megatrain_accelerate.streaming.model_hook import ModelHook, by_name, remove_hook, run_pre_hooks
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
-from megatrain_accelerate.streaming.outside_norms import run_norms_by_tiles
 from megatrain_accelerate.streaming.proxy import install_proxy, leave_checkpointing_off, modules_that_checkpoint, remove_proxy
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.streaming.streams import Streams
+from megatrain_accelerate.streaming.token_tiles import TokenTiles
 
 logger = logging.getLogger(__name__)
 
@@ -300,7 +300,9 @@ class Engine:
         before_forward = ModelHook(self._before_forward, with_arguments=True)
         self._handles.append(model.register_forward_pre_hook(before_forward, with_kwargs=True))
         users = (user for spec in discovery.residents for user in spec.users)
-        self._handles += run_norms_by_tiles(model, self.runtime, users)
+        tile_tokens, self.runtime.outside_tiles = self.runtime.token_tile, TokenTiles.of_norms(model, users)
+        self.runtime.outside_tiles.tile_tokens = tile_tokens
+        self._handles += self.runtime.outside_tiles.hooks_on(model)
         for group, spec in zip(self.runtime.groups, discovery.residents, strict=True):
             hook = ModelHook(functools.partial(self.runtime.before_group_use, group))
             for module in spec.users:

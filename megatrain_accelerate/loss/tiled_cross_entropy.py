@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.profiler import record_function
 
 from megatrain_accelerate.loss.products import accumulator_dtype, add_product, parts
-from megatrain_accelerate.streaming import tile_loops
+from megatrain_accelerate.streaming import token_tiles
 from megatrain_accelerate.units import MIB
 
 TILE_BYTES = 512 * MIB
@@ -93,7 +93,7 @@ class TiledCrossEntropy(torch.autograd.Function):
         buffer = hidden.new_empty(step, vocabulary)
         total = torch.zeros((), dtype=sum_dtype, device=hidden.device)
         loss_dtype = sum_dtype
-        for begin in tile_loops.tiles(range(0, count, step)):
+        for begin in token_tiles.tiles(range(0, count, step)):
             tile = slice(begin, min(begin + step, count))
             logits = buffer[: tile.stop - begin]
             with record_function("megatrain::loss_tile"):
@@ -141,7 +141,7 @@ def _loss_to_gradient(
     """
     step = strip_tokens(logits.shape[1])
     dtype = logits.dtype
-    for begin in tile_loops.tiles(range(0, len(logits), step)):
+    for begin in token_tiles.tiles(range(0, len(logits), step)):
         strip = slice(begin, begin + step)
         leaf = logits[strip].detach().requires_grad_(wanted)
         with torch.set_grad_enabled(wanted):

@@ -28,9 +28,9 @@ from megatrain_accelerate.optim.moment_states import (
     without_residual,
 )
 from megatrain_accelerate.optim.segments import apply_segments, plan_segments, segments_of_experts, step_on_device
+from megatrain_accelerate.streaming.gradient_buffers import refuse_unstepped
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause
-from megatrain_accelerate.streaming.passing_gradients import refuse_unstepped
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 

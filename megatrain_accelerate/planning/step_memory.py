@@ -25,7 +25,7 @@ from megatrain_accelerate.planning.compiled_functions import compiled_functions_
 from megatrain_accelerate.planning.function_caches import caches_emptied_after
 from megatrain_accelerate.planning.kernel_launches import launches_without_data
 from megatrain_accelerate.planning.known_values import KnownValues, NumbersOfTensors, taken_for_data
-from megatrain_accelerate.streaming import tile_loops
+from megatrain_accelerate.streaming import token_tiles
 from megatrain_accelerate.streaming.ambient_state import random_numbers_put_back
 from megatrain_accelerate.streaming.model_hook import HOOKS
 from megatrain_accelerate.streaming.nested_tensors import tensors_in
@@ -95,7 +95,7 @@ class LiveBytes(TorchDispatchMode):
         self.live_bytes -= size
 
     def _add_costs(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor], is_new: bool) -> None:
-        flops, times = _flops(func, args, kwargs, result), tile_loops.times()
+        flops, times = _flops(func, args, kwargs, result), token_tiles.times()
         if flops is not None:
             self.costs = OpCosts(self.costs.flops + times * flops, self.costs.traffic_bytes)
         elif is_new or str(func.__name__).split(".")[0].endswith("_"):  # in place, or out of it: no view
@@ -109,7 +109,7 @@ class LiveBytes(TorchDispatchMode):
         name = str(func.__name__)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes(name, made))
         if _is_softmax_backward(name):
-            read_and_written = 3 * made[0].nbytes * tile_loops.times()
+            read_and_written = 3 * made[0].nbytes * token_tiles.times()
             self.costs = OpCosts(self.costs.flops, self.costs.traffic_bytes + read_and_written)
 
 
@@ -259,7 +259,7 @@ def _with_own_head(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device) -> Iterator[tuple[dict[str, Any], LiveBytes]]:
     """Weights and inputs have no data while the body runs, gradients are on, and nothing counts as a real call.
 
-    Loops over tiles run few of them (:mod:`megatrain_accelerate.streaming.tile_loops`): a longer sequence takes no longer.
+    Loops over tiles run few of them (:mod:`megatrain_accelerate.streaming.token_tiles`): a longer sequence takes no longer.
 
     Args:
         model: the prepared model.
@@ -278,7 +278,7 @@ def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device)
         KnownValues() as values,
         NumbersOfTensors(),
         compiled_functions_as_python(),
-        tile_loops.few_tiles(),
+        token_tiles.few_tiles(),
         taken_for_data(values),
         _fake_weights(model, device, values) as weights,
         torch.enable_grad(),
