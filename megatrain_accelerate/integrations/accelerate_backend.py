@@ -15,17 +15,16 @@ from torch import nn
 
 from megatrain_accelerate.activation import config_for
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.engine import Engine, all_engines, engine_of
+from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.errors import ConfigError, StateError, UnsupportedError
 from megatrain_accelerate.integrations import foreign_optimizers, step_trace
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
-from megatrain_accelerate.integrations.patch_accelerate import arguments_of
-from megatrain_accelerate.integrations.shared_parts import engines_with, take_over
-from megatrain_accelerate.integrations.small_modules import is_beside
+from megatrain_accelerate.integrations.shared_parts import take_over
+from megatrain_accelerate.integrations.wrapping import arguments_of
 from megatrain_accelerate.optim.fused_step import FusedStep
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.host_step import ANOTHER_MODELS, TAKEN_OVER, driver_of
-from megatrain_accelerate.planning.layer_discovery import refuse_sparse_gradients
+from megatrain_accelerate.planning.layer_discovery import find_layers, refuse_sparse_gradients
 from megatrain_accelerate.streaming.runtime import is_streamed
 from megatrain_accelerate.streaming.watched_parameters import unwatched
 
@@ -41,12 +40,6 @@ def _engines(accelerator: Any) -> list[Engine]:
     """Those that models were prepared with and that are still attached. Their models' layers keep them alive."""
     engines = [reference() for reference in accelerator.__dict__.get(_ENGINES, [])]
     return [engine for engine in engines if engine is not None and not engine.is_closed]
-
-
-def _wait(accelerator: Any, optimizer: torch.optim.Optimizer) -> None:
-    waiting = accelerator.__dict__.setdefault(_WAITING, [])
-    if not any(other is optimizer for other in waiting):
-        waiting.append(optimizer)
 
 
 def require_servable(accelerator: Any) -> None:
@@ -91,7 +84,7 @@ def require_servable(accelerator: Any) -> None:
 
 
 def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Notes which modules are prepared in one call; see :func:`is_beside`."""
+    """Notes which modules are prepared in one call; see :func:`_is_beside`."""
     accelerator.__dict__[_TOGETHER] = [item for item in args if isinstance(item, nn.Module)]
     try:
         return original(accelerator, *args, **kwargs)
@@ -100,7 +93,23 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs
 
 
 def _is_beside(accelerator: Any, model: nn.Module, config: MegatrainConfig) -> bool:
-    return is_beside(model, accelerator.__dict__.get(_TOGETHER, []), _engines(accelerator), config)
+    """Whether a module (a head, a critic, a loss with weights) is to be placed as usual, because another one streams.
+
+    It has no repeated layers, or all of it is smaller than one layer of a model that is prepared with it or was before. A part
+    of a model that streams isn't beside it.
+    """
+    engines = _engines(accelerator)
+    if any(engine.runtime.state_of(parameter) is not None for engine in engines for parameter in model.parameters()):
+        return False
+    others = [other for other in accelerator.__dict__.get(_TOGETHER, []) if other is not model]
+    sizes = [layer.parameter_count for engine in engines for layer in engine.runtime.layers]
+    sizes += [_size(layer) for other in others for _, layer in find_layers(other, config.layer_classes)]
+    has_layers = bool(find_layers(model, config.layer_classes) or find_layers(model))
+    return bool(sizes) and (not has_layers or _size(model) < max(sizes))
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def prepare_model(
@@ -251,6 +260,12 @@ def prepare_optimizer(
     return original(accelerator, optimizer, device_placement=False)
 
 
+def _wait(accelerator: Any, optimizer: torch.optim.Optimizer) -> None:
+    waiting = accelerator.__dict__.setdefault(_WAITING, [])
+    if not any(other is optimizer for other in waiting):
+        waiting.append(optimizer)
+
+
 def _adopt_waiting(accelerator: Any) -> None:
     waiting = accelerator.__dict__.get(_WAITING, [])
     for optimizer in list(waiting):
@@ -396,27 +411,3 @@ def free_memory(original: Callable[..., Any], accelerator: Any, *objects: Any) -
     accelerator.__dict__.pop(_ENGINES, None)
     accelerator.__dict__.pop(_WAITING, None)
     return original(accelerator, *objects)
-
-
-def drain(model: nn.Module | None = None) -> None:
-    """Blocks until every step that was taken is applied to the weights that Python sees.
-
-    Args:
-        model: a prepared model, or a part of one; all prepared models if None.
-
-    Raises:
-        UnsupportedError: the model isn't prepared.
-        StepWorkerError: a step failed.
-    """
-    if model is None:
-        for engine in all_engines():
-            engine.drain()
-        return
-    found = engines_with(model)
-    if not found:
-        raise UnsupportedError(
-            "drain() was given a model that accelerator.prepare() hasn't seen with megatrain active; give it what prepare() "
-            "returned, or leave the call out: only a prepared model has steps that are still to be applied"
-        )
-    for engine in found:
-        engine.drain()

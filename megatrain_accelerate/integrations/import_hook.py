@@ -129,8 +129,7 @@ def _apply_patches(module: ModuleType) -> None:
         if patch.module != module.__name__:
             continue
         try:
-            function_module, _, name = patch.apply.partition(":")
-            getattr(import_module(function_module), name)(module)
+            import_module(f"{__package__}.wrapping").apply(patch, module)
             _failures.pop(patch.target, None)
         except Exception as error:
             _failures[patch.target] = _patch_error(patch, error)

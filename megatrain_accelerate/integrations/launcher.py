@@ -8,18 +8,23 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
 from megatrain_accelerate.activation import ENV_ACTIVE, ENV_CONFIG, read_settings
 from megatrain_accelerate.config import MegatrainConfig, nearest, usable_cpu_count
-from megatrain_accelerate.errors import ConfigError, UnsupportedError
+from megatrain_accelerate.errors import ConfigError, MegatrainError, UnsupportedError
 from megatrain_accelerate.integrations import import_hook
+from megatrain_accelerate.integrations.every_process import FLAG_HELP
 
 TYPE = "MEGATRAIN"
 SECTION = "megatrain_config"
 _TYPES_BESIDE_A_SECTION = (TYPE, "NO", "MULTI_GPU", "MULTI_CPU")
+
+_CONFIG_HELP = (
+    "Settings of megatrain_accelerate: a JSON object or a yaml file, in place of keys of the section megatrain_config."
+)
 
 _exported: dict[str, str] = {}
 """Variables that this launcher set; a later launch in the same process starts without them."""
@@ -40,13 +45,9 @@ class YamlSection:
     def __repr__(self) -> str:
         return f"YamlSection(settings={self.settings!r}, typed={self.typed!r})"
 
-    def write_to(self, config_dict: dict[str, Any]) -> None:
-        """Puts section and type back into what accelerate writes to a file."""
-        config_dict.pop(SECTION, None)
-        if self.settings is not None:
-            config_dict[SECTION] = dict(self.settings)
-        if self.typed:
-            config_dict["distributed_type"] = TYPE
+
+FIELDS = {SECTION: (YamlSection | None, dataclasses.field(default=None))}
+"""Of accelerate's ``ClusterConfig``."""
 
 
 def _section_of(config_dict: Mapping[str, Any]) -> YamlSection | None:
@@ -76,34 +77,59 @@ def _refuse_misspelt(config_dict: Mapping[str, Any]) -> None:
             raise ConfigError(f"an accelerate config has no key {key!r}; did you mean {SECTION!r}?")
 
 
-def read_config(config_dict: dict[str, Any]) -> dict[str, Any]:
+def process_config(original: Callable[..., dict[str, Any]], config_dict: dict[str, Any]) -> dict[str, Any]:
     """Translates a loaded accelerate config into one that stock accelerate accepts, and a :class:`YamlSection`.
 
     Raises:
         ConfigError: the section has an unknown key or a value out of range, or it or the type is misspelt.
     """
     section = _section_of(config_dict)
-    if section is None:
-        return config_dict
-    translated = {**config_dict, SECTION: section}
-    if section.typed or "distributed_type" not in config_dict:
-        translated.setdefault("num_processes", 1)
-        # The world shall see a type that it knows: with one of our own, gather() returns the local tensor only.
-        translated["distributed_type"] = "NO"
-    return translated
+    if section is not None:
+        config_dict = {**config_dict, SECTION: section}
+        if section.typed or "distributed_type" not in config_dict:
+            config_dict.setdefault("num_processes", 1)
+            # The world shall see a type that it knows: with one of our own, gather() returns the local tensor only.
+            config_dict["distributed_type"] = "NO"
+    return original(config_dict)
 
 
-def prepare_launch(arguments: Any) -> None:
-    """Checks the settings before anything is started, and exports them for the training processes.
+def to_dict(original: Callable[..., dict[str, Any]], config: Any) -> dict[str, Any]:
+    """Puts section and type back into what accelerate writes to a file."""
+    result = original(config)
+    section = getattr(config, SECTION, None)
+    if section is not None:
+        result.pop(SECTION, None)
+        if section.settings is not None:
+            result[SECTION] = dict(section.settings)
+        if section.typed:
+            result["distributed_type"] = TYPE
+    return result
 
-    Args:
-        arguments: the launcher's parsed command.
 
-    Raises:
-        ConfigError: unknown, misspelt or contradicting settings.
-        UnsupportedError: fp16 or fp8, several processes or machines.
-        PatchError: a patch of the launcher couldn't be applied.
-    """
+def add_argument(original: Callable[..., Any], parser: Any, *names: str, **options: Any) -> Any:
+    """Adds the alias and the flags where the launcher adds its own."""
+    if "--config_file" in names and "--config" not in parser._option_string_actions:
+        names = (*names, "--config")
+        options.setdefault("dest", "config_file")
+    if names == ("training_script",):
+        original(parser, "--megatrain", default=None, action="store_true", help=FLAG_HELP)
+        original(parser, "--megatrain_config", default=None, help=_CONFIG_HELP)
+    return original(parser, *names, **options)
+
+
+def parse_args(original: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any) -> Any:
+    """Reads the settings as soon as the command is parsed. What is wrong with them ends it as argparse's own errors do."""
+    arguments = original(parser, *args, **kwargs)
+    if hasattr(arguments, "training_script"):
+        try:
+            _prepare_launch(arguments)
+        except MegatrainError as error:
+            parser.error(str(error))
+    return arguments
+
+
+def _prepare_launch(arguments: Any) -> None:
+    """Checks the settings before anything is started, and exports them for the training processes."""
     _withdraw_exports()
     file = _config_file(arguments)
     content = _read_file(file)

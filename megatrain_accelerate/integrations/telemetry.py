@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.engine import Engine
-from megatrain_accelerate.integrations.console import PREFIX
+from megatrain_accelerate.integrations.every_process import PREFIX
 from megatrain_accelerate.planning.active_parameters import active_parameters
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.streaming.meter import Cause, Counters

@@ -1,6 +1,6 @@
-"""What merging, unmerging and unloading of PEFT's adapters mean for a prepared model.
+"""What PEFT and TRL do to a prepared model: adapters are merged, unmerged and unloaded, a reference follows the policy.
 
-PEFT reads and writes ``parameter.data``, which shows neither that a step is still to be applied nor that somebody wrote.
+Both read and write ``parameter.data``, which shows neither that a step is still to be applied nor that somebody wrote.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
-from megatrain_accelerate.engine import Engine
+from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.integrations.shared_parts import engines_with
 
 logger = logging.getLogger(__name__)
@@ -56,3 +57,19 @@ def _take_over_frozen(engine: Engine) -> None:
             if not state.entry.spec.trainable:
                 state.handle.mark_written()
     engine.drain()
+
+
+def sync_target_model(original: Callable[..., Any], model: nn.Module, target_model: nn.Module, alpha: float) -> None:
+    """Moves TRL's reference towards the policy: ``target = (1 - alpha) * target + alpha * model``, in fp32."""
+    engines = [engine for engine in (engine_of(model), engine_of(target_model)) if engine is not None]
+    if not engines:
+        original(model, target_model, alpha)
+        return
+    for engine in engines:
+        engine.drain()
+    with torch.no_grad():
+        for target, source in zip(target_model.parameters(), model.parameters(), strict=True):
+            mixed = target.float().mul(1.0 - alpha)
+            target.copy_(mixed.add_(source.to(target.device, torch.float32), alpha=alpha))
+    for engine in engines:
+        engine.drain()
