@@ -104,7 +104,7 @@ def export_masters(model: nn.Module, folder: str | os.PathLike[str], max_shard_g
         DiskError: the disk is full, or can't be written to; nothing is left behind.
     """
     from megatrain_accelerate.engine import engine_of
-    from megatrain_accelerate.master_export import write_masters
+    from megatrain_accelerate.integrations.checkpoints import write_masters
 
     engine = engine_of(model)
     if engine is None:

@@ -20,10 +20,7 @@ _CONFIG_HELP = (
 FIELDS = {
     "megatrain": (bool, dataclasses.field(default=False, compare=False, metadata={"help": FLAG_HELP})),
     # In this order: HfArgumentParser takes the second member of a union as the type of the argument.
-    "megatrain_config": (
-        dict | str | None,
-        dataclasses.field(default=None, compare=False, metadata={"help": _CONFIG_HELP}),
-    ),
+    "megatrain_config": (dict | str | None, dataclasses.field(default=None, compare=False, metadata={"help": _CONFIG_HELP})),
 }
 """Of ``TrainingArguments``."""
 

@@ -30,20 +30,14 @@ _exported: dict[str, str] = {}
 """Variables that this launcher set; a later launch in the same process starts without them."""
 
 
+@dataclasses.dataclass(frozen=True)
 class YamlSection:
-    """What an accelerate config says about the plugin. Not a dict: accelerate would spread its keys over its arguments.
+    """What an accelerate config says about the plugin. Not a dict: accelerate would spread its keys over its arguments."""
 
-    Attributes:
-        settings: the section's content as written, or None where there is none.
-        typed: whether ``distributed_type`` is MEGATRAIN.
-    """
-
-    def __init__(self, settings: dict[str, Any] | None, typed: bool) -> None:
-        self.settings = settings
-        self.typed = typed
-
-    def __repr__(self) -> str:
-        return f"YamlSection(settings={self.settings!r}, typed={self.typed!r})"
+    settings: dict[str, Any] | None
+    """The section's content as written, or None where there is none."""
+    typed: bool
+    """Whether ``distributed_type`` is MEGATRAIN."""
 
 
 FIELDS = {SECTION: (YamlSection | None, dataclasses.field(default=None))}
@@ -51,19 +45,6 @@ FIELDS = {SECTION: (YamlSection | None, dataclasses.field(default=None))}
 
 
 def _section_of(config_dict: Mapping[str, Any]) -> YamlSection | None:
-    _refuse_misspelt(config_dict)
-    typed = str(config_dict.get("distributed_type", "")).upper() == TYPE
-    if not typed and SECTION not in config_dict:
-        return None
-    if SECTION not in config_dict:
-        return YamlSection(None, typed)
-    # An empty section reads as None: `megatrain_config:` with nothing below.
-    settings = {} if config_dict[SECTION] is None else config_dict[SECTION]
-    MegatrainConfig.from_mapping(settings)
-    return YamlSection(dict(settings), typed)
-
-
-def _refuse_misspelt(config_dict: Mapping[str, Any]) -> None:
     from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
     from accelerate.utils import DistributedType
 
@@ -75,6 +56,13 @@ def _refuse_misspelt(config_dict: Mapping[str, Any]) -> None:
     for key in config_dict:
         if key not in keys and nearest(str(key).lower(), keys) == SECTION:
             raise ConfigError(f"an accelerate config has no key {key!r}; did you mean {SECTION!r}?")
+    typed = str(config_dict.get("distributed_type", "")).upper() == TYPE
+    if SECTION not in config_dict:
+        return YamlSection(None, typed) if typed else None
+    # An empty section reads as None: `megatrain_config:` with nothing below.
+    settings = {} if config_dict[SECTION] is None else config_dict[SECTION]
+    MegatrainConfig.from_mapping(settings)
+    return YamlSection(dict(settings), typed)
 
 
 def process_config(original: Callable[..., dict[str, Any]], config_dict: dict[str, Any]) -> dict[str, Any]:
@@ -138,25 +126,20 @@ def _prepare_launch(arguments: Any) -> None:
     if section is None and not arguments.megatrain and flag_settings is None:
         return
     import_hook.ensure_ready()
-    given = {**((section.settings if section is not None else None) or {}), **read_settings(flag_settings)}
+    written = section.settings if section is not None else None
+    given = {**(written or {}), **read_settings(flag_settings)}
     config = MegatrainConfig.from_mapping(given)
-    _refuse_others(arguments, content, file)
-    _refuse_low_precision(arguments, content)
-    _refuse_several(arguments, content)
+    _refuse_unsupported(arguments, content, file)
     sys.excepthook = _report
     # accelerate copies sections of the yaml over arguments that are None.
     arguments.megatrain = True
     if arguments.num_processes is None and not content:
         arguments.num_processes = 1  # Accelerate would start a process for each GPU.
-    _export(ENV_ACTIVE, "1")
-    _export(ENV_CONFIG, config.to_json())
+    _exported.update({ENV_ACTIVE: "1", ENV_CONFIG: config.to_json()})
     if "OMP_NUM_THREADS" not in os.environ and arguments.num_cpu_threads_per_process is None:
         # Accelerate exports 1, fatal for work on the host.
-        _export("OMP_NUM_THREADS", str(usable_cpu_count()))
-
-
-def _export(name: str, value: str) -> None:
-    os.environ[name] = _exported[name] = value
+        _exported["OMP_NUM_THREADS"] = str(usable_cpu_count())
+    os.environ.update(_exported)
 
 
 def _withdraw_exports() -> None:
@@ -189,7 +172,7 @@ def _read_file(file: str | None) -> Mapping[str, Any]:
     return content if isinstance(content, Mapping) else {}
 
 
-def _refuse_others(arguments: Any, content: Mapping[str, Any], file: str | None) -> None:
+def _refuse_unsupported(arguments: Any, content: Mapping[str, Any], file: str | None) -> None:
     for name in ("use_deepspeed", "use_fsdp", "use_megatron_lm", "tpu"):
         if getattr(arguments, name, False):
             raise ConfigError(f"--{name} and megatrain both decide where the model lives; remove one of the two")
@@ -199,9 +182,6 @@ def _refuse_others(arguments: Any, content: Mapping[str, Any], file: str | None)
             f"megatrain was asked for, but {file} has distributed_type: {kind}, and both decide where the model lives. "
             f"Set distributed_type: {TYPE} there, or give another file with --config"
         )
-
-
-def _refuse_low_precision(arguments: Any, content: Mapping[str, Any]) -> None:
     # `fp16: true` is how accelerate's first versions wrote it.
     written = content.get("mixed_precision") or ("fp16" if content.get("fp16") else "no")
     precision = str(arguments.mixed_precision or written).lower()
@@ -210,9 +190,6 @@ def _refuse_low_precision(arguments: Any, content: Mapping[str, Any]) -> None:
             f"mixed_precision: {precision} can't be used with megatrain: its gradients need loss scaling, which the deferred "
             "step doesn't do. Use mixed_precision: bf16 (masters and moments are fp32 in any case)"
         )
-
-
-def _refuse_several(arguments: Any, content: Mapping[str, Any]) -> None:
     if arguments.multi_gpu:
         raise UnsupportedError(
             "--multi_gpu starts several processes, and megatrain trains in one process on one GPU so far: leave the flag out"

@@ -19,11 +19,7 @@ _HOOK_TEXTS = frozenset({"hidden_states", "_hidden_states_layers"})
 
 
 class CapturedOutputs(OutputRecorder):
-    """What transformers' capturing hooks record.
-
-    Args:
-        collector: transformers' ``output_capturing._active_collector``.
-    """
+    """What transformers' capturing hooks record in its ``output_capturing._active_collector``."""
 
     def __init__(self, collector: Any) -> None:
         self._collector = collector

@@ -21,6 +21,7 @@ from megatrain_accelerate.integrations.telemetry import Telemetry, describe_boun
 from megatrain_accelerate.loss.lazy_logits import LazyLogits
 from megatrain_accelerate.planning.meta_weights import is_without_weights
 from megatrain_accelerate.progress import say
+from megatrain_accelerate.streaming.model_hook import ModelHook
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +70,24 @@ def watch_model(trainer: Any) -> None:
     reference's log-probabilities in the constructor. Here all weights are still on the host then.
     """
     model = getattr(trainer, "model", None)
-    if isinstance(model, nn.Module) and engine_of(model) is None:
-        hook = _PrepareFirst(trainer)
-        # After the model's own hooks, but before one that refuses calls until it is prepared.
-        hook.handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=new_holder(model) is not None)
+    if not isinstance(model, nn.Module) or engine_of(model) is not None:
+        return
+    reference = weakref.ref(trainer)
+
+    def prepare_first(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        trainer = reference()
+        # Inside of another prepared model its layers stream as that one's.
+        if trainer is not None and not engines_with(model):
+            device = trainer.accelerator.device
+            places = {leaf.device.type for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)}
+            if places != {device.type}:
+                return  # an ordinary call on the host, where the weights are
+            trainer.accelerator.prepare_model(model, evaluation_mode=not torch.is_grad_enabled())
+        handle.remove()
+
+    # After the model's own hooks, but before one that refuses calls until it is prepared.
+    hook, prepend = ModelHook(prepare_first, with_arguments=True), new_holder(model) is not None
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend)
 
 
 def load_from_checkpoint(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -81,30 +96,6 @@ def load_from_checkpoint(original: Callable[..., None], trainer: Any, *args: Any
     if isinstance(model, nn.Module) and engine_of(model) is None and is_without_weights(model):
         trainer.accelerator.prepare_model(model)
     original(trainer, *args, **kwargs)
-
-
-class _PrepareFirst:
-    """A forward pre-hook that prepares the model for a batch that is where the Trainer computes. Copies of it do nothing."""
-
-    def __init__(self, trainer: Any = None) -> None:
-        self._trainer = (lambda: None) if trainer is None else weakref.ref(trainer)
-        self.handle: Any = None
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        trainer = self._trainer()
-        # Inside of another prepared model its layers stream as that one's.
-        is_inside = bool(engines_with(model))
-        if trainer is not None and not is_inside:
-            device = trainer.accelerator.device
-            places = {leaf.device.type for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)}
-            if places != {device.type}:
-                return  # an ordinary call on the host, where the weights are
-            trainer.accelerator.prepare_model(model, evaluation_mode=not torch.is_grad_enabled())
-        if self.handle is not None:
-            self.handle.remove()
-
-    def __reduce__(self) -> tuple[type[_PrepareFirst], tuple[()]]:
-        return _PrepareFirst, ()
 
 
 def label_smoothed_loss(
@@ -118,15 +109,7 @@ def label_smoothed_loss(
     """``LabelSmoother.__call__`` of transformers, by ``cross_entropy`` where the logits are lazy.
 
     Both are ``(1 - epsilon) * nll + epsilon * (mean over the vocabulary)``, summed over labelled tokens and divided by their
-    number or by ``num_items_in_batch``.
-
-    Args:
-        original: the plain function.
-        smoother: has ``epsilon`` and ``ignore_index``.
-        model_output: with logits of (batch, tokens, vocabulary).
-        labels: (batch, tokens).
-        shift_labels: whether token i's logits are for label i + 1.
-        kwargs: ``num_items_in_batch`` of later versions.
+    number or by ``num_items_in_batch``. Logits are of (batch, tokens, vocabulary), labels of (batch, tokens).
     """
     logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
     if not isinstance(logits, LazyLogits) or labels.dim() != logits.dim() - 1 or kwargs.keys() - {"num_items_in_batch"}:
@@ -174,11 +157,10 @@ def has_users_callback(trainer: Any, event: str) -> bool:
     return any(_is_a_users(callback, event, _CALLBACKS_THAT_DO_NOT_LOOK) for callback in trainer.callback_handler.callbacks)
 
 
-def looks_before_step(trainer: Any) -> bool:
-    """Whether code of the user's runs between a step's last backward and the step."""
-    return has_users_callback(trainer, "on_pre_optimizer_step") or _is_a_users(
-        trainer, "training_step", _TRAINERS_THAT_DO_NOT_LOOK
-    )
+def _looks_before_step(trainer: Any) -> bool:
+    """Whether code of the user's, which may change gradients or read weights, runs between the last backward and the step."""
+    is_own = _is_a_users(trainer, "training_step", _TRAINERS_THAT_DO_NOT_LOOK)
+    return is_own or has_users_callback(trainer, "on_pre_optimizer_step")
 
 
 class MegatrainCallback(TrainerCallback):
@@ -195,9 +177,7 @@ class MegatrainCallback(TrainerCallback):
         return engine_of(model) if model is not None else None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begins to count."""
-        engine = self._engine(kwargs)
-        if engine is not None:
+        if (engine := self._engine(kwargs)) is not None:
             self._close_telemetry()  # an exception may have ended the training before
             clips = bool(args.max_grad_norm and args.max_grad_norm > 0)
             tries_again = bool(args.auto_find_batch_size)
@@ -206,31 +186,26 @@ class MegatrainCallback(TrainerCallback):
             engine.device_plan.expect_steps(state.max_steps, recorded_choice(state, "compiles"))
             require_saving_possible(args, kwargs["model"], kwargs.get("optimizer"), engine)
             trainer = self.trainer()
-            looks = trainer is None or looks_before_step(trainer)
+            looks = trainer is None or _looks_before_step(trainer)
             begin_training(engine, steps_in_backward=not (clips or tries_again or looks))
             self._telemetry = Telemetry(engine, kwargs["model"])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A step's micro-batches begin."""
         if self._telemetry is not None:
             self._telemetry.step_begins()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A step is over."""
         if (engine := self._engine(kwargs)) is not None:
             record_choice(state, "compiles", engine.runtime.compiled.pays)
         if self._telemetry is not None:
             self._telemetry.step_ends()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Evaluation isn't training time."""
+        """Evaluation isn't training time, and neither is saving."""
         if self._telemetry is not None:
             self._telemetry.pause()
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Saving isn't training time."""
-        if self._telemetry is not None:
-            self._telemetry.pause()
+    on_save = on_evaluate
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Adds the numbers to a training log, for trackers and history; says what bounds a step where that is news."""
@@ -238,7 +213,7 @@ class MegatrainCallback(TrainerCallback):
         if self._telemetry is None or logs is None or self._telemetry.is_within_step or not is_training_log(logs):
             return
         if (engine := self._engine(kwargs)) is not None:
-            self._telemetry.follow(engine)
+            self._telemetry.engine = engine
         entries = self._telemetry.entries()
         logs.update(entries)
         if state.log_history:
@@ -250,8 +225,7 @@ class MegatrainCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The last step is applied before anybody reads the weights."""
-        engine = self._engine(kwargs)
-        if engine is not None:
+        if (engine := self._engine(kwargs)) is not None:
             engine.drain()
         self._close_telemetry()
 

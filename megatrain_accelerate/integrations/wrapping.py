@@ -25,13 +25,9 @@ class UnknownShapeError(Exception):
 
 
 def is_active(arguments: Any = None) -> bool:
-    """Whether the plugin is on, with all patches in place.
-
-    Args:
-        arguments: those of the Trainer that is concerned, or None for code without a Trainer.
+    """:func:`.activation.is_on_for`, with all patches in place.
 
     Raises:
-        ConfigError: the launcher's settings are malformed.
         PatchError: it is on and a patch couldn't be applied.
     """
     if not is_on_for(arguments):
@@ -51,9 +47,6 @@ _ARGUMENTS_OF: dict[str, Callable[[Any], Any]] = {
     "TrainingArguments": lambda arguments: arguments,
 }
 """By class, the training arguments that decide for a call of a method; of others the process decides."""
-
-_FOR_ALL_PROCESSES = ("every_process", "launcher")
-"""Modules whose replacements are called with the plugin off, too."""
 
 
 def apply(patch: Patch, module: ModuleType) -> None:
@@ -76,7 +69,7 @@ def apply(patch: Patch, module: ModuleType) -> None:
         return _load(home, function)(original, *args, **kwargs)
 
     way = wrap_tuner if patch.package == "peft" else wrap
-    if home in _FOR_ALL_PROCESSES:
+    if home in ("every_process", "launcher"):  # called with the plugin off, too
         way = wrap_always
     way(owner, name, replacement, needs.split(", ") if needs else ())
 
@@ -162,11 +155,7 @@ def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any]) -
 
 
 def add_fields(owner: Any, additions: dict[str, tuple[Any, Any]]) -> None:
-    """Adds keyword-only fields to a dataclass that exists, and to its subclasses that exist.
-
-    Args:
-        owner: the dataclass.
-        additions: by name, the type and a ``dataclasses.field()`` with a default.
+    """Adds keyword-only fields to a dataclass and its subclasses: by name, the type and a ``field()`` with a default.
 
     Raises:
         UnknownShapeError: it isn't a dataclass, or has a field of that name.
@@ -176,16 +165,15 @@ def add_fields(owner: Any, additions: dict[str, tuple[Any, Any]]) -> None:
         raise UnknownShapeError(f"{owner.__name__} is not a dataclass")
     if hasattr(owner.__init__, _MARK):
         return
-    taken = [name for name in additions if name in existing]
-    if taken:
+    if taken := [name for name in additions if name in existing]:
         raise UnknownShapeError(f"{owner.__name__} has a field {', '.join(taken)} of its own")
     # Only dataclass() itself makes complete Field objects.
     donor = dataclasses.make_dataclass("donor", [(name, *entry) for name, entry in additions.items()], kw_only=True)
     fields = {field.name: field for field in dataclasses.fields(donor)}
-    for name, (annotation, _) in additions.items():
+    for name, field in fields.items():
         # HfArgumentParser reads the types by get_type_hints(), others the defaults from the class.
-        owner.__annotations__[name] = annotation
-        setattr(owner, name, fields[name].default)
+        owner.__annotations__[name] = field.type
+        setattr(owner, name, field.default)
     for cls in (owner, *_subclasses(owner)):
         if "__dataclass_fields__" in cls.__dict__:
             for name, field in fields.items():
@@ -195,10 +183,7 @@ def add_fields(owner: Any, additions: dict[str, tuple[Any, Any]]) -> None:
 
 
 def _subclasses(cls: Any) -> list[Any]:
-    found: list[Any] = []
-    for subclass in cls.__subclasses__():
-        found += [subclass, *_subclasses(subclass)]
-    return found
+    return [found for subclass in cls.__subclasses__() for found in (subclass, *_subclasses(subclass))]
 
 
 def _accept_fields(cls: Any, fields: dict[str, dataclasses.Field[Any]]) -> None:
@@ -209,8 +194,7 @@ def _accept_fields(cls: Any, fields: dict[str, dataclasses.Field[Any]]) -> None:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         for name, field in fields.items():
             # A subclass's __init__ that calls this one may have set it.
-            value = kwargs.pop(name) if name in kwargs else self.__dict__.get(name, field.default)
-            self.__dict__[name] = value
+            self.__dict__[name] = kwargs.pop(name, self.__dict__.get(name, field.default))
         original(self, *args, **kwargs)
 
     parameters = list(signature.parameters.values())

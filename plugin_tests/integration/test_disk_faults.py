@@ -25,10 +25,9 @@ from trainer_runs import plugin
 from transformers import Trainer
 
 import megatrain_accelerate
-from megatrain_accelerate.checkpointing import STAGING_PREFIX, checkpoint_staging
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import DiskError
-from megatrain_accelerate.integrations.checkpoints import checkpoint_bytes
+from megatrain_accelerate.integrations.checkpoints import STAGING_PREFIX, checkpoint_bytes, checkpoint_staging
 from megatrain_accelerate.units import MIB
 
 DISK_BYTES = 16 * MIB
