@@ -83,7 +83,7 @@ def _versions() -> str:
 
 
 def _while_read(options: argparse.Namespace) -> int:
-    """Runs a report. Its exit status is that of a program that SIGPIPE ended if its reader (``| head``) has seen enough."""
+    """Runs a report; ends as by SIGPIPE if its reader (``| head``) has seen enough."""
     try:
         status = int(options.run(options))
         sys.stdout.flush()

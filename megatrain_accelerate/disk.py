@@ -82,7 +82,7 @@ def _writing_fault(folder: Path) -> int | None:
 
 
 def flush_file(path: Path) -> None:
-    """Waits until a file's content is on the disk. An ``OSError`` says that the disk can't take it."""
+    """Waits until a file's content is on the disk. Raises OSError if the disk can't take it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -69,16 +69,16 @@ def prepared_models() -> list[tuple[nn.Module, Engine]]:
 class Engine:
     """The streaming engine of one model, attached to it.
 
-    Adopting frees the model's own memory layer by layer, so that the host never holds more than the store, one layer
-    and a constant. Parameters keep identity, name and shape; layers' data moves to the host store, the rest to the device.
-    The engine doesn't hold the model; it dies with it.
+    Adopting frees the model's own memory layer by layer, so that the host never holds more than the
+    store, one layer and a constant. Parameters keep identity, name and shape; layers' data moves to
+    the host store, the rest to the device. The engine doesn't hold the model; it dies with it.
 
     Args:
         model: on the CPU.
         bf16: whether the run's mixed precision is bf16.
         training: False for evaluation: no gradients, masters or moments.
         accumulates: whether gradients of several backwards will be added up before a step; counts their memory already.
-        show_plan: print the plan's table, and in a log file a line in the progress bar's place (the main process).
+        show_plan: print the plan's table, and in a log file a line in the progress bar's place.
         freed_bytes: host memory that others give back meanwhile: moments that optimizers brought from an earlier engine.
 
     Raises:
@@ -112,7 +112,7 @@ class Engine:
         self._handles: list[Any] = []
         self._tiled_head: TiledHead | None = None
         self._places: dict[str, list[tuple[str, str, nn.Module | nn.Parameter, str]]] = {}
-        """What modules hold that was adopted, by the module's name: the registry, the key, and what an error calls it."""
+        """By module's name, what it holds that was adopted: registry, key, value, name in errors."""
         self.prepare_anew: Callable[[nn.Module], None] | None = None
         """Gives the model an engine that trains what it trains by now; set by who prepared it."""
         self._dtypes = compute_dtypes(model, bf16)
@@ -311,7 +311,7 @@ class Engine:
                 self._handles.append(module.register_forward_pre_hook(hook))
 
     def adopt_unfrozen(self, model: nn.Module) -> bool:
-        """Prepares the model anew if parameters are trained by now that were frozen then; says whether it did.
+        """Prepares the model anew if parameters are trained that were frozen; says whether it did.
 
         Raises:
             HostMemoryError: what is trained now doesn't fit.

@@ -33,8 +33,8 @@ from megatrain_accelerate.streaming.watched_parameters import unwatched
 logger = logging.getLogger(__name__)
 
 _step_hooks: list[Any] = []
-"""They look at the steps of all optimizers from the first prepared model on, for those that weren't prepared: their writes are
-found by the weights' versions, but for those of torch's fused kernels, which count none."""
+"""They look at all optimizers' steps from the first prepared model on. Writes of one that wasn't
+prepared are found by the weights' versions, but for those of torch's fused kernels."""
 
 _ENGINES = "_megatrain_engines"
 _WAITING = "_megatrain_waiting_optimizers"
@@ -99,10 +99,10 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs
 
 
 def _is_beside(accelerator: Any, model: nn.Module, config: MegatrainConfig) -> bool:
-    """Whether a module (a head, a critic, a loss with weights) is to be placed as usual, because another one streams.
+    """Whether a module (a head, a critic, a loss) is to be placed as usual, beside one that streams.
 
-    It has no repeated layers, or all of it is smaller than one layer of a model that is prepared with it or was before. A part
-    of a model that streams isn't beside it.
+    It has no repeated layers, or all of it is smaller than one layer of a model that is prepared with
+    it or was before. A part of a model that streams isn't beside it.
     """
     engines = _engines(accelerator)
     if any(engine.runtime.state_of(parameter) is not None for engine in engines for parameter in model.parameters()):
@@ -297,7 +297,7 @@ def _trains_any_of(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
 
 
 def _refuse_two_models(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raises where an optimizer that steps one model holds trained parameters of another one that streams."""
+    """Raises where an optimizer of one model holds trained parameters of another one."""
     own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if strangers := sum(id(parameter) in own for parameter in _parameters(optimizer)):
         raise UnsupportedError(ANOTHER_MODELS.format(strangers))

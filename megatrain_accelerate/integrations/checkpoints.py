@@ -1,4 +1,4 @@
-"""What is written to the disk, complete or absent: the Trainer's checkpoints, and the fp32 masters for ``from_pretrained``.
+"""What is written to the disk, complete or absent: the Trainer's checkpoints and fp32 masters.
 
 Checkpoints are written aside, flushed to disk, then renamed into place.
 """
@@ -9,7 +9,6 @@ import contextlib
 import copy
 import ctypes
 import functools
-import importlib
 import json
 import logging
 import os
@@ -122,10 +121,10 @@ def _point_best_checkpoint(trainer: Any, staging: Path, run_dir: Path) -> None:
 
 
 def _rotate(trainer: Any, run_dir: Path) -> None:
-    """Deletes old checkpoints by the Trainer's own rule, so that a kill leaves each of them whole or gone.
+    """Deletes old checkpoints by the Trainer's own rule; a kill leaves each of them whole or gone.
 
-    Inside the original call they weren't where the Trainer looked. The rule deletes empty stand-ins that have the checkpoints'
-    names and times.
+    Inside the original call they weren't where the Trainer looked. The rule deletes empty stand-ins
+    that have the checkpoints' names and times.
     """
     limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
     if not limit or limit <= 0:
@@ -159,25 +158,13 @@ def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, che
     if checkpoint is None or engine_of(trainer.model) is None:
         original(trainer, checkpoint)
         return
-    with _mapped_files():
-        original(trainer, checkpoint)
-
-
-@contextlib.contextmanager
-def _mapped_files() -> Iterator[None]:
-    """``torch.load`` maps files while the body runs."""
+    # torch.load's own setting (load.mmap) came with torch 2.6.
+    load = torch.load
+    torch.load = functools.partial(load, mmap=True)
     try:
-        serialization: Any = importlib.import_module("torch.utils.serialization.config")
-    except ModuleNotFoundError:  # torch before 2.6
-        load = torch.load
-        torch.load = functools.partial(load, mmap=True)
-        try:
-            yield
-        finally:
-            torch.load = load
-        return
-    with serialization.patch({"load.mmap": True}):
-        yield
+        original(trainer, checkpoint)
+    finally:
+        torch.load = load
 
 
 def checkpoint_bytes(model: nn.Module, optimizer: Any, engine: Engine, save_only_model: bool) -> dict[str, int]:
@@ -203,7 +190,7 @@ def checkpoint_bytes(model: nn.Module, optimizer: Any, engine: Engine, save_only
 
 
 def _require_room(run_dir: Path, model: nn.Module, optimizer: Any, engine: Engine, args: Any) -> int:
-    """Checks that the disk has room for one more checkpoint, and returns the bytes that it will take.
+    """Checks that the disk has room for a checkpoint, and returns the bytes that it will take.
 
     Raises:
         DiskError: with what is needed, what is free, and where.
@@ -227,7 +214,7 @@ def require_saving_possible(args: Any, model: nn.Module, optimizer: Any, engine:
 
 
 def checkpoint_staging(run_dir: Path, what: str = "checkpoints") -> contextlib.AbstractContextManager[Path]:
-    """:func:`.disk.staging_folder` among the checkpoints. Entering it is enough to know that ``run_dir`` can be written to."""
+    """:func:`.disk.staging_folder` among the checkpoints; entering it shows that they can be saved."""
     return staging_folder(run_dir, STAGING_PREFIX, what, _SPACE_REMEDY)
 
 
@@ -328,8 +315,8 @@ def _exchange(first: Path, second: Path) -> bool:
 def write_masters(model: nn.Module, engine: Engine, folder: Path, max_shard_gib: float) -> list[Path]:
     """See :func:`.api.export_masters`.
 
-    Parameters are read from the store one by one. Ties are written once, under the name that comes first, as
-    ``save_pretrained`` does. A parameter larger than a shard gets a file of its own.
+    Parameters are read from the store one by one. Ties are written once, under the name that comes
+    first, as ``save_pretrained`` does. A parameter larger than a shard gets a file of its own.
     """
     if max_shard_gib <= 0:
         raise ConfigError(f"max_shard_gib must be above 0, got {max_shard_gib}")

@@ -1,4 +1,4 @@
-"""Replacements that run in every process, with the plugin off too: training arguments, what is made with them, the console."""
+"""Replacements that run in every process: training arguments, what is made with them, the console."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _exported: dict[str, str] = {}
 
 @dataclasses.dataclass(frozen=True)
 class YamlSection:
-    """What an accelerate config says about the plugin. Not a dict: accelerate would spread its keys over its arguments."""
+    """What an accelerate config says about us. Accelerate would spread a dict over its arguments."""
 
     settings: dict[str, Any] | None
     """The section's content as written, or None where there is none."""
@@ -117,7 +117,7 @@ def parse_args(original: Callable[..., Any], parser: Any, *args: Any, **kwargs: 
 
 
 def _prepare_launch(arguments: Any) -> None:
-    """Checks the settings before anything is started, and exports them for the training processes."""
+    """Checks the settings before anything is started, and exports them to the processes."""
     _withdraw_exports()
     file = _config_file(arguments)
     content = _read_file(file)

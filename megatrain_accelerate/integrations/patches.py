@@ -1,7 +1,7 @@
 """Everything of Accelerate, Transformers, PEFT and TRL that is patched: what, why, where it was tested, when it can go.
 
-Imported by ``import torch`` in every process, so it holds strings only: :mod:`.wrapping` imports a replacement at its first
-call.
+Imported by ``import torch`` in every process, so it holds strings only: :mod:`.wrapping` imports a
+replacement at its first call.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Patch(NamedTuple):
     target: str
     """``module:Class.name``, a method or a property."""
     replacement: str
-    """``module:function(names)``: what is called instead, a function of integrations/ that gets the original before the call's
-    arguments, and the parameters that the original must have. ``module:FIELDS`` are fields that a dataclass gets."""
+    """``module:function(names)``: a function of integrations/ that is called instead, with the original
+    first, and the parameters that the original must have. ``module:FIELDS``: fields of a dataclass."""
     reason: str
     """Why a hook, a subclass or a setting won't do."""
     until: str

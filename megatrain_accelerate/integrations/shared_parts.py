@@ -1,8 +1,8 @@
-"""Other holders of a prepared model's parameters: a model around it or inside of it, PEFT's adapters, TRL's reference.
+"""Who else holds a prepared model's parameters: a model around it or inside of it, PEFT, TRL.
 
-A parameter has one place in one host store, so the engine of a model that was prepared before gives its weights back, and the
-model that is prepared now adopts them. PEFT and TRL read and write ``parameter.data``, which shows neither that a step is
-still to be applied nor that somebody wrote.
+A parameter has one place in one host store, so the engine of a model that was prepared before gives
+its weights back, and the model that is prepared now adopts them. PEFT and TRL read and write
+``parameter.data``, which shows neither that a step is still to be applied nor that somebody wrote.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TakenOver:
 
 
 def refuse_calls(earlier: nn.Module) -> None:
-    """Lets calls of an earlier model raise while others have a part of it, and don't run the whole of it."""
+    """Lets calls of a model raise while others have a part of it and don't run the whole."""
     if new_holder(earlier) is None:
         return
 
@@ -144,7 +144,7 @@ def unmerge_first(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs
 
 
 def sync_target_model(original: Callable[..., Any], model: nn.Module, target_model: nn.Module, alpha: float) -> None:
-    """Moves TRL's reference towards the policy: ``target = (1 - alpha) * target + alpha * model``, in fp32."""
+    """TRL's reference follows the policy: ``(1 - alpha) * target + alpha * model``, in fp32."""
     engines = [engine for engine in (engine_of(model), engine_of(target_model)) if engine is not None]
     if not engines:
         original(model, target_model, alpha)

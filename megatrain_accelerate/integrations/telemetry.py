@@ -1,9 +1,9 @@
-"""What the engine did: numbers under ``megatrain/`` in the Trainer's own logs, and the trace of one step.
+"""What the engine did: numbers under ``megatrain/`` in the Trainer's logs, and one step's trace.
 
-`megatrain trace` asks for the trace of a step, by the environment. It is recorded for the Trainer and for bare Accelerate
-loops alike, since it follows the optimizer, whose hook is called when a step is submitted. torch's profiler records the
-streams and the threads that it follows; the step worker's thread isn't one of them, so its spans are noted here, by the
-host's clock, and the two clocks are tied by marks.
+`megatrain trace` asks for a trace by the environment. The Trainer and bare Accelerate loops are traced
+alike, by a hook of the optimizer, which is called when a step is submitted. The step worker isn't among
+the threads that torch's profiler follows: its spans are noted here, by the host's clock, and marks tie
+the two clocks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SETTLED_STEPS = 10
 
 
 def is_training_log(logs: Mapping[str, Any]) -> bool:
-    """Whether a log entry is about training steps: it holds a loss, and isn't of an evaluation or of the training's end."""
+    """Whether a log entry has a training loss: it isn't of an evaluation or of the training's end."""
     names = list(_names(logs))
     is_of_else = any(name.startswith(("eval", "test")) or name.endswith("_runtime") for name in names)
     return not is_of_else and any(name.endswith("loss") for name in names)
@@ -78,8 +78,8 @@ def _host_peak_bytes() -> int:
 class TokenCounter:
     """Counts the tokens of training forwards on the device, without padding and without waiting.
 
-    They are known where the model is called with a 2-D ``attention_mask``, ``input_ids`` or ``inputs_embeds``, by keyword or
-    in a mapping that is its first argument.
+    They are known where the model is called with a 2-D ``attention_mask``, ``input_ids`` or
+    ``inputs_embeds``, by keyword or in a mapping that is its first argument.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -264,7 +264,7 @@ def trace_if_asked(optimizer: Optimizer, engine: Engine) -> None:
 class StepTrace:
     """Profiles the period that ends when the requested step is submitted, and writes it down.
 
-    The period before it is profiled too and thrown away: a profiler's first events are slow. Steps are counted from 1.
+    The period before it is profiled too and thrown away: a profiler's first events are slow.
     """
 
     def __init__(self, optimizer: Optimizer, engine: Engine, request: TraceRequest) -> None:

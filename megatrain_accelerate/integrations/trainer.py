@@ -1,4 +1,4 @@
-"""What the Trainer's own steps mean while the plugin is active: placement, loading, the smoothed loss, logs, users' code."""
+"""The Trainer's own steps while the plugin is active: loading, the smoothed loss, logs, users' code."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def label_smoothed_loss(
     """``LabelSmoother.__call__`` of transformers, by ``cross_entropy`` where the logits are lazy.
 
     Both are ``(1 - epsilon) * nll + epsilon * (mean over the vocabulary)``, summed over labelled tokens and divided by their
-    number or by ``num_items_in_batch``. Logits are of (batch, tokens, vocabulary), labels of (batch, tokens).
+    number or by ``num_items_in_batch``. Logits: (batch, tokens, vocabulary); labels: (batch, tokens).
     """
     logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
     if not isinstance(logits, LazyLogits) or labels.dim() != logits.dim() - 1 or kwargs.keys() - {"num_items_in_batch"}:
@@ -158,7 +158,7 @@ def has_users_callback(trainer: Any, event: str) -> bool:
 
 
 def _looks_before_step(trainer: Any) -> bool:
-    """Whether code of the user's, which may change gradients or read weights, runs between the last backward and the step."""
+    """Whether code of the user's, which may see gradients or weights, runs just before the step."""
     is_own = _is_a_users(trainer, "training_step", _TRAINERS_THAT_DO_NOT_LOOK)
     return is_own or has_users_callback(trainer, "on_pre_optimizer_step")
 

@@ -1,4 +1,4 @@
-"""Puts patches in place: wraps methods and properties, for active processes only, and adds fields to finished dataclasses."""
+"""Puts patches in place: wraps methods and properties, adds fields to finished dataclasses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _ARGUMENTS_OF: dict[str, Callable[[Any], Any]] = {
     "Trainer": lambda trainer: trainer.args,
     "TrainingArguments": lambda arguments: arguments,
 }
-"""By class, the training arguments that decide for a call of a method; of others the process decides."""
+"""By class, the training arguments that decide for a call; of others the process decides."""
 
 
 def apply(patch: Patch, module: ModuleType) -> None:
@@ -79,7 +79,7 @@ def _load(module: str, name: str) -> Any:
 
 
 def wrap_always(owner: Any, name: str, replacement: Callable[..., Any], needs: Sequence[str] = ()) -> None:
-    """Replaces a method of any kind, or a property's getter, by ``replacement(original, *args, **kwargs)``.
+    """Replaces a method or a property's getter by ``replacement(original, *args, **kwargs)``.
 
     ``original`` is the plain function, which stays reachable as ``__wrapped__``.
 
@@ -127,7 +127,7 @@ _EACH_TUNERS_OWN = {"merge_and_unload", "set_adapter", "unload"}
 
 
 def wrap_tuner(tuner: Any, name: str, replacement: Callable[..., Any], needs: Sequence[str] = ()) -> None:
-    """As :func:`wrap`, for PEFT's ``BaseTuner`` and for those of its subclasses that have a method of their own."""
+    """As :func:`wrap`, for PEFT's ``BaseTuner`` and its subclasses with such a method."""
     if name not in _EACH_TUNERS_OWN or not _EACH_TUNERS_OWN.isdisjoint(vars(tuner)):
         wrap(tuner, name, replacement, needs)
     wrap_in_subclasses(tuner, name, replacement)
@@ -155,7 +155,7 @@ def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any]) -
 
 
 def add_fields(owner: Any, additions: dict[str, tuple[Any, Any]]) -> None:
-    """Adds keyword-only fields to a dataclass and its subclasses: by name, the type and a ``field()`` with a default.
+    """Adds fields to a dataclass and its subclasses: by name, type and ``field()`` with a default.
 
     Raises:
         UnknownShapeError: it isn't a dataclass, or has a field of that name.
