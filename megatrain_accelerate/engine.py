@@ -69,21 +69,17 @@ def prepared_models() -> list[tuple[nn.Module, Engine]]:
 class Engine:
     """The streaming engine of one model, attached to it.
 
-    Adopting frees the model's own memory layer by layer, so that the host never holds more than the store, one layer
-    and a constant. The engine doesn't hold the model; it dies with it.
+    Adopting frees the model's own memory layer by layer, so that the host never holds more than the
+    store, one layer and a constant. Parameters keep identity, name and shape; layers' data moves to
+    the host store, the rest to the device. The engine doesn't hold the model; it dies with it.
 
     Args:
-        model: on the CPU. Its parameters keep identity, name and shape; layers' data moves to the host store, the
-            rest to the device.
-        device: where it computes.
-        config: the settings.
+        model: on the CPU.
         bf16: whether the run's mixed precision is bf16.
         training: False for evaluation: no gradients, masters or moments.
         accumulates: whether gradients of several backwards will be added up before a step; counts their memory already.
-        show_progress: draw a progress bar while adopting.
-        show_plan: print the plan's table, and in a log file a line in the bar's place (the main process).
+        show_plan: print the plan's table, and in a log file a line in the progress bar's place.
         freed_bytes: host memory that others give back meanwhile: moments that optimizers brought from an earlier engine.
-        recorder: see :class:`OutputRecorder`.
 
     Raises:
         UnsupportedError: the model can't stream; the message says why.
@@ -115,9 +111,8 @@ class Engine:
         self._freed_bytes = freed_bytes
         self._handles: list[Any] = []
         self._tiled_head: TiledHead | None = None
-        self._layer_places: dict[str, list[tuple[str, StreamedLayer]]] = {}
-        """The layers in each module that holds some, by the module's name: each layer's name there, and the layer."""
-        self._resident_places: list[tuple[str, str, nn.Parameter]] = []
+        self._places: dict[str, list[tuple[str, str, nn.Module | nn.Parameter, str]]] = {}
+        """By module's name, what it holds that was adopted: registry, key, value, name in errors."""
         self.prepare_anew: Callable[[nn.Module], None] | None = None
         """Gives the model an engine that trains what it trains by now; set by who prepared it."""
         self._dtypes = compute_dtypes(model, bf16)
@@ -152,8 +147,8 @@ class Engine:
                     unit = adoption.unit(name, parameters, [self._dtypes[id(parameter)] for _, parameter in parameters])
                     forward = install_proxy(module, functools.partial(self._run_layer, index), self._drain_for_copy)
                     layers.append(StreamedLayer(index, name, module, forward, unit))
-                    specs, proxy = discovery.experts_of(index), (self._run_experts, self._drain_for_copy)
-                    adopt_experts(specs, adoption, self._dtypes, layers, *proxy)
+                    experts = discovery.experts_of(index)
+                    adopt_experts(experts, adoption, self._dtypes, layers, self._run_experts, self._drain_for_copy)
                     for part in (layers[-1], *layers[-1].experts):
                         part.show_host_weights()
                         part.unit.passes_gradients = config.passes_gradients
@@ -188,6 +183,11 @@ class Engine:
             self._give_back(layers, groups)
             raise
         _engines[model] = _attached[id(self)] = self
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that step the model's parameters and are alive."""
+        return [driver.optimizer for driver in self.optimizer_drivers if driver.optimizer is not None]
 
     def enable_training(self) -> None:
         """Makes what gradients need, on the host and on the device. Does nothing the second time.
@@ -226,18 +226,21 @@ class Engine:
 
     def _give_back(self, layers: Sequence[StreamedLayer], groups: Sequence[ResidentGroup]) -> None:
         """Undoes an adoption that failed half-way."""
-        for handle in self._handles:
-            handle.remove()
         if "runtime" in self.__dict__:
             self.runtime.worker.close()
-        if self._tiled_head is not None:
-            self._tiled_head.remove()
         streamed = [*layers, *(experts for layer in layers for experts in layer.experts)]
-        for layer in streamed:
-            remove_proxy(layer.module, layer.forward)
+        self._detach(streamed)
         for unit in [layer.unit for layer in streamed] + [group.unit for group in groups]:
             unit.release()
         self.kernels.close()
+
+    def _detach(self, streamed: Sequence[StreamedLayer]) -> None:
+        for handle in self._handles:
+            remove_hook(handle)
+        if self._tiled_head is not None:
+            self._tiled_head.remove()
+        for layer in streamed:
+            remove_proxy(layer.module, layer.forward)
 
     def matches(self, model: nn.Module) -> bool:
         """Whether the model still has the parameters, of the same shapes and with the same ones frozen, that were adopted."""
@@ -288,12 +291,13 @@ class Engine:
             self._handles.append(module.register_load_state_dict_pre_hook(ModelHook(self.runtime.drain)))
         for layer in self.runtime.layers:
             owner, _, key = layer.name.rpartition(".")
-            self._layer_places.setdefault(owner, []).append((key, layer))
+            if key:
+                self._places.setdefault(owner, []).append(("_modules", key, layer.module, f"layer {layer.name}"))
         in_layers = {id(state.parameter) for at in (*self.runtime.layers, *self.runtime.experts) for state in at.unit.states}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if id(parameter) not in in_layers:
                 owner, _, key = name.rpartition(".")
-                self._resident_places.append((owner, key, parameter))
+                self._places.setdefault(owner, []).append(("_parameters", key, parameter, f"parameter {name}"))
         for module in caching_modules(model, [layer.module for layer in self.runtime.layers]):
             hook = ModelHook(decide_against_a_cache, with_arguments=True, runs_dry=True)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -309,10 +313,7 @@ class Engine:
                 self._handles.append(module.register_forward_pre_hook(hook))
 
     def adopt_unfrozen(self, model: nn.Module) -> bool:
-        """Prepares the model anew if parameters are trained by now that were frozen when it was prepared.
-
-        Returns:
-            Whether it did: the model has another engine then.
+        """Prepares the model anew if parameters are trained that were frozen; says whether it did.
 
         Raises:
             HostMemoryError: what is trained now doesn't fit.
@@ -351,15 +352,14 @@ class Engine:
         Raises:
             StateError: a layer, or a parameter outside the layers, was replaced or removed.
         """
-        for owner, layers in self._layer_places.items():
+        for owner, held in self._places.items():
             module = find_module(model, owner)
-            for key, layer in layers:
-                if key and (module is None or module._modules.get(key) is not layer.module):
-                    raise StateError(_REPLACED.format(f"layer {layer.name}"))
-        for owner, key, parameter in self._resident_places:
-            module = find_module(model, owner)
-            if module is None or module._parameters.get(key) is not parameter:
-                raise StateError(_REPLACED.format(f"parameter {owner}.{key}"))
+            for registry, key, adopted, name in held:
+                if module is None or getattr(module, registry).get(key) is not adopted:
+                    raise StateError(
+                        f"{name} was replaced or removed after the model was prepared; change the model (adapters, heads, "
+                        "tokens) before accelerator.prepare(), or prepare it anew"
+                    )
 
     def expect_accumulation(self, micro_batches: int) -> None:
         """Prepares for this many backwards before each step: makes buffers, so that none is made within a step.
@@ -420,19 +420,8 @@ class Engine:
         for part in self.runtime.parts:
             with contextlib.suppress(StepWorkerError, StateError):  # a parameter of another shape stays as it is
                 part.refresh_if_written()
-        for handle in self._handles:
-            remove_hook(handle)
-        if self._tiled_head is not None:
-            self._tiled_head.remove()
-        for layer in (*self.runtime.layers, *self.runtime.experts):
-            remove_proxy(layer.module, layer.forward)
+        self._detach((*self.runtime.layers, *self.runtime.experts))
         self.runtime.close()
         self.kernels.close()
         for model in [model for model, engine in _engines.items() if engine is self]:
             del _engines[model]
-
-
-_REPLACED = (
-    "{} was replaced or removed after the model was prepared; change the model (adapters, heads, tokens) before "
-    "accelerator.prepare(), or prepare it anew"
-)
