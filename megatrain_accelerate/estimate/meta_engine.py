@@ -13,10 +13,8 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.memory.host_store import PASSING_BUFFERS, HostUnit, ParameterState
 from megatrain_accelerate.planning.adoption import Adoption
-from megatrain_accelerate.planning.device_plan import DevicePlan
-from megatrain_accelerate.planning.engine_sizes import adds_on_host, unit_sizes
-from megatrain_accelerate.planning.expert_split import wants_whole_layers
-from megatrain_accelerate.planning.layer_discovery import Discovery
+from megatrain_accelerate.planning.device_plan import DevicePlan, adds_on_host, unit_sizes
+from megatrain_accelerate.planning.layer_discovery import Discovery, wants_whole_layers
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.placement_search import Candidate, PlacementSearch

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.integrations.shared_parts import engines_with, new_holder
-from megatrain_accelerate.planning.meta_weights import is_without_weights
+from megatrain_accelerate.planning.adoption import is_without_weights
 
 
 def watch_model(trainer: Any) -> None:

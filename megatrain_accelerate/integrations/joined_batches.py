@@ -25,8 +25,8 @@ from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.integrations.recorded_choices import record_choice, recorded_choice
 from megatrain_accelerate.integrations.user_code import has_users_callback
+from megatrain_accelerate.planning.step_outline import what_sees_a_batch
 from megatrain_accelerate.planning.step_profile import StepOutline
-from megatrain_accelerate.planning.summed_loss import what_sees_a_batch
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.integrations.console import PREFIX
-from megatrain_accelerate.planning.active_parameters import active_parameters
+from megatrain_accelerate.planning.layer_discovery import active_parameters
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.streaming.meter import Cause, Counters
 from megatrain_accelerate.units import GB, GIB, KIB
