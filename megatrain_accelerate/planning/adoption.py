@@ -98,10 +98,8 @@ def adopt_experts(
     run: Callable[[int, tuple[Any, ...], dict[str, Any]], Any],
     before_copy: Callable[[], None],
 ) -> None:
-    """Makes the units of the last layer's experts that stream in parts, and proxies of their modules.
-
-    A proxy's forward calls ``run`` with the number of the experts among the model's.
-    """
+    """Makes the units of the last layer's experts that stream in parts, and proxies of their modules,
+    whose forward calls ``run`` with the number of the experts among the model's."""
     for spec in specs:
         earlier = [experts for layer in layers for experts in layer.experts]
         parameters = list(spec.module.named_parameters())

@@ -115,7 +115,7 @@ class DevicePlan:
             "gradient_slots": runtime.offloader.device_bytes,
             **self._fixed_bytes_by_kind(planned=False),
             "resident_layers": runtime.prefetcher.resident_bytes,
-            "states": sum(_state_bytes(unit) - unit.layout.weight_bytes for unit in runtime.units if unit.is_on_device),
+            "states": sum(2 * at.layout.split_elements + at.moment_bytes for at in runtime.units if at.is_on_device),
             "layers": sum(unit.layout.weight_bytes for unit in layers),
             **({"gradient_residuals": sum_bytes} if sum_bytes else {}),
         }
@@ -236,10 +236,8 @@ class DevicePlan:
         return held + (self._forwards_at_once - 1) * waiting
 
     def expect_steps(self, steps: int | None, compiles: bool | None = None) -> None:
-        """A training begins, of so many optimizer steps if that is known: layers are compiled only if it pays for itself.
-
-        ``compiles`` is what the training chose before it was interrupted.
-        """
+        """A training begins, of so many optimizer steps if that is known: layers are compiled only if that
+        pays for itself. ``compiles`` is what the training chose before it was interrupted."""
         if (steps, compiles) != self._expected:
             compiled = self._runtime.compiled
             self._expected, compiled.pays = (steps, compiles), compiles if compiled.is_optional else None
@@ -377,8 +375,7 @@ class DevicePlan:
     def _host_budget_bytes(self) -> int:
         """Host memory that offloaded activations could take if all units lived on the host."""
         host_bytes = available_host_bytes(self._config.host_memory_gib) - CONSTANT_OVERHEAD_BYTES
-        on_device = (unit for unit in self._runtime.units if unit.is_on_device)
-        return host_bytes - sum(unit_sizes(unit, self._runtime, self.micro_batches).host_bytes for unit in on_device)
+        return host_bytes - sum(self._unit_sizes(unit).host_bytes for unit in self._runtime.units if unit.is_on_device)
 
     def _place(self, placement: Placement) -> None:
         before, self.placement = self.placement, placement
@@ -407,8 +404,7 @@ class DevicePlan:
 
     def model_sizes(self) -> Model:
         """What the simulation has to know of the engine."""
-        runtime, config = self._runtime, self._config
-        sizes = functools.partial(unit_sizes, runtime=runtime, micro_batches=self.micro_batches)
+        runtime, config, sizes = self._runtime, self._config, self._unit_sizes
         return Model(
             layers=[sizes(layer.unit) for layer in runtime.layers],
             groups_before=[sizes(group.unit) for group in runtime.groups if not group.layers_before],
@@ -424,6 +420,32 @@ class DevicePlan:
                 for layer in runtime.layers
                 if layer.experts
             },
+        )
+
+    @property
+    def _adds_on_host(self) -> bool:
+        """Whether gradients are added up on the host: those of several backwards, or of pieces of a batch, which experts in
+        parts bring one by one."""
+        in_pieces = self._runtime.micro_batch_size is not None
+        return self.micro_batches > 1 or (in_pieces and any(at.has_trainable for at in self._runtime.experts))
+
+    def _unit_sizes(self, unit: HostUnit) -> UnitSizes:
+        layout = unit.layout
+        residual_bytes = 2 * layout.split_elements
+        step_bytes = STEP_BYTES
+        # The step with 8-bit moments has 14 bytes of traffic, but the memory isn't what it waits for: it is no faster.
+        if self._config.moments_dtype != "int8":
+            # With moments in fp32 it reads and writes each of the two.
+            step_bytes += 2 * unit.moment_bytes // max(1, layout.state_elements) - 2 * 8
+        return UnitSizes(
+            weight_bytes=layout.weight_bytes,
+            gradient_bytes=layout.gradient_bytes,
+            parameters=layout.state_elements,
+            state_bytes=layout.weight_bytes + residual_bytes + unit.moment_bytes,
+            # The first addition makes room for all units' sums.
+            sum_bytes=residual_bytes if self._runtime.sums.is_wanted and self._adds_on_host else 0,
+            gradients_pass=unit.passes_gradients,
+            step_bytes=step_bytes,
         )
 
     def _budget_bytes(self) -> int:
@@ -447,32 +469,6 @@ class DevicePlan:
 
 def _on_host(placement: Placement) -> Placement:
     return dataclasses.replace(placement, on_device=frozenset(), groups_on_device=False)
-
-
-def _state_bytes(unit: HostUnit) -> int:
-    """Weights, residuals and moments."""
-    layout = unit.layout
-    return layout.weight_bytes + 2 * layout.split_elements + unit.moment_bytes
-
-
-def adds_on_host(runtime: StreamingRuntime, micro_batches: int) -> bool:
-    """Whether gradients are added up on the host: those of several backwards, or of pieces of a batch, which experts in parts
-    bring one by one."""
-    return micro_batches > 1 or (runtime.micro_batch_size is not None and any(at.has_trainable for at in runtime.experts))
-
-
-def unit_sizes(unit: HostUnit, runtime: StreamingRuntime, micro_batches: int) -> UnitSizes:
-    """``micro_batches`` are the backwards before each optimizer step."""
-    layout = unit.layout
-    # The first addition makes room for all units' sums.
-    sum_bytes = 2 * layout.split_elements if runtime.sums.is_wanted and adds_on_host(runtime, micro_batches) else 0
-    sizes = (layout.weight_bytes, layout.gradient_bytes, layout.state_elements, _state_bytes(unit), sum_bytes)
-    # A step with moments in fp32 reads and writes each of the two.
-    step_bytes = STEP_BYTES - 2 * 8 + 2 * unit.moment_bytes // max(1, layout.state_elements)
-    if runtime.config.moments_dtype == "int8":
-        # 14 bytes of traffic, but the memory isn't what it waits for: no faster than the step with moments in fp32.
-        step_bytes = STEP_BYTES
-    return UnitSizes(*sizes, gradients_pass=unit.passes_gradients, step_bytes=step_bytes)
 
 
 def _part_sizes(part: ExpertPart, whole: UnitSizes) -> UnitSizes:

@@ -32,10 +32,6 @@ from megatrain_accelerate.streaming.nested_tensors import tensors_in
 _MOST_ELEMENTS = 1 << 22
 """Of a tensor whose values are known: positions of a few million tokens are, attention masks of all pairs of tokens aren't."""
 
-_NOTHING_IS_LEFT_OUT = 1.0
-"""In the place of a single random number between 0 and 1: models leave a layer out where it is below a rate, and a plan is for
-the largest step."""
-
 _RANDOM = ("rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "uniform", "dropout", "empty")
 _ATEN = torch.ops.aten
 _Cache = functools._lru_cache_wrapper
@@ -62,7 +58,7 @@ class KnownValues(TorchDispatchMode):
                 self._known[fake] = real.detach().to("cpu", copy=True)
 
     def knows(self, tensor: Any) -> bool:
-        """Whether a tensor without data has known values."""
+        """Whether it is a tensor without data whose values are known."""
         return isinstance(tensor, FakeTensor) and tensor in self._known
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,12 +95,12 @@ class KnownValues(TorchDispatchMode):
     def _real_result(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operation's result with values; None if something in it isn't known."""
         name, tensors = func._overloadpacket.__name__, tensors_in((args, kwargs))
-        if name == "rand" and not tensors and args and list(args[0]) == []:
+        # Models leave a layer out where a random number is below a rate, and a plan is for the largest step.
+        is_one_draw = name == "rand" and not tensors and args and list(args[0]) == []
+        # A loss's own gradient is 1, whatever the loss is.
+        if is_one_draw or (func is _ATEN.ones_like.default and args[0].dim() == 0):
             with _disable_current_modes():
-                return torch.tensor(_NOTHING_IS_LEFT_OUT, dtype=kwargs.get("dtype") or torch.float32)
-        if func is _ATEN.ones_like.default and args[0].dim() == 0:  # a loss's own gradient, whatever the loss is
-            with _disable_current_modes():
-                return torch.ones((), dtype=kwargs.get("dtype") or args[0].dtype)
+                return torch.ones((), dtype=kwargs.get("dtype") or (torch.float32 if is_one_draw else args[0].dtype))
         if name.startswith(_RANDOM) or not all(map(self._is_known, tensors)) or not (tensors or _is_small_factory(args)):
             return None
         kwargs = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}

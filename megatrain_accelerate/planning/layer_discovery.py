@@ -244,8 +244,10 @@ def find_module(model: nn.Module, name: str) -> nn.Module | None:
         return None
 
 
-def _reason_against(module: nn.Module) -> str | None:
+def _reason_against(module: nn.Module, adapted: Sequence[object]) -> str | None:
     """Why a module that looks like experts can't be cut into parts; None if it can."""
+    if any(base is module for base in adapted):
+        return "an adapter changes its parameters (PEFT's target_parameters)"
     own = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
     count = module.num_experts
     if not isinstance(count, int) or count < 2:
@@ -270,9 +272,7 @@ def _find(layers: Sequence[tuple[str, nn.Module]]) -> tuple[list[ExpertsSpec], l
         for key, module in layer.named_modules():
             if not key or not all(hasattr(module, mark) for mark in _MARKS):
                 continue
-            reason = _reason_against(module)
-            if any(base is module for base in adapted):
-                reason = "an adapter changes its parameters (PEFT's target_parameters)"
+            reason = _reason_against(module, adapted)
             if reason is None:
                 found.append(ExpertsSpec(index, f"{name}.{key}", module))
             else:

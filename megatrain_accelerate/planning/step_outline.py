@@ -32,8 +32,6 @@ from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.streaming.token_tiles import tokens_of
 
 FirstCall = Callable[[Hashable, StreamedLayer, tuple[Any, ...], dict[str, Any]], None]
-"""Told of the first call of a kind: the kind, the layer and its arguments, which have no data."""
-
 
 _KNOWN_PACKAGES = ("transformers", "peft")
 
@@ -290,8 +288,8 @@ def outline_layers(
 ) -> tuple[list[Hashable], dict[Hashable, LayerProfile]]:
     """Runs the model's forward alone, without data: the kinds of the layers' calls in order, and their profiles.
 
-    ``inputs`` have no labels. ``first_call`` is called before a call of a new kind is profiled. Raises
-    as :func:`outline_step` does.
+    ``inputs`` have no labels. ``first_call`` is told of a call of a new kind before it is profiled: the
+    kind, the layer and its arguments, which have no data. Raises as :func:`outline_step` does.
     """
     with dry_model(model, inputs, device) as (dry_inputs, live):
         runtime.batch_cut.begin(dict(inputs))

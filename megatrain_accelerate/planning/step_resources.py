@@ -46,10 +46,8 @@ class HostOptimizer(Resource):
             self._spans.popleft()
 
     def end_beside(self, start: float, seconds: float, share: float) -> float:
-        """When something is over that begins at ``start`` and takes ``seconds`` alone.
-
-        While the optimizer is at work it goes at a ``share`` of its speed.
-        """
+        """When something is over that begins at ``start``, takes ``seconds`` alone and goes at a ``share``
+        of its speed while the optimizer is at work."""
         now, left = start, seconds
         for begin, end in self._spans:
             if end <= now:

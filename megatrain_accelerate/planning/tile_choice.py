@@ -52,10 +52,9 @@ def outline_with_tiles(
         runtime.token_tile = AUTO_TILE_TOKENS
         tiled = outline()
         by_tiles, by_whole = search(tiled).best(), whole_search.best()
+        is_better = by_tiles is not None or tiled.largest_layer_bytes < whole.largest_layer_bytes
         if by_whole is not None:
             is_better = by_tiles is not None and by_tiles.time.seconds < by_whole.time.seconds
-        else:
-            is_better = by_tiles is not None or tiled.largest_layer_bytes < whole.largest_layer_bytes
         if is_better:
             return tiled
         runtime.token_tile = 0
