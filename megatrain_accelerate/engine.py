@@ -22,11 +22,9 @@ from megatrain_accelerate.memory.host_store import HostUnit, held_host_bytes, pl
 from megatrain_accelerate.optim.host_step import ENGINE_CLOSED, HostStep
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
-from megatrain_accelerate.planning.adoption import Adoption, adopt_experts
+from megatrain_accelerate.planning.adoption import Adoption, adopt_experts, compute_dtypes
 from megatrain_accelerate.planning.device_plan import DevicePlan
-from megatrain_accelerate.planning.expert_split import split_experts
-from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers, find_module
-from megatrain_accelerate.planning.own_precision import compute_dtypes
+from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers, find_module, split_experts
 from megatrain_accelerate.planning.placement import require_layers
 from megatrain_accelerate.progress import progress_bar
 from megatrain_accelerate.streaming.attention_results import require_attention_to_keep

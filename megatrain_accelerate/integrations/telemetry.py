@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.integrations.every_process import PREFIX
-from megatrain_accelerate.planning.active_parameters import active_parameters
+from megatrain_accelerate.planning.layer_discovery import active_parameters
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.streaming.meter import Cause, Counters
 from megatrain_accelerate.tracing.request import CLOCK_MARK, RAW_INFO, RAW_TRACE, TraceRequest

@@ -19,7 +19,7 @@ from megatrain_accelerate.integrations.checkpoints import require_saving_possibl
 from megatrain_accelerate.integrations.shared_parts import engines_with, new_holder
 from megatrain_accelerate.integrations.telemetry import Telemetry, describe_bound, is_training_log
 from megatrain_accelerate.loss.lazy_logits import LazyLogits
-from megatrain_accelerate.planning.meta_weights import is_without_weights
+from megatrain_accelerate.planning.adoption import is_without_weights
 from megatrain_accelerate.progress import say
 from megatrain_accelerate.streaming.model_hook import ModelHook
 

@@ -21,10 +21,14 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from megatrain_accelerate.loss.products import runs_on_gpu
-from megatrain_accelerate.planning.compiled_functions import compiled_functions_as_python
-from megatrain_accelerate.planning.function_caches import caches_emptied_after
-from megatrain_accelerate.planning.kernel_launches import launches_without_data
-from megatrain_accelerate.planning.known_values import KnownValues, NumbersOfTensors, taken_for_data
+from megatrain_accelerate.planning.fake_runs import (
+    KnownValues,
+    NumbersOfTensors,
+    caches_emptied_after,
+    compiled_functions_as_python,
+    launches_without_data,
+    taken_for_data,
+)
 from megatrain_accelerate.streaming import token_tiles
 from megatrain_accelerate.streaming.ambient_state import random_numbers_put_back
 from megatrain_accelerate.streaming.model_hook import HOOKS

@@ -146,7 +146,7 @@ class StepOutline:
     outside_seconds: float | None = None
     """Measured: all that runs outside the layers from the step's begin to the first layer's backward, the loss above all."""
     sums_loss: bool = False
-    """Whether the model's loss is known to be a sum over tokens divided by ``num_items_in_batch`` (:mod:`.summed_loss`)."""
+    """Whether the model's loss is known to be a sum over tokens divided by ``num_items_in_batch`` (:mod:`.step_outline`)."""
     _at_budgets: dict[tuple[float, float], StepOutline] = dataclasses.field(default_factory=dict, init=False, compare=False)
 
     def at(self, low: float, high: float) -> StepOutline:

@@ -26,7 +26,7 @@ class Resource:
 
 
 class HostOptimizer(Resource):
-    """A resource that remembers when it was at work."""
+    """Remembers when it was at work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,13 +46,8 @@ class HostOptimizer(Resource):
             self._spans.popleft()
 
     def end_beside(self, start: float, seconds: float, share: float) -> float:
-        """When something is over that begins at ``start``.
-
-        Args:
-            start: in seconds.
-            seconds: what it takes alone.
-            share: its speed while the optimizer is at work, as a share of that alone.
-        """
+        """When something is over that begins at ``start``, takes ``seconds`` alone and goes at a ``share``
+        of its speed while the optimizer is at work."""
         now, left = start, seconds
         for begin, end in self._spans:
             if end <= now:
@@ -70,41 +65,27 @@ class HostOptimizer(Resource):
 
 
 class Link(Resource):
-    """One direction of the link.
-
-    Args:
-        bytes_per_second: while the optimizer isn't at work.
-        share: of that, what is left while it is.
-        optimizer: what shares the host's memory with the copies.
-    """
+    """One direction of the link, at a ``share`` of its speed while the optimizer is at work."""
 
     def __init__(self, bytes_per_second: float, share: float, optimizer: HostOptimizer) -> None:
         super().__init__()
         self._bytes_per_second, self._share, self._optimizer = bytes_per_second, share, optimizer
 
-    def seconds(self, size_bytes: int) -> float:
-        """What a copy takes alone."""
-        return size_bytes / self._bytes_per_second
-
     def copy_between(self, size_bytes: int, start: float) -> float:
         """A copy that finds its place between queued ones: it takes the link's time, and waits for none."""
-        end = self._optimizer.end_beside(start, self.seconds(size_bytes), self._share)
+        end = self._optimizer.end_beside(start, size_bytes / self._bytes_per_second, self._share)
         self.busy += end - start
         return end
 
     def copy(self, size_bytes: int, not_before: float = 0.0) -> float:
         """Queues a copy; returns when it is over."""
         start = max(self.free_at, not_before)
-        return self.work(self._optimizer.end_beside(start, self.seconds(size_bytes), self._share) - start, start)
+        end = self._optimizer.end_beside(start, size_bytes / self._bytes_per_second, self._share)
+        return self.work(end - start, start)
 
 
 class Slots:
-    """Slots for weights, which take turns: each is free when what used it last has computed.
-
-    Args:
-        count: how many.
-        link: brings the weights.
-    """
+    """Slots for weights, which take turns: each is free when what used it last has computed."""
 
     def __init__(self, count: int, link: Link) -> None:
         self._link = link
@@ -118,7 +99,6 @@ class Slots:
         return self._link.copy(size_bytes, max(not_before, free_at))
 
     def use(self, holder: Hashable, until: float) -> None:
-        """The holder computes with its slot until then."""
         others = [user for user in self._users if user[0] != holder]
         self._users.clear()
         self._users.extend([*others, (holder, until)])
