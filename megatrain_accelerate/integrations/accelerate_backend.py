@@ -27,7 +27,7 @@ from megatrain_accelerate.optim.fused_step import FusedStep
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.host_step import ANOTHER_MODELS, TAKEN_OVER, driver_of
 from megatrain_accelerate.planning.layer_discovery import find_layers, refuse_sparse_gradients
-from megatrain_accelerate.streaming.runtime import is_streamed
+from megatrain_accelerate.streaming.runtime import streamed_among
 from megatrain_accelerate.streaming.watched_parameters import unwatched
 
 logger = logging.getLogger(__name__)
@@ -392,7 +392,7 @@ def clip_grad_norm(
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     with unwatched():
         trained = [parameter for parameter in parameters if parameter.grad is not None]
-    streamed = [parameter for parameter in trained if is_streamed(parameter)]
+    streamed = streamed_among(trained)
     for engine in _engines(accelerator):
         has_all = all(engine.runtime.norms.row(parameter) is not None for parameter in streamed)
         if float(norm_type) == 2.0 and has_all and (streamed or not trained):

@@ -314,11 +314,18 @@ class FusedStep(HostStep):
         if not self.allows(norm):
             return
         numbers = _next_steps([self._entry(optimizer.state, state) for state, _ in found])
-        by_parameter = {id(state.parameter): (group, number) for (state, group), number in zip(found, numbers, strict=True)}
+        groups = {id(group): group for group in optimizer.param_groups}
+        by_parameter = {
+            id(state.parameter): (id(group), number) for (state, group), number in zip(found, numbers, strict=True)
+        }
+
+        @functools.cache  # most parameters share theirs
+        def arguments(group: int, number: int, factor: float) -> AdamArguments:
+            return _adam_arguments(groups[group], number, factor, self._is_adamw)
 
         def settings(unit: HostUnit) -> list[tuple[ParameterState, AdamArguments]]:
             return [
-                (state, _adam_arguments(*at, factors.get(id(state.parameter), 1.0), self._is_adamw))
+                (state, arguments(*at, factors.get(id(state.parameter), 1.0)))
                 for state in unit.states
                 if (at := by_parameter.get(id(state.parameter))) is not None
             ]

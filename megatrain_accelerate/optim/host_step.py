@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from megatrain_accelerate.errors import NonFiniteGradientError, StateError, UnsupportedError
 from megatrain_accelerate.memory.parameter_state import ParameterState
-from megatrain_accelerate.streaming.runtime import StreamingRuntime, is_streamed
+from megatrain_accelerate.streaming.runtime import StreamingRuntime, streamed_among
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class HostStep:
         return self.runtime.state_of(parameter) is None
 
     def _refuse_another_models(self, parameters: Sequence[torch.Tensor]) -> None:
-        if strangers := sum(is_streamed(parameter) for parameter in parameters):
+        if strangers := len(streamed_among(parameters)):
             raise UnsupportedError(ANOTHER_MODELS.format(strangers))
 
     @property

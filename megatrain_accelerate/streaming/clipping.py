@@ -48,6 +48,10 @@ class NormTable:
         noted = self._noted.get(id(parameter))
         return noted is not None and noted.is_still(parameter.grad)
 
+    def noted(self, parameter: torch.Tensor) -> NotedTensor:
+        """The gradient whose norm the row is."""
+        return self._noted[id(parameter)]
+
     def is_from_backward(self, parameter: torch.Tensor) -> bool:
         """Whether the row is current and the gradient what the last backward left."""
         return self.is_current(parameter) and id(parameter) not in self._rewritten
@@ -128,7 +132,7 @@ class Clipping:
             factor = self._factors.pop(parameter, 1.0)
             if factor != 1.0 and parameter.grad is not None:
                 taken[id(parameter)] = factor
-                self._stepped.append((parameter, factor, NotedTensor(parameter.grad)))
+                self._stepped.append((parameter, factor, self._norms.noted(parameter)))
         return taken
 
     @property

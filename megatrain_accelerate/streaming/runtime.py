@@ -52,9 +52,10 @@ def _settle(runtime: weakref.ref[StreamingRuntime]) -> None:
 _running: weakref.WeakSet[StreamingRuntime] = weakref.WeakSet()
 
 
-def is_streamed(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is in the host store of any model."""
-    return any(runtime.state_of(parameter) is not None for runtime in _running)
+def streamed_among(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of the parameters that are in the host store of any model."""
+    running = list(_running)
+    return [p for p in parameters if any(runtime.state_of(p) is not None for runtime in running)]
 
 
 LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
