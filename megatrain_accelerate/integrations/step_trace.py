@@ -21,8 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.integrations.telemetry import bound_shares, describe_bound
 from megatrain_accelerate.streaming.meter import Cause, Counters
-from megatrain_accelerate.tracing.request import CLOCK_MARK, RAW_INFO, RAW_TRACE, TraceRequest
-from megatrain_accelerate.tracing.timeline import LAUNCHER, WORKER
+from megatrain_accelerate.tracing import CLOCK_MARK, LAUNCHER, RAW_INFO, RAW_TRACE, WORKER, TraceRequest
 
 _CLOCK_MARKS = 8
 """Made at each end of the period: the tightest of them counts."""
@@ -46,35 +45,27 @@ def follow(optimizer: Optimizer, engine: Engine) -> None:
 
 
 class StepTrace:
-    """Profiles the period that ends when the requested step is submitted, and writes it down.
+    """Profiles the period that ends when an optimizer submits the requested step; writes it down.
 
     The period before it is profiled too and thrown away: a profiler's first events are slow.
-
-    Args:
-        optimizer: its steps are counted, from 1.
-        engine: the engine of its model.
-        request: the step and the folder.
     """
 
     def __init__(self, optimizer: Optimizer, engine: Engine, request: TraceRequest) -> None:
-        self._engine = engine
-        self._request = request
+        self._engine, self._request = engine, request
         self._count = 0
         self._profile: profile | None = None
         self._marks_ns: list[int] = []
         self._worker_spans: list[tuple[str, int, int]] = []
         self._begin_ns = 0
         self._counters = Counters()
-        self._handle = optimizer.register_step_pre_hook(lambda *_: self._step_begins())
+        handle = optimizer.register_step_pre_hook(lambda *_: self._step_begins())
+        self.detach = handle.remove
+        """Stops following the optimizer."""
 
     @property
     def has_begun(self) -> bool:
         """Whether the profiler runs, or has run."""
         return self._count >= max(1, self._request.step - 2)
-
-    def detach(self) -> None:
-        """Stops following the optimizer."""
-        self._handle.remove()
 
     def _step_begins(self) -> None:
         self._count += 1
@@ -88,8 +79,7 @@ class StepTrace:
             self._counters = self._counters_now()
             self._begin_ns = time.perf_counter_ns()
         elif self._count == self._request.step:
-            end_ns = time.perf_counter_ns()
-            self._finish(end_ns)
+            self._finish(time.perf_counter_ns())
 
     def _mark_clock(self) -> None:
         for _ in range(_CLOCK_MARKS):
@@ -103,12 +93,11 @@ class StepTrace:
 
     def _finish(self, end_ns: int) -> None:
         assert self._profile is not None
-        engine = self._engine
         self.detach()
-        engine.runtime.worker.on_work_done = None
+        self._engine.runtime.worker.on_work_done = None
         self._mark_clock()
-        if engine.device.type == "cuda":
-            torch.cuda.synchronize(engine.device)
+        if self._engine.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.device)
         self._profile.stop()
         folder = self._request.folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -119,11 +108,9 @@ class StepTrace:
         partial.rename(folder / RAW_INFO)
 
     def _info(self, end_ns: int) -> dict[str, Any]:
-        engine, now = self._engine, self._counters_now()
-        wait_ms = {
-            cause.value: getattr(now, f"{cause.value}_wait_ms") - getattr(self._counters, f"{cause.value}_wait_ms")
-            for cause in Cause
-        }
+        engine, now, before = self._engine, self._counters_now(), self._counters
+        names = {cause.value: f"{cause.value}_wait_ms" for cause in Cause}
+        wait_ms = {cause: getattr(now, name) - getattr(before, name) for cause, name in names.items()}
         shares = bound_shares(wait_ms, (end_ns - self._begin_ns) / 1e6)
         is_cuda = engine.device.type == "cuda"
         return {
