@@ -52,7 +52,7 @@ def extrapolated_outline(
             )
     outside_seconds = measured.outside_seconds
     if outside_seconds is not None:
-        seconds = (op_seconds(_outside_costs(outline), machine) for outline in (estimate, measured_estimate))
+        seconds = (op_seconds(outside_costs(outline), machine) for outline in (estimate, measured_estimate))
         outside_seconds *= _ratio(*seconds)
     return dataclasses.replace(estimate, profiles={**estimate.profiles, **profiles}, outside_seconds=outside_seconds)
 
@@ -89,7 +89,7 @@ def _ratio(after: float, before: float) -> float:
     return after / before if before else 1.0
 
 
-def _outside_costs(outline: StepOutline) -> OpCosts:
+def outside_costs(outline: StepOutline) -> OpCosts:
     """Returns the costs of what runs outside the layers, from the start of the step to the first layer's backward.
 
     The costs of an event are those of what runs between the event before and this one.
