@@ -16,12 +16,11 @@ from pathlib import Path
 
 import torch
 
-from megatrain_accelerate import __version__
+from megatrain_accelerate import __version__, tracing
 from megatrain_accelerate.doctor import command as doctor
 from megatrain_accelerate.errors import ConfigError, MegatrainError
 from megatrain_accelerate.estimate import command as estimate
-from megatrain_accelerate.tracing import picture, timeline
-from megatrain_accelerate.tracing.request import DEFAULT_STEP, PERFETTO_TRACE, PICTURE, RAW_INFO, RAW_TRACE, TraceRequest
+from megatrain_accelerate.tracing import DEFAULT_STEP, PERFETTO_TRACE, PICTURE, RAW_INFO, RAW_TRACE, TraceRequest
 
 _POLL_SECONDS = 0.5
 
@@ -137,16 +136,18 @@ def write_results(folder: Path) -> None:
     with gzip.open(folder / RAW_TRACE, "rt", encoding="utf-8") as file:
         trace = json.load(file)
     info = json.loads((folder / RAW_INFO).read_text())
-    found, trace["traceEvents"] = timeline.build(trace["traceEvents"], info)
+    found, trace["traceEvents"] = tracing.build(trace["traceEvents"], info)
     trace["megatrain"] = {key: info[key] for key in ("step", "device", "wait_ms", "shares")}
     with gzip.open(folder / PERFETTO_TRACE, "wt", encoding="utf-8") as file:
         json.dump(trace, file)
     for name in (RAW_TRACE, RAW_INFO):
         (folder / name).unlink()
-    print(f"\n{timeline.format_summary(found)}")
-    print(f"written: {folder / PERFETTO_TRACE} (open it at https://ui.perfetto.dev)", flush=True)
+    print(
+        f"\n{tracing.format_summary(found)}\nwritten: {folder / PERFETTO_TRACE} (open it at https://ui.perfetto.dev)",
+        flush=True,
+    )
     try:
-        picture.draw(found, folder / PICTURE)
+        tracing.draw(found, folder / PICTURE)
     except MegatrainError as error:
         print(f"megatrain trace: {error}", file=sys.stderr, flush=True)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.doctor.finding import Finding, Value
+from megatrain_accelerate.doctor.checks import BYTES_A_PARAMETER, Finding, Value
 from megatrain_accelerate.errors import HostMemoryError
 from megatrain_accelerate.memory.host_limits import available_host_bytes
 from megatrain_accelerate.memory.host_memory import HostMemory
@@ -34,7 +35,6 @@ _SAME_SPEED = 0.75
 _COPY_BYTES = 256 * MIB
 _ROUNDS = 4
 _MOST_ELEMENTS = 96 * MIB
-_BYTES_AN_ELEMENT = 14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,39 +66,30 @@ def measure_link(device: torch.device) -> LinkSpeeds:
     """
     memory = HostMemory(2 * _COPY_BYTES, huge_pages=True, register=True)
     try:
-        halves = [memory.tensor(part * _COPY_BYTES, (_COPY_BYTES,), torch.uint8) for part in range(2)]
-        for half in halves:
-            half.zero_()
+        down, up = (memory.tensor(part * _COPY_BYTES, (_COPY_BYTES,), torch.uint8).zero_() for part in range(2))
         memory.register()
         there, other = (torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-        streams = [torch.cuda.Stream(device) for _ in range(2)]
+        to_gpu = (torch.cuda.Stream(device), there, down)
+        from_gpu = (torch.cuda.Stream(device), up, other)
 
-        def copies(down: bool, up: bool) -> None:
-            if down:
-                with torch.cuda.stream(streams[0]):
-                    there.copy_(halves[0], non_blocking=True)
-            if up:
-                with torch.cuda.stream(streams[1]):
-                    halves[1].copy_(other, non_blocking=True)
+        def seconds(*copies: tuple[torch.cuda.Stream, torch.Tensor, torch.Tensor]) -> float:
+            def work() -> None:
+                for stream, target, source in copies:
+                    with torch.cuda.stream(stream):
+                        target.copy_(source, non_blocking=True)
 
-        h2d = _seconds(lambda: copies(True, False), device)
-        d2h = _seconds(lambda: copies(False, True), device)
-        both = _seconds(lambda: copies(True, True), device)
+            return _seconds(work, device)
+
+        h2d, d2h, both = seconds(to_gpu), seconds(from_gpu), seconds(to_gpu, from_gpu)
     finally:
         memory.close()
     return LinkSpeeds(_COPY_BYTES / h2d, _COPY_BYTES / d2h, 2 * _COPY_BYTES / both)
 
 
 def measure_host(kernels: HostKernels, elements: int) -> HostSpeeds:
-    """Times AdamW and a plain loop on the same arrays.
-
-    Args:
-        kernels: with the threads that training would have.
-        elements: parameters; 14 bytes each are allocated.
-    """
-    sizes = {"hi": 2, "residual": 2, "gradient": 2, "exp_avg": 4, "exp_avg_sq": 4}
-    dtypes = [torch.bfloat16, torch.int16, torch.bfloat16, torch.float32, torch.float32]
-    memories = [HostMemory(size * elements, huge_pages=True, register=False) for size in sizes.values()]
+    """Times AdamW and a plain loop on the same arrays, of 14 bytes a parameter."""
+    dtypes = (torch.bfloat16, torch.int16, torch.bfloat16, torch.float32, torch.float32)
+    memories = [HostMemory(dtype.itemsize * elements, huge_pages=True, register=False) for dtype in dtypes]
     tensors = [memory.tensor(0, (elements,), dtype) for memory, dtype in zip(memories, dtypes, strict=True)]
     for tensor in tensors:
         kernels.zero(tensor)
@@ -111,15 +102,17 @@ def measure_host(kernels: HostKernels, elements: int) -> HostSpeeds:
 
 def _seconds(work: Callable[[], object], device: torch.device | None = None) -> float:
     """The shortest of a few rounds after one that doesn't count."""
+
+    def finished() -> float:
+        if device is not None:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
     rounds = []
     for _ in range(_ROUNDS + 1):
-        if device is not None:
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
+        start = finished()
         work()
-        if device is not None:
-            torch.cuda.synchronize(device)
-        rounds.append(time.perf_counter() - start)
+        rounds.append(finished() - start)
     return min(rounds[1:])
 
 
@@ -130,24 +123,26 @@ def link(device: torch.device, config: MegatrainConfig) -> list[Finding]:
     except HostMemoryError as error:
         remedy = "ulimit -l unlimited (docker run --ulimit memlock=-1), or megatrain_config.pin_memory: false (slower copies)"
         return [Finding("link", "broken", str(error), remedy)]
-    return [link_finding(speeds), *_plan_speeds(device, config, speeds)]
+    with contextlib.closing(HostKernels(config.host_threads)) as kernels:
+        path = speeds_path(device, kernels, config.pin_memory)
+        machine = measured_machine(device, kernels, config.pin_memory)
+        count = len(kept_speeds(path))
+        step = measure_host(kernels, _elements(_MOST_ELEMENTS)).step_parameters
+    return [link_finding(speeds), plan_finding(machine, speeds, step, str(path), count), bounds_finding(machine)]
 
 
 def link_finding(speeds: LinkSpeeds) -> Finding:
     """What the speeds mean."""
-    values: dict[str, Value] = {
-        "h2d_gb_per_second": speeds.h2d / GB,
-        "d2h_gb_per_second": speeds.d2h / GB,
-        "both_gb_per_second": speeds.both / GB,
-    }
-    text = f"to the GPU {speeds.h2d / GB:.1f}, from it {speeds.d2h / GB:.1f}, both at once {speeds.both / GB:.1f} GB/s"
+    h2d, d2h, both = (speed / GB for speed in (speeds.h2d, speeds.d2h, speeds.both))
+    values = {"h2d_gb_per_second": h2d, "d2h_gb_per_second": d2h, "both_gb_per_second": both}
+    text = f"to the GPU {h2d:.1f}, from it {d2h:.1f}, both at once {both:.1f} GB/s"
     if min(speeds.h2d, speeds.d2h) < SLOW_LINK_BYTES:
         remedy = (
             "look at nvidia-smi -q for the PCIe generation and lanes: fewer than the slot's? Run on the GPU's own socket "
             "(numactl); else take larger batches, so that layers compute longer than they are copied"
         )
         return Finding("link", "slow", f"{text}: slower than PCIe Gen4 on 16 lanes", remedy, values)
-    if speeds.both < 1.2 * max(speeds.h2d, speeds.d2h):
+    if both < 1.2 * max(h2d, d2h):
         remedy = (
             "the host's memory or the slot carries one direction at a time; gradients and weights then wait for each other"
         )
@@ -157,62 +152,36 @@ def link_finding(speeds: LinkSpeeds) -> Finding:
 
 def host_speeds(has_gpu: bool) -> list[Finding]:
     """Speeds of the host's memory and AdamW."""
-    kernels = HostKernels()
-    try:
+    with contextlib.closing(HostKernels()) as kernels:
         # A machine without a GPU is looked at quickly.
         speeds = measure_host(kernels, _elements(_MOST_ELEMENTS if has_gpu else _MOST_ELEMENTS // 16))
-    finally:
-        kernels.close()
     return [host_finding(speeds, has_gpu)]
 
 
 def _elements(most: int) -> int:
     """No more than an eighth of the free memory holds."""
-    return max(1 << 20, min(most, available_host_bytes() // (8 * _BYTES_AN_ELEMENT)))
+    return max(1 << 20, min(most, available_host_bytes() // (8 * BYTES_A_PARAMETER)))
 
 
 def host_finding(speeds: HostSpeeds, has_gpu: bool) -> Finding:
     """What the speeds mean."""
     share = STEP_BYTES * speeds.step_parameters / speeds.probe_bytes
-    values: dict[str, Value] = {
-        "host_step_g_parameters_per_second": speeds.step_parameters / 1e9,
-        "dram_gb_per_second": speeds.probe_bytes / GB,
-        "host_threads": speeds.threads,
-    }
-    text = (
-        f"AdamW {speeds.step_parameters / 1e9:.2f} G parameters/s, memory {speeds.probe_bytes / GB:.0f} GB/s, with "
-        f"{speeds.threads} threads"
-    )
+    step, dram = speeds.step_parameters / 1e9, speeds.probe_bytes / GB
+    values = {"host_step_g_parameters_per_second": step, "dram_gb_per_second": dram, "host_threads": speeds.threads}
+    text = f"AdamW {step:.2f} G parameters/s, memory {dram:.0f} GB/s, with {speeds.threads} threads"
     if has_gpu and share < SLOW_STEP_SHARE:
         remedy = "more cores would help: lift limits on them, set megatrain_config.host_threads, end what else runs on them"
         return Finding("host speed", "slow", f"{text}: the cores bound AdamW, not the memory", remedy, values)
     return Finding("host speed", "ok", text, values=values)
 
 
-def _plan_speeds(device: torch.device, config: MegatrainConfig, speeds: LinkSpeeds) -> list[Finding]:
-    kernels = HostKernels(config.host_threads)
-    try:
-        path = speeds_path(device, kernels, config.pin_memory)
-        machine = measured_machine(device, kernels, config.pin_memory)
-        count = len(kept_speeds(path))
-        step = measure_host(kernels, _elements(_MOST_ELEMENTS)).step_parameters
-    finally:
-        kernels.close()
-    return [plan_finding(machine, speeds, step, str(path), count), bounds_finding(machine)]
-
-
 def plan_finding(machine: Machine, speeds: LinkSpeeds, step_parameters: float, path: str, count: int) -> Finding:
-    """Whether the speeds that the plan goes by still hold.
+    """Whether the speeds that the plan goes by (``machine``) still hold.
 
-    Args:
-        machine: those speeds.
-        speeds: the link's now.
-        step_parameters: a second, by the host's AdamW with nothing beside it; now.
-        path: the file of the plan's speeds.
-        count: of the measurements there, this process' among them if it made one; 0 if none could be kept.
+    ``step_parameters`` is what the host's AdamW steps a second with nothing beside it, now;
+    ``count`` that of the measurements in the file at ``path``, 0 if none could be kept.
     """
-    values: dict[str, Value] = {f"plan_{name}": value for name, value in dataclasses.asdict(machine).items()}
-    values["speeds_file"] = path
+    values = {f"plan_{name}": value for name, value in dataclasses.asdict(machine).items()} | {"speeds_file": path}
     pairs = (
         ("GB/s over the link", min(machine.h2d_bytes, machine.d2h_bytes), min(speeds.h2d, speeds.d2h)),
         ("G parameters/s of AdamW", machine.host_step_parameters / SHARE_IN_A_STEP, step_parameters),
@@ -236,7 +205,7 @@ def bounds_finding(machine: Machine) -> Finding:
     step_tokens = machine.device_flops / 2 / machine.host_step_parameters
     link_tokens = 2 / machine.h2d_bytes * machine.device_flops / 2
     tokens, bound = max((step_tokens, "AdamW on the host"), (link_tokens, "the link to the GPU"))
-    values: dict[str, Value] = {"step_bound_below_tokens": step_tokens, "link_bound_below_tokens": link_tokens}
+    values = {"step_bound_below_tokens": step_tokens, "link_bound_below_tokens": link_tokens}
     text = (
         f"for a model that streams whole, {bound} bounds the forward of batches below about {tokens:,.0f} tokens "
         f"(AdamW {step_tokens:,.0f}, link {link_tokens:,.0f}); above, the GPU computes all the time"
@@ -248,25 +217,17 @@ def bounds_finding(machine: Machine) -> Finding:
     return Finding("what limits training", "note", text, remedy, values)
 
 
-def no_gpu() -> list[Finding]:
-    """What to say on a machine without a GPU."""
-    built = torch.version.cuda
-    text = "none that torch can use: training runs on the CPU, as a stand-in for trying things out"
-    if built is None:
-        remedy = f"for a GPU: install a torch with CUDA; this one ({torch.__version__}) is built without"
-    else:
+def gpu(device: torch.device | None, error: Exception | None) -> list[Finding]:
+    """The GPU and its free memory; ``error`` says why one that is there can't be used."""
+    if error is not None:  # busy in exclusive mode, its fabric down
+        text = f"it can't be used: {str(error).splitlines()[0]}"
+        return [Finding("GPU", "broken", text, "check nvidia-smi: compute mode, fabric manager, driver", {"gpu": None})]
+    if device is None:
+        text = "none that torch can use: training runs on the CPU, as a stand-in for trying things out"
         remedy = "for a GPU: check nvidia-smi, CUDA_VISIBLE_DEVICES, and in a container --gpus all"
-    return [Finding("GPU", "note", text, remedy, {"gpu": None})]
-
-
-def unusable_gpu(error: Exception) -> list[Finding]:
-    """What to say of a GPU that is there and can't be used: busy in exclusive mode, its fabric down."""
-    text = f"it can't be used: {str(error).splitlines()[0]}"
-    return [Finding("GPU", "broken", text, "check nvidia-smi: compute mode, fabric manager, driver", {"gpu": None})]
-
-
-def gpu(device: torch.device) -> list[Finding]:
-    """The GPU, and how much of its memory is free."""
+        if torch.version.cuda is None:
+            remedy = f"for a GPU: install a torch with CUDA; this one ({torch.__version__}) is built without"
+        return [Finding("GPU", "note", text, remedy, {"gpu": None})]
     free, total = torch.cuda.mem_get_info(device)
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     values: dict[str, Value] = {"gpu": name, "gpu_gib": total / GIB, "gpu_free_gib": free / GIB}

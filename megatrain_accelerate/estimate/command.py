@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import logging
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,8 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError, MegatrainError
 from megatrain_accelerate.estimate import report
 from megatrain_accelerate.estimate.forecast import Forecaster
-from megatrain_accelerate.estimate.limits import MOST_BATCH, MOST_TOKENS, largest_batch, longest_context
 from megatrain_accelerate.estimate.machine_description import MachineDescription, MachineOptions, describe_machine
-from megatrain_accelerate.estimate.meta_model import load_config, model_on_meta
-from megatrain_accelerate.estimate.positions import PositionTable
+from megatrain_accelerate.estimate.meta_engine import PositionTable, load_config, model_on_meta
 from megatrain_accelerate.estimate.report import Estimate, Limits
 from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
@@ -33,6 +32,14 @@ from megatrain_accelerate.units import GB, GIB, KIB, MIB
 logger = logging.getLogger(__name__)
 _TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
+MOST_BATCH = 1 << 14
+"""Sequences of a batch that are tried."""
+MOST_TOKENS = (1 << 22) - 1024
+"""Of one sequence that is tried. Without data, positions of more tokens have no values (planning/known_values.py), and the
+model makes a mask of all pairs of them, which it leaves out otherwise."""
+_STEPS_OF_TOKENS = (1024, 64, 1)
+_TOLERANCE = 0.02
+"""Share of a limit by which it may be too small."""
 _MOST_ROWS = 7
 _USUAL_LENGTH = 4096
 _UNITS = {"": GIB, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024 * GIB, "mb": 10**6, "gb": GB, "tb": 1000 * GB}
@@ -50,14 +57,17 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} isn't a finite number above 0")
-    return value
+def _speed(unit: float) -> Callable[[str], float]:
+    def speed(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} isn't a finite number above 0")
+        return unit * value
+
+    return speed
 
 
 def _count(text: str) -> int:
@@ -77,7 +87,6 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments."""
     parser.add_argument("model", metavar="MODEL", help="an id of the Hub, a local folder, or a config.json; only that is read")
     parser.add_argument(
         "--length",
@@ -85,76 +94,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help=f"of each sequence; default {_USUAL_LENGTH}, or the rows of the model's table of positions if these are fewer",
     )
-    parser.add_argument(
-        "--batch",
-        type=_count,
-        nargs="+",
-        action="extend",
-        metavar="N",
-        help="sequences in a batch; default: up to the largest",
-    )
+    many: dict[str, Any] = {"nargs": "+", "action": "extend"}
+    batch_help = "sequences in a batch; default: up to the largest"
+    parser.add_argument("--batch", type=_count, **many, metavar="N", help=batch_help)
     parser.add_argument(
         "--no-limits", action="store_true", help="leave out the largest batch and the longest context: faster, with --batch"
     )
     parser.add_argument("--accumulation", type=_count, default=1, metavar="N", help="gradient_accumulation_steps")
-    parser.add_argument(
-        "--set",
-        type=_setting,
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        help="settings of megatrain_config",
-    )
+    parser.add_argument("--set", type=_setting, **many, default=[], metavar="KEY=VALUE", help="settings of megatrain_config")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the configuration")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw tokens a second against batch")
     machine = parser.add_argument_group("machine", "by default this one, as measured; --gpu describes another")
     machine.add_argument("--gpu", metavar="NAME", help="a known GPU: H200, H100, A100-80, GH200, RTX4090, ...")
-    machine.add_argument("--gpu-memory", type=parse_size, metavar="SIZE", help="of the GPU, for example 24GiB")
-    machine.add_argument("--host-memory", type=parse_size, metavar="SIZE", help="for example 1.5TiB")
-    machine.add_argument("--cores", type=_count, metavar="N", help="of the host; default: usual for the GPU")
-    machine.add_argument("--link-gb-per-second", type=_positive, metavar="X", help="between host and GPU, sustained, each way")
-    machine.add_argument("--host-gb-per-second", type=_positive, metavar="X", help="of the host's memory, sustained")
-    machine.add_argument("--host-step", type=_positive, metavar="X", help="G parameters a second that the host's AdamW steps")
-    machine.add_argument("--dense-tflops", type=_positive, metavar="X", help="of bf16 products, sustained")
-    machine.add_argument("--memory-gb-per-second", type=_positive, metavar="X", help="of the GPU's memory, sustained")
+    for option, name, kind, metavar, text in (
+        ("--gpu-memory", "gpu_memory_bytes", parse_size, "SIZE", "of the GPU, for example 24GiB"),
+        ("--host-memory", "host_memory_bytes", parse_size, "SIZE", "for example 1.5TiB"),
+        ("--cores", "cores", _count, "N", "of the host; default: usual for the GPU"),
+        ("--link-gb-per-second", "link_bytes", _speed(GB), "X", "between host and GPU, sustained, each way"),
+        ("--host-gb-per-second", "host_dram_bytes", _speed(GB), "X", "of the host's memory, sustained"),
+        ("--host-step", "host_step_parameters", _speed(1e9), "X", "G parameters a second that the host's AdamW steps"),
+        ("--dense-tflops", "dense_flops", _speed(1e12), "X", "of bf16 products, sustained"),
+        ("--memory-gb-per-second", "device_bytes", _speed(GB), "X", "of the GPU's memory, sustained"),
+    ):
+        machine.add_argument(option, dest=name, type=kind, metavar=metavar, help=text)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the estimate.
-
-    Returns:
-        The exit status: 1 if the model doesn't fit or the arguments are wrong.
-    """
+    """Prints the estimate. The exit status is 1 if it doesn't fit or the arguments are wrong."""
     try:
         found = estimate(options)
         print(json.dumps(report.as_json(found), indent=2) if options.json else report.table(found))
         if options.plot is not None:
             report.plot(found, options.plot)
+        return 0 if found.fits else 1
     except MegatrainError as error:
         print(f"megatrain estimate: {error}", file=sys.stderr)
         return 1
-    return 0 if found.fits else 1
-
-
-def machine_options(options: argparse.Namespace) -> MachineOptions:
-    """What the arguments say of the machine."""
-
-    def scaled(value: float | None, factor: float) -> float | None:
-        return None if value is None else value * factor
-
-    return MachineOptions(
-        gpu=options.gpu,
-        gpu_memory_bytes=options.gpu_memory,
-        host_memory_bytes=options.host_memory,
-        cores=options.cores,
-        link_bytes=scaled(options.link_gb_per_second, GB),
-        host_dram_bytes=scaled(options.host_gb_per_second, GB),
-        host_step_parameters=scaled(options.host_step, 1e9),
-        dense_flops=scaled(options.dense_tflops, 1e12),
-        device_bytes=scaled(options.memory_gb_per_second, GB),
-    )
 
 
 def estimate(options: argparse.Namespace) -> Estimate:
@@ -170,7 +146,8 @@ def estimate(options: argparse.Namespace) -> Estimate:
             "steps that hide under forward or backward: leave it out, or take deferred or backward"
         )
     require_steps_in_backward_possible(config, options.accumulation)
-    machine = describe_machine(machine_options(options), config)
+    described = MachineOptions(**{field.name: getattr(options, field.name) for field in dataclasses.fields(MachineOptions)})
+    machine = describe_machine(described, config)
     settings = load_config(options.model, options.trust_remote_code)
     model = model_on_meta(settings, options.trust_remote_code)
     forecaster = Forecaster(
@@ -200,23 +177,17 @@ def _without_data(model: nn.Module, length: int) -> Iterator[None]:
         ) from error
 
 
-def _length(asked: int | None, table: PositionTable | None) -> int:
-    """Tokens of each sequence: as many as asked for, else usual ones, or the model's positions if these are fewer."""
-    if table is None:
-        return asked or _USUAL_LENGTH
-    if asked is not None and asked > table.positions:
+def _estimated(options: argparse.Namespace, forecaster: Forecaster, machine: MachineDescription, settings: Any) -> Estimate:
+    asked: int | None = options.length
+    if options.no_limits and not options.batch:
+        raise ConfigError("--no-limits needs --batch: without limits it isn't known which batches to look at")
+    with _without_data(forecaster.model, asked or _USUAL_LENGTH):
+        table = forecaster.positions()
+    if table is not None and asked is not None and asked > table.positions:
         raise ConfigError(
             f"--length {asked} is more than the {table.positions:,} positions that the model has ({table.name}); lower it"
         )
-    return asked or min(_USUAL_LENGTH, table.positions)
-
-
-def _estimated(options: argparse.Namespace, forecaster: Forecaster, machine: MachineDescription, settings: Any) -> Estimate:
-    if options.no_limits and not options.batch:
-        raise ConfigError("--no-limits needs --batch: without limits it isn't known which batches to look at")
-    with _without_data(forecaster.model, options.length or _USUAL_LENGTH):
-        table = forecaster.positions()
-    length = _length(options.length, table)
+    length = asked or min(_USUAL_LENGTH, table.positions if table is not None else _USUAL_LENGTH)
     with _without_data(forecaster.model, length):
         least = forecaster.least_gpu_bytes(1, length)
         # Asked only where it is told: a run without data takes a while.
@@ -225,14 +196,15 @@ def _estimated(options: argparse.Namespace, forecaster: Forecaster, machine: Mac
         batches = options.batch or _batches(limits.batch if limits else 1)
         rows = [forecaster.forecast(count, length) for count in batches]
     text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
+    runtime = forecaster.engine.runtime
     return Estimate(
         model=options.model,
         model_class=type(forecaster.model).__name__,
         parameters=forecaster.parameters,
         active_parameters=forecaster.active_parameters,
-        layers=len(forecaster.engine.runtime.layers),
-        layer_parameters=max(layer.parameter_count for layer in forecaster.engine.runtime.layers),
-        experts=experts_text(forecaster.engine.runtime) if forecaster.engine.runtime.experts else None,
+        layers=len(runtime.layers),
+        layer_parameters=max(layer.parameter_count for layer in runtime.layers),
+        experts=experts_text(runtime) if runtime.experts else None,
         stated_positions=getattr(text, "max_position_embeddings", None),
         table=table,
         machine=machine,
@@ -266,10 +238,60 @@ def _limits(forecaster: Forecaster, gpu_bytes: int, length: int, table: Position
         finally:
             _TORCH_LOG.disabled = False
 
-    batch = largest_batch(lambda count: forecaster.least_gpu_bytes(count, length), gpu_bytes)
+    batch = largest(lambda count: forecaster.least_gpu_bytes(count, length), gpu_bytes, MOST_BATCH, _TOLERANCE)
     context = longest_context(needs_of_one, gpu_bytes, most_tokens)
     longest = forecaster.forecast(1, context) if context else None
     return Limits(batch, context, longest, batch_is_least=batch == MOST_BATCH, context_is_least=context == MOST_TOKENS)
+
+
+def longest_context(needs: Callable[[int], int], budget: int, most: int) -> int:
+    """Tokens of the longest sequence that fits: a multiple of 1,024, or of 64, or ``most``."""
+    for step in _STEPS_OF_TOKENS:
+        if most < step:
+            continue
+        steps = largest(lambda count, step=step: needs(count * step), budget, most // step, _TOLERANCE)  # type: ignore[misc]
+        if steps == most // step and needs(most) <= budget:
+            return most
+        if steps:
+            return steps * step
+    return 0
+
+
+def largest(needs: Callable[[int], int], budget: int, most: int, tolerance: float = 0.0) -> int:
+    """The largest number from 1 to ``most`` whose need is within the budget; 0 if that of 1 isn't.
+
+    Needs grow with the number, nearly in proportion for most models, so that the next to be tried
+    is interpolated: each is a run without data. The result may be too small by the share
+    ``tolerance``.
+    """
+    low, low_needs = 1, needs(1)
+    if low_needs > budget:
+        return 0
+    high, high_needs = min(2, most), 0
+    while low < most:
+        high_needs = needs(high)
+        if high_needs > budget:
+            break
+        if high == most:
+            return most
+        slope = (high_needs - low_needs) / (high - low)
+        low, low_needs = high, high_needs
+        further = low + int((budget - low_needs) / slope) + 1 if slope > 0 else most
+        high = min(most, max(further, low + 1))
+    else:
+        return low
+    interpolates = True
+    while high - low > max(1, int(tolerance * low)):
+        guess = low + int((high - low) * (budget - low_needs) / (high_needs - low_needs))
+        middle = min(max(guess, low + 1), high - 1) if interpolates else (low + high) // 2
+        before, taken = high - low, needs(middle)
+        if taken <= budget:
+            low, low_needs = middle, taken
+        else:
+            high, high_needs = middle, taken
+        # Where needs bend, a line between the two ends moves one of them by little.
+        interpolates = 2 * (high - low) <= before
+    return low
 
 
 def _batches(most: int) -> Sequence[int]:

@@ -5,39 +5,38 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import logging
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.estimate.attention_dropout import WithoutAttentionDropout
-from megatrain_accelerate.estimate.extrapolation import extended_graph, extended_outline, extended_profile, with_kinds
-from megatrain_accelerate.estimate.joining import may_join, sums_loss
-from megatrain_accelerate.estimate.layer_graph import LayerGraph, TensorShape, trace_layer
-from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
-from megatrain_accelerate.estimate.positions import PositionTable, shortest_table
-from megatrain_accelerate.estimate.predicted_step import Forecast
-from megatrain_accelerate.estimate.reckoning import (
-    FITTED,
-    Shares,
+from megatrain_accelerate.estimate.layer_graph import (
+    OUTSIDE,
+    LayerGraph,
+    WithoutAttentionDropout,
     compiled_profile,
-    outside_seconds,
-    tiled_profile,
+    extended,
+    trace_layer,
     uncompiled_profile,
 )
+from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine, PositionTable, shortest_table
+from megatrain_accelerate.integrations.joined_batches import steps_of
 from megatrain_accelerate.loss.products import standing_for_a_gpu
 from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES
 from megatrain_accelerate.planning.machine import Machine
+from megatrain_accelerate.planning.other_batches import outside_seconds_of
 from megatrain_accelerate.planning.placement import require_layers
 from megatrain_accelerate.planning.placement_search import Candidate
 from megatrain_accelerate.planning.step_memory import OpCosts
-from megatrain_accelerate.planning.step_outline import outline_layers, outline_step
-from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
+from megatrain_accelerate.planning.step_outline import outline_layers, outline_step, what_sees_a_batch
+from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
 from megatrain_accelerate.planning.step_simulation import sent_bytes
 from megatrain_accelerate.planning.tile_choice import outline_with_tiles
 from megatrain_accelerate.streaming.compiled_layer import SMALLEST_LAYER_PARAMETERS
@@ -60,19 +59,67 @@ _TRACED_SEQUENCES, _TRACED_TILES = 2, 8
 """Layers are traced on so many sequences, or as many as fill so many tiles, and on twice as many; on more they take more in
 proportion. Of one sequence, tensors may be laid out otherwise; of a few tiles, one tile is most of what is alive."""
 
+_Made = TypeVar("_Made")
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """A predicted training step: a row of an estimate. Bytes are peaks, rates are of one GPU."""
+
+    batch: int
+    length: int
+    micro_batches: int
+    candidate: Candidate
+    gpu_bytes: int
+    host_bytes: int
+    kept_bytes: int
+    """Activations that stay on the GPU, and those that go to the host."""
+    offloaded_bytes: int
+    layers: int
+    active_parameters: int
+    fits: bool
+    """In both memories."""
+    joined: bool
+    """Whether the micro-batches run as one batch (``join_micro_batches``)."""
+
+    @property
+    def seconds(self) -> float:
+        return self.candidate.time.seconds
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length * self.micro_batches
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole step, the optimizer's included."""
+        return self.tokens / self.seconds
+
+    @property
+    def tflops(self) -> float:
+        """6 x active parameters x tokens: what is recomputed doesn't count, nor does attention."""
+        return 6e-12 * self.active_parameters * self.tokens_per_second
+
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A call of a layer, or the first piece of it: what it costs, without times."""
+    """A call of a layer: what it costs, without times."""
 
     dry: LayerProfile
     """Of the whole call, run as it is written."""
     graph: LayerGraph | None
+    """Of the call, or of the first piece of it."""
     compiles: bool
     split: BatchSplit
 
+    def extended(self, twice: _Call, times: float) -> _Call:
+        """The call on ``times`` as many sequences; ``twice`` is of two times as many."""
+        dry, graph = extended(self.dry, twice.dry, times), extended(self.graph, twice.graph, times)
+        return dataclasses.replace(twice, dry=dry, graph=graph)
+
 
 _Calls = tuple[Sequence[Hashable], dict[Hashable, _Call]]
+"""The kinds of the layers' calls in order, and what calls of a kind cost."""
 
 
 class Forecaster:
@@ -80,14 +127,11 @@ class Forecaster:
 
     Args:
         model: on the meta device.
-        config: the settings.
-        machine: speeds.
         gpu_bytes: GPU memory that a step may take.
         host_bytes: host memory that the process may take; None for as much as the model's states need.
         micro_batches: backwards before a step.
         active_parameters: those that a token meets; by default all.
         recorder: what collects side outputs of layers.
-        shares: of the speeds that are reached.
 
     Raises:
         UnsupportedError: the model can't stream; the message says why.
@@ -105,12 +149,10 @@ class Forecaster:
         micro_batches: int = 1,
         active_parameters: int | None = None,
         recorder: OutputRecorder | None = None,
-        shares: Shares = FITTED,
     ) -> None:
         self.model = model.train()
         self.config = config
         self.machine = machine
-        self.shares = shares
         self.gpu_bytes = gpu_bytes
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.active_parameters = self.parameters if active_parameters is None else active_parameters
@@ -118,53 +160,47 @@ class Forecaster:
         require_layers(len(self.engine.runtime.layers), config.keep_layers, config.offload_layers)
         for_states = None if host_bytes is None else host_bytes - CONSTANT_OVERHEAD_BYTES
         self.plan = ForecastPlan(self.engine, config, machine, gpu_bytes, for_states, micro_batches)
+        self.engine.device_plan = self.plan
         self.micro_batches = micro_batches
+        self.host_store_bytes = self.plan.store_bytes + CONSTANT_OVERHEAD_BYTES
+        """Host memory that the training asks for when it starts."""
         self.host_bytes = self.host_store_bytes if host_bytes is None else host_bytes
         self._attention = WithoutAttentionDropout()
         self._graphs: dict[Hashable, LayerGraph | None] = {}
-        self._outlines: dict[Hashable, StepOutline] = {}
-        self._outside: dict[Hashable, StepOutline] = {}
-        self._traced: dict[Hashable, _Calls] = {}
-
-    @property
-    def host_store_bytes(self) -> int:
-        """Host memory that the training asks for when it starts, bytes."""
-        return self.plan.store_bytes + CONSTANT_OVERHEAD_BYTES
+        self._found: dict[Hashable, Any] = {}
 
     @functools.cached_property
     def _may_join(self) -> bool:
-        if self.micro_batches < 2 or not may_join(self.model, self.engine.runtime, self.config):
+        """Whether nothing is seen against joining micro-batches (integrations/joined_batches.py)."""
+        if self.micro_batches < 2 or not self.config.join_micro_batches or self.engine.runtime.experts:
+            return False
+        if not _accepts_loss_kwargs(self.model) or what_sees_a_batch(self.model) is not None:
             return False
         with standing_for_a_gpu(), self._attention:
-            return sums_loss(self.model, self.engine.runtime, _FEW_TOKENS)
+            return self._run(1, _FEW_TOKENS, num_items_in_batch=torch.tensor(_FEW_TOKENS)).sums_loss
 
     def positions(self) -> PositionTable | None:
         """The shortest table of positions, which bounds a sequence; None if the model has none."""
         with standing_for_a_gpu(), self._attention:
-            return shortest_table(self.model, lambda: self._outlined(1, _FEW_TOKENS))
+            return shortest_table(self.model, lambda: self._run(1, _FEW_TOKENS))
 
     def least_gpu_bytes(self, batch: int, length: int) -> int:
-        """GPU memory of a step that takes the least of it, bytes (:meth:`ForecastPlan.leanest`).
-
-        Args:
-            batch, length: sequences, and tokens of each.
-        """
+        """GPU memory of a step on ``batch`` sequences of ``length`` tokens that takes the least."""
         needed = self._least_bytes(batch, length)
         if self._may_join:
-            with contextlib.suppress(UnsupportedError), self._joined(batch):
+            with contextlib.suppress(UnsupportedError), steps_of(self.engine, batch):
                 joined = self._least_bytes(batch * self.micro_batches, length)
                 return joined if self.config.join_micro_batches is True else min(needed, joined)
         return needed
 
     def _least_bytes(self, batch: int, length: int) -> int:
-        tiles = self._tiles(batch * length)
-        return min(self.plan.least_bytes(self._outline_by(batch, length, tile)) for tile in tiles)
-
-    def _tiles(self, tokens: int) -> Sequence[int]:
-        """Tokens of a tile that the plan would try for a batch of so many in all; 0 for none."""
-        if self.config.token_tile != "auto":
-            return [int(self.config.token_tile)]
-        return [0, AUTO_TILE_TOKENS] if tokens > AUTO_TILE_TOKENS else [0]
+        """With the tiles that the plan would try."""
+        setting = self.config.token_tile
+        tiles = [0, AUTO_TILE_TOKENS] if batch * length > AUTO_TILE_TOKENS else [0]
+        return min(
+            self.plan.least_bytes(self._outline_by(batch, length, tile))
+            for tile in (tiles if setting == "auto" else [int(setting)])
+        )
 
     def forecast(self, batch: int, length: int) -> Forecast:
         """The fastest step on ``batch`` sequences of ``length`` tokens; the leanest where nothing fits.
@@ -175,37 +211,22 @@ class Forecaster:
             Exception: whatever the model raises when it looks at data, or at a length that it doesn't take.
         """
         outline = self.outline(batch, length)
-        apart = self.plan.fastest(outline)
+        apart = self.plan.search(outline).best()
         # A batch that can't be cut stays in its micro-batches.
         if self._may_join:
-            with contextlib.suppress(UnsupportedError), self._joined(batch):
+            with contextlib.suppress(UnsupportedError), steps_of(self.engine, batch):
                 whole = self.outline(batch * self.micro_batches, length)
-                together = self.plan.fastest(whole)
+                together = self.plan.search(whole).best()
                 pays = together is not None and together.is_worth_it(apart)
                 if pays or self.config.join_micro_batches is True:
                     return self._forecast_of(batch, length, whole, together, joined=True)
         return self._forecast_of(batch, length, outline, apart)
 
-    @contextlib.contextmanager
-    def _joined(self, samples: int) -> Iterator[None]:
-        """Steps run all micro-batches at once, in pieces of at most ``samples``."""
-        runtime, plan = self.engine.runtime, self.plan
-        size = runtime.micro_batch_size
-        runtime.micro_batch_size = samples if size is None else min(size, samples)
-        plan.micro_batches = 1
-        try:
-            yield
-        finally:
-            runtime.micro_batch_size, plan.micro_batches = size, self.micro_batches
-
     def _forecast_of(
         self, batch: int, length: int, outline: StepOutline, found: Candidate | None, joined: bool = False
     ) -> Forecast:
-        fits_host = self.host_store_bytes <= self.host_bytes
         chosen = found or self.plan.leanest(outline)
-        kept = sum(
-            outline.profiles[event.kind].kept_bytes for event in outline.forward_calls if event.layer in chosen.placement.kept
-        )
+        kept = [event.kind for event in outline.forward_calls if event.layer in chosen.placement.kept]
         sent = sum(sent_bytes(outline, chosen.placement))
         # All units are adopted on the host; then some move, and activations take their place.
         moved = self.plan.moved_bytes(chosen.placement)
@@ -213,44 +234,39 @@ class Forecaster:
             batch=batch,
             length=length,
             micro_batches=self.micro_batches,
-            seconds=chosen.time.seconds,
             candidate=chosen,
             gpu_bytes=self.plan.fixed_bytes(outline) + chosen.peak_bytes,
-            gpu_budget_bytes=self.gpu_bytes,
             host_bytes=self.host_store_bytes + max(0, sent - moved),
-            host_budget_bytes=self.host_bytes,
-            kept_bytes=kept,
+            kept_bytes=sum(outline.profiles[kind].kept_bytes for kind in kept),
             offloaded_bytes=sent,
             layers=len(self.engine.runtime.layers),
             active_parameters=self.active_parameters,
-            fits=found is not None and fits_host,
+            fits=found is not None and self.host_store_bytes <= self.host_bytes,
             joined=joined,
         )
-
-    # ------------------------------------------------------------------ outlines
 
     def outline(self, batch: int, length: int) -> StepOutline:
         """The outline of a step with the tiles that suit it, with reckoned times."""
         runtime = self.engine.runtime
-        return outline_with_tiles(
-            runtime,
-            self.config.token_tile,
-            lambda: self._outline_by(batch, length, runtime.token_tile),
-            self.plan.search,
-        )
+
+        def run() -> StepOutline:
+            return self._outline_by(batch, length, runtime.token_tile)
+
+        return outline_with_tiles(runtime, self.config.token_tile, run, self.plan.search)
 
     def _outline_by(self, batch: int, length: int, token_tile: int) -> StepOutline:
         """The outline with layers that run by tiles of so many tokens."""
         self.engine.runtime.token_tile = token_tile
-        key = self._key(batch, length)
-        if key not in self._outlines:
-            with standing_for_a_gpu(), self._attention:
-                self._outlines[key] = self._reckoned(batch, length)
-        return self._outlines[key]
+        with standing_for_a_gpu(), self._attention:
+            return self._once("outline", batch, length, make=lambda: self._reckoned(batch, length))
 
-    def _key(self, *of: Hashable) -> Hashable:
-        """What was found of something holds for the tiles and the pieces in which layers run it."""
-        return (*of, self.engine.runtime.token_tile, self.engine.runtime.micro_batch_size)
+    def _once(self, *what: Hashable, make: Callable[[], _Made]) -> _Made:
+        """What was made before of the same, if layers ran in the same tiles and pieces."""
+        key = (*what, self.engine.runtime.token_tile, self.engine.runtime.micro_batch_size)
+        if key not in self._found:
+            self._found[key] = make()
+        made: _Made = self._found[key]
+        return made
 
     def _reckoned(self, batch: int, length: int) -> StepOutline:
         kinds, calls = self._layers(batch, length)
@@ -259,84 +275,71 @@ class Forecaster:
             none_kept: dict[str, Any] = {"attention": OpCosts(), "attention_bytes": 0, "attention_seconds": 0.0}
             profiles = {kind: dataclasses.replace(profile, **none_kept) for kind, profile in profiles.items()}
         outline = self._outside_of(batch, length)
-        outline = dataclasses.replace(outline, profiles=profiles, events=with_kinds(outline.events, kinds))
-        return dataclasses.replace(outline, outside_seconds=outside_seconds(outline, self.machine, self.shares))
+        return dataclasses.replace(
+            outline,
+            profiles=profiles,
+            events=_with_kinds(outline.events, kinds),
+            outside_seconds=outside_seconds_of(outline, self.machine) / OUTSIDE,
+        )
 
     def _layers(self, batch: int, length: int) -> _Calls:
-        """The kinds of the layers' calls in order, and what they cost."""
+        """The layers' calls: traced if they are few, else extrapolated from two smaller batches."""
         pieces = self.engine.runtime.micro_batch_size
         fewest = max(_TRACED_SEQUENCES, -(-_TRACED_TILES * self.engine.runtime.token_tile // length))
         if batch <= 2 * fewest or (pieces is not None and batch > pieces):
             return self._traced_layers(batch, length)
-        (few_kinds, few), (many_kinds, many) = (self._layers_of(count, length) for count in (fewest, 2 * fewest))
-        times = batch / fewest
-        pairs = zip(few_kinds, many_kinds, strict=True)
-        return many_kinds, {kind: _call_of(few[other], many[kind], times) for other, kind in set(pairs)}
-
-    def _layers_of(self, batch: int, length: int) -> _Calls:
-        key = self._key(batch, length)
-        if key not in self._traced:
-            self._traced[key] = self._traced_layers(batch, length)
-        return self._traced[key]
+        (few_kinds, few), (many_kinds, many) = (self._traced_layers(count, length) for count in (fewest, 2 * fewest))
+        pairs = dict(zip(many_kinds, few_kinds, strict=True))
+        return many_kinds, {kind: few[other].extended(many[kind], batch / fewest) for kind, other in pairs.items()}
 
     def _traced_layers(self, batch: int, length: int) -> _Calls:
-        calls: dict[Hashable, tuple[bool, StreamedLayer, Any, Any]] = {}
+        def trace() -> _Calls:
+            calls: dict[Hashable, tuple[bool, StreamedLayer, Any, Any]] = {}
 
-        def note(kind: Hashable, layer: StreamedLayer, args: Any, kwargs: Any) -> None:
-            # Asked while the model runs: transformers hangs hooks on routers whose logits the loss wants.
-            compiles = self._is_compiled(layer)
-            calls[kind] = (compiles, layer, *tree_map_only(torch.Tensor, TensorShape.of, (args, kwargs)))
+            def note(kind: Hashable, layer: StreamedLayer, args: Any, kwargs: Any) -> None:
+                # Asked while the model runs: transformers hangs hooks on routers whose logits the loss wants.
+                calls[kind] = (self._is_compiled(layer), layer, *_on_meta((args, kwargs)))
 
-        ids = {"input_ids": torch.zeros((batch, length), dtype=torch.long)}
-        # The decoder's inputs are made of the labels. Elsewhere the loss is left out, since its tiles take long.
-        has_decoder = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
-        inputs = {**ids, "labels": ids["input_ids"]} if has_decoder else ids
-        kinds, dry = outline_layers(self.model, self.engine.runtime, inputs, CPU, note)
-        return kinds, {kind: self._call(kind, dry[kind], *calls[kind]) for kind in dry}
+            # The decoder's inputs are made of the labels. Elsewhere the loss is left out, since its tiles take long.
+            has_decoder = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
+            ids = torch.zeros((batch, length), dtype=torch.long)
+            inputs = {"input_ids": ids, "labels": ids} if has_decoder else {"input_ids": ids}
+            kinds, dry = outline_layers(self.model, self.engine.runtime, inputs, CPU, note)
+            return kinds, {kind: self._call(kind, dry[kind], *calls[kind]) for kind in dry}
+
+        return self._once("layers", batch, length, make=trace)
 
     def _outside_of(self, batch: int, length: int) -> StepOutline:
         """The outline without the layers' profiles: run if it is small, else extrapolated from two smaller ones."""
         # What fits a tile runs whole, and says nothing of what runs by tiles.
         tokens = max(OUTLINED_TOKENS, 2 * self.engine.runtime.token_tile)
         if batch * length <= 2 * tokens:
-            return self._outlined(batch, length)
-        if length <= tokens:
-            few = -(-tokens // length)
-            shapes = (few, length), (2 * few, length)
-        else:
-            shapes = (1, tokens), (1, 2 * tokens)
-        small, large = (self._outlined(*shape) for shape in shapes)
-        few_tokens = shapes[0][0] * shapes[0][1]
-        return extended_outline(small, large, batch * length / few_tokens)
+            return self._run(batch, length)
+        few, short = (-(-tokens // length), length) if length <= tokens else (1, tokens)
+        twice = (2 * few, short) if length <= tokens else (1, 2 * tokens)
+        outline: StepOutline = extended(self._run(few, short), self._run(*twice), batch * length / (few * short))
+        return outline
 
-    def _outlined(self, batch: int, length: int) -> StepOutline:
-        key = self._key(batch, length)
-        if key not in self._outside:
-            ids = torch.zeros((batch, length), dtype=torch.long)
-            self._outside[key] = outline_step(self.model, self.engine.runtime, {"input_ids": ids, "labels": ids}, CPU)
-        return self._outside[key]
-
-    # ------------------------------------------------------------------ layers
+    def _run(self, batch: int, length: int, **more: torch.Tensor) -> StepOutline:
+        ids = torch.zeros((batch, length), dtype=torch.long)
+        inputs = {"input_ids": ids, "labels": ids, **more}
+        run = functools.partial(outline_step, self.model, self.engine.runtime, inputs, CPU)
+        return self._once("run", batch, length, *more, make=run)
 
     def _call(self, kind: Hashable, dry: LayerProfile, compiles: bool, layer: StreamedLayer, args: Any, kwargs: Any) -> _Call:
-        tensors = tree_map_only(TensorShape, lambda shape: shape.empty("meta"), (args, kwargs))
-        split = BatchSplit.of_call(layer, tensors[0], tensors[1], self.engine.runtime.batch_cut)
-        args, kwargs = tree_map_only(torch.Tensor, TensorShape.of, split.first_piece(*tensors))
-        return _Call(dry, self._graph(kind, layer, args, kwargs), compiles, split)
+        split = BatchSplit.of_call(layer, args, kwargs, self.engine.runtime.batch_cut)
+        return _Call(dry, self._graph(kind, layer, *split.first_piece(args, kwargs)), compiles, split)
 
     def _profile(self, call: _Call) -> LayerProfile:
         dry, graph, split = call.dry, call.graph, call.split
         share = sum(split.sizes) / split.sizes[0] if split.sizes else 1.0
-        if graph is not None and self.engine.runtime.token_tile:
-            return tiled_profile(dry, graph.times(share), self.machine, self.shares)
-        if graph is None or not call.compiles:
-            whole = graph.times(share) if graph is not None else None
-            return uncompiled_profile(dry, whole, self.machine, self.shares)
-        output_bytes = round(share * graph.output_bytes)
-        return compiled_profile(dry, graph, self.machine, self.shares).of_pieces(split, output_bytes)
+        by_tiles = self.engine.runtime.token_tile > 0
+        if graph is None or by_tiles or not call.compiles:
+            return uncompiled_profile(dry, graph, share, by_tiles, self.machine)
+        return compiled_profile(dry, graph, self.machine).of_pieces(split, round(share * graph.output_bytes))
 
     def _is_compiled(self, layer: StreamedLayer) -> bool:
-        """See :meth:`CompiledLayers.wants <megatrain_accelerate.streaming.compiled_layer.CompiledLayers.wants>`."""
+        """As the engine decides on a GPU (``CompiledLayers.wants``)."""
         wanted = self.config.compile_layers
         if layer.experts or Captures.inside(layer.module, self.engine.runtime.recorder) is None:
             return False
@@ -359,8 +362,32 @@ class Forecaster:
         return self._graphs[key]
 
 
-def _call_of(once: _Call, twice: _Call, times: float) -> _Call:
-    """The call on ``times`` the sequences that ``once`` is of; ``twice`` is of two times as many. Its seconds are reckoned
-    from its own costs: of few tokens, products may be bound by their weights' bytes that aren't of many."""
-    dry = extended_profile(once.dry, twice.dry, times)
-    return dataclasses.replace(twice, dry=dry, graph=extended_graph(once.graph, twice.graph, times))
+def _accepts_loss_kwargs(model: nn.Module) -> bool:
+    """As the Trainer finds out whether the model takes ``num_items_in_batch`` (transformers/trainer.py)."""
+    if hasattr(model, "accepts_loss_kwargs"):
+        return bool(model.accepts_loss_kwargs)
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _on_meta(tree: Any) -> Any:
+    """The structure with tensors of the meta device in the place of its own."""
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+
+    with _disable_current_modes():  # which count what is made
+        return tree_map_only(torch.Tensor, empty, tree)
+
+
+def _with_kinds(events: Sequence[Event], kinds: Sequence[Hashable]) -> tuple[Event, ...]:
+    """The events with the kinds of the calls in order; a backward has the kind of its layer's last call."""
+    calls = iter(kinds)
+    of_layer: dict[int, list[Hashable]] = {}
+    made = []
+    for event in events:
+        waiting = of_layer.setdefault(event.layer, [])
+        if not event.is_backward:
+            waiting.append(next(calls))
+        made.append(dataclasses.replace(event, kind=waiting.pop() if event.is_backward else waiting[-1]))
+    return tuple(made)

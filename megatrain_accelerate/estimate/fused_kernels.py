@@ -12,35 +12,103 @@ rules, seen in the code that it generates for GPUs (torch/_inductor/ir.py and ch
 
 from __future__ import annotations
 
-from torch import fx
+from collections.abc import Collection
 
-from megatrain_accelerate.estimate.graph_nodes import (
-    is_kernel,
-    is_long_reduction,
-    is_reduction,
-    is_view,
-    operation,
-    size_bytes,
-    source,
-    values,
-    writes_by_index,
-    written_bytes,
-)
-from megatrain_accelerate.planning.step_memory import workspace_bytes
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from megatrain_accelerate.planning.step_memory import is_grouped_product, workspace_bytes
+from megatrain_accelerate.streaming.nested_tensors import tensors_in
 
 _MOST_READS = 4
 """``torch._inductor.config.realize_reads_threshold``."""
+_BLOCK_OF_ROWS, _BLOCK_ACROSS_ROWS = 1024, 64
+"""Elements up to which Inductor reduces in one block instead of a loop (``should_use_persistent_reduction``,
+torch/_inductor/choices.py)."""
+_REDUCTIONS = frozenset(
+    {"all", "amax", "amin", "any", "argmax", "argmin", "max", "mean", "min", "prod", "sum", "var", "var_mean"}
+)
+_WRITES_BY_INDEX = {"index_put": 2, "_unsafe_index_put": 2, "scatter": 3, "scatter_add": 3, "scatter_reduce": 3}
+"""Operations that write to places of their target, and the argument that holds what is written."""
 
 _Stage = tuple[int, int]
 """A stretch between two products, and how many writes by an index lie before in it."""
 
 
-class FusedKernels:
-    """The nodes of a graph as kernels.
+def operation(node: fx.Node) -> str:
+    """The name of what the node calls, without its overload; empty if it calls nothing."""
+    called = getattr(node.target, "overloadpacket", node.target)
+    return str(getattr(called, "__name__", called)) if node.op == "call_function" else ""
 
-    Args:
-        graph: flat, functional operations.
-    """
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node shows memory of another one."""
+    if operation(node) == "getitem":
+        return is_view(node.all_input_nodes[0])
+    return getattr(node.target, "is_view", False) or operation(node) == "_unsafe_view"
+
+
+def source(node: fx.Node) -> fx.Node:
+    """The node whose memory this one shows."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether the node is attention in one kernel, forward or backward."""
+    return "attention" in operation(node)
+
+
+def is_kernel(node: fx.Node) -> bool:
+    """Whether the node runs as a kernel of its own, or is one of the tensors that such a kernel made."""
+    if operation(node) == "getitem":
+        return is_kernel(node.all_input_nodes[0])
+    has_formula = getattr(node.target, "overloadpacket", None) in flop_registry
+    return has_formula or is_attention(node) or is_grouped_product(operation(node))
+
+
+def values(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that the node makes, without data."""
+    return tensors_in(node.meta.get("val"))
+
+
+def size_bytes(node: fx.Node) -> int:
+    """Of the tensor that a node makes; nothing for a kernel that makes several, whose tensors are nodes of their own."""
+    value = node.meta.get("val")
+    return value.nbytes if isinstance(value, torch.Tensor) else 0
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    return operation(node) in _REDUCTIONS and len(node.all_input_nodes) == 1
+
+
+def _is_long_reduction(node: fx.Node) -> bool:
+    """Whether the node reduces more elements than a block holds."""
+    if not _is_reduction(node):
+        return False
+    given, made = node.all_input_nodes[0].meta["val"], values(node)[0]
+    named = node.args[1] if len(node.args) > 1 else None
+    dims = [named] if isinstance(named, int) else named if isinstance(named, (list, tuple)) else []
+    across_rows = dims and all(dim % given.dim() != given.dim() - 1 for dim in dims)
+    return given.numel() > made.numel() * (_BLOCK_ACROSS_ROWS if across_rows else _BLOCK_OF_ROWS)
+
+
+def _writes_by_index(node: fx.Node) -> bool:
+    """Whether the node is a target in which something was written by an index."""
+    return operation(node) in _WRITES_BY_INDEX
+
+
+def _written_bytes(node: fx.Node) -> int:
+    """Of what a node writes by an index; nothing for a number, and for other nodes."""
+    position = _WRITES_BY_INDEX.get(operation(node), len(node.args))
+    written = node.args[position] if len(node.args) > position else None
+    return size_bytes(written) if isinstance(written, fx.Node) else 0
+
+
+class FusedKernels:
+    """The nodes of a graph of flat, functional operations as kernels."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._nodes = [node for node in graph.nodes if not is_view(node)]
@@ -61,24 +129,14 @@ class FusedKernels:
         stretch = 0
         for node in self._nodes:
             stretch += is_kernel(node)
-            before = [
-                stages[used][1] + writes_by_index(used)
-                for used in self._sources[node]
-                if stages[used][0] == stretch and not is_kernel(used)
-            ]
+            here = (used for used in self._sources[node] if stages[used][0] == stretch)
+            before = [stages[used][1] + _writes_by_index(used) for used in here]
             stages[node] = (stretch, max(before, default=0))
             stretch += is_kernel(node)
         return stages
 
     def _is_fused(self, node: fx.Node) -> bool:
         return node.op == "call_function" and not is_kernel(node)
-
-    def _is_shared(self, node: fx.Node) -> bool:
-        """Whether the value is read outside of its stretch."""
-        stretch = self._stage[node][0]
-        return any(
-            reader.op == "output" or is_kernel(reader) or self._stage[reader][0] != stretch for reader in self._readers[node]
-        )
 
     def _materialize(self) -> None:
         again = self._read_again_behind_a_loop()
@@ -92,10 +150,11 @@ class FusedKernels:
             self._reads[node] = reads = set()
             for used in self._sources[node]:
                 reads |= {used} if used in computed_once else self._reads[used]
-            readers = self._readers[node]
-            is_shared, is_written = self._is_shared(node), writes_by_index(node)
+            readers, is_written = self._readers[node], _writes_by_index(node)
+            stretch = self._stage[node][0]
+            is_shared = any(reader.op == "output" or self._stage[reader][0] != stretch for reader in readers)
             is_dear = len(readers) > 1 and len(reads) > _MOST_READS
-            if is_shared or is_written or is_dear or is_reduction(node):
+            if is_shared or is_written or is_dear or _is_reduction(node):
                 computed_once.add(node)
                 is_read_later = any(self._stage[reader] != self._stage[node] for reader in readers)
                 if is_shared or (is_written and readers) or is_read_later or (is_dear and node in again):
@@ -103,46 +162,40 @@ class FusedKernels:
 
     def _read_again_behind_a_loop(self) -> set[fx.Node]:
         """The values that a long reduction reads, and something that comes after it in the same kernel."""
-        bits: dict[fx.Node, int] = {node: 1 << i for i, node in enumerate(filter(is_long_reduction, self._nodes))}
-        after: dict[fx.Node, int] = {}
-        feeds: dict[fx.Node, int] = {}
-        for node in self._nodes:
-            after[node] = 0
-            for used in self._sources[node]:
-                after[node] |= (after[used] | bits.get(used, 0)) * self._share_kernel(used, node)
-        for node in reversed(self._nodes):
-            feeds[node] = 0
-            for reader in self._readers[node]:
-                feeds[node] |= (feeds[reader] | bits.get(reader, 0)) * self._share_kernel(node, reader)
-        return {
-            node
+        bits = {node: 1 << i for i, node in enumerate(filter(_is_long_reduction, self._nodes))}
+        together = {
+            node: [at for at in self._readers[node] if self._is_fused(at) and self._stage[at] == self._stage[node]]
             for node in self._nodes
-            if any(feeds[node] & after[reader] for reader in self._readers[node] if self._share_kernel(node, reader))
+            if self._is_fused(node)
         }
-
-    def _share_kernel(self, node: fx.Node, reader: fx.Node) -> bool:
-        return self._is_fused(node) and self._is_fused(reader) and self._stage[node] == self._stage[reader]
+        after, feeds = dict.fromkeys(self._nodes, 0), dict.fromkeys(self._nodes, 0)
+        for node in together:
+            for reader in together[node]:
+                after[reader] |= after[node] | bits.get(node, 0)
+        for node in reversed(together):
+            for reader in together[node]:
+                feeds[node] |= feeds[reader] | bits.get(reader, 0)
+        return {node for node in together if any(feeds[node] & after[reader] for reader in together[node])}
 
     def traffic_bytes(self) -> float:
         """Bytes that fused kernels read and write: a value once in each that reads it, once where it is made."""
         computed_in: dict[fx.Node, set[_Stage]] = {}
         for node in reversed(self._nodes):
             again = [computed_in[reader] for reader in self._readers[node] if self._is_fused(reader)]
-            is_inside = node not in self._in_memory and not is_reduction(node) and again
+            is_inside = node not in self._in_memory and not _is_reduction(node) and again
             computed_in[node] = set().union(*again) if is_inside else {self._stage[node]}
-        total = 0
+        total = 0.0
         for node in self._in_memory:
             fused = [computed_in[reader] for reader in self._readers[node] if self._is_fused(reader)]
             total += len(set().union(*fused)) * size_bytes(node)
             if self._is_fused(node):
-                total += size_bytes(node) + (written_bytes(node) if writes_by_index(node) else 0)
-        return float(total)
+                total += size_bytes(node) + _written_bytes(node)
+        return total
 
-    def alive_bytes(self, freed: set[str]) -> tuple[int, ...]:
+    def alive_bytes(self, freed: Collection[str]) -> tuple[int, ...]:
         """What is alive above what is there when the graph begins, at each operation in order.
 
-        Args:
-            freed: names of placeholders whose memory is given back after their last use.
+        The memory of placeholders of the names ``freed`` is given back after their last use.
         """
         ends, last = self._lifetimes()
         dying: dict[int, set[fx.Node]] = {}

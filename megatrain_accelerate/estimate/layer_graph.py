@@ -1,32 +1,60 @@
-"""What a compiled layer costs, read off its graph: operations, memory traffic of fused kernels, what is saved and alive.
+"""What a layer costs that nobody has measured: the graph of a compiled one, and seconds.
 
 The layer is traced by AOTAutograd on tensors without data and cut in forward and backward by the partitioner that
 ``torch.compile`` uses (torch/_functorch/partitioners.py), so what a compiled layer keeps for backward is known without
 compiling it. Which kernels run is guessed by ``fused_kernels.py``.
+
+Seconds are those of operations at shares of the machine's speeds. The shares were fitted to a few
+measured trainings on one H200 (docs/estimate.md lists them, and those left out of the fit). They
+say how far a training stays behind what ``planning/machine.py`` measures: a large product, a copy.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
-from megatrain_accelerate.estimate.fused_kernels import FusedKernels
-from megatrain_accelerate.estimate.graph_nodes import is_attention, is_kernel, operation, size_bytes, source, values
-from megatrain_accelerate.planning.step_memory import grouped_flops, is_grouped_product
+from megatrain_accelerate.estimate.fused_kernels import (
+    FusedKernels,
+    is_attention,
+    is_kernel,
+    operation,
+    size_bytes,
+    source,
+    values,
+)
+from megatrain_accelerate.planning.machine import Machine
+from megatrain_accelerate.planning.step_memory import OpCosts, grouped_flops, is_grouped_product
+from megatrain_accelerate.planning.step_profile import LayerProfile
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.nested_tensors import tensors_in
 
+PRODUCTS = 0.98
+"""Matrix products of layers, of the speed of a large product that the GPU keeps up."""
+GROUPED = 0.79
+"""Products with the matrices of many experts in one kernel, of the same: tiles that groups fill in part, and no kernel
+chosen for each."""
+ATTENTION = 0.74
+"""Attention kernels, of the same; counted without the half that a causal one skips."""
+SINGLE = 0.70
+"""What isn't compiled, but for products and attention: of the speed of a copy within device memory. Kernels of one
+operation each reduce, broadcast, or read slices and rows that aren't aligned."""
+OUTSIDE = 0.955
+"""All that runs outside the layers, the loss above all: of that speed, and of a copy's within device memory."""
 _CAUSAL_SHARE = 0.5
 """Of all pairs of tokens: what a causal attention kernel computes."""
+_ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +63,9 @@ class Product:
 
     flops: float
     moved_bytes: float = 0.0
-    """Of its operands and its result."""
+    """Of its operands, the weights among them, and its result."""
     is_grouped: bool = False
     """Whether each token meets the matrix of its expert."""
-
-    def times(self, factor: float) -> Product:
-        """``factor`` times as many, one after the other."""
-        return Product(factor * self.flops, factor * self.moved_bytes, self.is_grouped)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +85,6 @@ class GraphCosts:
         """The most that is alive above what is there when it begins."""
         return max(self.alive_bytes, default=0)
 
-    def times(self, factor: float) -> GraphCosts:
-        """The costs of ``factor`` times as many runs, one after the other."""
-        products = tuple(product.times(factor) for product in self.products)
-        return GraphCosts(products, factor * self.attention_flops, factor * self.traffic_bytes, self.alive_bytes)
-
     @property
     def product_flops(self) -> float:
         """Of all products."""
@@ -74,7 +93,7 @@ class GraphCosts:
 
 @dataclasses.dataclass(frozen=True)
 class LayerGraph:
-    """A layer's compiled forward, what a recompute runs of it (``streaming/recompute_graph.py``), and its backward."""
+    """A layer's compiled forward, what a recompute runs of it, and its backward."""
 
     forward: GraphCosts
     recompute: GraphCosts
@@ -83,55 +102,45 @@ class LayerGraph:
     """What forward saves for backward, inputs, outputs and weights left out."""
     output_bytes: int
 
-    def times(self, factor: float) -> LayerGraph:
-        """The layer on ``factor`` times as many pieces of a batch, one after the other."""
-        kept, output = round(factor * self.kept_bytes), round(factor * self.output_bytes)
-        forward, recompute, backward = (run.times(factor) for run in (self.forward, self.recompute, self.backward))
-        return LayerGraph(forward, recompute, backward, kept, output)
 
+class WithoutAttentionDropout(TorchFunctionMode):
+    """Calls of torch's attention drop nothing out while the body runs.
 
-@dataclasses.dataclass(frozen=True)
-class TensorShape:
-    """A tensor among a call's arguments, without the tensor."""
+    A GPU's attention kernels drop out as they go, and keep no scores. The CPU's, which stand for
+    them here, can't: with dropout torch takes products and a softmax there, with the scores of all
+    pairs of tokens in memory.
+    """
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_dropped = False
+        """Whether a call would have."""
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorShape:
-        """Of a tensor with or without data."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-    def empty(self, device: str = "cpu") -> torch.Tensor:
-        """A tensor of this shape."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
-
-
-@dataclasses.dataclass
-class _Traced:
-    """What the partitioner was given and made."""
-
-    forward: fx.Graph | None = None
-    backward: fx.Graph | None = None
-    outputs: int = 0
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            kwargs = {**dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)), **kwargs}
+            self.has_dropped |= bool(kwargs.get("dropout_p"))
+            return func(**{**kwargs, "dropout_p": 0.0})
+        return func(*args, **kwargs)
 
 
 def trace_layer(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerGraph:
-    """Traces one call of a layer.
+    """Traces one call of a layer of an engine on the meta device.
 
     Args:
-        layer: of an engine on the meta device.
-        args, kwargs: the call's, with a :class:`TensorShape` in the place of each tensor.
+        layer, args, kwargs: the call, with tensors of the meta device.
 
     Raises:
         Exception: whatever the layer or the tracer raises if its code can't be traced without data.
     """
-    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.aot_autograd import aot_function, make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    traced = _Traced()
+    traced: list[tuple[fx.Graph, fx.Graph, int]] = []
 
     def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         for node in joint.graph.nodes:
@@ -140,65 +149,45 @@ def trace_layer(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, A
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         options["compiler"] = "inductor"
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
-        traced.forward, traced.backward, traced.outputs = forward.graph, backward.graph, options["num_fwd_outputs"]
+        traced.append((forward.graph, backward.graph, options["num_fwd_outputs"]))
         return forward, backward
+
+    def interpreted(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return make_boxed_func(gm.forward)
 
     def call(weights: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
         with layer.bound(weights):
             return layer.run(args, kwargs)
 
     function = aot_function(
-        call,
-        fw_compiler=_interpreted,
-        bw_compiler=_interpreted,
-        partition_fn=partition,
-        decompositions=select_decomp_table(),
-        dynamic=False,
+        call, fw_compiler=interpreted, partition_fn=partition, decompositions=select_decomp_table(), dynamic=False
     )
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), _fake_buffers(layer.module):
-        weights = [
-            torch.empty(entry.spec.shape, dtype=entry.spec.dtype, requires_grad=entry.spec.trainable)
-            for entry in layer.unit.layout.entries
-        ]
-        args, kwargs = tree_map_only(TensorShape, lambda shape: shape.empty(), (args, kwargs))
-        function(weights, args, kwargs)
-    assert traced.forward is not None
-    assert traced.backward is not None
-    return _measured_graphs(traced.forward, traced.backward, traced.outputs)
 
+    def without_data(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
 
-def _interpreted(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    from torch._functorch.aot_autograd import make_boxed_func
-
-    return make_boxed_func(gm.forward)
-
-
-@contextlib.contextmanager
-def _fake_buffers(module: nn.Module) -> Iterator[None]:
-    """Buffers on the meta device are tensors of the CPU while the body runs."""
-    before = [(part, dict(part._buffers)) for part in module.modules()]
-    try:
-        for part, buffers in before:
-            part._buffers.update(
-                {name: torch.empty_like(b, device="cpu") for name, b in buffers.items() if b is not None and b.is_meta}
-            )
-        yield
-    finally:
-        for part, buffers in before:
-            part._buffers.update(buffers)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        named_buffers = layer.module.named_buffers(remove_duplicate=False)
+        buffers = {name: torch.empty_like(buffer, device="cpu") for name, buffer in named_buffers if buffer.is_meta}
+        entries = [entry.spec for entry in layer.unit.layout.entries]
+        weights = [torch.empty(spec.shape, dtype=spec.dtype, requires_grad=spec.trainable) for spec in entries]
+        with _reparametrize_module(layer.module, buffers):
+            function(weights, *tree_map_only(torch.Tensor, without_data, (args, kwargs)))
+    return _measured_graphs(*traced[0])
 
 
 def _measured_graphs(forward: fx.Graph, backward: fx.Graph, outputs: int) -> LayerGraph:
-    results = _results(forward)
+    (output,) = (node for node in forward.nodes if node.op == "output")
+    results: Sequence[Any] = output.args[0]
     returned = {source(node) for node in results[:outputs] if isinstance(node, fx.Node)}
-    saved = {source(node) for node in results[outputs:] if isinstance(node, fx.Node)}
-    saved = {node for node in saved - returned if node.op != "placeholder"}
+    handed_on = [node for node in results[outputs:] if isinstance(node, fx.Node)]
+    saved = {node for node in map(source, handed_on) if node not in returned and node.op != "placeholder"}
     # Placeholders of the backward graph bear the names of what forward saved.
-    freed = {source(node).name for node in results[outputs:] if isinstance(node, fx.Node)} & {node.name for node in saved}
+    freed = {node.name for node in handed_on if source(node) in saved}
     return LayerGraph(
-        forward=_costs(forward, freed=set()),
-        recompute=_costs(_without_outputs(forward, outputs), freed=set()),
-        backward=_costs(backward, freed=freed | {node.name for node in results[outputs:] if source(node) in saved}),
+        forward=_costs(forward),
+        recompute=_costs(_without_outputs(forward, outputs)),
+        backward=_costs(backward, freed),
         kept_bytes=sum(size_bytes(node) for node in saved),
         output_bytes=sum(size_bytes(node) for node in returned),
     )
@@ -213,23 +202,12 @@ def _without_outputs(forward: fx.Graph, outputs: int) -> fx.Graph:
     return shorter
 
 
-def _costs(graph: fx.Graph, freed: set[str]) -> GraphCosts:
-    """Adds up one graph.
-
-    Args:
-        graph: flat, functional operations.
-        freed: names of placeholders whose memory is given back after their last use.
-    """
+def _costs(graph: fx.Graph, freed: Collection[str] = ()) -> GraphCosts:
+    """Adds up a graph of functional operations; ``freed``: see :meth:`FusedKernels.alive_bytes`."""
     kernels = FusedKernels(graph)
     products = tuple(_product(node) for node in graph.nodes if _is_product(node))
     attention = [_attention_flops(node) for node in graph.nodes if is_attention(node)]
     return GraphCosts(products, sum(attention), kernels.traffic_bytes(), kernels.alive_bytes(freed))
-
-
-def _results(graph: fx.Graph) -> Sequence[Any]:
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    results: Sequence[Any] = output.args[0]
-    return results
 
 
 def _numbers(node: fx.Node) -> tuple[Any, Any]:
@@ -244,8 +222,7 @@ def _is_product(node: fx.Node) -> bool:
 
 def _product(node: fx.Node) -> Product:
     args, kwargs = _numbers(node)
-    operands = tensors_in((args, kwargs))
-    moved_bytes = sum(tensor.nbytes for tensor in [*operands, *values(node)])
+    moved_bytes = sum(tensor.nbytes for tensor in [*tensors_in((args, kwargs)), *values(node)])
     if is_grouped_product(operation(node)):
         return Product(grouped_flops(args[0], args[1]), moved_bytes, is_grouped=True)
     flops = flop_registry[node.target.overloadpacket](*args, **kwargs, out_val=node.meta["val"])  # type: ignore[union-attr]
@@ -261,3 +238,104 @@ def _attention_flops(node: fx.Node) -> float:
     is_causal = any(value is True for value in [*args, *kwargs.values()])
     pairs = query.shape[-2] * key.shape[-2] * (_CAUSAL_SHARE if is_causal else 1.0)
     return (5 if is_backward else 2) * 2.0 * query.shape[0] * query.shape[1] * pairs * query.shape[-1]
+
+
+def extended(once: Any, twice: Any, times: float) -> Any:
+    """What ``times`` the sequences of ``once`` cost; ``twice`` is of two times as many.
+
+    Bytes and operations lie on a line. Seconds needn't: they are reckoned afterwards, since a
+    product of few tokens may be bound by its weights' bytes.
+
+    Args:
+        once, twice: dataclasses, tuples and numbers of the same structure, or None. What is no
+            number is taken from ``twice``.
+        times: how many times as many.
+
+    Returns:
+        The same structure; None if either is None.
+    """
+    if once is None or twice is None:
+        return None
+    if dataclasses.is_dataclass(twice) and not isinstance(twice, type):
+        names = [field.name for field in dataclasses.fields(twice)]
+        parts = {name: extended(getattr(once, name), getattr(twice, name), times) for name in names}
+        return dataclasses.replace(twice, **parts)
+    if isinstance(twice, tuple):
+        if len(once) != len(twice):
+            # Alive at each operation of graphs that were cut otherwise: the peaks are on a line.
+            once, twice = (max(once, default=0),), (max(twice, default=0),)
+        return tuple(extended(first, second, times) for first, second in zip(once, twice, strict=True))
+    if isinstance(twice, bool) or not isinstance(twice, (int, float)):
+        return twice
+    on_the_line = once + (twice - once) * (times - 1)
+    return round(on_the_line) if isinstance(twice, int) else on_the_line
+
+
+def graph_seconds(costs: GraphCosts, machine: Machine) -> float:
+    """Seconds of a compiled layer's forward or backward."""
+    return _products_seconds(costs, machine) + _attention_seconds(costs, machine) + costs.traffic_bytes / machine.device_bytes
+
+
+def _products_seconds(costs: GraphCosts, machine: Machine) -> float:
+    """A product of short rows (a head's queries with its keys) is bound by what it reads and writes."""
+    return sum(
+        max(
+            product.flops / ((GROUPED if product.is_grouped else PRODUCTS) * machine.device_flops),
+            product.moved_bytes / machine.device_bytes,
+        )
+        for product in costs.products
+    )
+
+
+def _attention_seconds(costs: GraphCosts, machine: Machine) -> float:
+    return costs.attention_flops / (ATTENTION * machine.device_flops)
+
+
+def compiled_profile(dry: LayerProfile, graph: LayerGraph, machine: Machine) -> LayerProfile:
+    """The profile of a call that runs compiled; ``dry`` and ``graph`` may be of its first piece."""
+    forward = graph_seconds(graph.forward, machine)
+    return dataclasses.replace(
+        dry,
+        # As layer_measurement.py takes it: the large tensors are the same share.
+        offloaded_bytes=round(graph.kept_bytes * min(1.0, dry.offloaded_bytes / max(1, dry.kept_bytes))),
+        kept_bytes=graph.kept_bytes,
+        forward_bytes=graph.forward.peak_bytes,
+        kept_forward_bytes=graph.forward.peak_bytes,
+        kept_backward_bytes=graph.backward.peak_bytes,
+        recomputed_bytes=max(graph.forward.peak_bytes, graph.kept_bytes + graph.backward.peak_bytes),
+        forward_seconds=forward,
+        kept_forward_seconds=forward,
+        recompute_seconds=graph_seconds(graph.recompute, machine),
+        backward_seconds=graph_seconds(graph.backward, machine),
+    )
+
+
+def uncompiled_profile(
+    dry: LayerProfile, graph: LayerGraph | None, pieces: float, by_tiles: bool, machine: Machine
+) -> LayerProfile:
+    """The profile of a call that runs as it is written: each operation reads and writes memory.
+
+    Args:
+        dry: of the call.
+        graph: of the call's first piece, for its products and attention; None where the layer
+            can't be traced, and attention isn't counted.
+        pieces: how often the graph runs.
+        by_tiles: whether the call runs by tiles of tokens, and its parts once more in backward.
+    """
+
+    def seconds(costs: OpCosts, compiled: GraphCosts | None) -> float:
+        traffic = costs.traffic_bytes / (SINGLE * machine.device_bytes)
+        if compiled is None:
+            return costs.flops / (PRODUCTS * machine.device_flops) + traffic
+        # By tiles the parts' products are the layer's, some of them more than once.
+        times = costs.flops / max(1.0, compiled.product_flops) if by_tiles else pieces
+        return times * _products_seconds(compiled, machine) + pieces * _attention_seconds(compiled, machine) + traffic
+
+    forward = seconds(dry.forward, graph.forward if graph else None)
+    return dataclasses.replace(
+        dry,
+        forward_seconds=forward,
+        kept_forward_seconds=forward,
+        backward_seconds=seconds(dry.backward, graph.backward if graph else None),
+        attention_seconds=pieces * _attention_seconds(graph.forward, machine) if graph and by_tiles else None,
+    )

@@ -1,15 +1,22 @@
-"""The machine that is estimated for: this one, as measured, or one described by public figures and options."""
+"""The machine that is estimated for: this one, as measured, or one that is described.
+
+Public figures are what makers state, which no training reaches. Sources: NVIDIA's data sheets of
+H200, H100, A100, L40S, B200 (DGX B200) and GH200, and the architecture white papers of GeForce RTX
+3090 (GA102), 4090 (AD102) and 5090 (GB202). bf16 products are dense, added up in fp32. The memory
+is what the driver reports as the device's, which is less than the name says.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import psutil
 import torch
 
 from megatrain_accelerate.config import MegatrainConfig, usable_cpu_count
 from megatrain_accelerate.errors import ConfigError
-from megatrain_accelerate.estimate.known_gpus import KnownGpu, known_gpu, sustained_flops
 from megatrain_accelerate.memory.host_limits import available_host_bytes
 from megatrain_accelerate.optim.kernel import HostKernels, default_thread_count
 from megatrain_accelerate.planning.machine import STEP_BYTES, STEP_OVERHEAD, USABLE_SHARE_OF_DEVICE, Machine, measured_machine
@@ -28,6 +35,44 @@ STEP_PARAMETERS_PER_THREAD = 0.41e9
 CONTEXT_BYTES = GIB // 2
 """Device memory that CUDA's context takes."""
 
+PCIE4, PCIE5, NVLINK_C2C = 31.5e9, 63.0e9, 450e9
+"""Bytes a second each way, of 16 lanes, or of GH200's link between its two chips."""
+
+SERVER_DRAM, DESKTOP_DRAM, GRACE_DRAM = 213e9, 60e9, 380e9
+"""Bytes a second that a compiled loop gets from the memory of such a host: measured on servers with H200 (8.2 G parameters/s
+of 26 bytes); three quarters of the data sheet's for two channels of DDR5-5200 and for GH200's LPDDR5X."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownGpu:
+    """A GPU by its data sheet, and the host that it usually sits in."""
+
+    name: str
+    memory_gib: float
+    dense_flops: float
+    memory_bytes: float
+    """A second."""
+    link_bytes: float = PCIE5
+    """A second, each way."""
+    host_dram_bytes: float = SERVER_DRAM
+    host_cores: int = 16
+    sustained_flops: float | None = None
+    """Of large bf16 products in a training, at the GPU's power limit; None where no training was measured."""
+
+
+KNOWN_GPUS = (
+    KnownGpu("B200", 178.4, 2250e12, 8.0e12),
+    KnownGpu("H200", 139.8, 989.4e12, 4.8e12, sustained_flops=716e12),
+    KnownGpu("H100", 79.2, 989.4e12, 3.35e12),
+    KnownGpu("GH200", 94.5, 989.4e12, 4.0e12, NVLINK_C2C, GRACE_DRAM, 72),
+    KnownGpu("A100-80", 79.2, 312e12, 2.039e12, PCIE4),
+    KnownGpu("A100-40", 39.4, 312e12, 1.555e12, PCIE4),
+    KnownGpu("L40S", 44.4, 362e12, 0.864e12, PCIE4),
+    KnownGpu("RTX5090", 31.4, 209.5e12, 1.792e12, PCIE5, DESKTOP_DRAM),
+    KnownGpu("RTX4090", 23.5, 165.2e12, 1.008e12, PCIE4, DESKTOP_DRAM),
+    KnownGpu("RTX3090", 23.6, 71.0e12, 0.936e12, PCIE4, DESKTOP_DRAM),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class MachineOptions:
@@ -42,11 +87,6 @@ class MachineOptions:
     host_step_parameters: float | None = None
     dense_flops: float | None = None
     device_bytes: float | None = None
-
-    @property
-    def describes_a_gpu(self) -> bool:
-        """Whether the machine is another than this one."""
-        return self.gpu is not None or self.dense_flops is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +110,8 @@ def describe_machine(options: MachineOptions, config: MegatrainConfig) -> Machin
         ConfigError: there is no GPU here and none is described, a description isn't complete or is of this machine's
             host, or a memory is too small or larger than the GPU's.
     """
-    found = _described(options, config) if options.describes_a_gpu else _this_machine(options, config)
+    is_this_one = options.gpu is None and options.dense_flops is None
+    found = _this_machine(options, config) if is_this_one else _described(options, config)
     if config.gpu_memory_bytes is not None:
         most = found.gpu_total_bytes - CONTEXT_BYTES
         if config.gpu_memory_bytes > most:
@@ -98,11 +139,8 @@ def _this_machine(options: MachineOptions, config: MegatrainConfig) -> MachineDe
             "--host-step, or describe the whole machine (--gpu)"
         )
     device = torch.device("cuda", torch.cuda.current_device())
-    kernels = HostKernels(config.host_threads)
-    try:
+    with contextlib.closing(HostKernels(config.host_threads)) as kernels:
         machine = measured_machine(device, kernels, config.pin_memory)
-    finally:
-        kernels.close()
     free, total = torch.cuda.mem_get_info(device)
     name = torch.cuda.get_device_name(device)
     sustained = at_the_power_limit(machine, name)
@@ -115,35 +153,47 @@ def _this_machine(options: MachineOptions, config: MegatrainConfig) -> MachineDe
         )
     if options.gpu_memory_bytes is not None:
         notes.append(f"GPU memory as the option says; it has {total / GIB:.1f} GiB")
-    host = options.host_memory_bytes or available_host_bytes() + psutil.Process().memory_info().rss
     return MachineDescription(
         gpu=name,
         machine=changed,
         gpu_bytes=int(USABLE_SHARE_OF_DEVICE * (options.gpu_memory_bytes or free)),
         gpu_total_bytes=options.gpu_memory_bytes or total,
-        host_bytes=host,
+        host_bytes=options.host_memory_bytes or available_host_bytes() + psutil.Process().memory_info().rss,
         notes=tuple(notes),
     )
 
 
+def known_gpu(name: str) -> KnownGpu | None:
+    """The GPU of a name, in whatever case, with or without spaces, makers and ``GB``; or None."""
+
+    def plain(name: str) -> str:
+        kept = "".join(character for character in name.upper() if character.isalnum())
+        for word in ("NVIDIA", "GEFORCE", "GB"):
+            kept = kept.replace(word, "")
+        return "A10080" if kept == "A100" else kept
+
+    return next((gpu for gpu in KNOWN_GPUS if plain(gpu.name) == plain(name)), None)
+
+
 def at_the_power_limit(machine: Machine, gpu: str) -> Machine:
-    """The speeds without what the GPU reaches for a moment only.
+    """The speeds without what the GPU of a name (as torch gives it) reaches for a moment only.
 
     A large product is timed for a few ms; in a training the clock is what the power limit leaves. Seen on H200, where that
     product reaches 716 to 795 TFLOPS, by the machine, and trainings are equally fast.
-
-    Args:
-        machine: as it was measured.
-        gpu: the device's name, as torch gives it.
     """
-    kept_up = sustained_flops(gpu)
-    if kept_up is None:
+    known = known_gpu(gpu)
+    if known is None or known.sustained_flops is None:
         return machine
-    return dataclasses.replace(machine, device_flops=min(machine.device_flops, kept_up))
+    return dataclasses.replace(machine, device_flops=min(machine.device_flops, known.sustained_flops))
 
 
 def _described(options: MachineOptions, config: MegatrainConfig) -> MachineDescription:
-    gpu = known_gpu(options.gpu) if options.gpu is not None else _unknown_gpu(options)
+    gpu = _unknown_gpu(options) if options.gpu is None else known_gpu(options.gpu)
+    if gpu is None:
+        raise ConfigError(
+            f"--gpu {options.gpu!r} isn't known; known are {', '.join(gpu.name for gpu in KNOWN_GPUS)}. Describe another by "
+            "--gpu-memory, --dense-tflops, --memory-gb-per-second and --link-gb-per-second, without --gpu"
+        )
     cores = options.cores or gpu.host_cores
     dram = options.host_dram_bytes or gpu.host_dram_bytes
     total = options.gpu_memory_bytes or int(gpu.memory_gib * GIB)
@@ -168,21 +218,11 @@ def _described(options: MachineOptions, config: MegatrainConfig) -> MachineDescr
         gpu_bytes=int(USABLE_SHARE_OF_DEVICE * (total - CONTEXT_BYTES)),
         gpu_total_bytes=total,
         host_bytes=options.host_memory_bytes,
-        notes=(
-            *_notes_on_speeds(gpu, options),
-            *([] if options.host_step_parameters else [_note_on_the_host_step(cores, dram, config.host_threads)]),
-            *([_NOT_PINNED] if not config.pin_memory and options.link_bytes is None else []),
-        ),
+        notes=tuple(_notes(gpu, options, cores, dram, config)),
     )
 
 
-_NOT_PINNED = (
-    "the link's speed is that of page-locked memory, and pin_memory is false: copies will be slower; measure theirs and "
-    "name it by --link-gb-per-second"
-)
-
-
-def _notes_on_speeds(gpu: KnownGpu, options: MachineOptions) -> list[str]:
+def _notes(gpu: KnownGpu, options: MachineOptions, cores: int, dram: float, config: MegatrainConfig) -> Iterator[str]:
     """Where the speeds are from: those that no option names are reckoned."""
     reckoned = {
         "products": f"{DENSE_SHARE:.0%} of {gpu.dense_flops / 1e12:.0f} dense bf16 TFLOPS",
@@ -196,19 +236,18 @@ def _notes_on_speeds(gpu: KnownGpu, options: MachineOptions) -> list[str]:
         "host step": options.host_step_parameters,
     }
     named = [name for name, value in given.items() if value is not None]
-    shares = [text for name, text in reckoned.items() if name not in named]
-    notes = []
-    if shares:
-        what = "sustained speeds reckoned from public figures by what one H200 reaches of its own"
-        notes.append(f"{what}: {', '.join(shares)}")
+    if shares := [text for name, text in reckoned.items() if name not in named]:
+        yield f"sustained speeds reckoned from public figures by what one H200 reaches of its own: {', '.join(shares)}"
     if named:
-        notes.append(f"{', '.join(named)} as the options say")
-    return notes
-
-
-def _note_on_the_host_step(cores: int, dram: float, threads: int | None) -> str:
-    at_work = "" if threads is None else f", host_threads {threads}"
-    return f"host step reckoned from {cores} cores{at_work} and {dram / GB:.0f} GB/s of DRAM"
+        yield f"{', '.join(named)} as the options say"
+    if options.host_step_parameters is None:
+        at_work = "" if config.host_threads is None else f", host_threads {config.host_threads}"
+        yield f"host step reckoned from {cores} cores{at_work} and {dram / GB:.0f} GB/s of DRAM"
+    if not config.pin_memory and options.link_bytes is None:
+        yield (
+            "the link's speed is that of page-locked memory, and pin_memory is false: copies will be slower; measure theirs "
+            "and name it by --link-gb-per-second"
+        )
 
 
 def _unknown_gpu(options: MachineOptions) -> KnownGpu:
@@ -221,15 +260,9 @@ def _unknown_gpu(options: MachineOptions) -> KnownGpu:
     missing = [name for name, value in needed.items() if value is None]
     if missing:
         raise ConfigError(f"a GPU that isn't in the table needs {', '.join(missing)} too; or name a known one by --gpu")
-    assert options.gpu_memory_bytes is not None
-    return KnownGpu(
-        "described GPU",
-        options.gpu_memory_bytes / GIB,
-        (options.dense_flops or 0.0) / DENSE_SHARE,
-        (options.device_bytes or 0.0) / MEMORY_SHARE,
-        (options.link_bytes or 0.0) / H2D_SHARE,
-        host_cores=usable_cpu_count(),
-    )
+    memory, dense, device, link = (value or 0.0 for value in needed.values())
+    speeds = (dense / DENSE_SHARE, device / MEMORY_SHARE, link / H2D_SHARE)
+    return KnownGpu("described GPU", memory / GIB, *speeds, host_cores=usable_cpu_count())
 
 
 def _changed(machine: Machine, options: MachineOptions) -> Machine:
@@ -249,13 +282,7 @@ def _changed(machine: Machine, options: MachineOptions) -> Machine:
 
 
 def host_step_parameters(cores: int, dram_bytes: float, most_threads: int | None = None) -> float:
-    """Parameters a second that the host's AdamW steps: by its threads or by the DRAM.
-
-    Args:
-        cores: of the host.
-        dram_bytes: a second.
-        most_threads: what the settings allow; by default as many as training takes.
-    """
+    """Parameters a second that the host's AdamW steps: by its threads or by the DRAM's speed."""
     threads = default_thread_count(cores)
     threads = threads if most_threads is None else min(threads, most_threads)
     return min(STEP_PARAMETERS_PER_THREAD * threads, dram_bytes / STEP_BYTES)

@@ -1,8 +1,14 @@
-"""An engine without memory: the real one, on a model of the meta device, whose store is as large and holds nothing."""
+"""A model without weights, from its configuration alone, and an engine without memory.
+
+The engine is the real one, on a model of the meta device; its store is as large and holds nothing.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,46 +17,135 @@ from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine
-from megatrain_accelerate.memory.host_store import PASSING_BUFFERS, HostUnit, ParameterState
+from megatrain_accelerate.errors import ConfigError, UnsupportedError
+from megatrain_accelerate.memory.host_memory import DeviceMemory
+from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
 from megatrain_accelerate.planning.adoption import Adoption
 from megatrain_accelerate.planning.device_plan import DevicePlan
 from megatrain_accelerate.planning.layer_discovery import Discovery, wants_whole_layers
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Placement
-from megatrain_accelerate.planning.placement_search import Candidate, PlacementSearch
+from megatrain_accelerate.planning.placement_search import Candidate
 from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.planning.step_simulation import Model
+from megatrain_accelerate.streaming.model_hook import ModelHook
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.units import GIB
 
 META = torch.device("meta")
+_TABLE = re.compile("wpe|embed_positions|pos_emb(ed)?|pos(ition(al)?)?_embeddings?|position_embeds_layer|positions_embed")
+"""What models of transformers call tables of positions. Relative ones have other names."""
+_BUFFER = "embed_positions"
+"""What GPT-J and CodeGen call theirs, which aren't learned: sines and cosines in each attention."""
+_NOTHING_PLACED: dict[str, Any] = {"keep_layers": 0, "offload_layers": 0, "resident_layers": 0, "device_layers": 0}
 _STAGING_BUFFERS = 2
 """Of one layer's gradients each, where gradients are accumulated (streaming/grad_offload.py)."""
 
 
-class _MetaMemory:
-    """A block with the interface of :class:`~megatrain_accelerate.memory.host_memory.HostMemory`, without memory."""
+def load_config(name: str, trust_remote_code: bool = False) -> Any:
+    """The configuration of a model: an id of the Hub, a local folder, or a ``config.json``.
 
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
+    Nothing else is read or fetched, but for the code that comes with it if that is trusted.
 
-    def register(self) -> None:
-        """Nothing to register."""
+    Raises:
+        ConfigError: there is none.
+    """
+    from transformers import AutoConfig
 
-    def close(self) -> None:
-        """Nothing to unregister."""
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # each configuration checks its entries in its own way
+        where = "can't be read" if os.path.exists(name) else "is neither a local folder nor a file, nor found on the Hub"
+        raise ConfigError(f"the configuration of {name!r} {where}: {error}") from error
 
+
+def model_on_meta(config: Any, trust_remote_code: bool = False) -> nn.Module:
+    """The model of a configuration in bf16 on the meta device: the class that it names, else a causal language model.
+
+    Raises:
+        UnsupportedError: transformers knows no such model, or its code can't make one of the configuration.
+    """
+    import transformers
+
+    # Without data and with a cache in sight, newer ones leave out the mask of all tokens by all, as they do with data.
+    for part in (config, getattr(config, "text_config", None)):
+        if part is not None and hasattr(part, "use_cache"):
+            part.use_cache = True
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # of the published weights; what trains is bf16
+    kinds = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
+    kind = next((kind for kind in kinds if kind is not None), None)
+    with torch.device("meta"):
+        try:
+            if kind is None:
+                model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            else:
+                model = kind(config)
+        except Exception as error:  # each model's code fails in its own way
+            raise UnsupportedError(
+                f"no model can be made of a {type(config).__name__} ({type(error).__name__}: {error}); mend the configuration "
+                "where the message names an entry of it, install what the message asks for, or name another model"
+            ) from error
+    return model.to(torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionTable:
+    """A table with a row for each position. Without data nothing refuses a longer sequence."""
+
+    name: str
+    """In the model."""
+    positions: int
+    """Tokens of the longest sequence."""
+
+
+def shortest_table(model: nn.Module, run: Callable[[], object]) -> PositionTable | None:
+    """The table with the fewest positions, of embeddings among those that a run looks into; None if there is none.
+
+    Towers for images and sounds have tables of their own, which a run on tokens leaves out.
+    """
+    tables = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and _TABLE.fullmatch(name.rpartition(".")[2])
+    }
+    found = [
+        PositionTable(name, len(buffer))
+        for name, buffer in model.named_buffers()
+        if name.rpartition(".")[2] == _BUFFER and buffer.dim() == 2
+    ]
+    if tables:
+        used: set[str] = set()
+        hooks = {name: ModelHook(functools.partial(used.add, name), runs_dry=True) for name in tables}
+        handles = [tables[name].register_forward_pre_hook(hook) for name, hook in hooks.items()]
+        try:
+            run()
+        finally:
+            for handle in handles:
+                handle.remove()
+        found += [PositionTable(name, _positions(module)) for name, module in tables.items() if name in used]
+    return min(found, key=lambda table: table.positions, default=None)
+
+
+def _positions(table: nn.Embedding) -> int:
+    """The rows without those before the first position: BART's and OPT's offset, or RoBERTa's padding."""
+    if table.padding_idx is not None:
+        return table.num_embeddings - table.padding_idx - 1
+    offset = getattr(table, "offset", 0)
+    return table.num_embeddings - (offset if isinstance(offset, int) else 0)
+
+
+class _MetaMemory(DeviceMemory):
     def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor without data."""
         return torch.empty(shape, dtype=dtype, device=META)
 
 
 class _MetaUnit(HostUnit):
     def _allocate(self, kind: str, touch: bool = True) -> Any:
-        return _MetaMemory(self._size_of(kind))
+        return _MetaMemory(self._size_of(kind), META)
 
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
-        """There is nothing to write."""
+        pass
 
 
 class _MetaAdoption(Adoption):
@@ -60,21 +155,17 @@ class _MetaAdoption(Adoption):
         self._make_unit = make_unit
 
     def unit(self, name: str, parameters: Sequence[tuple[str, nn.Parameter]], dtypes: Sequence[torch.dtype]) -> HostUnit:
-        """The next unit."""
         return self._make_unit(name, parameters, dtypes)
 
     def __exit__(self, kind: Any, *error: Any) -> None:
-        """Nothing to finish."""
+        pass
 
 
 class MetaEngine(Engine):
-    """The engine of a model on the meta device, for one process with bf16 mixed precision.
+    """The engine of a model on the meta device, in training mode, for one process with bf16.
 
-    Args:
-        model: on the meta device, in training mode.
-        config: the settings; what they place is left to :class:`ForecastPlan`.
-        recorder: see :class:`OutputRecorder`.
-        gpu_bytes: device memory that a step may take, by which experts are cut into parts; None leaves them whole.
+    What the settings place is left to :class:`ForecastPlan`. Experts are cut into parts by
+    ``gpu_bytes``, the device memory that a step may take; None leaves them whole.
 
     Raises:
         UnsupportedError: the model can't stream; the message says why.
@@ -84,23 +175,14 @@ class MetaEngine(Engine):
     adoption_class = _MetaAdoption
 
     def __init__(
-        self,
-        model: nn.Module,
-        config: MegatrainConfig,
-        recorder: OutputRecorder | None = None,
-        gpu_bytes: int | None = None,
+        self, model: nn.Module, config: MegatrainConfig, recorder: OutputRecorder | None = None, gpu_bytes: int | None = None
     ) -> None:
         # What the settings place says whether experts are cut.
         whole = config.expert_parts == "auto" and wants_whole_layers(config)
+        parts = 1 if whole else config.expert_parts
+        gpu_memory_gib = None if gpu_bytes is None else gpu_bytes / GIB
         nothing_placed = dataclasses.replace(
-            config,
-            expert_parts=1 if whole else config.expert_parts,
-            keep_layers=0,
-            offload_layers=0,
-            resident_layers=0,
-            device_layers=0,
-            host_threads=1,
-            gpu_memory_gib=None if gpu_bytes is None else gpu_bytes / GIB,
+            config, **_NOTHING_PLACED, expert_parts=parts, host_threads=1, gpu_memory_gib=gpu_memory_gib
         )
         super().__init__(
             model, META, nothing_placed, bf16=True, training=True, show_progress=False, show_plan=False, recorder=recorder
@@ -115,20 +197,32 @@ class MetaEngine(Engine):
 
     def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> int:
         self.parameter_count = 0  # of the progress bar, which isn't drawn
+        self._streamed_units = len(discovery.layers) + len(discovery.experts)
         return 0
+
+    def store_bytes(self, adds: bool) -> int:
+        """Host memory of the store if all units live on the host, where gradients are added up there or not.
+
+        With it the buffers in which gradients wait that are to be added to others, or pass through.
+        """
+        runtime = self.runtime
+        planned = self._planned_bytes([unit.layout for unit in runtime.units], fp32_sums=adds and runtime.sums.is_wanted)
+        staged = [layer.unit.layout.gradient_bytes for layer in runtime.layers]
+        staged += [part.unit.layout.gradient_bytes for experts in runtime.experts for part in experts.parts]
+        return sum(planned.values()) + _STAGING_BUFFERS * max(staged) * adds
 
 
 class ForecastPlan(DevicePlan):
     """The plan for a machine that needn't be here: it finds placements and moves nothing.
 
     Args:
-        engine: whose model is planned for.
-        config: the settings.
-        machine: the speeds.
         gpu_bytes: device memory that a step may take.
         host_bytes: host memory for the store and offloaded activations; None for the store alone.
         micro_batches: backwards before a step.
     """
+
+    search = DevicePlan._search_for
+    fixed_bytes = DevicePlan._fixed_bytes
 
     def __init__(
         self,
@@ -139,24 +233,12 @@ class ForecastPlan(DevicePlan):
         host_bytes: int | None,
         micro_batches: int = 1,
     ) -> None:
-        self._speeds, self._gpu_bytes = machine, gpu_bytes
+        self._machine, self._gpu_bytes = machine, gpu_bytes
         # Tensors without data say that they are the CPU's: no GPU has to be here.
         super().__init__(engine.runtime, config, torch.device("cpu"))
         self.micro_batches = micro_batches
-        sizes = self.model_sizes()
-        every = [self._unit_sizes(unit) for unit in engine.runtime.units]
-        self.store_bytes = sum(unit.host_bytes for unit in every)
-        """Host memory of the store if all units live on the host, bytes; with it the buffers in which gradients wait that are
-        to be added to others, or pass through."""
-        self.store_bytes += PASSING_BUFFERS * max(unit.gradient_bytes * unit.gradients_pass for unit in every)
-        parts = [part for parts in sizes.parts.values() for part in parts]
-        largest = max(unit.gradient_bytes for unit in [*sizes.layers, *parts])
-        self.store_bytes += _STAGING_BUFFERS * largest * self._adds_on_host
+        self.store_bytes = engine.store_bytes(self._adds_on_host)
         self._host_bytes = self.store_bytes if host_bytes is None else host_bytes
-
-    @property
-    def _machine(self) -> Machine:
-        return self._speeds
 
     def model_sizes(self) -> Model:
         """See :meth:`DevicePlan.model_sizes`; here no optimizer says when it steps."""
@@ -178,23 +260,11 @@ class ForecastPlan(DevicePlan):
         groups = [*sizes.groups_before, *sizes.groups_after] if placement.groups_on_device else []
         return sum(unit.host_bytes for unit in [*(sizes.layers[i] for i in placement.on_device), *groups])
 
-    def fixed_bytes(self, outline: StepOutline) -> int:
-        """Device memory that such a step takes under any placement, bytes."""
-        return self._fixed_bytes(outline)
-
     def leanest(self, outline: StepOutline) -> Candidate:
         """The placement that takes the least device memory, whether it fits or not: what the settings ask for and nothing
         more, and as many inputs on the host as it has room for if they may leave."""
-        return self._search_for(outline).leanest(self._asked)
+        return self.search(outline).leanest(self._asked)
 
     def least_bytes(self, outline: StepOutline) -> int:
-        """Device memory of the step under :meth:`leanest`, bytes."""
-        return self._fixed_bytes(outline) + self.leanest(outline).peak_bytes
-
-    def fastest(self, outline: StepOutline) -> Candidate | None:
-        """The fastest placement that fits both memories; None if none does."""
-        return self._search_for(outline).best()
-
-    def search(self, outline: StepOutline) -> PlacementSearch:
-        """The search for placements of a step."""
-        return self._search_for(outline)
+        """Device memory of the step under :meth:`leanest`."""
+        return self.fixed_bytes(outline) + self.leanest(outline).peak_bytes

@@ -9,9 +9,9 @@ from typing import Any
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
+from megatrain_accelerate.estimate.forecast import Forecast
 from megatrain_accelerate.estimate.machine_description import MachineDescription
-from megatrain_accelerate.estimate.positions import PositionTable
-from megatrain_accelerate.estimate.predicted_step import Forecast
+from megatrain_accelerate.estimate.meta_engine import PositionTable
 from megatrain_accelerate.units import GB, GIB
 
 
@@ -59,7 +59,6 @@ class Estimate:
     token_gpu_bytes: int | None
     """The same of a sequence of a single token; None if the GPU has room for the longer one."""
     config: MegatrainConfig
-    """The settings."""
     limits: Limits | None
     """None if nobody asked for them."""
     rows: Sequence[Forecast]
@@ -69,19 +68,12 @@ class Estimate:
         """Whether the model trains at all: its states fit the host memory, and one sequence the GPU."""
         return self.host_store_bytes <= self.host_budget_bytes and self.least_gpu_bytes <= self.machine.gpu_bytes
 
-    @property
-    def best(self) -> Forecast | None:
-        """The row with the most tokens a second among those that fit."""
-        return max((row for row in self.rows if row.fits), key=lambda row: row.tokens_per_second, default=None)
-
 
 def table(estimate: Estimate) -> str:
     """The whole estimate in lines of text."""
     machine, speeds = estimate.machine, estimate.machine.machine
     per_parameter = estimate.host_store_bytes / estimate.parameters
-    host = (
-        f"of {estimate.host_budget_bytes / GIB:,.1f} GiB" if machine.host_bytes is not None else "(--host-memory isn't given)"
-    )
+    budget = "(--host-memory isn't given)" if machine.host_bytes is None else f"of {estimate.host_budget_bytes / GIB:,.1f} GiB"
     is_sparse = estimate.active_parameters < estimate.parameters
     active = f", {estimate.active_parameters / 1e9:.2f} G of them active" if is_sparse else ""
     facts = [
@@ -96,10 +88,12 @@ def table(estimate: Estimate) -> str:
             f"{speeds.host_step_parameters / 1e9:.1f} G parameters/s",
         ),
         *(("", note) for note in machine.notes),
-        ("host memory", f"needs {estimate.host_store_bytes / GIB:,.1f} GiB ({per_parameter:.1f} bytes a parameter) {host}"),
+        ("host memory", f"needs {estimate.host_store_bytes / GIB:,.1f} GiB ({per_parameter:.1f} bytes a parameter) {budget}"),
         ("GPU memory", f"from {estimate.least_gpu_bytes / GIB:.1f} GiB, for one sequence of {estimate.length:,} tokens"),
     ]
+    rows = [*estimate.rows]
     if (limits := estimate.limits) is not None:
+        rows += [limits.longest] if limits.longest is not None else []
         batch, context = (
             f"at least {most:,}" if is_least else f"{most:,}"
             for most, is_least in ((limits.batch, limits.batch_is_least), (limits.context, limits.context_is_least))
@@ -110,9 +104,9 @@ def table(estimate: Estimate) -> str:
         ]
     width = max(len(name) for name, _ in facts)
     lines = [f"{name:<{width}}  {text}" for name, text in facts]
-    longest = limits.longest if limits is not None else None
-    rows = [*estimate.rows, *([longest] if longest is not None else [])]
-    lines += ["", *_columns([_HEADER, *(_row(row) for row in rows)])]
+    cells = [_HEADER, *map(_row, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines += ["", *("  ".join(map(str.rjust, row, widths)) for row in cells)]
     lines += [
         "",
         "layers: on the GPU with their states / weights resident / activations kept / offloaded, of all",
@@ -150,11 +144,6 @@ def _row(row: Forecast) -> tuple[str, ...]:
     )
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
-
-
 def _verdict(estimate: Estimate) -> list[str]:
     if estimate.host_store_bytes > estimate.host_budget_bytes:
         missing = (estimate.host_store_bytes - estimate.host_budget_bytes) / GIB
@@ -164,17 +153,12 @@ def _verdict(estimate: Estimate) -> list[str]:
     if estimate.fits:
         return []
     planned = estimate.machine.gpu_bytes
+    what, needed, why = f"one sequence of {estimate.length:,} tokens", estimate.least_gpu_bytes, "; shorten it"
     if estimate.token_gpu_bytes is not None and estimate.token_gpu_bytes > planned:
-        missing = (estimate.token_gpu_bytes - planned) / GIB
-        return [
-            f"It doesn't fit: a single token takes {missing:,.1f} GiB more than the {planned / GIB:,.1f} GiB of GPU memory "
-            "that are planned with, for what lives outside the layers and the slots of streamed ones; take a GPU with more"
-        ]
-    missing = (estimate.least_gpu_bytes - planned) / GIB
-    return [
-        f"It doesn't fit: one sequence of {estimate.length:,} tokens takes {missing:,.1f} GiB more than the "
-        f"{planned / GIB:,.1f} GiB of GPU memory that are planned with; shorten it"
-    ]
+        what, needed = "a single token", estimate.token_gpu_bytes
+        why = ", for what lives outside the layers and the slots of streamed ones; take a GPU with more"
+    more, there = f"{(needed - planned) / GIB:,.1f} GiB", f"{planned / GIB:,.1f} GiB of GPU memory"
+    return [f"It doesn't fit: {what} takes {more} more than the {there} that are planned with{why}"]
 
 
 def _less_host_memory(estimate: Estimate) -> list[str]:
@@ -193,50 +177,38 @@ def _less_host_memory(estimate: Estimate) -> list[str]:
 
 def as_json(estimate: Estimate) -> dict[str, Any]:
     """The estimate as plain data; units are in the names."""
+    machine, limits, token_bytes = estimate.machine, estimate.limits, estimate.token_gpu_bytes
+    names = ("model", "model_class", "parameters", "active_parameters", "layers", "layer_parameters", "experts")
     return {
-        "model": estimate.model,
-        "model_class": estimate.model_class,
-        "parameters": estimate.parameters,
-        "active_parameters": estimate.active_parameters,
-        "layers": estimate.layers,
-        "layer_parameters": estimate.layer_parameters,
-        "experts": estimate.experts,
-        "stated_positions": estimate.stated_positions,
-        "table_positions": None if estimate.table is None else estimate.table.positions,
-        "gpu": estimate.machine.gpu,
-        "gpu_memory_gib": estimate.machine.gpu_total_bytes / GIB,
-        "gpu_planned_gib": estimate.machine.gpu_bytes / GIB,
-        "speeds": dataclasses.asdict(estimate.machine.machine),
-        "notes": list(estimate.machine.notes),
+        **{name: getattr(estimate, name) for name in (*names, "stated_positions")},
+        "table_positions": estimate.table and estimate.table.positions,
+        "gpu": machine.gpu,
+        "gpu_memory_gib": machine.gpu_total_bytes / GIB,
+        "gpu_planned_gib": machine.gpu_bytes / GIB,
+        "speeds": dataclasses.asdict(machine.machine),
+        "notes": list(machine.notes),
         "host_needed_gib": estimate.host_store_bytes / GIB,
-        "host_memory_gib": None if estimate.machine.host_bytes is None else estimate.host_budget_bytes / GIB,
+        "host_memory_gib": None if machine.host_bytes is None else estimate.host_budget_bytes / GIB,
         "gpu_least_gib": estimate.least_gpu_bytes / GIB,
-        "gpu_token_gib": None if estimate.token_gpu_bytes is None else estimate.token_gpu_bytes / GIB,
+        "gpu_token_gib": None if token_bytes is None else token_bytes / GIB,
         "fits": estimate.fits,
         "length": estimate.length,
-        "limits": None if (limits := estimate.limits) is None else _limits_as_json(limits),
+        "limits": limits
+        and {
+            "largest_batch": limits.batch,
+            "largest_batch_is_least": limits.batch_is_least,
+            "longest_context": limits.context,
+            "longest_context_is_least": limits.context_is_least,
+            "longest": limits.longest and _row_as_json(limits.longest),
+        },
         "rows": [_row_as_json(row) for row in estimate.rows],
-    }
-
-
-def _limits_as_json(limits: Limits) -> dict[str, Any]:
-    return {
-        "largest_batch": limits.batch,
-        "largest_batch_is_least": limits.batch_is_least,
-        "longest_context": limits.context,
-        "longest_context_is_least": limits.context_is_least,
-        "longest": None if limits.longest is None else _row_as_json(limits.longest),
     }
 
 
 def _row_as_json(row: Forecast) -> dict[str, Any]:
     placement, time = row.candidate.placement, row.candidate.time
     return {
-        "batch": row.batch,
-        "length": row.length,
-        "micro_batches": row.micro_batches,
-        "joined": row.joined,
-        "fits": row.fits,
+        **{name: getattr(row, name) for name in ("batch", "length", "micro_batches", "joined", "fits")},
         "step_seconds": row.seconds,
         "tokens_per_second": row.tokens_per_second,
         "tflops_6n": row.tflops,
@@ -255,14 +227,11 @@ def _row_as_json(row: Forecast) -> dict[str, Any]:
 
 
 def plot(estimate: Estimate, path: Path) -> None:
-    """Draws tokens a second against the batch.
-
-    Args:
-        estimate: with at least one row.
-        path: of the picture; its suffix names the format.
+    """Draws tokens a second against the batch; the path's suffix names the picture's format.
 
     Raises:
         UnsupportedError: matplotlib isn't installed.
+        ConfigError: nothing can be written there, or not in that format.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -278,10 +247,9 @@ def plot(estimate: Estimate, path: Path) -> None:
     batches = [row.batch for row in rows]
     axes.plot(batches, [row.tokens_per_second for row in rows], color="#4c9be8", zorder=1)
     for fits, marker, label in ((True, "o", "fits"), (False, "x", "doesn't fit")):
-        chosen = [row for row in rows if row.fits is fits]
-        if chosen:
-            speeds = [row.tokens_per_second for row in chosen]
-            axes.scatter([row.batch for row in chosen], speeds, marker=marker, color="#1f5fa8", label=label, zorder=2)
+        speeds = {row.batch: row.tokens_per_second for row in rows if row.fits is fits}
+        if speeds:
+            axes.scatter(list(speeds), list(speeds.values()), marker=marker, color="#1f5fa8", label=label, zorder=2)
     for row in rows:
         text = f"{row.gpu_bytes / GIB:.0f} GiB, {row.candidate.time.bound_by}"
         axes.annotate(text, (row.batch, row.tokens_per_second), textcoords="offset points", xytext=(4, -12), fontsize=7)

@@ -120,7 +120,7 @@ def _model_inputs(trainer: Any, batch: Any, num_items: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _steps_of(engine: Engine, samples: int) -> Iterator[None]:
+def steps_of(engine: Engine, samples: int) -> Iterator[None]:
     """Training forwards in the body run a whole step's batch, in pieces of at most ``samples``."""
     runtime, plan = engine.runtime, engine.device_plan
     size, count = runtime.micro_batch_size, plan.micro_batches
@@ -186,7 +186,7 @@ class Joiner:
         if self._next < count:
             return torch.zeros((), device=trainer.args.device)
         joined, self._joined = self._joined, None
-        with _steps_of(engine, joined.samples):
+        with steps_of(engine, joined.samples):
             return original(trainer, model, joined.inputs, num_items)
 
     def _join(self, trainer: Any, engine: Engine, model: nn.Module, num_items: Any) -> JoinedBatch | None:
@@ -234,7 +234,7 @@ class Joiner:
         plan = engine.device_plan
         inputs = _model_inputs(trainer, joined.inputs, num_items)
         together = None
-        with _steps_of(engine, joined.samples):
+        with steps_of(engine, joined.samples):
             try:
                 if not _is_sum(trainer, plan.foresee(model, inputs)):
                     raise CannotJoinError("the loss isn't transformers' own sum over tokens divided by num_items_in_batch")

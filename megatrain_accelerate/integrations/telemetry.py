@@ -26,8 +26,7 @@ from megatrain_accelerate.integrations.every_process import PREFIX
 from megatrain_accelerate.planning.layer_discovery import active_parameters
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.streaming.meter import Cause, Counters
-from megatrain_accelerate.tracing.request import CLOCK_MARK, RAW_INFO, RAW_TRACE, TraceRequest
-from megatrain_accelerate.tracing.timeline import LAUNCHER, WORKER
+from megatrain_accelerate.tracing import CLOCK_MARK, LAUNCHER, RAW_INFO, RAW_TRACE, WORKER, TraceRequest
 from megatrain_accelerate.units import GB, GIB, KIB
 
 _A_PLAN_SECONDS = 0.01

@@ -109,7 +109,7 @@ def extrapolated_outline(
             profiles[call.kind] = _scaled_profile(estimate.profiles[call.kind], before, after, machine)
     outside_seconds = measured.outside_seconds
     if outside_seconds is not None:
-        outside_seconds *= _ratio(_outside_seconds(estimate, machine), _outside_seconds(measured_estimate, machine))
+        outside_seconds *= _ratio(outside_seconds_of(estimate, machine), outside_seconds_of(measured_estimate, machine))
     return dataclasses.replace(estimate, profiles={**estimate.profiles, **profiles}, outside_seconds=outside_seconds)
 
 
@@ -139,7 +139,7 @@ def _ratio(after: float, before: float) -> float:
     return after / before if before else 1.0
 
 
-def _outside_seconds(outline: StepOutline, machine: Machine) -> float:
+def outside_seconds_of(outline: StepOutline, machine: Machine) -> float:
     """Estimated, of what runs outside the layers from the start of the step to the first layer's backward.
 
     The costs of an event are those of what runs between the event before and this one.

@@ -13,7 +13,7 @@ from trainer_runs import tiny_llama
 from megatrain_accelerate.cli import main
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.integrations import telemetry
-from megatrain_accelerate.tracing.request import ENV_TRACE_DIR
+from megatrain_accelerate.tracing import ENV_TRACE_DIR
 
 CONFIG = Path(__file__).parents[2] / "recipes" / "megatrain_cpu.yaml"
 

@@ -10,8 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.estimate.attention_dropout import WithoutAttentionDropout
 from megatrain_accelerate.estimate.forecast import Forecaster
+from megatrain_accelerate.estimate.layer_graph import WithoutAttentionDropout
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.units import GIB
 
@@ -30,6 +30,7 @@ def forecaster(rate: float, **settings: object) -> Forecaster:
 def test_attention_with_dropout_is_reckoned_as_the_kernel_that_it_is_on_a_gpu(compiles: bool) -> None:
     with_dropout, without = (forecaster(rate, compile_layers=compiles).forecast(2, 512) for rate in (0.1, 0.0))
     assert dataclasses.replace(with_dropout, candidate=without.candidate) == without
+    assert with_dropout.seconds == without.seconds
 
 
 def test_results_of_attention_with_dropout_are_not_kept_as_in_a_run() -> None:

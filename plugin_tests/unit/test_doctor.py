@@ -15,8 +15,8 @@ import transformers
 
 import megatrain_accelerate
 from megatrain_accelerate.cli import main
-from megatrain_accelerate.doctor import command, software_checks, speed_checks, system_checks
-from megatrain_accelerate.doctor.finding import Finding, found_by
+from megatrain_accelerate.doctor import checks, command, speed_checks
+from megatrain_accelerate.doctor.checks import Finding, found_by
 from megatrain_accelerate.doctor.speed_checks import HostSpeeds, LinkSpeeds
 from megatrain_accelerate.errors import HostMemoryError, KernelError, PatchError
 from megatrain_accelerate.integrations import import_hook
@@ -44,22 +44,22 @@ def only(findings: list[Finding]) -> Finding:
 def test_few_cores_are_said_to_slow_the_host_step(
     monkeypatch: pytest.MonkeyPatch, usable: int, present: int, state: str, remedy: str
 ) -> None:
-    monkeypatch.setattr(system_checks, "usable_cpu_count", lambda: usable)
+    monkeypatch.setattr(checks, "usable_cpu_count", lambda: usable)
     monkeypatch.setattr(os, "cpu_count", lambda: present)
-    found = only(system_checks.cores())
+    found = only(checks.cores())
     assert found.state == state
     assert remedy in found.remedy
     assert found.values == {"usable_cores": usable, "cores": present}
 
 
 def test_a_cgroups_limit_is_what_a_model_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system_checks, "cgroup_available_bytes", lambda: 9 * GIB)
-    found = only(system_checks.host_memory())
+    monkeypatch.setattr(checks, "cgroup_available_bytes", lambda: 9 * GIB)
+    found = only(checks.host_memory())
     assert found.state == "note"
     assert "--memory" in found.remedy
     assert found.values["trainable_parameters"] == pytest.approx(7 * GIB / 14)
-    monkeypatch.setattr(system_checks, "cgroup_available_bytes", lambda: None)
-    assert only(system_checks.host_memory()).state == "ok"
+    monkeypatch.setattr(checks, "cgroup_available_bytes", lambda: None)
+    assert only(checks.host_memory()).state == "ok"
 
 
 @pytest.mark.parametrize(("total", "used", "state"), [(0, 0, "ok"), (8, 0, "note"), (8, 4, "slow")])
@@ -67,7 +67,7 @@ def test_swap_in_use_slows(monkeypatch: pytest.MonkeyPatch, total: int, used: in
     real = psutil.swap_memory()
     fake = real._replace(total=total * GIB, used=used * GIB)
     monkeypatch.setattr(psutil, "swap_memory", lambda: fake)
-    assert only(system_checks.swap()).state == state
+    assert only(checks.swap()).state == state
 
 
 @pytest.mark.parametrize(
@@ -75,27 +75,27 @@ def test_swap_in_use_slows(monkeypatch: pytest.MonkeyPatch, total: int, used: in
 )
 def test_huge_pages_that_are_off_are_said_with_the_switch(tmp_path: Path, policy: str, state: str) -> None:
     (tmp_path / "enabled").write_text(policy + "\n")
-    found = only(system_checks.huge_pages(tmp_path))
+    found = only(checks.huge_pages(tmp_path))
     assert found.state == state
     assert (str(tmp_path / "enabled") in found.remedy) is (state == "slow")
-    assert only(system_checks.huge_pages(tmp_path / "none")).state == "note"
+    assert only(checks.huge_pages(tmp_path / "none")).state == "note"
 
 
 def test_a_limit_on_locked_memory_is_worth_knowing(monkeypatch: pytest.MonkeyPatch) -> None:
-    resource = system_checks.resource
+    resource = checks.resource
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
-    assert "ulimit -l" in only(system_checks.locked_memory()).remedy
+    assert "ulimit -l" in only(checks.locked_memory()).remedy
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert only(system_checks.locked_memory()).state == "ok"
+    assert only(checks.locked_memory()).state == "ok"
 
 
 def test_strict_accounting_of_memory_is_worth_knowing(tmp_path: Path) -> None:
     path = tmp_path / "overcommit_memory"
     path.write_text("2\n")
-    assert only(system_checks.overcommit(path)).state == "note"
+    assert only(checks.overcommit(path)).state == "note"
     path.write_text("1\n")
-    assert only(system_checks.overcommit(path)).state == "ok"
-    assert system_checks.overcommit(tmp_path / "none") == []
+    assert only(checks.overcommit(path)).state == "ok"
+    assert checks.overcommit(tmp_path / "none") == []
 
 
 @pytest.mark.parametrize(
@@ -109,20 +109,20 @@ def test_cores_far_from_the_gpu_are_said_with_the_command(
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(cpus + "\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: usable)
-    found = only(system_checks.numa(gpu_node, tmp_path))
+    found = only(checks.numa(gpu_node, tmp_path))
     assert found.state == state
     assert found.values["numa_nodes"] == 2
     assert ("numactl --cpunodebind=0" in found.remedy) is (gpu_node == 0 and state != "ok")
 
 
 def test_one_node_is_no_matter(tmp_path: Path) -> None:
-    assert only(system_checks.numa(0, tmp_path)).state == "ok"
+    assert only(checks.numa(0, tmp_path)).state == "ok"
 
 
 @pytest.mark.parametrize("below", ["", "runs/first"])
 def test_a_file_is_no_place_for_checkpoints(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("")
-    found = only(system_checks.disk(tmp_path / "file" / below))
+    found = only(checks.disk(tmp_path / "file" / below))
     assert found.state == "broken"
     assert f"{tmp_path / 'file'} isn't a folder" in found.text
 
@@ -130,15 +130,15 @@ def test_a_file_is_no_place_for_checkpoints(tmp_path: Path, below: str) -> None:
 def test_a_disk_smaller_than_the_memory_holds_no_checkpoint_of_what_trains(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    usage = system_checks.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(system_checks.shutil, "disk_usage", lambda _: usage._replace(free=GIB))
-    assert "--save_only_model" in only(system_checks.disk(tmp_path)).remedy
-    monkeypatch.setattr(system_checks.shutil, "disk_usage", lambda _: usage._replace(free=1 << 60))
-    assert only(system_checks.disk(tmp_path)).state == "ok"
+    usage = checks.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage._replace(free=GIB))
+    assert "--save_only_model" in only(checks.disk(tmp_path)).remedy
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage._replace(free=1 << 60))
+    assert only(checks.disk(tmp_path)).state == "ok"
 
 
 def test_a_folder_that_is_still_to_be_made_is_no_fault(tmp_path: Path) -> None:
-    found = only(system_checks.disk(tmp_path / "runs" / "first"))
+    found = only(checks.disk(tmp_path / "runs" / "first"))
     assert found.state != "broken"
     assert str(tmp_path) in found.text
 
@@ -160,8 +160,8 @@ def test_a_gpu_that_cannot_be_used_keeps_training_from_running(monkeypatch: pyte
 
 def test_versions_outside_the_tested_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"accelerate": "0.33.1", "transformers": "99.0", "peft": TESTED_VERSIONS["peft"], "trl": None}
-    monkeypatch.setattr(software_checks, "_version", versions.get)
-    first, *others = software_checks.versions()
+    monkeypatch.setattr(checks, "_version", versions.get)
+    first, *others = checks.versions()
     assert first.values["transformers"] == "99.0"
     assert [found.name for found in others] == ["accelerate 0.33.1", "transformers 99.0"]
     assert all("pip install" in found.remedy for found in others)
@@ -178,27 +178,27 @@ def test_versions_outside_the_tested_ones_are_named(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_versions_are_compared_by_number(version: str, tested: str, expected: bool) -> None:
-    assert software_checks._is_tested(version, tested) is expected
+    assert checks._is_tested(version, tested) is expected
 
 
 def test_hooks_are_found_in_place() -> None:
-    found = only(software_checks.hooks())
+    found = only(checks.hooks())
     assert (found.state, found.values["hooks"]) == ("ok", True)
 
 
 def test_what_switches_the_plugin_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setenv("MEGATRAIN_DISABLE", "1")
-        assert "unset MEGATRAIN_DISABLE" in only(software_checks.hooks()).remedy
+        assert "unset MEGATRAIN_DISABLE" in only(checks.hooks()).remedy
     with monkeypatch.context() as patch:
         patch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-        assert "enable()" in only(software_checks.hooks()).remedy
+        assert "enable()" in only(checks.hooks()).remedy
     with monkeypatch.context() as patch:
-        patch.setattr(software_checks.importlib.metadata, "entry_points", lambda **_: ())
-        assert "isn't installed" in only(software_checks.hooks()).text
+        patch.setattr(checks.importlib.metadata, "entry_points", lambda **_: ())
+        assert "isn't installed" in only(checks.hooks()).text
     with monkeypatch.context() as patch:
         patch.setattr(import_hook, "is_installed", lambda: False)
-        assert only(software_checks.hooks()).state == "broken"
+        assert only(checks.hooks()).state == "broken"
 
 
 def test_a_patch_that_does_not_fit_keeps_training_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ def test_a_patch_that_does_not_fit_keeps_training_from_running(monkeypatch: pyte
         raise PatchError("can't patch accelerate.accelerator:Accelerator.prepare_model")
 
     monkeypatch.setattr(import_hook, "ensure_ready", fails)
-    found = only(software_checks.hooks())
+    found = only(checks.hooks())
     assert found.state == "broken"
     assert "prepare_model" in found.text
 
@@ -215,9 +215,9 @@ def test_missing_kernels_keep_training_from_running(monkeypatch: pytest.MonkeyPa
     def fails() -> None:
         raise KernelError("the library is missing")
 
-    assert only(software_checks.kernels()).values["host_threads"]
-    monkeypatch.setattr(software_checks, "HostKernels", fails)
-    assert only(software_checks.kernels()).state == "broken"
+    assert only(checks.kernels()).values["host_threads"]
+    monkeypatch.setattr(checks, "HostKernels", fails)
+    assert only(checks.kernels()).state == "broken"
 
 
 @pytest.mark.parametrize(
@@ -226,12 +226,12 @@ def test_missing_kernels_keep_training_from_running(monkeypatch: pytest.MonkeyPa
 def test_what_compiles_layers_is_looked_for_beside_a_gpu(
     monkeypatch: pytest.MonkeyPatch, triton: bool, compiler: str | None, state: str
 ) -> None:
-    monkeypatch.setattr(software_checks.importlib.util, "find_spec", lambda name: object() if triton else None)
-    monkeypatch.setattr(software_checks.shutil, "which", lambda name: compiler)
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: object() if triton else None)
+    monkeypatch.setattr(checks.shutil, "which", lambda name: compiler)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert only(software_checks.compilers()).state == state
+    assert only(checks.compilers()).state == state
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert only(software_checks.compilers()).state == "ok"
+    assert only(checks.compilers()).state == "ok"
 
 
 # ---------------------------------------------------------------- speeds

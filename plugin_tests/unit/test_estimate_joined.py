@@ -13,8 +13,7 @@ from transformers import BertConfig, BertForMaskedLM
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.estimate import forecast as forecast_module
-from megatrain_accelerate.estimate.forecast import Forecaster
-from megatrain_accelerate.estimate.predicted_step import Forecast
+from megatrain_accelerate.estimate.forecast import Forecast, Forecaster
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.streaming.layer import StreamedLayer

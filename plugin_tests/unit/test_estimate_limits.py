@@ -21,9 +21,9 @@ from transformers import (
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.estimate import command, report
+from megatrain_accelerate.estimate.command import MOST_BATCH, MOST_TOKENS, longest_context
 from megatrain_accelerate.estimate.forecast import Forecaster
-from megatrain_accelerate.estimate.limits import MOST_BATCH, MOST_TOKENS, longest_context
-from megatrain_accelerate.estimate.positions import PositionTable
+from megatrain_accelerate.estimate.meta_engine import PositionTable
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.units import GIB
 

@@ -1,8 +1,8 @@
 """The estimate against trainings that were measured on one H200 (docs/benchmarks.md): memory within 5%, time within 10%.
 
-The speeds are those of the machines that the cases ran on. Five cases were looked at when the shares in ``reckoning.py`` were
-chosen, with the times of single layers (docs/estimate.md says which for what); the others were kept out. One
-is known to be missed.
+The speeds are those of the machines that the cases ran on. Five cases were looked at when the shares in
+``layer_graph.py`` were chosen, with the times of single layers (docs/estimate.md says which for what); the others
+were kept out. One is known to be missed.
 
 When they were measured compiled layers computed their outputs again in backward, which they don't any more: the estimate is
 made to count that here.

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megatrain_accelerate.estimate.extrapolation import extended_graph
 from megatrain_accelerate.estimate.fused_kernels import FusedKernels
-from megatrain_accelerate.estimate.layer_graph import GraphCosts, LayerGraph
+from megatrain_accelerate.estimate.layer_graph import GraphCosts, LayerGraph, extended
 
 ROWS = 512
 LONG, SHORT = 1025, 1024
@@ -103,13 +102,11 @@ def graph(*alive_bytes: int) -> LayerGraph:
 
 def test_the_peak_of_many_sequences_is_where_they_need_the_most() -> None:
     # The gradients of weights are as large for one sequence as for many; scores grow.
-    extended = extended_graph(graph(10, 2), graph(10, 4), 8)
-    assert extended is not None
-    assert extended.backward.alive_bytes == (10, 16)
-    assert extended.backward.peak_bytes == 16
+    found = extended(graph(10, 2), graph(10, 4), 8)
+    assert found.backward.alive_bytes == (10, 16)
+    assert found.backward.peak_bytes == 16
 
 
 def test_of_graphs_that_were_cut_otherwise_the_peaks_are_on_a_line() -> None:
-    extended = extended_graph(graph(3, 10), graph(12), 8)
-    assert extended is not None
-    assert extended.backward.peak_bytes == 24
+    found = extended(graph(3, 10), graph(12), 8)
+    assert found.backward.peak_bytes == 24

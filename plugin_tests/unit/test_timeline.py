@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatrain_accelerate import cli
+from megatrain_accelerate import cli, tracing
 from megatrain_accelerate.errors import ConfigError, StateError
-from megatrain_accelerate.tracing import picture, request, timeline
-from megatrain_accelerate.tracing.timeline import Span
+from megatrain_accelerate.tracing import Span
 
 PID, MAIN, BACKWARD_THREAD, WORKER_THREAD = 100, 100, 101, 102
 OFFSET_US = 5000.0
@@ -49,8 +48,8 @@ def raw() -> tuple[list[dict[str, Any]], dict[str, Any]]:
     events = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": 7, "ts": 0, "args": {"name": "stream 7"}},
         {"ph": "M", "name": "thread_name", "pid": PID, "tid": MAIN, "ts": 0, "args": {"name": "thread 100 (python)"}},
-        span(request.CLOCK_MARK, 10, 20.5),
-        span(request.CLOCK_MARK, 30, 31),
+        span(tracing.CLOCK_MARK, 10, 20.5),
+        span(tracing.CLOCK_MARK, 30, 31),
         span("megatrain::forward (model.layers.0)", 40, 60),
         span("megatrain::prefetch (model.layers.1)", 110, 120),
         span("megatrain::forward (model.layers.1)", 200, 300),
@@ -68,7 +67,7 @@ def raw() -> tuple[list[dict[str, Any]], dict[str, Any]]:
         "step": 5,
         "device": "a card",
         "pid": PID,
-        "threads": {timeline.LAUNCHER: MAIN, timeline.WORKER: WORKER_THREAD},
+        "threads": {tracing.LAUNCHER: MAIN, tracing.WORKER: WORKER_THREAD},
         "begin_ns": 100_000,
         "end_ns": 1_100_000,
         "marks_ns": [11_000, 31_000],
@@ -81,26 +80,26 @@ def raw() -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 def test_streams_and_threads_become_lanes_with_the_layers_names(raw: Any) -> None:
-    found, _ = timeline.build(*raw)
+    found, _ = tracing.build(*raw)
     assert found.period_us == pytest.approx(1000.0)
-    assert list(found.lanes) == list(timeline.LANES)
-    assert found.lanes[timeline.COMPUTE] == [
+    assert list(found.lanes) == list(tracing.LANES)
+    assert found.lanes[tracing.COMPUTE] == [
         Span(150.0, 350.0, "forward", "model.layers.1"),
-        Span(350.0, 354.0, timeline.OTHER, ""),
+        Span(350.0, 354.0, tracing.OTHER, ""),
         Span(360.0, 600.0, "backward", "model.layers.1"),
     ]
-    assert found.lanes[timeline.H2D] == [
+    assert found.lanes[tracing.H2D] == [
         Span(20.0, 220.0, "copy of weights", "model.layers.1"),
         Span(230.0, 240.0, "copy of weights", ""),
     ]
-    assert found.lanes[timeline.D2H] == [Span(600.0, 800.0, "copy of gradients", "model.layers.1")]
-    assert [span.kind for span in found.lanes[timeline.AUTOGRAD]] == ["backward", "copy of gradients"]
+    assert found.lanes[tracing.D2H] == [Span(600.0, 800.0, "copy of gradients", "model.layers.1")]
+    assert [span.kind for span in found.lanes[tracing.AUTOGRAD]] == ["backward", "copy of gradients"]
     # What began before the period is cut off at its begin; what ended before isn't there.
-    assert found.lanes[timeline.WORKER] == [Span(0.0, 50.0, "host step", "model.layers.1")]
+    assert found.lanes[tracing.WORKER] == [Span(0.0, 50.0, "host step", "model.layers.1")]
 
 
 def test_the_summary_says_what_was_hidden_and_what_bounded(raw: Any) -> None:
-    text = timeline.format_summary(timeline.build(*raw)[0])
+    text = tracing.format_summary(tracing.build(*raw)[0])
     rows = {line[:20].strip(): line[20:].split() for line in text.splitlines()}
     assert rows["compute"] == ["0.44", "44%"]  # 200 + 4 + 240 of 1000 us
     assert rows["GPU idle"] == ["0.56", "56%"]
@@ -110,7 +109,7 @@ def test_the_summary_says_what_was_hidden_and_what_bounded(raw: Any) -> None:
 
 
 def test_perfetto_events_are_those_of_the_period_with_names(raw: Any) -> None:
-    _, events = timeline.build(*raw)
+    _, events = tracing.build(*raw)
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {
         (0, 7): "compute",
@@ -125,26 +124,26 @@ def test_perfetto_events_are_those_of_the_period_with_names(raw: Any) -> None:
     assert "megatrain::step (model.layers.1)" in shown
     assert "gemm of the period before" not in shown
     assert "megatrain::forward (model.layers.0)" not in shown
-    assert request.CLOCK_MARK not in shown
+    assert tracing.CLOCK_MARK not in shown
 
 
 def test_a_trace_that_lost_its_clock_marks_is_refused(raw: Any) -> None:
     events, info = raw
     with pytest.raises(StateError, match="1 clock marks and not 2"):
-        timeline.build(events[:2] + events[3:], info)
+        tracing.build(events[:2] + events[3:], info)
 
 
 def test_overlap_is_that_of_sets_of_points() -> None:
-    ours = timeline.union([(0, 10), (5, 20), (30, 40)])
+    ours = tracing.union([(0, 10), (5, 20), (30, 40)])
     assert ours == [(0, 20), (30, 40)]
-    assert timeline.overlap(ours, [(15, 32), (39, 100)]) == 5 + 2 + 1
-    assert timeline.overlap(ours, []) == 0
+    assert tracing.overlap(ours, [(15, 32), (39, 100)]) == 5 + 2 + 1
+    assert tracing.overlap(ours, []) == 0
 
 
 def write_raw(folder: Path, raw: Any) -> None:
-    with gzip.open(folder / request.RAW_TRACE, "wt") as file:
+    with gzip.open(folder / tracing.RAW_TRACE, "wt") as file:
         json.dump({"traceEvents": raw[0], "schemaVersion": 1}, file)
-    (folder / request.RAW_INFO).write_text(json.dumps(raw[1]))
+    (folder / tracing.RAW_INFO).write_text(json.dumps(raw[1]))
 
 
 def test_results_are_a_perfetto_file_a_picture_and_a_table(
@@ -152,9 +151,9 @@ def test_results_are_a_perfetto_file_a_picture_and_a_table(
 ) -> None:
     write_raw(tmp_path, raw)
     cli.write_results(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [request.PICTURE, request.PERFETTO_TRACE]
-    assert (tmp_path / request.PICTURE).read_bytes().startswith(b"\x89PNG")
-    trace = json.loads(gzip.decompress((tmp_path / request.PERFETTO_TRACE).read_bytes()))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [tracing.PICTURE, tracing.PERFETTO_TRACE]
+    assert (tmp_path / tracing.PICTURE).read_bytes().startswith(b"\x89PNG")
+    trace = json.loads(gzip.decompress((tmp_path / tracing.PERFETTO_TRACE).read_bytes()))
     assert trace["schemaVersion"] == 1
     assert trace["megatrain"]["step"] == 5
     assert "GPU idle" in capsys.readouterr().out
@@ -168,7 +167,7 @@ def test_without_matplotlib_the_perfetto_file_is_written_and_the_remedy_named(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     write_raw(tmp_path, raw)
     cli.write_results(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [request.PERFETTO_TRACE]
+    assert [path.name for path in tmp_path.iterdir()] == [tracing.PERFETTO_TRACE]
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
@@ -179,7 +178,7 @@ def test_neighbours_of_one_layer_are_drawn_as_one() -> None:
         Span(2, 3, "backward", "a"),
         Span(9, 10, "backward", "a"),
     ]
-    assert picture.merged(spans, 1.0) == [Span(0, 2, "forward", "a"), *spans[2:]]
+    assert tracing.merged(spans, 1.0) == [Span(0, 2, "forward", "a"), *spans[2:]]
 
 
 @pytest.mark.parametrize(("unit", "number"), [("model.layers.17", "17"), ("model.norm", ""), ("", "")])
@@ -202,7 +201,7 @@ class TestCommand:
         assert "no-such-command" in capsys.readouterr().err
 
     def test_a_command_that_traces_nothing_is_no_success(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        (tmp_path / request.RAW_INFO).write_text("left by an earlier run")
+        (tmp_path / tracing.RAW_INFO).write_text("left by an earlier run")
         assert cli.main(["trace", "--out", str(tmp_path), "--", sys.executable, "-c", "pass"]) == 1
         assert "reach optimizer step 5" in capsys.readouterr().err
 
@@ -210,11 +209,11 @@ class TestCommand:
         assert cli.main(["trace", "--out", str(tmp_path), "--", sys.executable, "-c", "raise SystemExit(7)"]) == 7
 
     def test_the_request_is_handed_on_by_environment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name, value in request.TraceRequest(tmp_path / "x", 9).environment().items():
+        for name, value in tracing.TraceRequest(tmp_path / "x", 9).environment().items():
             monkeypatch.setenv(name, value)
-        assert request.TraceRequest.from_environment() == request.TraceRequest(tmp_path / "x", 9)
-        monkeypatch.setenv(request.ENV_TRACE_STEP, "soon")
+        assert tracing.TraceRequest.from_environment() == tracing.TraceRequest(tmp_path / "x", 9)
+        monkeypatch.setenv(tracing.ENV_TRACE_STEP, "soon")
         with pytest.raises(ConfigError, match="'soon'"):
-            request.TraceRequest.from_environment()
-        monkeypatch.delenv(request.ENV_TRACE_DIR)
-        assert request.TraceRequest.from_environment() is None
+            tracing.TraceRequest.from_environment()
+        monkeypatch.delenv(tracing.ENV_TRACE_DIR)
+        assert tracing.TraceRequest.from_environment() is None

@@ -1,0 +1,310 @@
+"""What a check finds, and checks that measure nothing: of the software and of the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+
+from megatrain_accelerate import __version__
+from megatrain_accelerate.activation import ENV_DISABLE, is_disabled
+from megatrain_accelerate.config import usable_cpu_count
+from megatrain_accelerate.disk import existing_part
+from megatrain_accelerate.errors import KernelError, PatchError
+from megatrain_accelerate.integrations import import_hook
+from megatrain_accelerate.integrations.patches import PATCHES, TESTED_VERSIONS
+from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES, cgroup_available_bytes
+from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.units import GIB
+
+BYTES_A_PARAMETER = 14
+"""Of host memory that a trained parameter takes (docs/architecture.md)."""
+CHECKPOINT_BYTES_A_PARAMETER = 12
+"""Of disk that a checkpoint takes with the optimizer's state: both halves of the masters, and the moments."""
+FEW_CORES = 8
+_SWAPPED_BYTES = GIB
+_AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_REINSTALL = "pip install --force-reinstall --no-deps megatrain-accelerate, or `pip install --no-deps .` in a checkout"
+
+Value = float | int | str | bool | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    """What was looked at."""
+    state: Literal["ok", "note", "slow", "broken"]
+    """Fine; worth knowing; makes training slower than it could be; keeps it from running."""
+    text: str
+    """What was found, with the numbers."""
+    remedy: str = ""
+    """What to do; empty where nothing has to be done."""
+    values: Mapping[str, Value] = dataclasses.field(default_factory=dict)
+    """The numbers for programs; units are in the names."""
+
+
+def found_by(name: str, check: Callable[[], Sequence[Finding]]) -> list[Finding]:
+    """The findings of a check; one that fails is a finding itself, and the others go on."""
+    try:
+        return list(check())
+    except Exception as error:
+        text = f"can't be checked: {type(error).__name__}: {error}"
+        return [Finding(name, "broken", text, "mend what the message says, and run megatrain doctor again")]
+
+
+def versions() -> list[Finding]:
+    """What is installed, and whether the patches were tested with it."""
+    installed: dict[str, Value] = {"megatrain_accelerate": __version__, "python": platform.python_version()}
+    installed |= {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": _driver_version()}
+    for package in TESTED_VERSIONS:
+        installed[package] = _version(package)
+    text = ", ".join(f"{name} {version}" for name, version in installed.items() if version is not None)
+    findings = [Finding("versions", "ok", text, values=installed)]
+    for package, tested in TESTED_VERSIONS.items():
+        version = installed[package]
+        if isinstance(version, str) and not _is_tested(version, tested):
+            remedy = f"pip install '{package}=={tested.split()[-1]}' if something is wrong"
+            findings.append(Finding(f"{package} {version}", "note", f"the patches were tested with {tested}", remedy))
+    return findings
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _is_tested(version: str, tested: str) -> bool:
+    """Whether a version lies within ``FIRST to LAST``, or is the only one."""
+    first, _, last = tested.partition(" to ")
+    return _numbers(first) <= _numbers(version) <= _numbers(last or first)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split("+")[0].split(".")[:3]
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
+
+
+def _driver_version() -> str | None:
+    """The GPU driver's, as ``nvidia-smi`` says it; None without one."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return output.splitlines()[0].strip() if output.strip() else None
+
+
+def hooks() -> list[Finding]:
+    """Whether ``import torch`` installs our hook, and whether every patch fits what is installed."""
+    failure = getattr(sys.modules.get("_megatrain_autoload"), "failure", None)
+    remedy = _REINSTALL
+    if is_disabled():
+        text = f"{ENV_DISABLE} is set: the plugin is off, whatever a script asks for"
+        remedy = f"unset {ENV_DISABLE}"
+    elif os.environ.get(_AUTOLOAD_SWITCH) == "0":
+        text = f"{_AUTOLOAD_SWITCH}=0 keeps torch from loading the plugin: accelerate launch doesn't know --megatrain"
+        remedy = f"unset {_AUTOLOAD_SWITCH}, or call megatrain_accelerate.enable() in the script"
+        return [Finding("hooks", "note", text, remedy, {"hooks": False})]
+    elif all(entry.name != "megatrain_accelerate" for entry in importlib.metadata.entry_points(group="torch.backends")):
+        text = "the package isn't installed, only importable: `import torch` doesn't load the plugin"
+    elif failure is not None or not import_hook.is_installed():
+        text = f"the plugin can't be loaded with torch ({type(failure).__name__}: {failure})"
+    else:
+        return _patches()
+    return [Finding("hooks", "broken", text, remedy, {"hooks": False})]
+
+
+def _patches() -> list[Finding]:
+    packages = sorted({patch.package for patch in PATCHES if importlib.util.find_spec(patch.package) is not None})
+    patched = [patch for patch in PATCHES if patch.package in packages]
+    for module in dict.fromkeys(patch.module for patch in patched):
+        importlib.import_module(module)
+    try:
+        import_hook.ensure_ready()
+    except PatchError as error:
+        return [Finding("hooks", "broken", str(error), "install a tested version, see above", {"hooks": False})]
+    text = f"installed; all {len(patched)} patches of {', '.join(packages)} fit"
+    return [Finding("hooks", "ok", text, values={"hooks": True, "patches": len(patched)})]
+
+
+def kernels() -> list[Finding]:
+    """Whether the compiled host kernels are there, and in which instruction set they run."""
+    try:
+        found = HostKernels()
+    except KernelError as error:
+        return [Finding("host kernels", "broken", str(error), _REINSTALL)]
+    threads, chosen = found.threads, found.instruction_set
+    found.close()
+    values: dict[str, Value] = {"instruction_set": chosen, "host_threads": threads}
+    text = f"{chosen}, {threads} threads"
+    if chosen == "baseline":
+        remedy = "take a processor with AVX2; a virtual machine may hide it (CPU type host)"
+        return [Finding("host kernels", "slow", f"{text}: without AVX2 AdamW takes several times as long", remedy, values)]
+    return [Finding("host kernels", "ok", text, values=values)]
+
+
+def compilers() -> list[Finding]:
+    """Whether layers can be compiled and stepped on the GPU."""
+    has_triton = importlib.util.find_spec("triton") is not None
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+    values: dict[str, Value] = {"triton": has_triton, "compiler": compiler}
+    if not torch.cuda.is_available():
+        return [Finding("layer compiler", "ok", "not needed without a GPU", values=values)]
+    if not has_triton:
+        text = "Triton is missing: no states on the GPU, no compiled layers"
+        return [Finding("layer compiler", "slow", text, "pip install triton, in the version that torch names", values)]
+    if compiler is None:
+        text = "no C compiler is found, which Triton needs: layers run uncompiled"
+        return [Finding("layer compiler", "slow", text, "install gcc (apt install gcc)", values)]
+    return [Finding("layer compiler", "ok", f"Triton, {compiler}", values=values)]
+
+
+def cores() -> list[Finding]:
+    """How many threads the host's AdamW will have."""
+    usable, present = usable_cpu_count(), os.cpu_count() or 1
+    values = {"usable_cores": usable, "cores": present}
+    text = f"{usable} of {present} may be used"
+    if usable >= FEW_CORES:
+        return [Finding("cores", "ok", text, values=values)]
+    if usable < present:
+        remedy = "lift the limit: affinity (taskset, --cpuset-cpus) or the cgroup's quota (docker run --cpus, cpu.max)"
+    else:
+        remedy = "take a machine with more cores, or larger batches: AdamW on the host then takes a smaller share of the step"
+    return [Finding("cores", "slow", f"{text}: few for AdamW on the host, which will bound small batches", remedy, values)]
+
+
+def host_memory() -> list[Finding]:
+    """What the process may take, and how large a model that is."""
+    memory = psutil.virtual_memory()
+    limit = cgroup_available_bytes()
+    available = memory.available if limit is None else min(memory.available, limit)
+    parameters = max(0, available - CONSTANT_OVERHEAD_BYTES) / BYTES_A_PARAMETER
+    values = {
+        "available_gib": available / GIB,
+        "total_gib": memory.total / GIB,
+        "cgroup_available_gib": None if limit is None else limit / GIB,
+        "trainable_parameters": parameters,
+    }
+    free = f"{available / GIB:.1f} of {memory.total / GIB:.1f} GiB are free"
+    text = f"{free}: all of {parameters / 1e9:.1f} G parameters can train"
+    if limit is not None and limit < memory.available:
+        remedy = "raise the container's limit (docker run --memory, the pod's resources.limits.memory) for larger models"
+        return [Finding("host memory", "note", f"{text}; the cgroup sets this limit", remedy, values)]
+    return [Finding("host memory", "ok", text, values=values)]
+
+
+def swap() -> list[Finding]:
+    """Swap makes a host that is too full crawl instead of saying so."""
+    found = psutil.swap_memory()
+    total, used = found.total / GIB, found.used / GIB
+    values = {"swap_gib": total, "swapped_gib": used}
+    if found.used > _SWAPPED_BYTES:
+        text = f"{used:.1f} GiB are swapped out: the host's memory was too small for what runs on it"
+        return [Finding("swap", "slow", text, "end what else runs, then sudo swapoff -a && sudo swapon -a", values)]
+    if found.total:
+        text = f"{total:.1f} GiB, {used:.1f} in use; moments aren't page-locked and could be swapped out"
+        return [Finding("swap", "note", text, "sudo swapoff -a, where nothing else needs it", values)]
+    return [Finding("swap", "ok", "none", values=values)]
+
+
+def huge_pages(root: Path = Path("/sys/kernel/mm/transparent_hugepage")) -> list[Finding]:
+    """Whether the store's memory can have transparent huge pages."""
+    try:
+        text = (root / "enabled").read_text()
+    except OSError:
+        remedy = "training works with small pages; AdamW on the host is slower by some percent"
+        return [Finding("huge pages", "note", "this kernel has no transparent huge pages", remedy, {"huge_pages": None})]
+    policy = text[text.index("[") + 1 : text.index("]")]
+    if policy == "never":
+        remedy = f"echo madvise | sudo tee {root / 'enabled'}"
+        text = "transparent huge pages are off: AdamW and registering memory are slower"
+        return [Finding("huge pages", "slow", text, remedy, {"huge_pages": policy})]
+    return [Finding("huge pages", "ok", f"transparent huge pages: {policy}", values={"huge_pages": policy})]
+
+
+def locked_memory() -> list[Finding]:
+    """The limit on page-locked memory, which some drivers and virtual machines hold registered memory to."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        return [Finding("locked memory", "ok", "no limit", values={"memlock_bytes": None})]
+    text = f"limited to {limit / GIB:.3f} GiB; most drivers don't count registered memory, and none is refused by this alone"
+    remedy = "if registering memory fails: ulimit -l unlimited, or docker run --ulimit memlock=-1"
+    return [Finding("locked memory", "note", text, remedy, {"memlock_bytes": limit})]
+
+
+def overcommit(path: Path = Path("/proc/sys/vm/overcommit_memory")) -> list[Finding]:
+    """Strict accounting refuses the store's mappings early."""
+    try:
+        mode = path.read_text().strip()
+    except OSError:
+        return []
+    if mode == "2":
+        text = "vm.overcommit_memory is 2: the kernel may refuse the store although memory is free"
+        return [Finding("overcommit", "note", text, "sudo sysctl vm.overcommit_memory=0", {"overcommit_memory": 2})]
+    return [Finding("overcommit", "ok", f"vm.overcommit_memory is {mode}", values={"overcommit_memory": int(mode)})]
+
+
+def numa(gpu_node: int | None = None, root: Path = Path("/sys/devices/system/node")) -> list[Finding]:
+    """Whether the process runs on the GPU's memory node; ``gpu_node`` is None if it isn't known."""
+    nodes = {int(folder.name[4:]): _cpu_list(folder / "cpulist") for folder in root.glob("node[0-9]*")}
+    with_cpus = {node: cpus for node, cpus in nodes.items() if cpus}
+    values = {"numa_nodes": len(with_cpus), "gpu_numa_node": gpu_node}
+    if len(with_cpus) < 2:
+        return [Finding("NUMA", "ok", "one memory node", values=values)]
+    usable = os.sched_getaffinity(0)
+    used = sorted(node for node, cpus in with_cpus.items() if cpus & usable)
+    text = f"{len(with_cpus)} memory nodes, this process may run on {used}"
+    if gpu_node not in with_cpus:
+        return [Finding("NUMA", "note", f"{text}; the GPU's isn't known", values=values)]
+    bound = f"numactl --cpunodebind={gpu_node} --membind={gpu_node}"
+    if gpu_node not in used:
+        remedy = f"{bound} where the node's memory suffices, else without --membind"
+        return [Finding("NUMA", "slow", f"{text}, the GPU is at {gpu_node}: copies cross the sockets", remedy, values)]
+    if len(used) > 1:
+        remedy = f"where one node's memory suffices: {bound} accelerate launch ..."
+        return [Finding("NUMA", "note", f"{text}, the GPU is at {gpu_node}: part of the store is far from it", remedy, values)]
+    return [Finding("NUMA", "ok", f"{text}, the GPU's own", values=values)]
+
+
+def _cpu_list(path: Path) -> set[int]:
+    """Numbers in a list such as ``0-3,8``; none if the file is missing."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for part in filter(None, path.read_text().strip().split(",")):
+            first, _, last = part.partition("-")
+            found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+def disk(folder: Path) -> list[Finding]:
+    """Room for checkpoints in a folder, which needn't be there yet."""
+    asked, folder = folder, existing_part(folder)
+    if not folder.is_dir():
+        text = f"no checkpoint can be written to {asked}: {folder} isn't a folder"
+        return [Finding("disk", "broken", text, "name a folder by --folder; it needn't be there yet")]
+    free = shutil.disk_usage(folder).free
+    parameters = free / CHECKPOINT_BYTES_A_PARAMETER
+    text = f"{free / GIB:.1f} GiB free in {folder}: a checkpoint of up to {parameters / 1e9:.1f} G parameters"
+    values = {"free_disk_gib": free / GIB}
+    if free < psutil.virtual_memory().total:
+        remedy = "free some, write to another disk (--folder checks it), or save less: --save_only_model, --save_total_limit 1"
+        return [Finding("disk", "note", f"{text}, less than this machine can train", remedy, values)]
+    return [Finding("disk", "ok", text, values=values)]

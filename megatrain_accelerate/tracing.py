@@ -1,0 +1,376 @@
+"""A traced step: how `megatrain trace` asks for it, its lanes of named spans, table and picture.
+
+The lanes are made of the profiler's trace and of what the process noted. The step is drawn as one
+period: from one ``optimizer.step()`` to the next. In it lie the work that the first of the two left
+to the host (it runs under the forward that follows), one forward, one backward, and clipping.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatrain_accelerate.errors import ConfigError, StateError, UnsupportedError
+
+ENV_TRACE_DIR = "MEGATRAIN_TRACE_DIR"
+"""Folder for the trace; a process without it isn't traced."""
+ENV_TRACE_STEP = "MEGATRAIN_TRACE_STEP"
+"""The optimizer step to trace, counted from 1."""
+DEFAULT_STEP = 5
+FIRST_STEP = 2
+"""The first step's forward follows no step, so that it has no host step to show."""
+RAW_TRACE = "raw_trace.json.gz"
+"""The profiler's own trace; deleted when the Perfetto file is made of it."""
+RAW_INFO = "raw_trace_info.json"
+"""What the profiler doesn't know. Written last: when it is there, so is the trace."""
+PERFETTO_TRACE = "trace.perfetto.json.gz"
+PICTURE = "timeline.png"
+CLOCK_MARK = "megatrain::clock_mark"
+"""Spans of the profiler within which the host's clock was read; they tie the two clocks together."""
+
+Event = dict[str, Any]
+Interval = tuple[float, float]
+_Named = tuple[float, float, str]
+"""Start, end and name of something that an engine's thread or the device did."""
+_Place = tuple[Any, Any]
+"""Process and thread, or process and stream."""
+
+COMPUTE, H2D, D2H = "compute", "h2d", "d2h"
+LAUNCHER, AUTOGRAD, WORKER = "launcher thread", "autograd thread", "megatrain-step-worker"
+LANES = (COMPUTE, H2D, D2H, LAUNCHER, AUTOGRAD, WORKER)
+"""In the order in which they are drawn; the first three are streams of a GPU."""
+
+KINDS = {
+    "forward": "forward",
+    "recompute": "recompute",
+    "backward": "backward",
+    "offload_gradients": "backward",
+    "prefetch": "copy of weights",
+    "push_weights": "copy of weights",
+    "copy_gradients": "copy of gradients",
+    "step": "host step",
+    "accumulate": "host step",
+    "wait_for_step": "wait",
+    "wait_for_gradients": "wait",
+}
+"""What the engine's spans show, by their name: ``megatrain::NAME (LAYER)``."""
+OTHER = "outside the layers"
+COLOURS = {
+    "forward": "#4c9be8",
+    "recompute": "#9fc9f2",
+    "backward": "#f08c3c",
+    "copy of weights": "#57b36a",
+    "copy of gradients": "#b06fc4",
+    "host step": "#c9463d",
+    "wait": "#e4e4e4",
+    OTHER: "#a08d7a",
+}
+SMALLEST_GAP = 1e-3
+"""Spans of one kind and layer that are less than this share of the period apart are drawn as one."""
+ROOM_FOR_A_NUMBER = 0.011
+"""Share of the period below which a span is too narrow for its layer's number."""
+_SPAN_NAME = re.compile(r"megatrain::(\w+)(?: \((.*)\))?$")
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceRequest:
+    """Which step to trace, and the folder for it."""
+
+    folder: Path
+    step: int = DEFAULT_STEP
+
+    def __post_init__(self) -> None:
+        if self.step < FIRST_STEP:
+            raise ConfigError(
+                f"step {self.step} can't be traced: a period begins with the step before; use {FIRST_STEP} or more"
+            )
+
+    def environment(self) -> dict[str, str]:
+        """The variables that hand the request to the processes of a command."""
+        return {ENV_TRACE_DIR: str(self.folder.absolute()), ENV_TRACE_STEP: str(self.step)}
+
+    @classmethod
+    def from_environment(cls) -> TraceRequest | None:
+        """The request that was handed to this process, or None.
+
+        Raises:
+            ConfigError: the step isn't a number, or can't be traced.
+        """
+        folder = os.environ.get(ENV_TRACE_DIR)
+        if not folder:
+            return None
+        step = os.environ.get(ENV_TRACE_STEP, str(DEFAULT_STEP))
+        if not step.isdecimal():
+            raise ConfigError(f"{ENV_TRACE_STEP} must be a whole number, got {step!r}")
+        return cls(Path(folder), int(step))
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Something that a lane does, in microseconds since the period began."""
+
+    start: float
+    end: float
+    kind: str
+    unit: str
+    """The layer or resident that it is about; empty if none."""
+
+    @property
+    def layer_number(self) -> str:
+        """The layer's index as text, or nothing."""
+        found = re.search(r"\.(\d+)$", self.unit)
+        return found.group(1) if found else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """One traced step."""
+
+    info: dict[str, Any]
+    """What the training process noted: step, device, shares, waits."""
+    period_us: float
+    lanes: dict[str, list[Span]]
+    """Sorted spans by lane; lanes that don't exist are left out."""
+
+    def busy(self, lane: str) -> list[Interval]:
+        """When the lane worked: disjoint, sorted. Waiting isn't work."""
+        return union((span.start, span.end) for span in self.lanes.get(lane, []) if span.kind != "wait")
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Sorted, disjoint intervals that cover the same points."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(intervals: Sequence[Interval]) -> float:
+    """Summed length of disjoint intervals."""
+    return sum(end - start for start, end in intervals)
+
+
+def overlap(ours: Sequence[Interval], theirs: Sequence[Interval]) -> float:
+    """Length of what two lists of disjoint intervals have in common."""
+    return length(ours) + length(theirs) - length(union([*ours, *theirs]))
+
+
+def parse_name(name: str) -> tuple[str, str]:
+    """(kind, unit) of an engine's span; other names are outside the layers."""
+    found = _SPAN_NAME.match(name)
+    return (KINDS.get(found.group(1), OTHER), found.group(2) or "") if found else (OTHER, "")
+
+
+def clock_offset_us(events: Sequence[Event], marks_ns: Sequence[int]) -> float:
+    """What is to be added to the host's clock (``perf_counter_ns``, in microseconds) to get the trace's.
+
+    The clock was read within each mark's span, so that no span ends before its reading: the tightest counts.
+
+    Raises:
+        StateError: the trace hasn't as many marks as were made.
+    """
+    ends = sorted(event["ts"] + event["dur"] for event in events if event.get("name") == CLOCK_MARK and event.get("ph") == "X")
+    if not marks_ns or len(ends) != len(marks_ns):
+        raise StateError(
+            f"the trace has {len(ends)} clock marks and not {len(marks_ns)}: the profiler dropped events; trace "
+            "another step, or a smaller batch"
+        )
+    return min(end - mark / 1e3 for end, mark in zip(ends, sorted(marks_ns), strict=True))
+
+
+def _annotations(events: Sequence[Event]) -> dict[int, list[_Named]]:
+    """The engine's spans by thread."""
+    found: dict[int, list[_Named]] = defaultdict(list)
+    for event in events:
+        name = event.get("name", "")
+        if event.get("cat") == "user_annotation" and name.startswith("megatrain::") and name != CLOCK_MARK:
+            found[event["tid"]].append((event["ts"], event["ts"] + event["dur"], name))
+    return {thread: sorted(spans) for thread, spans in found.items()}
+
+
+def _innermost(spans: Sequence[_Named], time_us: float) -> str:
+    """The name of the span that began last among those around the time; empty if there is none."""
+    position = bisect.bisect_right(spans, (time_us, float("inf"), ""))
+    return next((name for start, end, name in reversed(spans[:position]) if end >= time_us), "")
+
+
+def _stream_names(work: Sequence[Event]) -> dict[_Place, str]:
+    """The lane of each stream: told by most of the kernels, or of one direction's copies."""
+    time_of: dict[str, dict[_Place, float]] = {lane: defaultdict(float) for lane in (COMPUTE, H2D, D2H)}
+    for event in work:
+        copies = [lane for lane, way in ((H2D, "HtoD"), (D2H, "DtoH")) if way in event["name"]]
+        for lane in [COMPUTE] if event["cat"] == "kernel" else copies:
+            time_of[lane][event["pid"], event["tid"]] += event["dur"]
+    names: dict[_Place, str] = {}
+    for lane, times in time_of.items():
+        left = {stream: spent for stream, spent in times.items() if stream not in names}
+        if left:
+            names[max(left, key=lambda stream: left[stream])] = lane
+    return names
+
+
+def _device_lanes(
+    events: Sequence[Event], work: Sequence[Event], streams: dict[_Place, str], annotations: dict[int, list[_Named]]
+) -> dict[str, list[_Named]]:
+    """What the device ran, by lane, named by the engine's spans in which it was launched."""
+    launches = {
+        event["args"]["correlation"]: (event["tid"], event["ts"])
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
+    lanes: dict[str, list[_Named]] = defaultdict(list)
+    for event in work:
+        lane = streams.get((event["pid"], event["tid"]))
+        if lane is not None:
+            thread, launched = launches.get(event.get("args", {}).get("correlation"), (-1, 0.0))
+            name = _innermost(annotations.get(thread, []), launched)
+            # Residents' weights are pushed by a thread that the profiler doesn't follow.
+            name = name or {H2D: "megatrain::push_weights", D2H: "megatrain::copy_gradients"}.get(lane, "")
+            lanes[lane].append((event["ts"], event["ts"] + event["dur"], name))
+    return lanes
+
+
+def build(events: Sequence[Event], info: dict[str, Any]) -> tuple[Timeline, list[Event]]:
+    """The timeline of the traced step, and the events for Perfetto: those of the period, streams and threads named.
+
+    Args:
+        events: ``traceEvents`` of the profiler.
+        info: see :class:`~megatrain_accelerate.integrations.step_trace.StepTrace`.
+
+    Raises:
+        StateError: the trace and the notes don't belong together.
+    """
+    offset = clock_offset_us(events, info["marks_ns"])
+    begin, end = info["begin_ns"] / 1e3 + offset, info["end_ns"] / 1e3 + offset
+    pid, launcher, worker = info["pid"], info["threads"][LAUNCHER], info["threads"][WORKER]
+    of_worker = {"ph": "X", "cat": "user_annotation", "pid": pid, "tid": worker}
+    worker_events = [
+        {**of_worker, "name": f"megatrain::{name}", "ts": start_ns / 1e3 + offset, "dur": (end_ns - start_ns) / 1e3}
+        for name, start_ns, end_ns in info["worker_spans"]
+    ]
+    annotations = _annotations(events)
+    threads = {launcher: LAUNCHER, worker: WORKER}
+    for thread, spans in annotations.items():
+        if any(parse_name(name)[0] == "backward" for _, _, name in spans):
+            threads.setdefault(thread, AUTOGRAD)
+    work = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and event.get("ph") == "X"]
+    streams = _stream_names(work)
+    lanes = _device_lanes(events, work, streams, annotations)
+    for thread, lane in threads.items():
+        lanes[lane] += annotations.get(thread, [])
+    lanes[WORKER] += [(event["ts"], event["ts"] + event["dur"], event["name"]) for event in worker_events]
+
+    found: dict[str, list[Span]] = {}
+    for lane in LANES:
+        drawn = [
+            Span(max(0.0, start - begin), min(end, stop) - begin, *parse_name(name))
+            for start, stop, name in lanes.get(lane, [])
+            if start < end and stop > begin
+        ]
+        if drawn:
+            found[lane] = sorted(drawn, key=lambda span: (span.start, -span.end))
+    names: dict[_Place, str] = {(pid, thread): name for thread, name in threads.items()} | streams
+
+    def is_shown(event: Event) -> bool:
+        if event.get("ph") == "M":
+            is_ours = event["name"] in ("thread_name", "thread_sort_index") and (event["pid"], event["tid"]) in names
+            return not is_ours
+        start = event.get("ts", 0.0)
+        return event.get("name") != CLOCK_MARK and start < end and start + event.get("dur", 0.0) > begin
+
+    shown = [event for event in [*events, *worker_events] if is_shown(event)]
+    for (process, thread), name in names.items():
+        for key, value in (("name", name), ("sort_index", LANES.index(name))):
+            place = {"pid": process, "tid": thread, "ts": 0}
+            shown.append({"ph": "M", "name": f"thread_{key}", **place, "args": {key: value}})
+    return Timeline(info, end - begin, found), shown
+
+
+def format_summary(timeline: Timeline) -> str:
+    """A short table: what each lane did, what was hidden, and what bounded the step."""
+    info, period_ms = timeline.info, timeline.period_us / 1e3
+    lines = [
+        f"step {info['step']} on {info['device']}: {period_ms:.2f} ms from one optimizer.step() to the next, profiled",
+        f"{'lane':<24}{'busy, ms':>10}{'share':>8}",
+    ]
+    for lane in timeline.lanes:
+        busy_ms = length(timeline.busy(lane)) / 1e3
+        lines.append(f"{lane:<24}{busy_ms:>10.2f}{busy_ms / period_ms:>8.0%}")
+    if COMPUTE in timeline.lanes:
+        compute = timeline.busy(COMPUTE)
+        idle_ms = period_ms - length(compute) / 1e3
+        lines.append(f"{'GPU idle':<24}{idle_ms:>10.2f}{idle_ms / period_ms:>8.0%}")
+        for lane in (H2D, D2H):
+            copies = timeline.busy(lane)
+            if copies:
+                hidden = overlap(copies, compute)
+                share = f"{hidden / length(copies):>8.0%} of the copies"
+                lines.append(f"{f'{lane} under compute':<24}{hidden / 1e3:>10.2f}{share}")
+    return "\n".join([*lines, f"the step {info['bound']}"])
+
+
+def merged(spans: Sequence[Span], gap_us: float) -> list[Span]:
+    """Neighbours of one kind and layer as one span."""
+    joined: list[Span] = []
+    for span in spans:
+        last = joined[-1] if joined else None
+        if last is not None and (last.kind, last.unit) == (span.kind, span.unit) and span.start - last.end <= gap_us:
+            joined[-1] = Span(last.start, max(last.end, span.end), span.kind, span.unit)
+        else:
+            joined.append(span)
+    return joined
+
+
+def title(timeline: Timeline) -> str:
+    """Step, its time, and what share of it each lane worked."""
+    info, period_us = timeline.info, timeline.period_us
+    busy = {lane: length(timeline.busy(lane)) / period_us for lane in timeline.lanes}
+    shares = ", ".join(f"{lane} {share:.0%}" for lane, share in busy.items())
+    idle = f"; GPU idle {1 - busy[COMPUTE]:.0%}" if COMPUTE in busy else ""
+    return f"Step {info['step']} on {info['device']}: {period_us / 1e3:.1f} ms (profiled), {info['bound']}\n{shares}{idle}"
+
+
+def draw(timeline: Timeline, path: Path) -> None:
+    """Writes the picture.
+
+    Raises:
+        UnsupportedError: matplotlib isn't installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the picture needs matplotlib, which can't be imported ({error}): pip install matplotlib, or open the Perfetto "
+            "file at ui.perfetto.dev"
+        ) from error
+    # Not pyplot: that would choose a backend, and keep the figure.
+    figure = Figure(figsize=(16, 1.6 + 0.75 * len(timeline.lanes)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for row, spans in enumerate(timeline.lanes.values()):
+        for span in merged(spans, SMALLEST_GAP * timeline.period_us):
+            times = [(span.start / 1e3, (span.end - span.start) / 1e3)]
+            axes.broken_barh(times, (row - 0.4, 0.8), facecolors=COLOURS[span.kind])
+            if span.layer_number and span.end - span.start >= ROOM_FOR_A_NUMBER * timeline.period_us:
+                middle = (span.start + span.end) / 2e3
+                axes.text(middle, row, span.layer_number, ha="center", va="center", fontsize=7, clip_on=True)
+    axes.set_yticks(range(len(timeline.lanes)), list(timeline.lanes))
+    axes.invert_yaxis()
+    axes.set_xlim(0, timeline.period_us / 1e3)
+    axes.set_xlabel("ms since optimizer.step() of the step before was called")
+    axes.set_title(title(timeline), fontsize=10)
+    used = {span.kind for spans in timeline.lanes.values() for span in spans}
+    patches = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in used]
+    figure.legend(handles=patches, loc="outside lower center", ncols=8)
+    figure.savefig(path, dpi=130)

@@ -1,1 +1,0 @@
-"""`megatrain trace`: what a traced step looks like. Standard library only, but for the picture."""
