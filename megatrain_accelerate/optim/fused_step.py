@@ -110,7 +110,7 @@ class FusedStep(HostStep):
         super().__init__(optimizer, runtime)
         self._group_of: dict[int, dict[str, Any]] = {}
         self._stepped_in_backward: dict[int, AdamArguments] = {}
-        self._skipped_in_backward: list[str] = []
+        self._skipped_in_backward = False
         runtime.moved_listeners[id(self)] = self._unit_moved
         # Views of an earlier engine's store would keep all of it.
         idle = [p for p in self.parameters(optimizer) if runtime.norms.row(p) is None and id(p) in self._trained_before]
@@ -187,7 +187,7 @@ class FusedStep(HostStep):
         """
         count = len(self._stepped_in_backward)
         self._stepped_in_backward = {}
-        self._skipped_in_backward = []
+        self._skipped_in_backward = False
         return count
 
     def saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -310,7 +310,7 @@ class FusedStep(HostStep):
             self._check_stepped_in_backward(found, factors, done)
             found = [(state, group) for state, group in found if id(state.parameter) not in done]
             if self._skipped_in_backward:
-                self._skipped_in_backward, norm = [], math.nan
+                self._skipped_in_backward, norm = False, math.nan
         if not self.allows(norm):
             return
         numbers = _next_steps([self._entry(optimizer.state, state) for state, _ in found])
@@ -424,7 +424,7 @@ class FusedStep(HostStep):
             wait()
             finite = bool(self.runtime.norms.norms[torch.tensor(rows)].isfinite().all())
             if not finite:
-                self._skipped_in_backward.append(layer.name)
+                self._skipped_in_backward = True
                 for entry in entries:
                     entry["step"] -= 1
             return finite

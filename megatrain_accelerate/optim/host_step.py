@@ -79,7 +79,7 @@ class HostStep:
                 gradient, parameter.grad = parameter.grad, None
                 parameter.data = parameter.data.to(device)
                 parameter.grad = gradient if gradient is None else gradient.to(device)
-        was_trained = {id(p) for p in parameters if p.grad is None} & self._trained_before
+        was_trained = {id(p) for p in parameters if id(p) in self._trained_before and p.grad is None}
         self.parameter_ids |= was_trained | {id(p) for p in parameters if self.runtime.norms.row(p) is not None}
 
     def is_outside(self, parameter: torch.Tensor) -> bool:
@@ -162,7 +162,7 @@ class HostStep:
         for group in optimizer.param_groups:
             step_is_on_device = bool(group.get("capturable") or group.get("fused"))  # else torch keeps it on the host
             for parameter in group["params"]:
-                if parameter.grad is None or not self.is_outside(parameter):
+                if not self.is_outside(parameter) or parameter.grad is None:
                     continue
                 entry = optimizer.state.get(parameter) or {}
                 for key, value in entry.items():

@@ -119,8 +119,10 @@ struct AdamJob {
     for (int64_t i = begin; i < end; ++i) {
       float m = moments.load_m(i);
       float v = moments.load_v(i);
-      weights.store(i, adam_element<kL2>(c, weights.load(i), gradients.load(i), m, v));
+      const float weight = weights.load(i);
+      const float new_weight = adam_element<kL2>(c, weight, gradients.load(i), m, v);
       moments.store(i, m, v, rounding);
+      weights.store(i, new_weight);
     }
   }
 };
