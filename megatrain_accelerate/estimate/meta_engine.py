@@ -18,10 +18,9 @@ from megatrain_accelerate.planning.engine_sizes import adds_on_host, unit_sizes
 from megatrain_accelerate.planning.expert_split import wants_whole_layers
 from megatrain_accelerate.planning.layer_discovery import Discovery
 from megatrain_accelerate.planning.machine import Machine
-from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.placement import Model, Placement
 from megatrain_accelerate.planning.placement_search import Candidate, PlacementSearch
 from megatrain_accelerate.planning.step_profile import StepOutline
-from megatrain_accelerate.planning.step_simulation import Model
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.units import GIB
 

@@ -20,16 +20,14 @@ from megatrain_accelerate.planning.compile_choice import compilation_pays
 from megatrain_accelerate.planning.device_memory import SEGMENT_BYTES, USABLE_SHARE_OF_DEVICE, free_bytes, whole_free_bytes
 from megatrain_accelerate.planning.engine_sizes import engine_model, state_bytes, unit_sizes
 from megatrain_accelerate.planning.evaluation_weights import EvaluationWeights, has_cache, is_next_token
-from megatrain_accelerate.planning.extrapolated_step import extrapolated_outline
 from megatrain_accelerate.planning.layer_measurement import measure_layers
 from megatrain_accelerate.planning.machine import Machine, measured_machine
-from megatrain_accelerate.planning.peak_memory import peak_bytes
-from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.placement import Model, Placement, peak_bytes
 from megatrain_accelerate.planning.placement_search import Candidate, Choices, PlacementSearch
 from megatrain_accelerate.planning.plan_table import plan_table
 from megatrain_accelerate.planning.step_outline import evaluation_bytes, outline_step
-from megatrain_accelerate.planning.step_profile import StepOutline
-from megatrain_accelerate.planning.step_simulation import Model, StepTime
+from megatrain_accelerate.planning.step_profile import StepOutline, extrapolated_outline
+from megatrain_accelerate.planning.step_simulation import StepTime
 from megatrain_accelerate.planning.tile_choice import measured_to_fit, outline_with_tiles
 from megatrain_accelerate.progress import say
 from megatrain_accelerate.streaming.runtime import StreamingRuntime

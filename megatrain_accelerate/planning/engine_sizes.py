@@ -7,7 +7,7 @@ import dataclasses
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.planning.machine import STEP_BYTES
-from megatrain_accelerate.planning.step_simulation import Model, UnitSizes
+from megatrain_accelerate.planning.placement import Model, UnitSizes
 from megatrain_accelerate.streaming.expert_parts import ExpertPart
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 

@@ -25,6 +25,7 @@ from megatrain_accelerate.planning.compiled_functions import compiled_functions_
 from megatrain_accelerate.planning.function_caches import caches_emptied_after
 from megatrain_accelerate.planning.kernel_launches import launches_without_data
 from megatrain_accelerate.planning.known_values import KnownValues, NumbersOfTensors, taken_for_data
+from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.streaming import tile_loops
 from megatrain_accelerate.streaming.ambient_state import random_numbers_put_back
 from megatrain_accelerate.streaming.model_hook import HOOKS
@@ -41,8 +42,11 @@ class OpCosts:
     """Read and written by all other operations that make new memory."""
 
     def times(self, factor: float) -> OpCosts:
-        """The costs of ``factor`` times as much."""
         return OpCosts(factor * self.flops, factor * self.traffic_bytes)
+
+    def seconds(self, machine: Machine) -> float:
+        """On the device, where they weren't measured."""
+        return self.flops / machine.device_flops + self.traffic_bytes / machine.device_bytes
 
     def __sub__(self, other: OpCosts) -> OpCosts:
         return OpCosts(self.flops - other.flops, self.traffic_bytes - other.traffic_bytes)
