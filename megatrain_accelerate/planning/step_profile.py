@@ -255,4 +255,4 @@ def _ratio(after: float, before: float) -> float:
 def _outside_costs(outline: StepOutline) -> OpCosts:
     """The costs of what runs outside the layers, from the start of the step to the first layer's backward."""
     events = [*outline.forward_calls, *[event for event in outline.events if event.is_backward][:1]]
-    return OpCosts(sum(event.costs.flops for event in events), sum(event.costs.traffic_bytes for event in events))
+    return sum((event.costs for event in events), OpCosts())
