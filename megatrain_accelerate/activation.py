@@ -37,12 +37,12 @@ def activate(settings: MegatrainConfig | Mapping[str, Any] | None = None) -> Meg
 
     global _active_config, _base_config
     _refuse_if_disabled()
-    _active_config = settings if isinstance(settings, MegatrainConfig) else MegatrainConfig.from_mapping(settings)
-    _base_config = _active_config
-    return _active_config
+    config = settings if isinstance(settings, MegatrainConfig) else MegatrainConfig.from_mapping(settings)
+    _active_config = _base_config = config
+    return config
 
 
-def activate_from_arguments(settings: Mapping[str, Any]) -> MegatrainConfig:
+def activate_from_arguments(settings: Mapping[str, Any]) -> None:
     """Switches the plugin on with a script's own settings, on top of those of the launcher or of ``enable()``.
 
     Raises:
@@ -52,7 +52,6 @@ def activate_from_arguments(settings: Mapping[str, Any]) -> MegatrainConfig:
     _refuse_if_disabled()
     active_config()  # The launcher's settings may not have been read yet.
     _active_config = _over_base(settings)
-    return _active_config
 
 
 def is_on_for(arguments: Any) -> bool:
@@ -111,20 +110,18 @@ def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
         return source or {}
     import yaml  # type: ignore[import-untyped]
 
-    path = ""
+    is_file = not source.lstrip().startswith("{")
     try:
-        if source.lstrip().startswith("{"):
-            text = source
+        if is_file:
+            with open(os.path.expanduser(source), encoding="utf-8") as file:
+                content = yaml.safe_load(file)
         else:
-            path = os.path.expanduser(source)
-            with open(path, encoding="utf-8") as file:
-                text = file.read()
-        content = yaml.safe_load(text)  # JSON is yaml.
+            content = yaml.safe_load(source)  # JSON is yaml.
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(
             f"megatrain_config must be a JSON object or the path of a yaml file with its keys; got {source!r}: {error}"
         ) from error
-    if path and isinstance(content, Mapping) and "megatrain_config" in content:
+    if is_file and isinstance(content, Mapping) and "megatrain_config" in content:
         content = content["megatrain_config"]
     if content is None:
         return {}
@@ -136,8 +133,7 @@ def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
 def deactivate() -> None:
     """Switches the plugin off for models prepared from now on; prepared ones keep streaming."""
     global _active_config, _base_config
-    _active_config = None
-    _base_config = None
+    _active_config = _base_config = None
     os.environ.pop(ENV_ACTIVE, None)
     os.environ.pop(ENV_CONFIG, None)
 

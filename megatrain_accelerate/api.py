@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain_accelerate import activation
-from megatrain_accelerate.errors import ConfigError
+from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.integrations import import_hook
 
 if TYPE_CHECKING:
@@ -65,15 +65,23 @@ def drain(model: nn.Module | None = None) -> None:
     after a step waits by itself, and so do state dicts, saves and evaluation.
 
     Args:
-        model: a prepared model; all prepared models if None.
+        model: a prepared model, or a part of one; all prepared models if None.
 
     Raises:
         UnsupportedError: the model isn't prepared.
         StepWorkerError: a step failed.
     """
-    from megatrain_accelerate.integrations.accelerate_backend import drain as drain_engines
+    from megatrain_accelerate.engine import all_engines
+    from megatrain_accelerate.integrations.shared_parts import engines_with
 
-    drain_engines(model)
+    engines = all_engines() if model is None else engines_with(model)
+    if model is not None and not engines:
+        raise UnsupportedError(
+            "drain() was given a model that accelerator.prepare() hasn't seen with megatrain active; give it what prepare() "
+            "returned, or leave the call out: only a prepared model has steps that are still to be applied"
+        )
+    for engine in engines:
+        engine.drain()
 
 
 def export_masters(model: nn.Module, folder: str | os.PathLike[str], max_shard_gib: float = 4.0) -> list[Path]:
@@ -96,8 +104,7 @@ def export_masters(model: nn.Module, folder: str | os.PathLike[str], max_shard_g
         DiskError: the disk is full, or can't be written to; nothing is left behind.
     """
     from megatrain_accelerate.engine import engine_of
-    from megatrain_accelerate.errors import UnsupportedError
-    from megatrain_accelerate.master_export import write_masters
+    from megatrain_accelerate.integrations.checkpoints import write_masters
 
     engine = engine_of(model)
     if engine is None:

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,27 +21,13 @@ from megatrain_accelerate.doctor import command as doctor
 from megatrain_accelerate.errors import ConfigError, MegatrainError
 from megatrain_accelerate.estimate import command as estimate
 from megatrain_accelerate.tracing import picture, timeline
-from megatrain_accelerate.tracing.request import (
-    DEFAULT_STEP,
-    PERFETTO_TRACE,
-    PICTURE,
-    RAW_INFO,
-    RAW_TRACE,
-    TraceRequest,
-)
+from megatrain_accelerate.tracing.request import DEFAULT_STEP, PERFETTO_TRACE, PICTURE, RAW_INFO, RAW_TRACE, TraceRequest
 
 _POLL_SECONDS = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a subcommand.
-
-    Args:
-        arguments: without the program's name; by default those of the process.
-
-    Returns:
-        The exit status.
-    """
+    """Runs a subcommand; by default that of the process's arguments. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="megatrain",
         description="Tools around trainings with megatrain_accelerate.",
@@ -79,12 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checkup.set_defaults(run=doctor.run)
     options = parser.parse_args(arguments)
     if hasattr(options, "run"):
-        return _while_read(lambda: int(options.run(options)))
+        return _while_read(options)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         trace.error("the training's command is missing: megatrain trace --out DIR -- accelerate launch ... train.py")
     try:
-        return run_traced(command, TraceRequest(options.out, options.step))
+        return _run_traced(command, TraceRequest(options.out, options.step))
     except MegatrainError as error:
         print(f"megatrain trace: {error}", file=sys.stderr)
         return 1
@@ -96,10 +82,10 @@ def _versions() -> str:
     return ", ".join((f"megatrain-accelerate {__version__}", f"torch {torch.__version__}", *others))
 
 
-def _while_read(command: Callable[[], int]) -> int:
-    """Its exit status, or that of a program that SIGPIPE ended: its reader (``| head``) has seen enough."""
+def _while_read(options: argparse.Namespace) -> int:
+    """Runs a report; ends as by SIGPIPE if its reader (``| head``) has seen enough."""
     try:
-        status = command()
+        status = int(options.run(options))
         sys.stdout.flush()
     except BrokenPipeError:
         # What is still buffered goes nowhere, or the interpreter would complain of it at its end.
@@ -108,14 +94,11 @@ def _while_read(command: Callable[[], int]) -> int:
     return status
 
 
-def run_traced(command: Sequence[str], request: TraceRequest) -> int:
+def _run_traced(command: Sequence[str], request: TraceRequest) -> int:
     """Runs a training, and writes the results as soon as the step was traced.
 
     Returns:
         The command's exit status; 1 if it ended well without a trace.
-
-    Raises:
-        ConfigError: the command can't be started, or nothing can be written to the folder.
     """
     folder = request.folder
     try:
@@ -160,10 +143,8 @@ def write_results(folder: Path) -> None:
         json.dump(trace, file)
     for name in (RAW_TRACE, RAW_INFO):
         (folder / name).unlink()
-    print(
-        f"\n{timeline.format_summary(found)}\nwritten: {folder / PERFETTO_TRACE} (open it at https://ui.perfetto.dev)",
-        flush=True,
-    )
+    print(f"\n{timeline.format_summary(found)}")
+    print(f"written: {folder / PERFETTO_TRACE} (open it at https://ui.perfetto.dev)", flush=True)
     try:
         picture.draw(found, folder / PICTURE)
     except MegatrainError as error:

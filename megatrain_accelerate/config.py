@@ -14,6 +14,19 @@ from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.units import GIB
 
 STEP_SCHEDULES = ("auto", "deferred", "backward", "serial")
+_MINIMA = {
+    "slots": 2,
+    **dict.fromkeys(("gradient_slots", "max_nonfinite_steps", "host_threads", "micro_batch_size", "expert_parts"), 1),
+    **dict.fromkeys(("keep_layers", "keep_attention", "offload_layers", "resident_layers", "token_tile"), 0),
+    "device_layers": -1,
+}
+"""Of whole numbers; None and ``auto`` are allowed where they are the default."""
+_CHOICES = {
+    "accumulation_dtype": ("fp32", "bf16"),
+    "moments_dtype": ("fp32", "bf16", "int8"),
+    "host_gradients": ("kept", "passing"),
+    "evaluation_weights": ("auto", "stream", "resident"),
+}
 
 
 def nearest(given: str, known: Iterable[str]) -> str | None:
@@ -141,19 +154,15 @@ class MegatrainConfig:
     """Class names of the modules that stream; by default what the model names in ``_no_split_modules``."""
 
     def __post_init__(self) -> None:
-        self._check_int("slots", minimum=2)
-        self._check_int("gradient_slots", minimum=1)
-        self._check_int("max_nonfinite_steps", minimum=1)
-        for name in ("host_threads", "micro_batch_size"):
-            if getattr(self, name) is not None:
-                self._check_int(name, minimum=1)
-        for name in ("keep_layers", "keep_attention", "offload_layers", "resident_layers", "device_layers", "token_tile"):
-            if getattr(self, name) != "auto":
-                self._check_int(name, minimum=-1 if name == "device_layers" else 0)
-        if self.expert_parts != "auto":
-            self._check_int("expert_parts", minimum=1)
-        if self.expert_parts not in ("auto", 1):
-            self._check_parts_stream()
+        for name, minimum in _MINIMA.items():
+            value, default = getattr(self, name), getattr(type(self), name)
+            if value == default and not isinstance(default, int):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                choices = "a whole number or auto" if default == "auto" else "a whole number"
+                raise ConfigError(f"megatrain_config.{name} must be {choices}, got {value!r}")
+            if value < minimum:
+                raise ConfigError(f"megatrain_config.{name} must be at least {minimum}, got {value}")
         for name in ("host_memory_gib", "gpu_memory_gib"):
             value = getattr(self, name)
             if value is None:
@@ -168,66 +177,49 @@ class MegatrainConfig:
         for name in ("huge_pages", "pin_memory", "tiled_loss"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"megatrain_config.{name} must be true or false, got {getattr(self, name)!r}")
-        if self.accumulation_dtype not in ("fp32", "bf16"):
-            raise ConfigError(f"megatrain_config.accumulation_dtype must be fp32 or bf16; got {self.accumulation_dtype!r}")
-        if self.moments_dtype not in ("fp32", "bf16", "int8"):
-            raise ConfigError(f"megatrain_config.moments_dtype must be fp32, bf16 or int8; got {self.moments_dtype!r}")
+        for name, known in _CHOICES.items():
+            if (value := getattr(self, name)) not in known:
+                listed = f"{', '.join(known[:-1])} or {known[-1]}"
+                raise ConfigError(f"megatrain_config.{name} must be {listed}; got {value!r}")
         if self.moments_dtype == "int8" and self.device_layers not in ("auto", 0):
             raise ConfigError(
                 f"megatrain_config.device_layers is {self.device_layers}, but moments in 8 bits are stepped on the host only; "
                 "leave device_layers out, or set moments_dtype to bf16"
             )
-        if self.host_gradients not in ("kept", "passing"):
-            raise ConfigError(f"megatrain_config.host_gradients must be kept or passing; got {self.host_gradients!r}")
         if self.host_gradients == "passing" and self.step_schedule not in ("auto", "backward"):
             raise ConfigError(
                 "megatrain_config.host_gradients: passing consumes gradients in backward, and step_schedule is "
                 f"{self.step_schedule!r}; set step_schedule to auto or backward"
             )
-        if self.evaluation_weights not in ("auto", "stream", "resident"):
-            raise ConfigError(
-                f"megatrain_config.evaluation_weights must be auto, stream or resident; got {self.evaluation_weights!r}"
-            )
         if self.step_schedule not in STEP_SCHEDULES:
             raise ConfigError(
                 f"megatrain_config.step_schedule must be one of {', '.join(STEP_SCHEDULES)}; got {self.step_schedule!r}"
             )
+        if self.expert_parts not in ("auto", 1):
+            for name in ("device_layers", "resident_layers"):
+                if getattr(self, name) not in ("auto", 0):
+                    raise ConfigError(
+                        f"megatrain_config.{name} is {getattr(self, name)}, but experts in {self.expert_parts} parts stream; "
+                        f"leave out one of {name} and expert_parts"
+                    )
+            if self.host_gradients == "passing" and self.micro_batch_size is not None:
+                raise ConfigError(
+                    f"megatrain_config.micro_batch_size is {self.micro_batch_size}, and gradients of experts in parts are "
+                    "added on the host for each piece of a batch, which those that pass can't be; leave out one of "
+                    "expert_parts, micro_batch_size and host_gradients"
+                )
         is_list = isinstance(self.layer_classes, (list, tuple, set, frozenset))
         if not is_list or not all(isinstance(name, str) for name in self.layer_classes):
             raise ConfigError(f"megatrain_config.layer_classes must be a list of class names, got {self.layer_classes!r}")
         object.__setattr__(self, "layer_classes", tuple(self.layer_classes))
 
-    def _check_parts_stream(self) -> None:
-        for name in ("device_layers", "resident_layers"):
-            if getattr(self, name) not in ("auto", 0):
-                raise ConfigError(
-                    f"megatrain_config.{name} is {getattr(self, name)}, but experts in {self.expert_parts} parts stream; "
-                    f"leave out one of {name} and expert_parts"
-                )
-        if self.host_gradients == "passing" and self.micro_batch_size is not None:
-            raise ConfigError(
-                f"megatrain_config.micro_batch_size is {self.micro_batch_size}, and gradients of experts in parts are added "
-                "on the host for each piece of a batch, which those that pass can't be; leave out one of expert_parts, "
-                "micro_batch_size and host_gradients"
-            )
-
     @property
     def passes_gradients(self) -> bool:
-        """Whether streamed layers' gradients are consumed in backward, see :attr:`host_gradients`."""
         return self.host_gradients == "passing"
 
     @property
     def gpu_memory_bytes(self) -> int | None:
-        """:attr:`gpu_memory_gib` in bytes."""
         return None if self.gpu_memory_gib is None else int(self.gpu_memory_gib * GIB)
-
-    def _check_int(self, name: str, minimum: int) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int):
-            choices = "a whole number or auto" if getattr(type(self), name) == "auto" else "a whole number"
-            raise ConfigError(f"megatrain_config.{name} must be {choices}, got {value!r}")
-        if value < minimum:
-            raise ConfigError(f"megatrain_config.{name} must be at least {minimum}, got {value}")
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any] | None) -> MegatrainConfig:
@@ -249,7 +241,7 @@ class MegatrainConfig:
         return cls(**settings)
 
     def to_json(self) -> str:
-        """The settings as one line of JSON, the form in which the launcher hands them to the training processes."""
+        """The form in which the launcher hands the settings to the training processes."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod

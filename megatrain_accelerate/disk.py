@@ -14,18 +14,14 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from megatrain_accelerate.errors import DiskError
-from megatrain_accelerate.units import format_bytes
+from megatrain_accelerate.units import MIB, format_bytes
 
 REPLACED = ".replaced"
 """Ends the name of a folder that was moved aside for a newer one of the same name."""
 
 _REFUSED_FLUSHES = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM, errno.EISDIR)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_DISK_FAULTS = (
-    *_NO_ROOM,
-    *(errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE, errno.EEXIST, errno.ENOTDIR),
-)
-_PROBE_BYTES = 1 << 20
+_OTHER_FAULTS = (errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE, errno.EEXIST, errno.ENOTDIR)
 
 
 def existing_part(path: Path) -> Path:
@@ -40,8 +36,7 @@ def require_free_bytes(folder: Path, parts: dict[str, int], what: str, remedy: s
     Args:
         folder: where it will lie; needn't exist yet.
         parts: the bytes that it is made of, by what they hold.
-        what: the subject of the message.
-        remedy: a sentence of what helps, for the message.
+        what, remedy: subject and last sentence of the message.
 
     Raises:
         DiskError: with what is needed, what is free, and where.
@@ -65,7 +60,7 @@ def _faults_explained(folder: Path, what: str, remedy: str) -> Iterator[None]:
         raise
     except (OSError, RuntimeError, SafetensorError) as error:
         number = error.errno if isinstance(error, OSError) else _writing_fault(folder)
-        if number not in _DISK_FAULTS:
+        if number not in (*_NO_ROOM, *_OTHER_FAULTS):
             raise
         file = getattr(error, "filename", None)
         where = file if file and not Path(os.fsdecode(file)).is_relative_to(folder) else folder
@@ -78,7 +73,7 @@ def _writing_fault(folder: Path) -> int | None:
     """The error number of writing a little to the folder; None if that works."""
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(bytes(_PROBE_BYTES))
+            probe.write(bytes(MIB))
             probe.flush()
             os.fsync(probe.fileno())
     except OSError as error:
@@ -87,11 +82,7 @@ def _writing_fault(folder: Path) -> int | None:
 
 
 def flush_file(path: Path) -> None:
-    """Waits until a file's content is on the disk.
-
-    Raises:
-        OSError: the disk can't take it.
-    """
+    """Waits until a file's content is on the disk. Raises OSError if the disk can't take it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -118,8 +109,7 @@ def staging_folder(parent: Path, prefix: str, what: str, remedy: str) -> Iterato
     Args:
         parent: is made if it isn't there.
         prefix: of the folder's name, and of those that earlier runs left.
-        what: the subject of the error's message: what is written here.
-        remedy: a sentence of what helps where there is no room, for the message.
+        what, remedy: see :func:`require_free_bytes`.
 
     Raises:
         DiskError: the disk refused the folder, or a write in the body. Other errors of the body pass through.

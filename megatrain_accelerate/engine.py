@@ -15,18 +15,16 @@ from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import StateError, StepWorkerError
-from megatrain_accelerate.loss.head import TiledHead, find_head
+from megatrain_accelerate.loss.lazy_logits import TiledHead, find_head
 from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_limits import anonymous_bytes, require_host_bytes, settings_that_take_less
 from megatrain_accelerate.memory.host_store import HostUnit, held_host_bytes, planned_host_bytes
 from megatrain_accelerate.optim.host_step import ENGINE_CLOSED, HostStep
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
-from megatrain_accelerate.planning.adoption import Adoption, adopt_experts
+from megatrain_accelerate.planning.adoption import Adoption, adopt_experts, compute_dtypes
 from megatrain_accelerate.planning.device_plan import DevicePlan
-from megatrain_accelerate.planning.expert_split import split_experts
-from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers, find_module
-from megatrain_accelerate.planning.own_precision import compute_dtypes
+from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers, find_module, split_experts
 from megatrain_accelerate.planning.placement import require_layers
 from megatrain_accelerate.progress import progress_bar
 from megatrain_accelerate.streaming.attention_results import require_attention_to_keep
@@ -37,11 +35,11 @@ from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Meter
 from megatrain_accelerate.streaming.model_hook import ModelHook, by_name, remove_hook, run_pre_hooks
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
-from megatrain_accelerate.streaming.outside_norms import run_norms_by_tiles
 from megatrain_accelerate.streaming.proxy import install_proxy, leave_checkpointing_off, modules_that_checkpoint, remove_proxy
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.streaming.streams import Streams
+from megatrain_accelerate.streaming.token_tiles import TokenTiles
 
 logger = logging.getLogger(__name__)
 
@@ -69,21 +67,17 @@ def prepared_models() -> list[tuple[nn.Module, Engine]]:
 class Engine:
     """The streaming engine of one model, attached to it.
 
-    Adopting frees the model's own memory layer by layer, so that the host never holds more than the store, one layer
-    and a constant. The engine doesn't hold the model; it dies with it.
+    Adopting frees the model's own memory layer by layer, so that the host never holds more than the
+    store, one layer and a constant. Parameters keep identity, name and shape; layers' data moves to
+    the host store, the rest to the device. The engine doesn't hold the model; it dies with it.
 
     Args:
-        model: on the CPU. Its parameters keep identity, name and shape; layers' data moves to the host store, the
-            rest to the device.
-        device: where it computes.
-        config: the settings.
+        model: on the CPU.
         bf16: whether the run's mixed precision is bf16.
         training: False for evaluation: no gradients, masters or moments.
         accumulates: whether gradients of several backwards will be added up before a step; counts their memory already.
-        show_progress: draw a progress bar while adopting.
-        show_plan: print the plan's table, and in a log file a line in the bar's place (the main process).
+        show_plan: print the plan's table, and in a log file a line in the progress bar's place.
         freed_bytes: host memory that others give back meanwhile: moments that optimizers brought from an earlier engine.
-        recorder: see :class:`OutputRecorder`.
 
     Raises:
         UnsupportedError: the model can't stream; the message says why.
@@ -115,9 +109,8 @@ class Engine:
         self._freed_bytes = freed_bytes
         self._handles: list[Any] = []
         self._tiled_head: TiledHead | None = None
-        self._layer_places: dict[str, list[tuple[str, StreamedLayer]]] = {}
-        """The layers in each module that holds some, by the module's name: each layer's name there, and the layer."""
-        self._resident_places: list[tuple[str, str, nn.Parameter]] = []
+        self._places: dict[str, list[tuple[str, str, nn.Module | nn.Parameter, str]]] = {}
+        """By module's name, what it holds that was adopted: registry, key, value, name in errors."""
         self.prepare_anew: Callable[[nn.Module], None] | None = None
         """Gives the model an engine that trains what it trains by now; set by who prepared it."""
         self._dtypes = compute_dtypes(model, bf16)
@@ -152,8 +145,8 @@ class Engine:
                     unit = adoption.unit(name, parameters, [self._dtypes[id(parameter)] for _, parameter in parameters])
                     forward = install_proxy(module, functools.partial(self._run_layer, index), self._drain_for_copy)
                     layers.append(StreamedLayer(index, name, module, forward, unit))
-                    specs, proxy = discovery.experts_of(index), (self._run_experts, self._drain_for_copy)
-                    adopt_experts(specs, adoption, self._dtypes, layers, *proxy)
+                    experts = discovery.experts_of(index)
+                    adopt_experts(experts, adoption, self._dtypes, layers, self._run_experts, self._drain_for_copy)
                     for part in (layers[-1], *layers[-1].experts):
                         part.show_host_weights()
                         part.unit.passes_gradients = config.passes_gradients
@@ -188,6 +181,11 @@ class Engine:
             self._give_back(layers, groups)
             raise
         _engines[model] = _attached[id(self)] = self
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that step the model's parameters and are alive."""
+        return [driver.optimizer for driver in self.optimizer_drivers if driver.optimizer is not None]
 
     def enable_training(self) -> None:
         """Makes what gradients need, on the host and on the device. Does nothing the second time.
@@ -226,18 +224,21 @@ class Engine:
 
     def _give_back(self, layers: Sequence[StreamedLayer], groups: Sequence[ResidentGroup]) -> None:
         """Undoes an adoption that failed half-way."""
-        for handle in self._handles:
-            handle.remove()
         if "runtime" in self.__dict__:
             self.runtime.worker.close()
-        if self._tiled_head is not None:
-            self._tiled_head.remove()
         streamed = [*layers, *(experts for layer in layers for experts in layer.experts)]
-        for layer in streamed:
-            remove_proxy(layer.module, layer.forward)
+        self._detach(streamed)
         for unit in [layer.unit for layer in streamed] + [group.unit for group in groups]:
             unit.release()
         self.kernels.close()
+
+    def _detach(self, streamed: Sequence[StreamedLayer]) -> None:
+        for handle in self._handles:
+            remove_hook(handle)
+        if self._tiled_head is not None:
+            self._tiled_head.remove()
+        for layer in streamed:
+            remove_proxy(layer.module, layer.forward)
 
     def matches(self, model: nn.Module) -> bool:
         """Whether the model still has the parameters, of the same shapes and with the same ones frozen, that were adopted."""
@@ -288,29 +289,29 @@ class Engine:
             self._handles.append(module.register_load_state_dict_pre_hook(ModelHook(self.runtime.drain)))
         for layer in self.runtime.layers:
             owner, _, key = layer.name.rpartition(".")
-            self._layer_places.setdefault(owner, []).append((key, layer))
+            if key:
+                self._places.setdefault(owner, []).append(("_modules", key, layer.module, f"layer {layer.name}"))
         in_layers = {id(state.parameter) for at in (*self.runtime.layers, *self.runtime.experts) for state in at.unit.states}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if id(parameter) not in in_layers:
                 owner, _, key = name.rpartition(".")
-                self._resident_places.append((owner, key, parameter))
+                self._places.setdefault(owner, []).append(("_parameters", key, parameter, f"parameter {name}"))
         for module in caching_modules(model, [layer.module for layer in self.runtime.layers]):
             hook = ModelHook(decide_against_a_cache, with_arguments=True, runs_dry=True)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         before_forward = ModelHook(self._before_forward, with_arguments=True)
         self._handles.append(model.register_forward_pre_hook(before_forward, with_kwargs=True))
         users = (user for spec in discovery.residents for user in spec.users)
-        self._handles += run_norms_by_tiles(model, self.runtime, users)
+        tile_tokens, self.runtime.outside_tiles = self.runtime.token_tile, TokenTiles.of_norms(model, users)
+        self.runtime.outside_tiles.tile_tokens = tile_tokens
+        self._handles += self.runtime.outside_tiles.hooks_on(model)
         for group, spec in zip(self.runtime.groups, discovery.residents, strict=True):
             hook = ModelHook(functools.partial(self.runtime.before_group_use, group))
             for module in spec.users:
                 self._handles.append(module.register_forward_pre_hook(hook))
 
     def adopt_unfrozen(self, model: nn.Module) -> bool:
-        """Prepares the model anew if parameters are trained by now that were frozen when it was prepared.
-
-        Returns:
-            Whether it did: the model has another engine then.
+        """Prepares the model anew if parameters are trained that were frozen; says whether it did.
 
         Raises:
             HostMemoryError: what is trained now doesn't fit.
@@ -349,15 +350,14 @@ class Engine:
         Raises:
             StateError: a layer, or a parameter outside the layers, was replaced or removed.
         """
-        for owner, layers in self._layer_places.items():
+        for owner, held in self._places.items():
             module = find_module(model, owner)
-            for key, layer in layers:
-                if key and (module is None or module._modules.get(key) is not layer.module):
-                    raise StateError(_REPLACED.format(f"layer {layer.name}"))
-        for owner, key, parameter in self._resident_places:
-            module = find_module(model, owner)
-            if module is None or module._parameters.get(key) is not parameter:
-                raise StateError(_REPLACED.format(f"parameter {owner}.{key}"))
+            for registry, key, adopted, name in held:
+                if module is None or getattr(module, registry).get(key) is not adopted:
+                    raise StateError(
+                        f"{name} was replaced or removed after the model was prepared; change the model (adapters, heads, "
+                        "tokens) before accelerator.prepare(), or prepare it anew"
+                    )
 
     def expect_accumulation(self, micro_batches: int) -> None:
         """Prepares for this many backwards before each step: makes buffers, so that none is made within a step.
@@ -418,19 +418,8 @@ class Engine:
         for part in self.runtime.parts:
             with contextlib.suppress(StepWorkerError, StateError):  # a parameter of another shape stays as it is
                 part.refresh_if_written()
-        for handle in self._handles:
-            remove_hook(handle)
-        if self._tiled_head is not None:
-            self._tiled_head.remove()
-        for layer in (*self.runtime.layers, *self.runtime.experts):
-            remove_proxy(layer.module, layer.forward)
+        self._detach((*self.runtime.layers, *self.runtime.experts))
         self.runtime.close()
         self.kernels.close()
         for model in [model for model, engine in _engines.items() if engine is self]:
             del _engines[model]
-
-
-_REPLACED = (
-    "{} was replaced or removed after the model was prepared; change the model (adapters, heads, tokens) before "
-    "accelerator.prepare(), or prepare it anew"
-)

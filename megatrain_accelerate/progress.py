@@ -15,10 +15,7 @@ def progress_bar(total: int, description: str, unit: str, *, show: bool = True, 
     It is drawn on a terminal or in a notebook: a log file would keep each state of it. ``TQDM_DISABLE`` switches it off.
 
     Args:
-        total: the number of units.
-        description: stands before the bar.
         unit: what is counted.
-        show: False draws nothing.
         in_logs: a line to print instead of the bar if stderr isn't a terminal. It is printed even if bars are switched off.
     """
     # To tqdm None means: draw only if stderr is a terminal. A value that is passed overrides TQDM_DISABLE, which is read here.

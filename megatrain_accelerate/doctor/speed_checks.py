@@ -13,8 +13,7 @@ from megatrain_accelerate.doctor.finding import Finding, Value
 from megatrain_accelerate.errors import HostMemoryError
 from megatrain_accelerate.memory.host_limits import available_host_bytes
 from megatrain_accelerate.memory.host_memory import HostMemory
-from megatrain_accelerate.optim.adam_arguments import AdamArguments
-from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
 from megatrain_accelerate.optim.moments import FloatMoments
 from megatrain_accelerate.planning.machine import (
     SHARE_IN_A_STEP,

@@ -26,7 +26,7 @@ from megatrain_accelerate.estimate.positions import PositionTable
 from megatrain_accelerate.estimate.report import Estimate, Limits
 from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
-from megatrain_accelerate.planning.active_parameters import active_parameters
+from megatrain_accelerate.planning.layer_discovery import active_parameters
 from megatrain_accelerate.planning.plan_table import experts_text
 from megatrain_accelerate.units import GB, GIB, KIB, MIB
 

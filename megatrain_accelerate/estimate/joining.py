@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.planning.step_outline import outline_step
-from megatrain_accelerate.planning.summed_loss import what_sees_a_batch
+from megatrain_accelerate.planning.step_outline import outline_step, what_sees_a_batch
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 
@@ -27,7 +26,7 @@ def may_join(model: nn.Module, runtime: StreamingRuntime, config: MegatrainConfi
 
 
 def sums_loss(model: nn.Module, runtime: StreamingRuntime, length: int) -> bool:
-    """Whether the model's loss is known to be a sum over tokens, divided by the number of all (``planning/summed_loss.py``).
+    """Whether the model's loss is known to be a sum over tokens, divided by the number of all (``planning/step_outline.py``).
 
     Args:
         model: on the meta device; run without data.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 MOST_BATCH = 1 << 14
 """Sequences of a batch that are tried."""
 MOST_TOKENS = (1 << 22) - 1024
-"""Of one sequence that is tried. Without data, positions of more tokens have no values (planning/known_values.py), and the
+"""Of one sequence that is tried. Without data, positions of more tokens have no values (planning/fake_runs.py), and the
 model makes a mask of all pairs of them, which it leaves out otherwise."""
 _STEPS_OF_TOKENS = (1024, 64, 1)
 _TOLERANCE = 0.02

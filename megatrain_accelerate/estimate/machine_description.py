@@ -12,8 +12,7 @@ from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.estimate.known_gpus import KnownGpu, known_gpu, sustained_flops
 from megatrain_accelerate.memory.host_limits import available_host_bytes
 from megatrain_accelerate.optim.kernel import HostKernels, default_thread_count
-from megatrain_accelerate.planning.device_memory import USABLE_SHARE_OF_DEVICE
-from megatrain_accelerate.planning.machine import STEP_BYTES, STEP_OVERHEAD, Machine, measured_machine
+from megatrain_accelerate.planning.machine import STEP_BYTES, STEP_OVERHEAD, USABLE_SHARE_OF_DEVICE, Machine, measured_machine
 from megatrain_accelerate.units import GB, GIB
 
 DENSE_SHARE = 0.724

@@ -14,9 +14,7 @@ from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.memory.host_store import PASSING_BUFFERS, HostUnit, ParameterState
 from megatrain_accelerate.planning.adoption import Adoption
 from megatrain_accelerate.planning.device_plan import DevicePlan
-from megatrain_accelerate.planning.engine_sizes import adds_on_host, unit_sizes
-from megatrain_accelerate.planning.expert_split import wants_whole_layers
-from megatrain_accelerate.planning.layer_discovery import Discovery
+from megatrain_accelerate.planning.layer_discovery import Discovery, wants_whole_layers
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Model, Placement
 from megatrain_accelerate.planning.placement_search import Candidate, PlacementSearch
@@ -47,8 +45,8 @@ class _MetaMemory:
 
 
 class _MetaUnit(HostUnit):
-    def _allocate(self, size_bytes: int, register: bool, touch: bool = True) -> Any:
-        return _MetaMemory(size_bytes)
+    def _allocate(self, kind: str, touch: bool = True) -> Any:
+        return _MetaMemory(self._size_of(kind))
 
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
         """There is nothing to write."""
@@ -145,14 +143,14 @@ class ForecastPlan(DevicePlan):
         super().__init__(engine.runtime, config, torch.device("cpu"))
         self.micro_batches = micro_batches
         sizes = self.model_sizes()
-        every = [unit_sizes(unit, engine.runtime, micro_batches) for unit in engine.runtime.units]
+        every = [self._unit_sizes(unit) for unit in engine.runtime.units]
         self.store_bytes = sum(unit.host_bytes for unit in every)
         """Host memory of the store if all units live on the host, bytes; with it the buffers in which gradients wait that are
         to be added to others, or pass through."""
         self.store_bytes += PASSING_BUFFERS * max(unit.gradient_bytes * unit.gradients_pass for unit in every)
         parts = [part for parts in sizes.parts.values() for part in parts]
         largest = max(unit.gradient_bytes for unit in [*sizes.layers, *parts])
-        self.store_bytes += _STAGING_BUFFERS * largest * adds_on_host(engine.runtime, micro_batches)
+        self.store_bytes += _STAGING_BUFFERS * largest * self._adds_on_host
         self._host_bytes = self.store_bytes if host_bytes is None else host_bytes
 
     @property

@@ -12,24 +12,29 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import parse_flag_from_env
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatrain_accelerate.activation import config_for
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine, all_engines, engine_of
 from megatrain_accelerate.errors import ConfigError, StateError, UnsupportedError
-from megatrain_accelerate.integrations import foreign_optimizers, step_trace
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
-from megatrain_accelerate.integrations.patch_accelerate import arguments_of
-from megatrain_accelerate.integrations.shared_parts import engines_with, take_over
-from megatrain_accelerate.integrations.small_modules import is_beside
+from megatrain_accelerate.integrations.shared_parts import refuse_calls, take_over
+from megatrain_accelerate.integrations.telemetry import trace_if_asked
+from megatrain_accelerate.integrations.wrapping import arguments_of
+from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.fused_step import FusedStep
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.host_step import ANOTHER_MODELS, TAKEN_OVER, driver_of
-from megatrain_accelerate.planning.layer_discovery import refuse_sparse_gradients
-from megatrain_accelerate.streaming.runtime import is_streamed
+from megatrain_accelerate.planning.layer_discovery import find_layers, refuse_sparse_gradients
+from megatrain_accelerate.streaming.runtime import streamed_among
 from megatrain_accelerate.streaming.watched_parameters import unwatched
 
 logger = logging.getLogger(__name__)
+
+_step_hooks: list[Any] = []
+"""They look at all optimizers' steps from the first prepared model on. Writes of one that wasn't
+prepared are found by the weights' versions, but for those of torch's fused kernels."""
 
 _ENGINES = "_megatrain_engines"
 _WAITING = "_megatrain_waiting_optimizers"
@@ -41,12 +46,6 @@ def _engines(accelerator: Any) -> list[Engine]:
     """Those that models were prepared with and that are still attached. Their models' layers keep them alive."""
     engines = [reference() for reference in accelerator.__dict__.get(_ENGINES, [])]
     return [engine for engine in engines if engine is not None and not engine.is_closed]
-
-
-def _wait(accelerator: Any, optimizer: torch.optim.Optimizer) -> None:
-    waiting = accelerator.__dict__.setdefault(_WAITING, [])
-    if not any(other is optimizer for other in waiting):
-        waiting.append(optimizer)
 
 
 def require_servable(accelerator: Any) -> None:
@@ -91,7 +90,7 @@ def require_servable(accelerator: Any) -> None:
 
 
 def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Notes which modules are prepared in one call; see :func:`is_beside`."""
+    """Notes which modules are prepared in one call; see :func:`_is_beside`."""
     accelerator.__dict__[_TOGETHER] = [item for item in args if isinstance(item, nn.Module)]
     try:
         return original(accelerator, *args, **kwargs)
@@ -100,7 +99,23 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs
 
 
 def _is_beside(accelerator: Any, model: nn.Module, config: MegatrainConfig) -> bool:
-    return is_beside(model, accelerator.__dict__.get(_TOGETHER, []), _engines(accelerator), config)
+    """Whether a module (a head, a critic, a loss) is to be placed as usual, beside one that streams.
+
+    It has no repeated layers, or all of it is smaller than one layer of a model that is prepared with
+    it or was before. A part of a model that streams isn't beside it.
+    """
+    engines = _engines(accelerator)
+    if any(engine.runtime.state_of(parameter) is not None for engine in engines for parameter in model.parameters()):
+        return False
+    others = [other for other in accelerator.__dict__.get(_TOGETHER, []) if other is not model]
+    sizes = [layer.parameter_count for engine in engines for layer in engine.runtime.layers]
+    sizes += [_size(layer) for other in others for _, layer in find_layers(other, config.layer_classes)]
+    has_layers = bool(find_layers(model, config.layer_classes) or find_layers(model))
+    return bool(sizes) and (not has_layers or _size(model) < max(sizes))
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def prepare_model(
@@ -141,7 +156,7 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
         changed = "the model was prepared with other settings, or another mixed precision"
     if engine is not None and changed is not None:
         logger.warning("megatrain: %s; adopting it anew", changed)
-        left_behind = [driver.optimizer for driver in engine.optimizer_drivers if driver.optimizer is not None]
+        left_behind = engine.optimizers
         engine.close()
         engine = None
     if not evaluation_mode:
@@ -154,10 +169,8 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
                 "load it with from_pretrained without device_map"
             )
         taken = take_over(model, config)
-        for other in _engines(accelerator):
-            for driver in other.optimizer_drivers:
-                if driver.optimizer is not None:
-                    _refuse_two_models(driver.optimizer, model)
+        for optimizer in (one for other in _engines(accelerator) for one in other.optimizers):
+            _refuse_two_models(optimizer, model)
         engine = Engine(
             model,
             accelerator.device,
@@ -174,7 +187,8 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
         gradient_state = accelerator.gradient_state
         engine.runtime.gradients_complete = lambda: bool(gradient_state.sync_gradients)
         engine.prepare_anew = functools.partial(_attach_unfrozen, weakref.ref(accelerator))
-        taken.refuse_calls()
+        for earlier in taken.models:
+            refuse_calls(earlier)
         left_behind += [optimizer for optimizer in taken.optimizers if _trains_any_of(optimizer, engine)]
     elif not evaluation_mode:
         engine.enable_training()
@@ -182,7 +196,8 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
         engine.expect_accumulation(accelerator.gradient_accumulation_steps)
     if engine not in _engines(accelerator):
         accelerator.__dict__.setdefault(_ENGINES, []).append(weakref.ref(engine))
-    foreign_optimizers.watch()
+    if not _step_hooks:
+        _step_hooks.extend((register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)))
     for optimizer in left_behind:
         if _holds_any_of(optimizer, engine):
             _wait(accelerator, optimizer)
@@ -211,8 +226,8 @@ def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
         )
     before.runtime.watch.settle()
     gradients = {} if before.config.passes_gradients else {p: p.grad for p in model.parameters() if p.grad is not None}
-    drivers = [driver for driver in before.optimizer_drivers if isinstance(driver, FusedStep) and driver.steps_in_backward]
-    in_backward = [driver.optimizer for driver in drivers]
+    drivers = (driver for driver in before.optimizer_drivers if isinstance(driver, FusedStep))
+    in_backward = [driver.optimizer for driver in drivers if driver.steps_in_backward]
     _attach(found, model, before.config, evaluation_mode=False)
     _adopt_waiting(found)
     engine = engine_of(model)
@@ -230,10 +245,7 @@ def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
 
 
 def prepare_optimizer(
-    original: Callable[..., Any],
-    accelerator: Any,
-    optimizer: torch.optim.Optimizer,
-    device_placement: bool | None = None,
+    original: Callable[..., Any], accelerator: Any, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
 ) -> Any:
     """Makes the optimizer step on the host store of its model, now or when the model is prepared.
 
@@ -249,6 +261,12 @@ def prepare_optimizer(
         _wait(accelerator, own)
         _adopt_waiting(accelerator)
     return original(accelerator, optimizer, device_placement=False)
+
+
+def _wait(accelerator: Any, optimizer: torch.optim.Optimizer) -> None:
+    waiting = accelerator.__dict__.setdefault(_WAITING, [])
+    if not any(other is optimizer for other in waiting):
+        waiting.append(optimizer)
 
 
 def _adopt_waiting(accelerator: Any) -> None:
@@ -279,11 +297,7 @@ def _trains_any_of(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
 
 
 def _refuse_two_models(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """An optimizer that steps one model can't hold parameters of another one that streams.
-
-    Raises:
-        UnsupportedError: it holds some that are trained.
-    """
+    """Raises where an optimizer of one model holds trained parameters of another one."""
     own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if strangers := sum(id(parameter) in own for parameter in _parameters(optimizer)):
         raise UnsupportedError(ANOTHER_MODELS.format(strangers))
@@ -302,7 +316,7 @@ def _adopt(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
     driver = adopt_optimizer(optimizer, engine.runtime, schedule)
     kept = [other for other in engine.optimizer_drivers if not other.parameter_ids & ids]
     engine.optimizer_drivers = [*kept, driver]
-    step_trace.follow(optimizer, engine)
+    trace_if_asked(optimizer, engine)
 
 
 def require_steps_in_backward_possible(
@@ -343,7 +357,6 @@ def begin_training(engine: Engine, *, steps_in_backward: bool) -> None:
     """Chooses the schedule of the steps where the settings leave the choice, and forgets a training that broke off.
 
     Args:
-        engine: of the model that is trained.
         steps_in_backward: whether layers may be stepped in backward: not where gradients are clipped (their norm is known
             after backward only), nor where a step that fails is tried again with a smaller batch (what was stepped already
             couldn't be taken back), nor where code of the user's runs between backward and step.
@@ -379,7 +392,7 @@ def clip_grad_norm(
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     with unwatched():
         trained = [parameter for parameter in parameters if parameter.grad is not None]
-    streamed = [parameter for parameter in trained if is_streamed(parameter)]
+    streamed = streamed_among(trained)
     for engine in _engines(accelerator):
         has_all = all(engine.runtime.norms.row(parameter) is not None for parameter in streamed)
         if float(norm_type) == 2.0 and has_all and (streamed or not trained):
@@ -398,25 +411,28 @@ def free_memory(original: Callable[..., Any], accelerator: Any, *objects: Any) -
     return original(accelerator, *objects)
 
 
-def drain(model: nn.Module | None = None) -> None:
-    """Blocks until every step that was taken is applied to the weights that Python sees.
-
-    Args:
-        model: a prepared model, or a part of one; all prepared models if None.
-
-    Raises:
-        UnsupportedError: the model isn't prepared.
-        StepWorkerError: a step failed.
-    """
-    if model is None:
-        for engine in all_engines():
-            engine.drain()
+def _stepped(optimizer: torch.optim.Optimizer) -> Iterator[ParameterState]:
+    """The places of the parameters that an optimizer steps by itself: neither an adopted one, nor one that it calls."""
+    if hasattr(type(optimizer), "_megatrain_original_class"):
         return
-    found = engines_with(model)
-    if not found:
+    for engine in all_engines():
+        for parameter in _parameters(optimizer):
+            state = engine.runtime.state_of(parameter)
+            # An adopted optimizer that isn't fused shows fp32 masters, to those that it calls too.
+            if state is not None and parameter.dtype == state.weight.dtype:
+                yield state
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raises where weights would be stepped that are only the upper halves of their masters."""
+    if halves := sum(state.residual is not None for state in _stepped(optimizer)):
         raise UnsupportedError(
-            "drain() was given a model that accelerator.prepare() hasn't seen with megatrain active; give it what prepare() "
-            "returned, or leave the call out: only a prepared model has steps that are still to be applied"
+            f"this {type(optimizer).__name__} wasn't given to accelerator.prepare() and holds {halves} parameters of a "
+            "prepared model, whose weights are bf16 while their fp32 masters lie elsewhere: it would round its updates away. "
+            "Prepare it with the model"
         )
-    for engine in found:
-        engine.drain()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for state in _stepped(optimizer):
+        state.handle.mark_written()

@@ -76,30 +76,22 @@ def install() -> None:
     Raises:
         PatchError: the plugin is active and a patch can't be applied.
     """
-    if not any(isinstance(finder, PatchFinder) for finder in sys.meta_path):
+    if not is_installed():
         sys.meta_path.insert(0, PatchFinder())
-        for name in _targets:
-            module = sys.modules.get(name)
-            if module is None:
-                continue
-            _pending.add(name)
-            spec = getattr(module, "__spec__", None)
-            if type(spec) is ModuleSpec and _is_initializing(module):
+        _pending.update(_targets & sys.modules.keys())
+        for name in _pending:
+            spec = getattr(sys.modules[name], "__spec__", None)
+            if type(spec) is ModuleSpec and _is_initializing(sys.modules[name]):
                 spec.__class__ = _WatchedSpec
     _settle()
 
 
 def is_installed() -> bool:
-    """Whether the finder is in place."""
     return any(isinstance(finder, PatchFinder) for finder in sys.meta_path)
 
 
 def ensure_ready() -> None:
-    """Called by whoever is about to rely on the patches.
-
-    Raises:
-        PatchError: a patch couldn't be applied.
-    """
+    """Raises the :class:`PatchError` of a patch that couldn't be applied."""
     if _pending:
         _settle()
     if _failures:
@@ -129,8 +121,7 @@ def _apply_patches(module: ModuleType) -> None:
         if patch.module != module.__name__:
             continue
         try:
-            function_module, _, name = patch.apply.partition(":")
-            getattr(import_module(function_module), name)(module)
+            import_module(f"{__package__}.wrapping").apply(patch, module)
             _failures.pop(patch.target, None)
         except Exception as error:
             _failures[patch.target] = _patch_error(patch, error)

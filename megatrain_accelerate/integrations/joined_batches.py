@@ -23,10 +23,9 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.integrations.recorded_choices import record_choice, recorded_choice
-from megatrain_accelerate.integrations.user_code import has_users_callback
+from megatrain_accelerate.integrations.trainer import has_users_callback, record_choice, recorded_choice
+from megatrain_accelerate.planning.step_outline import what_sees_a_batch
 from megatrain_accelerate.planning.step_profile import StepOutline
-from megatrain_accelerate.planning.summed_loss import what_sees_a_batch
 
 logger = logging.getLogger(__name__)
 
@@ -42,22 +41,16 @@ class CannotJoinError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class JoinedBatch:
-    """Several micro-batches as one.
-
-    Attributes:
-        inputs: each tensor has all samples along dimension 0, in order.
-        samples: of the largest micro-batch.
-    """
+    """Several micro-batches as one."""
 
     inputs: dict[str, torch.Tensor]
+    """Each has all samples along dimension 0, in order."""
     samples: int
+    """Of the largest micro-batch."""
 
     @classmethod
     def of(cls, micro_batches: Sequence[Any]) -> JoinedBatch:
-        """Joins along dimension 0.
-
-        Args:
-            micro_batches: mappings of names to tensors of shape (samples, ...).
+        """Joins mappings of names to tensors of shape (samples, ...) along dimension 0.
 
         Raises:
             CannotJoinError: they differ in more than the number of samples, or hold something else.
@@ -108,21 +101,12 @@ def _require_exact(trainer: Any, model: nn.Module, num_items: torch.Tensor | int
         raise CannotJoinError(reason)
 
 
-def _require_sum(trainer: Any, outline: StepOutline) -> None:
-    """Refuses a loss that isn't one of transformers' own sums over tokens.
-
-    Raises:
-        CannotJoinError: with the reason.
-    """
+def _is_sum(trainer: Any, outline: StepOutline) -> bool:
+    """Whether the loss is one of transformers' own sums over tokens."""
     smoother = trainer.label_smoother
     if smoother is None:
-        is_sum = outline.sums_loss
-    else:
-        is_sum = (
-            type(smoother) is LabelSmoother and "num_items_in_batch" in inspect.signature(type(smoother).__call__).parameters
-        )
-    if not is_sum:
-        raise CannotJoinError("the loss isn't transformers' own sum over tokens divided by num_items_in_batch")
+        return outline.sums_loss
+    return type(smoother) is LabelSmoother and "num_items_in_batch" in inspect.signature(type(smoother).__call__).parameters
 
 
 def _model_inputs(trainer: Any, batch: Any, num_items: Any) -> dict[str, Any]:
@@ -153,15 +137,13 @@ class Joiner:
 
     Once and for all, since the plan is made for one of the two ways, and dropout draws other numbers in each: a training that
     is resumed goes on as it was.
-
-    Args:
-        training: the Trainer's state, another object for each training; checkpoints hold it.
-        is_asked_for: join wherever it is exact; else where the plan predicts that it pays.
     """
 
     def __init__(self, training: Any, is_asked_for: bool) -> None:
         self.training = training
+        """The Trainer's state, another object for each training; checkpoints hold it."""
         self._is_asked_for = is_asked_for
+        """Join wherever it is exact; else where the plan predicts that it pays."""
         self._is_refused = False
         self._is_proven = False
         self._weighed_elements = 0
@@ -176,11 +158,9 @@ class Joiner:
 
     @property
     def has_joined(self) -> bool:
-        """Whether the plan was made for joined batches."""
         return self._weighed_elements > 0
 
     def step_begins(self, micro_batches: list[Any]) -> None:
-        """The Trainer fetched a step's micro-batches."""
         self._micro_batches, self._next, self._joined = micro_batches, 0, None
 
     def training_step(
@@ -239,12 +219,8 @@ class Joiner:
 
     def _note_decision(self, apart_because: str | None) -> None:
         self._agreed_elements = max(self._agreed_elements, self._weighed_elements)
-        decision = {
-            "is_asked_for": self._is_asked_for,
-            "joined_elements": self._agreed_elements,
-            "apart_because": apart_because,
-        }
-        record_choice(self.training, "joining", decision)
+        decision = {"is_asked_for": self._is_asked_for, "joined_elements": self._agreed_elements}
+        record_choice(self.training, "joining", {**decision, "apart_because": apart_because})
 
     def _weigh(self, trainer: Any, engine: Engine, model: nn.Module, joined: JoinedBatch, num_items: Any) -> None:
         """Looks at the plan for batches larger than all before.
@@ -260,7 +236,8 @@ class Joiner:
         together = None
         with _steps_of(engine, joined.samples):
             try:
-                _require_sum(trainer, plan.foresee(model, inputs))
+                if not _is_sum(trainer, plan.foresee(model, inputs)):
+                    raise CannotJoinError("the loss isn't transformers' own sum over tokens divided by num_items_in_batch")
                 if not self._is_asked_for:
                     together = plan.weigh(model, inputs)
             except CannotJoinError:

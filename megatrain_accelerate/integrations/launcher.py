@@ -8,61 +8,43 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
 from megatrain_accelerate.activation import ENV_ACTIVE, ENV_CONFIG, read_settings
 from megatrain_accelerate.config import MegatrainConfig, nearest, usable_cpu_count
-from megatrain_accelerate.errors import ConfigError, UnsupportedError
+from megatrain_accelerate.errors import ConfigError, MegatrainError, UnsupportedError
 from megatrain_accelerate.integrations import import_hook
+from megatrain_accelerate.integrations.every_process import FLAG_HELP
 
 TYPE = "MEGATRAIN"
 SECTION = "megatrain_config"
 _TYPES_BESIDE_A_SECTION = (TYPE, "NO", "MULTI_GPU", "MULTI_CPU")
 
+_CONFIG_HELP = (
+    "Settings of megatrain_accelerate: a JSON object or a yaml file, in place of keys of the section megatrain_config."
+)
+
 _exported: dict[str, str] = {}
 """Variables that this launcher set; a later launch in the same process starts without them."""
 
 
+@dataclasses.dataclass(frozen=True)
 class YamlSection:
-    """What an accelerate config says about the plugin. Not a dict: accelerate would spread its keys over its arguments.
+    """What an accelerate config says about us. Accelerate would spread a dict over its arguments."""
 
-    Attributes:
-        settings: the section's content as written, or None where there is none.
-        typed: whether ``distributed_type`` is MEGATRAIN.
-    """
+    settings: dict[str, Any] | None
+    """The section's content as written, or None where there is none."""
+    typed: bool
+    """Whether ``distributed_type`` is MEGATRAIN."""
 
-    def __init__(self, settings: dict[str, Any] | None, typed: bool) -> None:
-        self.settings = settings
-        self.typed = typed
 
-    def __repr__(self) -> str:
-        return f"YamlSection(settings={self.settings!r}, typed={self.typed!r})"
-
-    def write_to(self, config_dict: dict[str, Any]) -> None:
-        """Puts section and type back into what accelerate writes to a file."""
-        config_dict.pop(SECTION, None)
-        if self.settings is not None:
-            config_dict[SECTION] = dict(self.settings)
-        if self.typed:
-            config_dict["distributed_type"] = TYPE
+FIELDS = {SECTION: (YamlSection | None, dataclasses.field(default=None))}
+"""Of accelerate's ``ClusterConfig``."""
 
 
 def _section_of(config_dict: Mapping[str, Any]) -> YamlSection | None:
-    _refuse_misspelt(config_dict)
-    typed = str(config_dict.get("distributed_type", "")).upper() == TYPE
-    if not typed and SECTION not in config_dict:
-        return None
-    if SECTION not in config_dict:
-        return YamlSection(None, typed)
-    # An empty section reads as None: `megatrain_config:` with nothing below.
-    settings = {} if config_dict[SECTION] is None else config_dict[SECTION]
-    MegatrainConfig.from_mapping(settings)
-    return YamlSection(dict(settings), typed)
-
-
-def _refuse_misspelt(config_dict: Mapping[str, Any]) -> None:
     from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
     from accelerate.utils import DistributedType
 
@@ -74,36 +56,68 @@ def _refuse_misspelt(config_dict: Mapping[str, Any]) -> None:
     for key in config_dict:
         if key not in keys and nearest(str(key).lower(), keys) == SECTION:
             raise ConfigError(f"an accelerate config has no key {key!r}; did you mean {SECTION!r}?")
+    typed = str(config_dict.get("distributed_type", "")).upper() == TYPE
+    if SECTION not in config_dict:
+        return YamlSection(None, typed) if typed else None
+    # An empty section reads as None: `megatrain_config:` with nothing below.
+    settings = {} if config_dict[SECTION] is None else config_dict[SECTION]
+    MegatrainConfig.from_mapping(settings)
+    return YamlSection(dict(settings), typed)
 
 
-def read_config(config_dict: dict[str, Any]) -> dict[str, Any]:
+def process_config(original: Callable[..., dict[str, Any]], config_dict: dict[str, Any]) -> dict[str, Any]:
     """Translates a loaded accelerate config into one that stock accelerate accepts, and a :class:`YamlSection`.
 
     Raises:
         ConfigError: the section has an unknown key or a value out of range, or it or the type is misspelt.
     """
     section = _section_of(config_dict)
-    if section is None:
-        return config_dict
-    translated = {**config_dict, SECTION: section}
-    if section.typed or "distributed_type" not in config_dict:
-        translated.setdefault("num_processes", 1)
-        # The world shall see a type that it knows: with one of our own, gather() returns the local tensor only.
-        translated["distributed_type"] = "NO"
-    return translated
+    if section is not None:
+        config_dict = {**config_dict, SECTION: section}
+        if section.typed or "distributed_type" not in config_dict:
+            config_dict.setdefault("num_processes", 1)
+            # The world shall see a type that it knows: with one of our own, gather() returns the local tensor only.
+            config_dict["distributed_type"] = "NO"
+    return original(config_dict)
 
 
-def prepare_launch(arguments: Any) -> None:
-    """Checks the settings before anything is started, and exports them for the training processes.
+def to_dict(original: Callable[..., dict[str, Any]], config: Any) -> dict[str, Any]:
+    """Puts section and type back into what accelerate writes to a file."""
+    result = original(config)
+    section = getattr(config, SECTION, None)
+    if section is not None:
+        result.pop(SECTION, None)
+        if section.settings is not None:
+            result[SECTION] = dict(section.settings)
+        if section.typed:
+            result["distributed_type"] = TYPE
+    return result
 
-    Args:
-        arguments: the launcher's parsed command.
 
-    Raises:
-        ConfigError: unknown, misspelt or contradicting settings.
-        UnsupportedError: fp16 or fp8, several processes or machines.
-        PatchError: a patch of the launcher couldn't be applied.
-    """
+def add_argument(original: Callable[..., Any], parser: Any, *names: str, **options: Any) -> Any:
+    """Adds the alias and the flags where the launcher adds its own."""
+    if "--config_file" in names and "--config" not in parser._option_string_actions:
+        names = (*names, "--config")
+        options.setdefault("dest", "config_file")
+    if names == ("training_script",):
+        original(parser, "--megatrain", default=None, action="store_true", help=FLAG_HELP)
+        original(parser, "--megatrain_config", default=None, help=_CONFIG_HELP)
+    return original(parser, *names, **options)
+
+
+def parse_args(original: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any) -> Any:
+    """Reads the settings as soon as the command is parsed. What is wrong with them ends it as argparse's own errors do."""
+    arguments = original(parser, *args, **kwargs)
+    if hasattr(arguments, "training_script"):
+        try:
+            _prepare_launch(arguments)
+        except MegatrainError as error:
+            parser.error(str(error))
+    return arguments
+
+
+def _prepare_launch(arguments: Any) -> None:
+    """Checks the settings before anything is started, and exports them to the processes."""
     _withdraw_exports()
     file = _config_file(arguments)
     content = _read_file(file)
@@ -112,25 +126,20 @@ def prepare_launch(arguments: Any) -> None:
     if section is None and not arguments.megatrain and flag_settings is None:
         return
     import_hook.ensure_ready()
-    given = {**((section.settings if section is not None else None) or {}), **read_settings(flag_settings)}
+    written = section.settings if section is not None else None
+    given = {**(written or {}), **read_settings(flag_settings)}
     config = MegatrainConfig.from_mapping(given)
-    _refuse_others(arguments, content, file)
-    _refuse_low_precision(arguments, content)
-    _refuse_several(arguments, content)
+    _refuse_unsupported(arguments, content, file)
     sys.excepthook = _report
     # accelerate copies sections of the yaml over arguments that are None.
     arguments.megatrain = True
     if arguments.num_processes is None and not content:
         arguments.num_processes = 1  # Accelerate would start a process for each GPU.
-    _export(ENV_ACTIVE, "1")
-    _export(ENV_CONFIG, config.to_json())
+    _exported.update({ENV_ACTIVE: "1", ENV_CONFIG: config.to_json()})
     if "OMP_NUM_THREADS" not in os.environ and arguments.num_cpu_threads_per_process is None:
         # Accelerate exports 1, fatal for work on the host.
-        _export("OMP_NUM_THREADS", str(usable_cpu_count()))
-
-
-def _export(name: str, value: str) -> None:
-    os.environ[name] = _exported[name] = value
+        _exported["OMP_NUM_THREADS"] = str(usable_cpu_count())
+    os.environ.update(_exported)
 
 
 def _withdraw_exports() -> None:
@@ -163,7 +172,7 @@ def _read_file(file: str | None) -> Mapping[str, Any]:
     return content if isinstance(content, Mapping) else {}
 
 
-def _refuse_others(arguments: Any, content: Mapping[str, Any], file: str | None) -> None:
+def _refuse_unsupported(arguments: Any, content: Mapping[str, Any], file: str | None) -> None:
     for name in ("use_deepspeed", "use_fsdp", "use_megatron_lm", "tpu"):
         if getattr(arguments, name, False):
             raise ConfigError(f"--{name} and megatrain both decide where the model lives; remove one of the two")
@@ -173,9 +182,6 @@ def _refuse_others(arguments: Any, content: Mapping[str, Any], file: str | None)
             f"megatrain was asked for, but {file} has distributed_type: {kind}, and both decide where the model lives. "
             f"Set distributed_type: {TYPE} there, or give another file with --config"
         )
-
-
-def _refuse_low_precision(arguments: Any, content: Mapping[str, Any]) -> None:
     # `fp16: true` is how accelerate's first versions wrote it.
     written = content.get("mixed_precision") or ("fp16" if content.get("fp16") else "no")
     precision = str(arguments.mixed_precision or written).lower()
@@ -184,9 +190,6 @@ def _refuse_low_precision(arguments: Any, content: Mapping[str, Any]) -> None:
             f"mixed_precision: {precision} can't be used with megatrain: its gradients need loss scaling, which the deferred "
             "step doesn't do. Use mixed_precision: bf16 (masters and moments are fp32 in any case)"
         )
-
-
-def _refuse_several(arguments: Any, content: Mapping[str, Any]) -> None:
     if arguments.multi_gpu:
         raise UnsupportedError(
             "--multi_gpu starts several processes, and megatrain trains in one process on one GPU so far: leave the flag out"

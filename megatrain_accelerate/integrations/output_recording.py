@@ -19,11 +19,7 @@ _HOOK_TEXTS = frozenset({"hidden_states", "_hidden_states_layers"})
 
 
 class CapturedOutputs(OutputRecorder):
-    """What transformers' capturing hooks record.
-
-    Args:
-        collector: transformers' ``output_capturing._active_collector``.
-    """
+    """What transformers' capturing hooks record in its ``output_capturing._active_collector``."""
 
     def __init__(self, collector: Any) -> None:
         self._collector = collector
@@ -39,12 +35,10 @@ class CapturedOutputs(OutputRecorder):
         return cls(collector) if collector is not None else None
 
     def channels(self) -> tuple[str, ...]:
-        """See :class:`~megatrain_accelerate.streaming.output_recorder.OutputRecorder`."""
         return tuple(key for key, values in (self._collector.get() or {}).items() if isinstance(values, list))
 
     @contextlib.contextmanager
     def apart(self, channels: Sequence[str] | None = None) -> Iterator[Recorded]:
-        """See :class:`~megatrain_accelerate.streaming.output_recorder.OutputRecorder`."""
         recorded: Recorded = []
         reset = None if channels is None else self._collector.set({key: [] for key in channels})
         lists = [(key, self._collector.get()[key]) for key in self.channels()]
@@ -59,14 +53,12 @@ class CapturedOutputs(OutputRecorder):
                 del values[length:]
 
     def enter(self, recorded: Recorded) -> None:
-        """See :class:`~megatrain_accelerate.streaming.output_recorder.OutputRecorder`."""
         collected = self._collector.get() or {}
         for key, value in recorded:
             if key in collected:
                 collected[key].append(value)
 
     def capture_of(self, hook: Callable[..., Any]) -> Capture | None:
-        """See :class:`~megatrain_accelerate.streaming.output_recorder.OutputRecorder`."""
         if (getattr(hook, "__module__", None), getattr(hook, "__name__", None)) != _HOOK:
             return None
         code = hook.__code__

@@ -1,14 +1,15 @@
-"""A model that shares parameters with one that was prepared before: adapters around it, a wrapper, a part of it.
+"""Who else holds a prepared model's parameters: a model around it or inside of it, PEFT, TRL.
 
-A parameter has one place in one host store, so the engine of the earlier model gives its weights back, and the model that
-is prepared now adopts them.
+A parameter has one place in one host store, so the engine of a model that was prepared before gives
+its weights back, and the model that is prepared now adopts them. PEFT and TRL read and write
+``parameter.data``, which shows neither that a step is still to be applied nor that somebody wrote.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,36 +26,23 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class TakenOver:
-    """What earlier engines left that held some of a model's parameters.
+    """What earlier engines left that held some of a model's parameters."""
 
-    Attributes:
-        models: those they belonged to.
-        optimizers: those that stepped there.
-        trained: whether one of them was made for training.
-    """
-
-    models: list[weakref.ref[nn.Module]] = dataclasses.field(default_factory=list)
+    models: list[nn.Module] = dataclasses.field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = dataclasses.field(default_factory=list)
     trained: bool = False
-
-    def refuse_calls(self) -> None:
-        """Lets calls of the earlier models raise while others have a part of them, and don't run the whole of them."""
-        for reference in self.models:
-            earlier = reference()
-            if earlier is not None and new_holder(earlier) is not None:
-                _Refusal(earlier)
+    """Whether one of the engines was made for training."""
 
 
-class _Refusal:
-    """The hook on a model that lost parameters to another one. Goes away when nobody else has any."""
+def refuse_calls(earlier: nn.Module) -> None:
+    """Lets calls of a model raise while others have a part of it and don't run the whole."""
+    if new_holder(earlier) is None:
+        return
 
-    def __init__(self, model: nn.Module) -> None:
-        self._handle = model.register_forward_pre_hook(ModelHook(self._refuse, with_arguments=True))
-
-    def _refuse(self, model: nn.Module, args: Any) -> None:
+    def refuse(model: nn.Module, args: Any) -> None:
         holder = new_holder(model)
         if holder is None:
-            self._handle.remove()
+            handle.remove()
             return
         other, engine = holder
         parameters = list(model.parameters())
@@ -64,6 +52,8 @@ class _Refusal:
             "that was prepared after it and has them now; prepare it anew before it is called (the other one then has to be "
             "prepared again in turn), or give each a copy of its own"
         )
+
+    handle = earlier.register_forward_pre_hook(ModelHook(refuse, with_arguments=True))
 
 
 def take_over(model: nn.Module, config: MegatrainConfig) -> TakenOver:
@@ -80,8 +70,8 @@ def take_over(model: nn.Module, config: MegatrainConfig) -> TakenOver:
         discover_layers(model, config.layer_classes)
     for engine in sharing:
         logger.info("megatrain: a model that shares parameters with this one isn't streamed any more; this one has them now")
-        taken.models += [weakref.ref(other) for other, its_engine in prepared_models() if its_engine is engine]
-        taken.optimizers += [driver.optimizer for driver in engine.optimizer_drivers if driver.optimizer is not None]
+        taken.models += [other for other, its_engine in prepared_models() if its_engine is engine]
+        taken.optimizers += engine.optimizers
         taken.trained |= engine.training
         engine.close()
     return taken
@@ -115,3 +105,55 @@ def _conflicts(model: nn.Module, engine: Engine) -> bool:
 def _is_held(parameter: nn.Parameter, engine: Engine) -> bool:
     state = engine.runtime.state_of(parameter)
     return state is not None and state.parameter is parameter
+
+
+def leave_then(original: Callable[..., Any], tuner: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``merge_and_unload`` and ``unload``: takes the model apart, so the engine gives it back first, with all steps applied.
+
+    The weights lie in ordinary host memory then, those of adapters as exact as their masters.
+    """
+    for engine in engines_with(tuner):
+        logger.info("megatrain: the model isn't streamed any more, since its adapters are unloaded")
+        engine.close()
+    return original(tuner, *args, **kwargs)
+
+
+def write_through(original: Callable[..., Any], tuner: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``merge_adapter`` and ``unmerge_adapter``: the base's weights are read after the last step, and streamed as written."""
+    engines = engines_with(tuner)
+    for engine in engines:
+        engine.drain()
+    try:
+        return original(tuner, *args, **kwargs)
+    finally:
+        for engine in engines:
+            for state in (state for unit in engine.runtime.units for state in unit.states):
+                if not state.entry.spec.trainable:
+                    state.handle.mark_written()
+            engine.drain()
+
+
+def unmerge_first(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
+    """``set_adapter`` and ``disable_adapter_layers``: adapters that are merged are unmerged now.
+
+    PEFT does so by itself, but when a layer runs next; what that writes to is the layer's slot here.
+    """
+    if engines_with(tuner) and any(getattr(module, "merged", False) for module in tuner.modules()):
+        tuner.unmerge_adapter()
+    return original(tuner, *args, **kwargs)
+
+
+def sync_target_model(original: Callable[..., Any], model: nn.Module, target_model: nn.Module, alpha: float) -> None:
+    """TRL's reference follows the policy: ``(1 - alpha) * target + alpha * model``, in fp32."""
+    engines = [engine for engine in (engine_of(model), engine_of(target_model)) if engine is not None]
+    if not engines:
+        original(model, target_model, alpha)
+        return
+    for engine in engines:
+        engine.drain()
+    with torch.no_grad():
+        for target, source in zip(target_model.parameters(), model.parameters(), strict=True):
+            mixed = target.float().mul(1.0 - alpha)
+            target.copy_(mixed.add_(source.to(target.device, torch.float32), alpha=alpha))
+    for engine in engines:
+        engine.drain()

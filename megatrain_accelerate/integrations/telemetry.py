@@ -1,31 +1,45 @@
-"""What the engine did since the last log, as numbers under ``megatrain/`` in the Trainer's own logs."""
+"""What the engine did: numbers under ``megatrain/`` in the Trainer's logs, and one step's trace.
+
+`megatrain trace` asks for a trace by the environment. The Trainer and bare Accelerate loops are traced
+alike, by a hook of the optimizer, which is called when a step is submitted. The step worker isn't among
+the threads that torch's profiler follows: its spans are noted here, by the host's clock, and marks tie
+the two clocks.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatrain_accelerate.engine import Engine
-from megatrain_accelerate.integrations.console import PREFIX
-from megatrain_accelerate.planning.active_parameters import active_parameters
+from megatrain_accelerate.integrations.every_process import PREFIX
+from megatrain_accelerate.planning.layer_discovery import active_parameters
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.streaming.meter import Cause, Counters
+from megatrain_accelerate.tracing.request import CLOCK_MARK, RAW_INFO, RAW_TRACE, TraceRequest
+from megatrain_accelerate.tracing.timeline import LAUNCHER, WORKER
 from megatrain_accelerate.units import GB, GIB, KIB
 
 _A_PLAN_SECONDS = 0.01
 """Less isn't a plan, but the sum of looks at batches that need none."""
+_CLOCK_MARKS = 8
+"""Made at each end of the period: the tightest of them counts."""
 _SETTLED_STEPS = 10
 """So many steps in a row, none of them with a plan, are bound by the same resource before that is said."""
 
 
 def is_training_log(logs: Mapping[str, Any]) -> bool:
-    """Whether a log entry is about training steps: it holds a loss, by whatever name, and isn't of an evaluation or of the
-    training's end."""
+    """Whether a log entry has a training loss: it isn't of an evaluation or of the training's end."""
     names = list(_names(logs))
     is_of_else = any(name.startswith(("eval", "test")) or name.endswith("_runtime") for name in names)
     return not is_of_else and any(name.endswith("loss") for name in names)
@@ -38,21 +52,34 @@ def _names(logs: Mapping[str, Any]) -> Iterator[str]:
             yield from _names(value)
 
 
-def host_peak_bytes() -> int:
+def counters_of(engine: Engine) -> Counters:
+    """A copy of an engine's counters, with all timing events that are over."""
+    engine.runtime.meter.harvest()
+    return dataclasses.replace(engine.runtime.meter.counters)
+
+
+def difference(now: Counters, before: Counters) -> Counters:
+    """What was counted between two states of the counters."""
+    names = (field.name for field in dataclasses.fields(Counters))
+    return Counters(**{name: getattr(now, name) - getattr(before, name) for name in names})
+
+
+def wait_ms_by_cause(counters: Counters) -> dict[str, float]:
+    """The time for which the compute stream stood still, by :class:`.meter.Cause`."""
+    return {cause.value: getattr(counters, f"{cause.value}_wait_ms") for cause in Cause}
+
+
+def _host_peak_bytes() -> int:
     """Largest resident set of this process so far, registered memory included."""
     with open("/proc/self/status") as file:
-        for line in file:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * KIB
-    return 0
+        return next((int(line.split()[1]) * KIB for line in file if line.startswith("VmHWM:")), 0)
 
 
 class TokenCounter:
     """Counts the tokens of training forwards on the device, without padding and without waiting.
 
-    Args:
-        model: the prepared model; counted where it is called with a 2-D ``attention_mask``, ``input_ids`` or
-            ``inputs_embeds``, by keyword or in a mapping that is its first argument.
+    They are known where the model is called with a 2-D ``attention_mask``, ``input_ids`` or
+    ``inputs_embeds``, by keyword or in a mapping that is its first argument.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -89,11 +116,7 @@ def bound_shares(wait_ms: dict[str, float], step_ms: float) -> dict[str, float]:
         step_ms: the whole step, above 0. Waits are read when they are over, so that those of a step may be counted in the
             next: a sum above the step is scaled down to it.
     """
-    waits = {
-        "h2d": wait_ms["h2d"],
-        "d2h": wait_ms["d2h"] + wait_ms["backward_end"],
-        "host_step": wait_ms["host_step"],
-    }
+    waits = {"h2d": wait_ms["h2d"], "d2h": wait_ms["d2h"] + wait_ms["backward_end"], "host_step": wait_ms["host_step"]}
     whole = max(step_ms, sum(waits.values()))
     shares = {name: waited / whole for name, waited in waits.items()}
     return {"compute": 1.0 - sum(shares.values()), **shares}
@@ -110,16 +133,26 @@ def describe_bound(shares: dict[str, float]) -> str:
     return f"is bound by {bound_by(shares)} ({', '.join(f'{name} {shares[name]:.0%}' for name in ordered)})"
 
 
-class Telemetry:
-    """Turns an engine's counters into log entries. Rates and sums are per optimizer step since the entry before.
+def _rates(since: Counters) -> dict[str, float]:
+    """GB/s of the link while it copied and G parameters/s of the host step while it computed, where they did."""
+    rates = {}
+    for name, copied_bytes, copy_ms in (
+        ("h2d", since.h2d_copied_bytes, since.h2d_copy_ms),
+        ("d2h", since.d2h_copied_bytes, since.d2h_copy_ms),
+    ):
+        if copy_ms > 0:
+            rates[f"{name}_gb_per_second"] = copied_bytes / GB / (1e-3 * copy_ms)
+    if since.step_seconds > 0:
+        rates["host_step_gparams_per_second"] = 1e-9 * since.stepped_parameters / since.step_seconds
+    return rates
 
-    Args:
-        engine: the engine to report on.
-        model: its model.
-    """
+
+class Telemetry:
+    """Turns an engine's counters into log entries. Rates and sums are per optimizer step since the entry before."""
 
     def __init__(self, engine: Engine, model: nn.Module) -> None:
-        self._engine = engine
+        self.engine = engine
+        """That of the model by now: a later one goes on counting where the one before it ended."""
         self._active_parameters = active_parameters(model, getattr(model, "config", None))
         self._tokens = TokenCounter(model)
         self._before = dataclasses.replace(engine.runtime.meter.counters)
@@ -146,17 +179,12 @@ class Telemetry:
             self._mark = time.perf_counter()
 
     def step_ends(self) -> None:
-        """An optimizer step is over."""
         now = time.perf_counter()
         if self._mark is not None:
             self._seconds += now - self._mark
         self._mark = now
         self._steps += 1
         self.is_within_step = False
-
-    def follow(self, engine: Engine) -> None:
-        """Reports on the engine that the model has by now, which goes on counting where the one before it ended."""
-        self._engine = engine
 
     def pause(self) -> None:
         """Evaluation or saving: the time until the next step begins isn't training."""
@@ -166,28 +194,23 @@ class Telemetry:
         """The log entries since the last call; those of that call again if no step has ended since."""
         if self._steps == 0:
             return self._last_entries
-        meter = self._engine.runtime.meter
-        meter.harvest()
-        now: Counters = dataclasses.replace(meter.counters)
-        before, self._before = self._before, now
+        now = counters_of(self.engine)
+        since, self._before = difference(now, self._before), now
         steps, self._steps = self._steps, 0
         seconds, self._seconds = self._seconds, 0.0
         tokens = self._tokens.take()
         values = {
-            "h2d_gb": (now.h2d_bytes - before.h2d_bytes) / GB / steps,
-            "d2h_gb": (now.d2h_bytes - before.d2h_bytes) / GB / steps,
-            "copy_wait_ms": (now.copy_wait_ms - before.copy_wait_ms) / steps,
-            "optimizer_wait_ms": (now.optimizer_wait_ms - before.optimizer_wait_ms) / steps,
+            "h2d_gb": since.h2d_bytes / GB / steps,
+            "d2h_gb": since.d2h_bytes / GB / steps,
+            "copy_wait_ms": since.copy_wait_ms / steps,
+            "optimizer_wait_ms": since.optimizer_wait_ms / steps,
             "skipped_steps": float(now.skipped_steps),
-            "host_peak_gib": host_peak_bytes() / GIB,
+            "host_peak_gib": _host_peak_bytes() / GIB,
         }
-        wait_ms = {
-            cause.value: (getattr(now, f"{cause.value}_wait_ms") - getattr(before, f"{cause.value}_wait_ms")) / steps
-            for cause in Cause
-        }
+        wait_ms = {name: waited / steps for name, waited in wait_ms_by_cause(since).items()}
         values |= {f"gpu_wait_{name}_ms": waited for name, waited in wait_ms.items()}
-        values |= self._rates(now, before)
-        planned, self._plan_seconds = self._engine.plan_seconds - self._plan_seconds, self._engine.plan_seconds
+        values |= _rates(since)
+        planned, self._plan_seconds = self.engine.plan_seconds - self._plan_seconds, self.engine.plan_seconds
         if planned > _A_PLAN_SECONDS:
             values["plan_seconds"] = planned
         if seconds > 0:
@@ -200,40 +223,117 @@ class Telemetry:
             if tokens > 0:  # images have none, and so have inputs by names that aren't known
                 values["tokens_per_second"] = tokens / seconds
                 values["tflops"] = 6e-12 * self._active_parameters * tokens / seconds
-        predicted_seconds = self._engine.predicted_step_seconds
-        if predicted_seconds is not None:
+        if (predicted_seconds := self.engine.predicted_step_seconds) is not None:
             values["predicted_step_ms"] = 1e3 * predicted_seconds
-        placement = self._engine.device_plan.placement
+        placement = self.engine.device_plan.placement
         if placement != self._logged_placement:  # once for each plan is enough
             self._logged_placement = placement
-            for kind, count in self._engine.host_bytes_by_kind().items():
-                values[f"host_{kind}_gib"] = count / GIB
-            for kind, count in self._engine.device_bytes_by_kind().items():
-                values[f"gpu_{kind}_gib"] = count / GIB
+            values |= {f"host_{kind}_gib": count / GIB for kind, count in self.engine.host_bytes_by_kind().items()}
+            values |= {f"gpu_{kind}_gib": count / GIB for kind, count in self.engine.device_bytes_by_kind().items()}
             for name in ("kept", "offloaded", "resident"):
                 values[f"{name}_layers"] = float(len(getattr(placement, name)))
             values["device_layers"] = float(len(placement.on_device))
-        if self._engine.device.type == "cuda":
-            values["gpu_predicted_gib"] = self._engine.predicted_device_bytes / GIB
-            values["gpu_peak_gib"] = torch.cuda.max_memory_allocated(self._engine.device) / GIB
+        if self.engine.device.type == "cuda":
+            values["gpu_predicted_gib"] = self.engine.predicted_device_bytes / GIB
+            values["gpu_peak_gib"] = torch.cuda.max_memory_allocated(self.engine.device) / GIB
         self._last_entries = {f"{PREFIX}{name}": round(value, 4) for name, value in values.items()}
         return self._last_entries
 
-    @staticmethod
-    def _rates(now: Counters, before: Counters) -> dict[str, float]:
-        """GB/s of the link while it copied and G parameters/s of the host step while it computed, where they did."""
-        rates = {}
-        for direction in ("h2d", "d2h"):
-            copied_bytes = getattr(now, f"{direction}_copied_bytes") - getattr(before, f"{direction}_copied_bytes")
-            copy_ms = getattr(now, f"{direction}_copy_ms") - getattr(before, f"{direction}_copy_ms")
-            if copy_ms > 0:
-                rates[f"{direction}_gb_per_second"] = copied_bytes / GB / (1e-3 * copy_ms)
-        step_seconds = now.step_seconds - before.step_seconds
-        if step_seconds > 0:
-            parameters = now.stepped_parameters - before.stepped_parameters
-            rates["host_step_gparams_per_second"] = 1e-9 * parameters / step_seconds
-        return rates
-
     def close(self) -> None:
-        """Stops counting tokens."""
         self._tokens.handle.remove()
+
+
+_current: StepTrace | None = None
+
+
+def trace_if_asked(optimizer: Optimizer, engine: Engine) -> None:
+    """Traces a step of this optimizer, if the process was asked to; the one that was prepared last counts.
+
+    Raises:
+        ConfigError: the request is malformed.
+    """
+    global _current
+    request = TraceRequest.from_environment()
+    if request is None or (_current is not None and _current.has_begun):
+        return
+    if _current is not None:
+        _current.handle.remove()
+    _current = StepTrace(optimizer, engine, request)
+
+
+class StepTrace:
+    """Profiles the period that ends when the requested step is submitted, and writes it down.
+
+    The period before it is profiled too and thrown away: a profiler's first events are slow.
+    """
+
+    def __init__(self, optimizer: Optimizer, engine: Engine, request: TraceRequest) -> None:
+        self._engine = engine
+        self._request = request
+        self._count = 0
+        self._profile: profile | None = None
+        self._marks_ns: list[int] = []
+        self._worker_spans: list[tuple[str, int, int]] = []
+        self._begin_ns = 0
+        self._counters = Counters()
+        self.handle = optimizer.register_step_pre_hook(lambda *_: self._step_begins())
+
+    @property
+    def has_begun(self) -> bool:
+        return self._count >= max(1, self._request.step - 2)
+
+    def _step_begins(self) -> None:
+        self._count += 1
+        if self._profile is None and self.has_begun:
+            activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._engine.device.type == "cuda" else [])
+            self._profile = profile(activities=activities)
+            self._profile.start()
+            self._engine.runtime.worker.on_work_done = lambda *span: self._worker_spans.append(span)
+        if self._count == self._request.step - 1:
+            self._mark_clock()
+            self._counters = counters_of(self._engine)
+            self._begin_ns = time.perf_counter_ns()
+        elif self._count == self._request.step:
+            self._finish(time.perf_counter_ns())
+
+    def _mark_clock(self) -> None:
+        for _ in range(_CLOCK_MARKS):
+            with record_function(CLOCK_MARK):
+                self._marks_ns.append(time.perf_counter_ns())
+
+    def _finish(self, end_ns: int) -> None:
+        assert self._profile is not None
+        engine = self._engine
+        self.handle.remove()
+        engine.runtime.worker.on_work_done = None
+        self._mark_clock()
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize(engine.device)
+        self._profile.stop()
+        folder = self._request.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._profile.export_chrome_trace(str(folder / RAW_TRACE))
+        self._profile = None
+        partial = folder / f"{RAW_INFO}.partial"
+        partial.write_text(json.dumps(self._info(end_ns)))
+        partial.rename(folder / RAW_INFO)
+
+    def _info(self, end_ns: int) -> dict[str, Any]:
+        engine = self._engine
+        wait_ms = wait_ms_by_cause(difference(counters_of(engine), self._counters))
+        shares = bound_shares(wait_ms, (end_ns - self._begin_ns) / 1e6)
+        return {
+            "step": self._request.step,
+            "device": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "the CPU",
+            "layers": [layer.name for layer in engine.runtime.layers],
+            "pid": os.getpid(),
+            "threads": {LAUNCHER: threading.get_native_id(), WORKER: engine.runtime.worker.native_id},
+            "begin_ns": self._begin_ns,
+            "end_ns": end_ns,
+            "marks_ns": self._marks_ns,
+            "worker_spans": self._worker_spans,
+            "wait_ms": wait_ms,
+            "shares": shares,
+            "bound": describe_bound(shares),
+            "torch": torch.__version__,
+        }

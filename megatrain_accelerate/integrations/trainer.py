@@ -1,154 +1,166 @@
-"""What the Trainer's own steps mean while the plugin is active: placement, checkpoints, resume, logs."""
+"""The Trainer's own steps while the plugin is active: loading, the smoothed loss, logs, users' code."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
 import logging
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
+from torch.nn import functional
+from torch.utils._pytree import tree_flatten
+from transformers import TrainerCallback, TrainerState
 
-from megatrain_accelerate.checkpointing import TRAINER_STATE, checkpoint_staging, publish, rotate, saving_progress
 from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.integrations.accelerate_backend import begin_training, require_steps_in_backward_possible
-from megatrain_accelerate.integrations.checkpoint_room import require_room_for_a_checkpoint, require_saving_possible
-from megatrain_accelerate.integrations.recorded_choices import record_choice, recorded_choice
+from megatrain_accelerate.integrations.checkpoints import require_saving_possible
+from megatrain_accelerate.integrations.shared_parts import engines_with, new_holder
 from megatrain_accelerate.integrations.telemetry import Telemetry, describe_bound, is_training_log
-from megatrain_accelerate.integrations.user_code import looks_before_step
+from megatrain_accelerate.loss.lazy_logits import LazyLogits
+from megatrain_accelerate.planning.adoption import is_without_weights
 from megatrain_accelerate.progress import say
+from megatrain_accelerate.streaming.model_hook import ModelHook
 
 logger = logging.getLogger(__name__)
+
+STATE_KEY = "megatrain_accelerate"
+"""The key of our entry in ``TrainerState.stateful_callbacks``, which checkpoints hold. No callback has this name: the Trainer
+would make it anew from the entry where it restores callbacks from a checkpoint."""
+
+_CALLBACKS_THAT_DO_NOT_LOOK = ("transformers", "megatrain_accelerate")
+"""Packages whose callbacks look at neither weights nor gradients before a step."""
+_TRAINERS_THAT_DO_NOT_LOOK = ("transformers", "trl", "sentence_transformers", "setfit")
+"""Packages whose Trainers look at neither weights nor gradients between a micro-batch's backward and the step."""
+
+
+def n_gpu(original: Callable[..., int], arguments: Any) -> int:
+    """At most one GPU a process."""
+    if original(arguments) > 1:
+        arguments._n_gpu = 1
+    return original(arguments)
+
+
+def place_model_on_device(original: Callable[..., bool], arguments: Any) -> bool:
+    """The Trainer places no model."""
+    return False
 
 
 def move_model_to_device(original: Callable[..., Any], trainer: Any, model: nn.Module, device: torch.device) -> None:
     """The engine places weights when the model is prepared; until then they stay on the host."""
 
 
-def save_checkpoint(
-    original: Callable[..., Any], trainer: Any, model: nn.Module, trial: Any, *args: Any, **kwargs: Any
-) -> None:
-    """Writes a checkpoint aside and renames it when it is complete, so that a kill never leaves a broken one."""
-    engine = engine_of(trainer.model)
-    if engine is None or not trainer.args.should_save:
-        original(trainer, model, trial, *args, **kwargs)
-        return
-    run_dir = Path(trainer._get_output_dir(trial=trial))
-    engine.drain()
-    with checkpoint_staging(run_dir, f"checkpoint-{trainer.state.global_step}") as staging:
-        expected = require_room_for_a_checkpoint(run_dir, trainer.model, trainer.optimizer, engine, trainer.args)
-        with (
-            saving_progress(staging, expected, show=not trainer.args.disable_tqdm),
-            _saving_to(trainer, staging),
-            _logged_without(staging.name),
-        ):
-            original(trainer, model, trial, *args, **kwargs)
-        _point_best_checkpoint(trainer, staging, run_dir)
-        published = publish(staging)
-    _rotate(trainer, run_dir)
-    if trainer.args.push_to_hub:  # which reads the output folder, too: nothing lies aside there now
-        for folder in published:
-            trainer._push_from_checkpoint(str(folder))
-
-
-@contextlib.contextmanager
-def _saving_to(trainer: Any, folder: Path) -> Iterator[None]:
-    """The Trainer writes its checkpoint below ``folder``, and doesn't upload it from there: uploads outlive the save."""
-    trainer._get_output_dir = lambda trial: str(folder)
-    trainer._push_from_checkpoint = lambda checkpoint_folder: None
-    try:
-        yield
-    finally:
-        del trainer._get_output_dir, trainer._push_from_checkpoint
-
-
-@contextlib.contextmanager
-def _logged_without(folder: str) -> Iterator[None]:
-    """Log messages of the body name a checkpoint by the path that it will have, and not by the one below ``folder``."""
-    make = logging.getLogRecordFactory()
-
-    def renamed(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        record = make(*args, **kwargs)
-        with contextlib.suppress(TypeError, ValueError):  # a message that doesn't fit its arguments is logging's to report
-            if folder in (message := record.getMessage()):
-                record.msg, record.args = message.replace(f"{folder}/", ""), ()
-        return record
-
-    logging.setLogRecordFactory(renamed)
-    try:
-        yield
-    finally:
-        logging.setLogRecordFactory(make)
-
-
-def _point_best_checkpoint(trainer: Any, staging: Path, run_dir: Path) -> None:
-    """The Trainer notes the best checkpoint by the path under which it saw it."""
-    best_step = getattr(trainer.state, "best_global_step", None)
-    best = Path(trainer.state.best_model_checkpoint) if trainer.state.best_model_checkpoint else None
-    if best is not None and best.parent == staging:
-        trainer.state.best_model_checkpoint = str(run_dir / best.name)
-    elif best_step and (run_dir / f"checkpoint-{best_step}").exists():
-        trainer.state.best_model_checkpoint = str(run_dir / f"checkpoint-{best_step}")
-    for folder in staging.iterdir():
-        if (folder / TRAINER_STATE).exists():
-            trainer.state.save_to_json(str(folder / TRAINER_STATE))
-
-
-def _rotate(trainer: Any, run_dir: Path) -> None:
-    """Deletes old checkpoints by the Trainer's own rule; inside the original call they weren't where it looked."""
-    if not trainer.args.save_total_limit or trainer.args.save_total_limit <= 0:
-        return
-    best = trainer.state.best_model_checkpoint
-
-    def delete_by_rule(stand_ins: Path) -> None:
-        best_stand_in = str(stand_ins / Path(best).name) if best and Path(best).parent == run_dir else best
-        try:
-            from transformers.trainer_utils import rotate_checkpoints
-        except ImportError:  # transformers 4, which logs what it deletes
-            trainer.state.best_model_checkpoint = best_stand_in
-            with _logged_without(stand_ins.name):
-                trainer._rotate_checkpoints(use_mtime=True, output_dir=str(stand_ins))
-            trainer.state.best_model_checkpoint = best
-            return
-        rotate_checkpoints(
-            output_dir=str(stand_ins),
-            save_total_limit=trainer.args.save_total_limit,
-            best_model_checkpoint=best_stand_in,
-            use_mtime=True,
+def from_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Models are loaded to the host."""
+    device_map = kwargs.pop("device_map", None)
+    if device_map is not None:
+        logger.warning(
+            "megatrain: device_map=%r is ignored; the weights are loaded to host memory and megatrain decides what "
+            "goes to the GPU",
+            device_map,
         )
+    return original(*args, **kwargs)
 
-    rotate(run_dir, delete_by_rule)
 
+def watch_model(trainer: Any) -> None:
+    """Watches a Trainer's model until it is prepared: it must be streamed from its first batch on.
 
-def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
-    """Reads the optimizer's state from a file mapping: read whole, it would need 10 bytes a parameter more."""
-    if checkpoint is None or engine_of(trainer.model) is None:
-        original(trainer, checkpoint)
+    The stock Trainer moves the model to the GPU when it is made, so its code may call the model at once: TRL computes the
+    reference's log-probabilities in the constructor. Here all weights are still on the host then.
+    """
+    model = getattr(trainer, "model", None)
+    if not isinstance(model, nn.Module) or engine_of(model) is not None:
         return
-    with _mapped_files():
-        original(trainer, checkpoint)
+    reference = weakref.ref(trainer)
+
+    def prepare_first(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        trainer = reference()
+        # Inside of another prepared model its layers stream as that one's.
+        if trainer is not None and not engines_with(model):
+            device = trainer.accelerator.device
+            places = {leaf.device.type for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)}
+            if places != {device.type}:
+                return  # an ordinary call on the host, where the weights are
+            trainer.accelerator.prepare_model(model, evaluation_mode=not torch.is_grad_enabled())
+        handle.remove()
+
+    # After the model's own hooks, but before one that refuses calls until it is prepared.
+    hook, prepend = ModelHook(prepare_first, with_arguments=True), new_holder(model) is not None
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend)
 
 
-@contextlib.contextmanager
-def _mapped_files() -> Iterator[None]:
-    """``torch.load`` maps files while the body runs."""
-    try:
-        serialization: Any = importlib.import_module("torch.utils.serialization.config")
-    except ModuleNotFoundError:  # torch before 2.6
-        load = torch.load
-        torch.load = functools.partial(load, mmap=True)
-        try:
-            yield
-        finally:
-            torch.load = load
-        return
-    with serialization.patch({"load.mmap": True}):
-        yield
+def load_from_checkpoint(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
+    """Gives the Trainer's model weights in the store, if it was built without any, and loads the checkpoint into them."""
+    model = getattr(trainer, "model", None)
+    if isinstance(model, nn.Module) and engine_of(model) is None and is_without_weights(model):
+        trainer.accelerator.prepare_model(model)
+    original(trainer, *args, **kwargs)
+
+
+def label_smoothed_loss(
+    original: Callable[..., torch.Tensor],
+    smoother: Any,
+    model_output: Any,
+    labels: torch.Tensor,
+    shift_labels: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """``LabelSmoother.__call__`` of transformers, by ``cross_entropy`` where the logits are lazy.
+
+    Both are ``(1 - epsilon) * nll + epsilon * (mean over the vocabulary)``, summed over labelled tokens and divided by their
+    number or by ``num_items_in_batch``. Logits: (batch, tokens, vocabulary); labels: (batch, tokens).
+    """
+    logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
+    if not isinstance(logits, LazyLogits) or labels.dim() != logits.dim() - 1 or kwargs.keys() - {"num_items_in_batch"}:
+        return original(smoother, model_output, labels, shift_labels=shift_labels, **kwargs)
+    if shift_labels:
+        logits, labels = logits[..., :-1, :].contiguous(), labels[..., 1:]
+    labels = labels.reshape(-1)
+    is_ignored = labels.eq(smoother.ignore_index)
+    loss = functional.cross_entropy(
+        logits.view(-1, logits.shape[-1]).float(),
+        # As the original takes negative labels.
+        labels.clamp(min=0).masked_fill(is_ignored, smoother.ignore_index),
+        ignore_index=smoother.ignore_index,
+        reduction="sum",
+        label_smoothing=smoother.epsilon,
+    )
+    count = kwargs.get("num_items_in_batch")
+    if count is None:
+        count = (~is_ignored).sum()
+    return loss / (count.to(loss.device) if torch.is_tensor(count) else count)
+
+
+def recorded_choice(state: TrainerState, name: str) -> Any:
+    """Returns the choice that was recorded under ``name``, or None."""
+    return state.stateful_callbacks.get(STATE_KEY, {"attributes": {}})["attributes"].get(name)
+
+
+def record_choice(state: TrainerState, name: str, choice: Any) -> None:
+    """Records a choice beside those already there; ``choice`` must be JSON-serializable."""
+    # The layout of transformers' ExportableState.
+    record = state.stateful_callbacks.setdefault(STATE_KEY, {"args": {}, "attributes": {}})
+    record["attributes"][name] = choice
+
+
+def _is_a_users(owner: Any, name: str, packages: tuple[str, ...]) -> bool:
+    """Whether the method of this name comes from outside of ``packages``."""
+    if name in vars(owner):
+        return True
+    found = next((cls for cls in type(owner).__mro__ if name in vars(cls)), None)
+    return found is not None and found.__module__.partition(".")[0] not in packages
+
+
+def has_users_callback(trainer: Any, event: str) -> bool:
+    """Whether a callback of the user's is called at an event, ``on_substep_end`` say."""
+    return any(_is_a_users(callback, event, _CALLBACKS_THAT_DO_NOT_LOOK) for callback in trainer.callback_handler.callbacks)
+
+
+def _looks_before_step(trainer: Any) -> bool:
+    """Whether code of the user's, which may see gradients or weights, runs just before the step."""
+    is_own = _is_a_users(trainer, "training_step", _TRAINERS_THAT_DO_NOT_LOOK)
+    return is_own or has_users_callback(trainer, "on_pre_optimizer_step")
 
 
 class MegatrainCallback(TrainerCallback):
@@ -165,9 +177,7 @@ class MegatrainCallback(TrainerCallback):
         return engine_of(model) if model is not None else None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begins to count."""
-        engine = self._engine(kwargs)
-        if engine is not None:
+        if (engine := self._engine(kwargs)) is not None:
             self._close_telemetry()  # an exception may have ended the training before
             clips = bool(args.max_grad_norm and args.max_grad_norm > 0)
             tries_again = bool(args.auto_find_batch_size)
@@ -176,31 +186,26 @@ class MegatrainCallback(TrainerCallback):
             engine.device_plan.expect_steps(state.max_steps, recorded_choice(state, "compiles"))
             require_saving_possible(args, kwargs["model"], kwargs.get("optimizer"), engine)
             trainer = self.trainer()
-            looks = trainer is None or looks_before_step(trainer)
+            looks = trainer is None or _looks_before_step(trainer)
             begin_training(engine, steps_in_backward=not (clips or tries_again or looks))
             self._telemetry = Telemetry(engine, kwargs["model"])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A step's micro-batches begin."""
         if self._telemetry is not None:
             self._telemetry.step_begins()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A step is over."""
         if (engine := self._engine(kwargs)) is not None:
             record_choice(state, "compiles", engine.runtime.compiled.pays)
         if self._telemetry is not None:
             self._telemetry.step_ends()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Evaluation isn't training time."""
+        """Evaluation isn't training time, and neither is saving."""
         if self._telemetry is not None:
             self._telemetry.pause()
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Saving isn't training time."""
-        if self._telemetry is not None:
-            self._telemetry.pause()
+    on_save = on_evaluate
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Adds the numbers to a training log, for trackers and history; says what bounds a step where that is news."""
@@ -208,7 +213,7 @@ class MegatrainCallback(TrainerCallback):
         if self._telemetry is None or logs is None or self._telemetry.is_within_step or not is_training_log(logs):
             return
         if (engine := self._engine(kwargs)) is not None:
-            self._telemetry.follow(engine)
+            self._telemetry.engine = engine
         entries = self._telemetry.entries()
         logs.update(entries)
         if state.log_history:
@@ -220,8 +225,7 @@ class MegatrainCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The last step is applied before anybody reads the weights."""
-        engine = self._engine(kwargs)
-        if engine is not None:
+        if (engine := self._engine(kwargs)) is not None:
             engine.drain()
         self._close_telemetry()
 

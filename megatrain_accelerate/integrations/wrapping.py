@@ -1,19 +1,23 @@
-"""Tools of the patches: wrap a method or a property for active processes only, add fields to a finished dataclass."""
+"""Puts patches in place: wraps methods and properties, adds fields to finished dataclasses."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from megatrain_accelerate.activation import is_on_for
 from megatrain_accelerate.integrations import import_hook
+from megatrain_accelerate.integrations.patches import Patch
 
 _MARK = "_megatrain_patch"
 """Set on our wrappers, so that a second application leaves them alone."""
+ARGUMENTS = "_megatrain_arguments"
+"""The attribute of an Accelerator with the training arguments of the Trainer that made it."""
 
 
 class UnknownShapeError(Exception):
@@ -21,13 +25,9 @@ class UnknownShapeError(Exception):
 
 
 def is_active(arguments: Any = None) -> bool:
-    """Whether the plugin is on, with all patches in place.
-
-    Args:
-        arguments: those of the Trainer that is concerned, or None for code without a Trainer.
+    """:func:`.activation.is_on_for`, with all patches in place.
 
     Raises:
-        ConfigError: the launcher's settings are malformed.
         PatchError: it is on and a patch couldn't be applied.
     """
     if not is_on_for(arguments):
@@ -36,99 +36,101 @@ def is_active(arguments: Any = None) -> bool:
     return True
 
 
-def delegate(module: str, function: str) -> Callable[..., Any]:
-    """``module.function`` of integrations/, imported at the first call."""
-
-    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return getattr(import_module(f"megatrain_accelerate.integrations.{module}"), function)(original, *args, **kwargs)
-
-    return call
+def arguments_of(accelerator: Any) -> Any:
+    """The training arguments of the Trainer that made an Accelerator; None if a script did."""
+    return accelerator.__dict__.get(ARGUMENTS)
 
 
-def find_class(module: Any, name: str) -> type:
-    """The class of that name.
-
-    Raises:
-        UnknownShapeError: there is none.
-    """
-    found = getattr(module, name, None)
-    if not inspect.isclass(found):
-        raise UnknownShapeError(f"{module.__name__} has no class {name}")
-    return found
+_ARGUMENTS_OF: dict[str, Callable[[Any], Any]] = {
+    "Accelerator": arguments_of,
+    "Trainer": lambda trainer: trainer.args,
+    "TrainingArguments": lambda arguments: arguments,
+}
+"""By class, the training arguments that decide for a call; of others the process decides."""
 
 
-def find_attribute(owner: Any, name: str) -> Any:
-    """The attribute as it is stored, without binding.
+def apply(patch: Patch, module: ModuleType) -> None:
+    """Puts a patch in place.
 
     Raises:
-        UnknownShapeError: there is none.
+        UnknownShapeError: the target isn't what the patch was written for.
     """
-    try:
-        return inspect.getattr_static(owner, name)
-    except AttributeError:
-        raise UnknownShapeError(f"{owner.__name__} has no attribute {name}") from None
+    class_name, _, name = patch.target.partition(":")[2].partition(".")
+    owner = getattr(module, class_name, None)
+    if not inspect.isclass(owner):
+        raise UnknownShapeError(f"{module.__name__} has no class {class_name}")
+    place, _, needs = patch.replacement.rstrip(")").partition("(")
+    home, _, function = place.partition(":")
+    if function == "FIELDS":
+        add_fields(owner, _load(home, function))
+        return
+
+    def replacement(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return _load(home, function)(original, *args, **kwargs)
+
+    way = wrap_tuner if patch.package == "peft" else wrap
+    if home in ("every_process", "launcher"):  # called with the plugin off, too
+        way = wrap_always
+    way(owner, name, replacement, needs.split(", ") if needs else ())
 
 
-def require_parameters(function: Callable[..., Any], names: Iterable[str]) -> None:
-    """Checks that a function takes parameters of these names.
-
-    Raises:
-        UnknownShapeError: it doesn't.
-    """
-    signature = inspect.signature(function)
-    missing = [name for name in names if name not in signature.parameters]
-    if missing:
-        raise UnknownShapeError(f"it has no parameter {', '.join(missing)}; its signature is {signature}")
+def _load(module: str, name: str) -> Any:
+    return getattr(import_module(f"{__package__}.{module}"), name)
 
 
-def wrap_always(owner: Any, name: str, replacement: Callable[..., Any], needs: Iterable[str] = ()) -> None:
-    """Replaces a function, method, class method or static method by ``replacement(original, *args, **kwargs)``.
+def wrap_always(owner: Any, name: str, replacement: Callable[..., Any], needs: Sequence[str] = ()) -> None:
+    """Replaces a method or a property's getter by ``replacement(original, *args, **kwargs)``.
 
     ``original`` is the plain function, which stays reachable as ``__wrapped__``.
 
     Raises:
         UnknownShapeError: it is missing, isn't a function, or lacks a parameter of ``needs``.
     """
-    stored = find_attribute(owner, name)
-    kind = type(stored) if isinstance(stored, (classmethod, staticmethod)) else None
-    original = stored.__func__ if kind is not None else stored
+    try:
+        stored = inspect.getattr_static(owner, name)
+    except AttributeError:
+        raise UnknownShapeError(f"{owner.__name__} has no attribute {name}") from None
+    original = stored.fget if isinstance(stored, property) else getattr(stored, "__func__", stored)
     if hasattr(original, _MARK):
         return
     if not callable(original):
         raise UnknownShapeError(f"{name} is a {type(original).__name__}, not a function")
-    require_parameters(original, needs)
+    signature = inspect.signature(original)
+    if missing := [parameter for parameter in needs if parameter not in signature.parameters]:
+        raise UnknownShapeError(f"it has no parameter {', '.join(missing)}; its signature is {signature}")
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return replacement(original, *args, **kwargs)
 
     setattr(wrapper, _MARK, True)
-    setattr(owner, name, kind(wrapper) if kind is not None else wrapper)
+    if isinstance(stored, property):
+        setattr(owner, name, stored.getter(wrapper))
+    else:
+        setattr(owner, name, type(stored)(wrapper) if isinstance(stored, (classmethod, staticmethod)) else wrapper)
 
 
-def wrap(
-    owner: Any,
-    name: str,
-    replacement: Callable[..., Any],
-    needs: Iterable[str] = (),
-    arguments_of: Callable[[Any], Any] | None = None,
-) -> None:
-    """As :func:`wrap_always`; where the plugin is off the original is called.
-
-    Args:
-        owner: the class or module.
-        name: the function's.
-        replacement: called with the original first.
-        needs: parameters that the original must have.
-        arguments_of: gives the training arguments that decide, by the first argument of a call.
-    """
+def wrap(owner: Any, name: str, replacement: Callable[..., Any], needs: Sequence[str] = ()) -> None:
+    """As :func:`wrap_always`; where the plugin is off the original is called."""
+    find_arguments = _ARGUMENTS_OF.get(owner.__name__)
 
     def when_active(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not is_active(arguments_of(args[0]) if arguments_of is not None else None):
+        if not is_active(find_arguments(args[0]) if find_arguments is not None else None):
             return original(*args, **kwargs)
         return replacement(original, *args, **kwargs)
 
     wrap_always(owner, name, when_active, needs)
+
+
+_EACH_TUNERS_OWN = {"merge_and_unload", "set_adapter", "unload"}
+"""Methods that each kind of adapter had of its own before PEFT 0.18, and most inherit since."""
+
+
+def wrap_tuner(tuner: Any, name: str, replacement: Callable[..., Any], needs: Sequence[str] = ()) -> None:
+    """As :func:`wrap`, for PEFT's ``BaseTuner`` and its subclasses with such a method."""
+    if name not in _EACH_TUNERS_OWN or not _EACH_TUNERS_OWN.isdisjoint(vars(tuner)):
+        wrap(tuner, name, replacement, needs)
+    wrap_in_subclasses(tuner, name, replacement)
 
 
 def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -152,33 +154,8 @@ def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any]) -
     owner.__init_subclass__ = classmethod(init_subclass)
 
 
-def wrap_property(owner: type, name: str, replacement: Callable[..., Any]) -> None:
-    """Replaces a getter of training arguments by ``replacement(original, self)`` where the plugin is on for them.
-
-    Raises:
-        UnknownShapeError: it is missing or not a property.
-    """
-    stored = find_attribute(owner, name)
-    if not isinstance(stored, property) or stored.fget is None:
-        raise UnknownShapeError(f"{name} is a {type(stored).__name__}, not a property")
-    original = stored.fget
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
-    def getter(self: Any) -> Any:
-        return replacement(original, self) if is_active(self) else original(self)
-
-    setattr(getter, _MARK, True)
-    setattr(owner, name, stored.getter(getter))
-
-
 def add_fields(owner: Any, additions: dict[str, tuple[Any, Any]]) -> None:
-    """Adds keyword-only fields to a dataclass that exists, and to its subclasses that exist.
-
-    Args:
-        owner: the dataclass.
-        additions: by name, the type and a ``dataclasses.field()`` with a default.
+    """Adds fields to a dataclass and its subclasses: by name, type and ``field()`` with a default.
 
     Raises:
         UnknownShapeError: it isn't a dataclass, or has a field of that name.
@@ -188,16 +165,15 @@ def add_fields(owner: Any, additions: dict[str, tuple[Any, Any]]) -> None:
         raise UnknownShapeError(f"{owner.__name__} is not a dataclass")
     if hasattr(owner.__init__, _MARK):
         return
-    taken = [name for name in additions if name in existing]
-    if taken:
+    if taken := [name for name in additions if name in existing]:
         raise UnknownShapeError(f"{owner.__name__} has a field {', '.join(taken)} of its own")
     # Only dataclass() itself makes complete Field objects.
     donor = dataclasses.make_dataclass("donor", [(name, *entry) for name, entry in additions.items()], kw_only=True)
     fields = {field.name: field for field in dataclasses.fields(donor)}
-    for name, (annotation, _) in additions.items():
+    for name, field in fields.items():
         # HfArgumentParser reads the types by get_type_hints(), others the defaults from the class.
-        owner.__annotations__[name] = annotation
-        setattr(owner, name, fields[name].default)
+        owner.__annotations__[name] = field.type
+        setattr(owner, name, field.default)
     for cls in (owner, *_subclasses(owner)):
         if "__dataclass_fields__" in cls.__dict__:
             for name, field in fields.items():
@@ -207,10 +183,7 @@ def add_fields(owner: Any, additions: dict[str, tuple[Any, Any]]) -> None:
 
 
 def _subclasses(cls: Any) -> list[Any]:
-    found: list[Any] = []
-    for subclass in cls.__subclasses__():
-        found += [subclass, *_subclasses(subclass)]
-    return found
+    return [found for subclass in cls.__subclasses__() for found in (subclass, *_subclasses(subclass))]
 
 
 def _accept_fields(cls: Any, fields: dict[str, dataclasses.Field[Any]]) -> None:
@@ -221,8 +194,7 @@ def _accept_fields(cls: Any, fields: dict[str, dataclasses.Field[Any]]) -> None:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         for name, field in fields.items():
             # A subclass's __init__ that calls this one may have set it.
-            value = kwargs.pop(name) if name in kwargs else self.__dict__.get(name, field.default)
-            self.__dict__[name] = value
+            self.__dict__[name] = kwargs.pop(name, self.__dict__.get(name, field.default))
         original(self, *args, **kwargs)
 
     parameters = list(signature.parameters.values())

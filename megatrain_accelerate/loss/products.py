@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatrain_accelerate.streaming import tile_loops
+from megatrain_accelerate.streaming import token_tiles
 from megatrain_accelerate.units import MIB
 
 PART_BYTES = 64 * MIB
@@ -79,12 +79,13 @@ def _form(total: torch.Tensor, dtype: torch.dtype) -> str:
 
 
 def parts(total: torch.Tensor, dtype: torch.dtype, rows: int, width: int) -> Iterator[slice]:
-    """Slices of ``rows`` in which products of ``dtype`` are to be added to ``total``, so that temporaries of ``width`` columns
-    stay small.
+    """Slices of ``rows`` in which products of ``dtype`` are to be added to ``total``.
+
+    So that temporaries of ``width`` columns stay small.
     """
     whole = _form(total, dtype) in ("same", "addmm")
     step = rows if whole else max(1, PART_BYTES // (4 * width))
-    for begin in tile_loops.tiles(range(0, rows, step)):
+    for begin in token_tiles.tiles(range(0, rows, step)):
         yield slice(begin, min(begin + step, rows))
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.profiler import record_function
 
 from megatrain_accelerate.loss.products import accumulator_dtype, add_product, parts
-from megatrain_accelerate.streaming import tile_loops
+from megatrain_accelerate.streaming import token_tiles
 from megatrain_accelerate.units import MIB
 
 TILE_BYTES = 512 * MIB
@@ -66,9 +66,9 @@ def strip_tokens(vocabulary: int) -> int:
 class TiledCrossEntropy(torch.autograd.Function):
     """``cross_entropy(chain(linear(hidden, weight, bias)), target)`` as one node.
 
-    ``hidden`` is (N, D), in the head's dtype, as are ``weight`` (V, D) and ``bias``, (V,) or None; ``target`` (N,) token ids;
-    ``chain`` the element-wise operations between head and loss, in order. The loss has no dimensions, and the dtype that the
-    untiled one has.
+    ``hidden`` is (N, D), ``weight`` (V, D) and ``bias`` (V,) or None, in the head's dtype; ``target``
+    (N,) token ids; ``chain`` the element-wise operations between head and loss, in order. The loss has
+    no dimensions, and the dtype that the untiled one has.
     """
 
     @staticmethod
@@ -93,7 +93,7 @@ class TiledCrossEntropy(torch.autograd.Function):
         buffer = hidden.new_empty(step, vocabulary)
         total = torch.zeros((), dtype=sum_dtype, device=hidden.device)
         loss_dtype = sum_dtype
-        for begin in tile_loops.tiles(range(0, count, step)):
+        for begin in token_tiles.tiles(range(0, count, step)):
             tile = slice(begin, min(begin + step, count))
             logits = buffer[: tile.stop - begin]
             with record_function("megatrain::loss_tile"):
@@ -123,7 +123,9 @@ class TiledCrossEntropy(torch.autograd.Function):
         *all_sums, divisor = ctx.saved_tensors
         with torch.autocast(grad_output.device.type, enabled=False):
             factor = grad_output if divisor is None else grad_output / divisor
-            return (*(_scaled(sums, factor, ctx.dtype) for sums in all_sums), None, None, None)
+            # Rounded once, without a temporary of the sums' dtype on a GPU.
+            scaled = (s if s is None else torch.mul(s, factor, out=torch.empty_like(s, dtype=ctx.dtype)) for s in all_sums)
+            return (*scaled, None, None, None)
 
 
 def _loss_to_gradient(
@@ -139,7 +141,7 @@ def _loss_to_gradient(
     """
     step = strip_tokens(logits.shape[1])
     dtype = logits.dtype
-    for begin in tile_loops.tiles(range(0, len(logits), step)):
+    for begin in token_tiles.tiles(range(0, len(logits), step)):
         strip = slice(begin, begin + step)
         leaf = logits[strip].detach().requires_grad_(wanted)
         with torch.set_grad_enabled(wanted):
@@ -180,10 +182,3 @@ def _add_gradients(
                 add_product(grad_weight[part], gradient[:, part].t(), hidden)
     if grad_bias is not None:
         grad_bias += gradient.sum(0, dtype=grad_bias.dtype)
-
-
-def _scaled(sums: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """``sums * factor``, rounded once to ``dtype``, without a temporary of the sums' dtype on a GPU."""
-    if sums is None:
-        return None
-    return torch.mul(sums, factor, out=torch.empty_like(sums, dtype=dtype))

@@ -26,11 +26,7 @@ _refused: set[torch.device] = set()
 def expand_segments(device: torch.device) -> bool:
     """Has the process' allocator make expandable segments from now on, where the machine can and nobody configured it.
 
-    Args:
-        device: where it is tried.
-
-    Returns:
-        Whether it does, by this call or an earlier one.
+    It is tried on ``device``. Returns whether it does, by this call or an earlier one.
     """
     if device.type != "cuda" or sys.platform != "linux" or torch.version.cuda is None or device in _refused:
         return False

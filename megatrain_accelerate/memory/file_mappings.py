@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import mmap
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import torch
 
@@ -24,16 +23,12 @@ PageRange = tuple[int, int]
 
 
 class FileMappings:
-    """The files that this process has mapped at the moment when this is made.
+    """The files that this process has mapped at the moment when this is made; none where the system doesn't tell."""
 
-    Args:
-        maps: in the form of ``/proc/self/maps``. Where there is none, nothing counts as mapped.
-    """
-
-    def __init__(self, maps: Path = Path("/proc/self/maps")) -> None:
+    def __init__(self) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
-        with contextlib.suppress(OSError), maps.open() as file:
+        with contextlib.suppress(OSError), open("/proc/self/maps") as file:
             for line in file:
                 addresses, _, _, _, inode, *_ = line.split()
                 if inode != "0":

@@ -42,7 +42,6 @@ class ParameterSpec:
 
     @functools.cached_property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -62,10 +61,7 @@ class FlatEntry:
 
 
 class FlatLayout:
-    """The flat layout of one unit.
-
-    Args:
-        specs: the unit's parameters, in model order; names must be unique.
+    """The flat layout of one unit, whose parameters ``specs`` are in model order.
 
     Raises:
         UnsupportedError: a parameter computes neither in bf16 nor in fp32.
@@ -119,9 +115,8 @@ class FlatLayout:
 
     def views(self, buffer: torch.Tensor, trainable_only: bool = False) -> list[torch.Tensor]:
         """Views of ``buffer`` (uint8, one dimension, at least ``weight_bytes`` long) as the entries' tensors."""
-        entries = self.trainable_entries if trainable_only else list(self.entries)
         views = []
-        for entry in entries:
+        for entry in self.trainable_entries if trainable_only else self.entries:
             size = entry.spec.numel * entry.spec.dtype.itemsize
             flat = buffer[entry.weight_offset : entry.weight_offset + size].view(entry.spec.dtype)
             views.append(flat.view(entry.spec.shape))
@@ -138,7 +133,6 @@ class ExpertRange:
 
     @property
     def experts(self) -> int:
-        """How many they are."""
         return self.last - self.first
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:

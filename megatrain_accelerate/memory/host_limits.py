@@ -42,9 +42,7 @@ def cgroup_available_bytes(
 ) -> int | None:
     """Free memory of the tightest cgroup above this process (version 2 or 1), or None without a limit.
 
-    Args:
-        root, membership: where the cgroups are, and which are this process's.
-        counts_cache: whether page cache, which is given back when memory is needed, counts as free.
+    ``counts_cache``: whether page cache, which is given back when memory is needed, counts as free.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -71,11 +69,11 @@ def cgroup_available_bytes(
     return max(0, min(free)) if free else None
 
 
-def _own_bytes(status: Path = Path("/proc/self/status")) -> int:
+def _own_bytes() -> int:
     """Memory that this process holds, without the pages of files that it maps: these are cache."""
     resident: int = psutil.Process().memory_info().rss
     try:
-        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         return resident - KIB * int(fields["RssFile"].split()[0])
     except (OSError, KeyError, ValueError):
         return resident
@@ -84,15 +82,14 @@ def _own_bytes(status: Path = Path("/proc/self/status")) -> int:
 def available_host_bytes(host_memory_gib: float | None = None) -> int:
     """Bytes that this process may still allocate.
 
-    Args:
-        host_memory_gib: the user's figure for the whole process, in GiB; what the process holds already is taken off.
-            It overrides what the machine reports, since some virtual machines grow their memory as it is used.
+    ``host_memory_gib`` is the user's figure for the whole process; what it holds already is taken off. It
+    overrides what the machine reports, since some virtual machines grow their memory as it is used.
     """
     if host_memory_gib is not None:
         return max(0, int(host_memory_gib * GIB) - _own_bytes())
     available = psutil.virtual_memory().available
-    cgroup = cgroup_available_bytes()
-    available = available if cgroup is None else min(available, cgroup)
+    if (cgroup := cgroup_available_bytes()) is not None:
+        available = min(available, cgroup)
     return available // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
@@ -103,21 +100,19 @@ def unused_host_bytes() -> int:
     return unused if cgroup is None else min(unused, cgroup)
 
 
-def anonymous_bytes(tensors: Iterable[torch.Tensor], maps: Path = Path("/proc/self/maps")) -> int:
+def anonymous_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of those host tensors whose memory is given back when they die.
 
     Weights that ``from_pretrained`` maps from a file aren't counted: their pages are cache, which is free already.
     """
-    files = FileMappings(maps)
+    files = FileMappings()
     return sum(tensor.nbytes for tensor in tensors if not files.holds(tensor))
 
 
 def settings_that_take_less(config: MegatrainConfig, *, accumulates: bool) -> str:
     """For :func:`require_host_bytes`: a sentence of the settings with which training takes less, as far as they aren't set.
 
-    Args:
-        config: the run's.
-        accumulates: whether several backwards come before a step, which gradients that pass don't allow.
+    ``accumulates``: whether several backwards come before a step, which gradients that pass don't allow.
     """
     found = []
     if not config.passes_gradients and not accumulates:
@@ -138,10 +133,9 @@ def require_host_bytes(
     """Refuses a run that doesn't fit, before anything is allocated.
 
     Args:
-        required: bytes that the host store will take.
+        required, parts: bytes that the host store will take, and what they are made of.
         freed: bytes of the model's own memory that adopting it gives back, see :func:`anonymous_bytes`.
-        parts: what ``required`` is made of, for the message.
-        host_memory_gib: the user's figure, see :func:`available_host_bytes`.
+        host_memory_gib: see :func:`available_host_bytes`.
         remedy: a sentence of what helps in this case, before what helps in any.
 
     Raises:

@@ -30,7 +30,7 @@ class HostMemory:
     :meth:`tensor` keep the mapping alive; after :meth:`close` they are ordinary pageable memory.
 
     Args:
-        size_bytes: bytes wanted; rounded up to whole pages.
+        size_bytes: rounded up to whole pages.
         huge_pages: advise the kernel to back it with transparent huge pages.
         register: page-lock it for the current CUDA device's copies.
 

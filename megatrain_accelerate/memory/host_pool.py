@@ -7,6 +7,7 @@ more than was in use at once, rounded up to a segment. Batches of another length
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -44,11 +45,7 @@ class HostPool:
     A block that is given back with an event is free once the event is over: a copy may still read or write it. Blocks may be
     given back by any thread; they are taken by one at a time.
 
-    Args:
-        segment_bytes: bytes by which the pool grows, at least.
-        kernels: touch new memory, with all their threads.
-        huge_pages, register: see :class:`HostMemory`.
-        host_memory_gib: the user's figure, see :func:`available_host_bytes`.
+    It grows by at least ``segment_bytes``. ``host_memory_gib``: see :func:`available_host_bytes`.
     """
 
     def __init__(
@@ -62,8 +59,7 @@ class HostPool:
     ) -> None:
         self._segment_bytes = segment_bytes
         self._kernels = kernels
-        self._huge_pages = huge_pages
-        self._register = register
+        self._new_memory = functools.partial(HostMemory, huge_pages=huge_pages, register=register)
         self._host_memory_gib = host_memory_gib
         self._segments: list[HostMemory] = []
         self._buffers: list[torch.Tensor] = []
@@ -73,7 +69,6 @@ class HostPool:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all segments."""
         return sum(segment.size_bytes for segment in self._segments)
 
     @property
@@ -146,7 +141,7 @@ class HostPool:
                 f"{format_bytes(size)} more, but {format_bytes(available)} are left; lower "
                 "megatrain_config.offload_layers, set megatrain_config.offload_inputs to false, or take shorter batches"
             )
-        memory = HostMemory(size, huge_pages=self._huge_pages, register=self._register)
+        memory = self._new_memory(size)
         buffer = memory.tensor(0, (size,), torch.uint8)
         self._kernels.zero(buffer)
         memory.register()

@@ -7,6 +7,7 @@ A bf16 weight's fp32 master is split: the bf16 half that streams to the GPU and 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -32,13 +33,11 @@ class HostUnit:
     step worker. :attr:`version` changes whenever a device copy of the weights becomes stale.
 
     Args:
-        name: for messages and traces.
         parameters: (name, parameter) of the unit, each parameter once, in model order.
         dtypes: the dtype in which each of them computes.
-        kernels: the host kernels.
         huge_pages, register: see :class:`HostMemory`.
         holds_masters: False if the weights are all there is of them: loaded in bf16, and not to be trained so far.
-        moments_dtype: of the fused optimizer's moments: fp32, bf16, or int8 for codes and scales.
+        moments_dtype: fp32, bf16, or int8 for codes and scales.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class HostUnit:
         self.weights = torch.empty(0)
         """Flat weights, uint8: what one copy moves to a slot."""
         self.residuals = torch.empty(0, dtype=torch.int16)
-        """Flat low halves of the masters. Empty before :meth:`allocate_masters` if the weights are all there is of them."""
+        """Flat low halves of the masters, int16. Empty before :meth:`allocate_masters`."""
         self.gradients: torch.Tensor | None = None
         """Flat gradients, uint8: what one copy brings from a gradient slot. None before :meth:`allocate_gradients`."""
         self.gradient_residuals: torch.Tensor | None = None
@@ -106,19 +105,18 @@ class HostUnit:
             "gradient_residuals": 2 * layout.split_elements,
         }[kind]
 
-    def _allocate(self, size_bytes: int, register: bool, touch: bool = True) -> HostMemory | DeviceMemory:
+    def _allocate(self, kind: str, touch: bool = True) -> HostMemory | DeviceMemory:
+        size_bytes = self._size_of(kind)
         if self.device is not None:
             return DeviceMemory(size_bytes, self.device)
-        memory = HostMemory(size_bytes, huge_pages=self._huge_pages, register=register and size_bytes > 0)
+        register = self._register and kind in self._registered_kinds and size_bytes > 0
+        memory = HostMemory(size_bytes, huge_pages=self._huge_pages, register=register)
         if touch:
             self._host_kernels.zero(memory.tensor(0, (memory.size_bytes,), torch.uint8))
         return memory
 
-    def _allocate_kind(self, kind: str, touch: bool = True) -> HostMemory | DeviceMemory:
-        return self._allocate(self._size_of(kind), self._register and kind in self._registered_kinds, touch)
-
     def _make(self, kind: str, touch: bool = True) -> HostMemory | DeviceMemory:
-        memory = self._memory[kind] = self._allocate_kind(kind, touch)
+        memory = self._memory[kind] = self._allocate(kind, touch)
         self._bind(kind)
         return memory
 
@@ -205,8 +203,7 @@ class HostUnit:
     def allocate_gradient_residuals(self, register: bool = False) -> None:
         """Makes the memory with which gradients can be summed in fp32. Does nothing if it exists, or without bf16 gradients.
 
-        Args:
-            register: page-lock it, for residuals that come from the device.
+        ``register``: page-lock it, for residuals that come from the device.
         """
         if self.layout.split_elements and self.gradient_residuals is None:
             if register:
@@ -218,24 +215,15 @@ class HostUnit:
         """Bytes of the fused optimizer's moments, whether they exist or not."""
         return moment_bytes(self.layout.state_elements, self._moments_dtype)
 
-    @property
-    def has_moments(self) -> bool:
-        """Whether :meth:`allocate_moments` was called."""
-        return self.moments is not None
-
     def allocate_moments(self) -> None:
         """Makes the fused optimizer's moments, zero. Does nothing if they exist."""
-        if not self.has_moments:
+        if self.moments is None:
             self._make("moments")
 
     def move_to_device(self, device: torch.device, kernels: StepKernels) -> None:
         """The unit lives on ``device`` from now on: weights, residuals, moments; gradients are autograd's own there.
 
         Nothing may be pending on the unit: no step, no copy. The parameters' data and gradients move along.
-
-        Args:
-            device: where the model computes.
-            kernels: that step there.
         """
         self._move(device, kernels)
 
@@ -245,7 +233,6 @@ class HostUnit:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the unit was moved to the device."""
         return self.device is not None
 
     def _move(self, device: torch.device | None, kernels: StepKernels) -> None:
@@ -291,7 +278,7 @@ class HostUnit:
         made: dict[str, HostMemory | DeviceMemory] = {}
         try:
             for kind in kinds:
-                made[kind] = self._allocate_kind(kind)
+                made[kind] = self._allocate(kind)
                 made[kind].register()
         except BaseException:
             self.device = before
@@ -335,29 +322,23 @@ def planned_host_bytes(
 ) -> dict[str, int]:
     """Bytes that units of these layouts will take with the fused optimizer, by what they hold.
 
-    ``training``: whether there are gradients and moments. ``fp32_sums``: whether gradients are summed in fp32. ``passing``:
-    how many of the first units are layers whose gradients pass. ``moments_dtype``: fp32, bf16 or int8.
+    ``training``: whether there are gradients and moments. ``fp32_sums``: whether gradients are summed in
+    fp32. ``passing``: how many of the first units are layers whose gradients pass.
     """
     layouts = list(layouts)
-    parts = {"weights": 0, "gradients": 0, "residuals": 0, "moments": 0}
-    for layout in layouts:
-        parts["weights"] += layout.weight_bytes
-        parts["residuals"] += 2 * layout.split_elements
-        if training:
-            parts["moments"] += moment_bytes(layout.state_elements, moments_dtype)
-        if fp32_sums:
-            parts["gradient_residuals"] = parts.get("gradient_residuals", 0) + 2 * layout.split_elements
+    residuals = sum(2 * layout.split_elements for layout in layouts)
+    parts = {"weights": sum(layout.weight_bytes for layout in layouts), "gradients": 0, "residuals": residuals, "moments": 0}
     if training:
+        parts["moments"] = sum(moment_bytes(layout.state_elements, moments_dtype) for layout in layouts)
         parts["gradients"] = sum(layout.gradient_bytes for layout in layouts[passing:])
         parts["gradients"] += PASSING_BUFFERS * max((layout.gradient_bytes for layout in layouts[:passing]), default=0)
-    return parts
+    return {**parts, "gradient_residuals": residuals} if fp32_sums else parts
 
 
 def held_host_bytes(units: Iterable[HostUnit]) -> dict[str, int]:
     """Bytes of host memory that the units hold now, by kind; nothing for those that live on the device."""
-    total: dict[str, int] = {}
+    total: Counter[str] = Counter()
     for unit in units:
         if not unit.is_on_device:
-            for kind, count in unit.bytes_by_kind().items():
-                total[kind] = total.get(kind, 0) + count
-    return total
+            total.update(unit.bytes_by_kind())
+    return dict(total)

@@ -135,7 +135,6 @@ class ParameterState:
 
     handle: ParamHandle
     parameter: nn.Parameter = dataclasses.field(init=False)
-    """The model's own."""
     entry: FlatEntry
     weight: torch.Tensor
     residual: torch.Tensor | None = None
@@ -153,7 +152,6 @@ class ParameterState:
 
     @property
     def name(self) -> str:
-        """Name within the unit."""
         return self.entry.spec.name
 
     @property

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatrain_accelerate.errors import KernelError
-from megatrain_accelerate.optim.adam_arguments import AdamArguments
-from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.kernel import AdamArguments, AdamConstants, HostKernels
 from megatrain_accelerate.optim.moments import FloatMoments, Moments
 
 _BLOCK = 1024
@@ -109,16 +108,7 @@ class DeviceKernels:
         self._triton.adamw[(chunks,)](
             table,
             row_of_chunk,
-            constants.gradient_factor,
-            constants.decay,
-            constants.l2,
-            constants.one_minus_beta1,
-            constants.one_minus_beta1 - 1.0,
-            constants.beta2,
-            constants.one_minus_beta2,
-            constants.correction2_sqrt,
-            constants.eps,
-            constants.negative_step_size,
+            *(getattr(constants, name) for name, _ in AdamConstants._fields_),
             _as_signed(first.arguments.rounding_seed),
             SPLIT=first.residual is not None,
             GRAD_SPLIT=first.grad_residual is not None,

@@ -14,8 +14,8 @@ from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.memory.flat_layout import ExpertRange
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
-from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.host_step import HostStep, narrowed_to
+from megatrain_accelerate.optim.kernel import AdamArguments
 from megatrain_accelerate.optim.moment_states import (
     RESIDUAL_KEY,
     expose,
@@ -28,9 +28,9 @@ from megatrain_accelerate.optim.moment_states import (
     without_residual,
 )
 from megatrain_accelerate.optim.segments import apply_segments, plan_segments, segments_of_experts, step_on_device
+from megatrain_accelerate.streaming.gradient_buffers import refuse_unstepped
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause
-from megatrain_accelerate.streaming.passing_gradients import refuse_unstepped
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
@@ -38,10 +38,8 @@ UNFUSED_OPTIONS = ("amsgrad", "differentiable")
 """Options of a group of Adam or AdamW that the fused kernel hasn't."""
 
 
-@functools.lru_cache(maxsize=256)
-def _shared_arguments(**values: Any) -> AdamArguments:
-    """One object for all parameters that share their settings."""
-    return AdamArguments(**values)
+# One object for all parameters that share their settings.
+_shared_arguments = functools.lru_cache(maxsize=256)(AdamArguments)
 
 
 def _adam_arguments(group: dict[str, Any], step: int, clip_factor: float, is_adamw: bool) -> AdamArguments:
@@ -76,9 +74,9 @@ def refuse_unfused(groups: Iterable[dict[str, Any]]) -> None:
 
 def _next_steps(entries: Sequence[dict[str, Any]]) -> list[int]:
     """Counts the steps of parameters up and returns them."""
-    # All at once: in each operation the worker may take the interpreter, and give it back late.
     if not entries:
         return []
+    # All at once: in each operation the worker may take the interpreter, and give it back late.
     steps = [entry["step"] for entry in entries]
     torch._foreach_add_(steps, 1)
     return [int(step) for step in torch.stack(steps).tolist()]
@@ -90,15 +88,11 @@ def _versions(state: ParameterState) -> tuple[int, int]:
 
 
 def _refuse_written(unit: HostUnit, versions: list[tuple[ParameterState, int, int]]) -> None:
-    """A step that is applied later must find what it was taken with.
-
-    Raises:
-        StateError: somebody wrote to a weight or gradient in between.
-    """
-    for state, weight_version, gradient_version in versions:
-        now = _versions(state)
-        if now != (weight_version, gradient_version):
-            what = "weight" if now[0] != weight_version else "gradient"
+    """A step that is applied later must find what it was taken with, else it is a ``StateError``."""
+    for state, *versions_then in versions:
+        now = list(_versions(state))
+        if now != versions_then:
+            what = "weight" if now[0] != versions_then[0] else "gradient"
             raise StateError(
                 f"the {what} of {unit.name}.{state.name} was written to after optimizer.step(), before the step was applied; "
                 "call megatrain_accelerate.drain() before such writes (optimizer.zero_grad() does it by itself), or set "
@@ -159,11 +153,8 @@ class FusedStep(HostStep):
         self._shown[id(state.parameter)] = {key: id(view) for key, view in views_of(state).items()}
 
     def set_schedule(self, schedule: str, then: str | None = None) -> None:
-        """Chooses when the arithmetic runs, from the next backward on: ``deferred``, ``backward`` or ``serial``.
-
-        Args:
-            schedule: the choice.
-            then: that from the next :meth:`step` on, if it is another.
+        """Chooses when the arithmetic runs, from the next backward on: ``deferred``, ``backward`` or
+        ``serial``; and by ``then`` from the next :meth:`step` on, if it is another.
         """
         self.schedule, self._then = schedule, then
         listeners = self.runtime.offloader.layer_done_listeners
@@ -178,12 +169,10 @@ class FusedStep(HostStep):
         return "backward" in (self.schedule, self._then)
 
     def retire(self, why: str, copies: bool = False) -> None:
-        """See :meth:`HostStep.retire`."""
         super().retire(why, copies)
         self.set_schedule("deferred")
         self.runtime.moved_listeners.pop(id(self), None)
-        optimizer = self.optimizer
-        if optimizer is None:
+        if (optimizer := self.optimizer) is None:
             return
         entries = [entry for parameter, entry in optimizer.state.items() if id(parameter) in self.parameter_ids]
         for entry in entries:
@@ -194,8 +183,7 @@ class FusedStep(HostStep):
     def forget_backward(self) -> int:
         """Steps that were taken in a backward that no ``step()`` followed don't count any more; the worker must be idle.
 
-        Returns:
-            How many parameters were stepped so: the weights are those after it.
+        Returns how many parameters were stepped so: the weights are those after it.
         """
         count = len(self._stepped_in_backward)
         self._stepped_in_backward = {}
@@ -275,8 +263,7 @@ class FusedStep(HostStep):
         if experts is not None:
             segments = segments_of_experts(segments, unit, experts)
             parameters = sum(segment.elements for segment in segments)
-        runtime = self.runtime
-        kernels, meter = runtime.kernels, runtime.meter
+        kernels, meter = self.runtime.kernels, self.runtime.meter
         readers_finished_event = group.announce_push() if group is not None else None
         # In backward gradients may still be added up by the worker; step() checks those.
         versions = [] if before is not None else [(state, *_versions(state)) for state, _ in steps]
@@ -299,50 +286,46 @@ class FusedStep(HostStep):
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> None:
         """Fixes the step's settings and gradients, and hands the arithmetic to the worker.
 
-        Args:
-            optimizer: the user's.
-            own_step: its original step, which steps the parameters of other modules.
+        ``own_step``, the optimizer's original one, steps the parameters of other modules.
 
         Raises:
-            StepWorkerError: an earlier step failed.
+            StateError, StepWorkerError: see :meth:`HostStep.begin_step`; or layers were stepped in backward with other
+                settings than those of now, or gradients that should have passed are still there.
             NonFiniteGradientError: see :meth:`HostStep.allows`.
-            StateError: the optimizer was retired, layers were stepped in backward with other settings than those of now, or
-                gradients that should have passed are still there.
             UnsupportedError: a group has an option by now that the kernel hasn't.
         """
-        self.refuse_retired()
-        self.runtime.watch.end()
+        runtime = self.runtime
+        self.begin_step()
         refuse_unfused(optimizer.param_groups)
         if self._then is not None:
             self.set_schedule(self._then)
-        runtime = self.runtime
-        runtime.worker.raise_if_failed()
-        runtime.refresh_if_written()
-        runtime.collect_gradients()
         done, self._stepped_in_backward = self._stepped_in_backward, {}
         self._refuse_rewritten(optimizer, done)
         found = self.with_gradients(optimizer)
         if runtime.config.passes_gradients:
             refuse_unstepped([*runtime.layers, *runtime.experts], {id(state.parameter) for state, _ in found} - done.keys())
         outside = self.outside_with_gradients(optimizer)
-        norm = float(runtime.total_norm([*(state.parameter for state, _ in found), *outside]))
-        factors = runtime.take_clip_factors(self.parameters(optimizer))
+        norm, factors = self.norm_and_factors(optimizer, (state for state, _ in found), outside)
         if done:
             self._check_stepped_in_backward(found, factors, done)
             found = [(state, group) for state, group in found if id(state.parameter) not in done]
-            skipped, self._skipped_in_backward = self._skipped_in_backward, []
-            if skipped:
-                norm = math.nan
-        allowed = self.allows(norm)
-        self.forget_norms(optimizer)
-        if not allowed:
+            if self._skipped_in_backward:
+                self._skipped_in_backward, norm = [], math.nan
+        if not self.allows(norm):
             return
         numbers = _next_steps([self._entry(optimizer.state, state) for state, _ in found])
-        by_parameter = {id(state.parameter): (group, number) for (state, group), number in zip(found, numbers, strict=True)}
+        groups = {id(group): group for group in optimizer.param_groups}
+        by_parameter = {
+            id(state.parameter): (id(group), number) for (state, group), number in zip(found, numbers, strict=True)
+        }
+
+        @functools.cache  # most parameters share theirs
+        def arguments(group: int, number: int, factor: float) -> AdamArguments:
+            return _adam_arguments(groups[group], number, factor, self._is_adamw)
 
         def settings(unit: HostUnit) -> list[tuple[ParameterState, AdamArguments]]:
             return [
-                (state, _adam_arguments(*at, factors.get(id(state.parameter), 1.0), self._is_adamw))
+                (state, arguments(*at, factors.get(id(state.parameter), 1.0)))
                 for state in unit.states
                 if (at := by_parameter.get(id(state.parameter))) is not None
             ]
@@ -382,10 +365,7 @@ class FusedStep(HostStep):
             )
 
     def _check_stepped_in_backward(
-        self,
-        found: list[tuple[ParameterState, dict[str, Any]]],
-        factors: dict[int, float],
-        done: dict[int, AdamArguments],
+        self, found: list[tuple[ParameterState, dict[str, Any]]], factors: dict[int, float], done: dict[int, AdamArguments]
     ) -> None:
         """Steps taken in backward must be the ones that ``step()`` would have taken."""
         with self.runtime.meter.blocked_by(Cause.HOST_STEP):

@@ -6,7 +6,9 @@ run the fused kernel, deferred; any other torch optimizer runs its own ``step()`
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
+import logging
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +17,18 @@ import torch
 from torch.optim import Adam, AdamW, Optimizer
 
 from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.memory.host_store import HostUnit
+from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.fused_step import UNFUSED_OPTIONS, FusedStep, refuse_unfused
 from megatrain_accelerate.optim.host_step import HostStep
-from megatrain_accelerate.optim.master_step import MasterStep
-from megatrain_accelerate.optim.moment_states import shown_in_fp32, without_residual
+from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, shown_in_fp32, take_residual, without_residual
+from megatrain_accelerate.streaming.fp32_sums import joined_sum
+from megatrain_accelerate.streaming.meter import Cause
+from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.streaming.watched_parameters import unwatched
+
+logger = logging.getLogger(__name__)
 
 
 def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> HostStep:
@@ -28,7 +36,6 @@ def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: s
 
     Args:
         optimizer: any ``torch.optim.Optimizer`` over trained parameters of the model, and others that don't stream.
-        runtime: the model's engine.
         schedule: ``deferred``, ``backward`` or ``serial``; other optimizers than Adam and AdamW are always serial.
 
     Raises:
@@ -131,3 +138,134 @@ def _drop_bound_step(optimizer: Optimizer) -> None:
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = step  # type: ignore[method-assign]
+
+
+class MasterStep(HostStep):
+    """Any other torch optimizer: its own ``step()``, on fp32 masters on the host. Serial, and not fused.
+
+    Raises:
+        UnsupportedError: see :class:`HostStep`; or a setting is for the fused kernel only.
+    """
+
+    def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime) -> None:
+        name = type(optimizer).__name__
+        if runtime.config.passes_gradients:
+            raise UnsupportedError(
+                f"{name} has no fused host kernel, so that it can't consume gradients in backward; set "
+                "megatrain_config.host_gradients to 'kept' (2 bytes a parameter more), or use AdamW"
+            )
+        if runtime.config.moments_dtype != "fp32":
+            raise UnsupportedError(
+                f"{name} has no fused host kernel and keeps its own states; leave out "
+                "megatrain_config.moments_dtype, which is for AdamW and Adam"
+            )
+        self._stepped: set[int] = set()
+        """``id`` of each parameter whose master was stepped, or came with a checkpoint."""
+        super().__init__(optimizer, runtime)
+        runtime.steps_on_host.add(id(self))
+        for parameter in self.parameters(optimizer):
+            if self.is_outside(parameter) and id(parameter) not in self._trained_before:
+                continue
+            entry = optimizer.state.get(parameter) or {}
+            self._restore(parameter, entry.pop(RESIDUAL_KEY, None))
+            for key, value in entry.items():
+                if isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step":
+                    # As if it had been made with the masters: in the dtype in which a checkpoint is loaded, too.
+                    entry[key] = value.to("cpu", torch.float32)
+        runtime.keep_states_on_host()
+        logger.warning(
+            "megatrain: %s has no fused host kernel; its own step() runs on fp32 masters on the host (slower, 8 bytes a "
+            "parameter more while it runs). AdamW and Adam are fused",
+            name,
+        )
+
+    def retire(self, why: str, copies: bool = False) -> None:
+        super().retire(why, copies)
+        self.runtime.steps_on_host.discard(id(self))
+
+    def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
+        """Shows the optimizer fp32 masters and gradients in the place of the weights, and writes back what it made.
+
+        Parameters of other modules are stepped as they are. Takes 8 bytes a streamed parameter of host
+        memory while it runs, besides the optimizer's own state.
+
+        Raises:
+            StateError, StepWorkerError: see :meth:`HostStep.begin_step`.
+        """
+        runtime = self.runtime
+        self.begin_step()
+        found = self.with_gradients(optimizer)
+        outside = self.outside_with_gradients(optimizer)
+        norm, factors = self.norm_and_factors(optimizer, (state for state, _ in found), outside)
+        if not self.allows(norm):
+            return None
+        owners = {id(state): (unit, group) for unit, group, _ in runtime.in_forward_order() for state in unit.states}
+        shown: list[tuple[ParameterState, torch.Tensor]] = []
+        touched: dict[int, tuple[HostUnit, ResidentGroup | None]] = {}
+        try:
+            with contextlib.ExitStack() as replaced:
+                for state, _ in found:
+                    unit, group = owners[id(state)]
+                    assert state.gradient is not None
+                    master = unit.read_master(state)
+                    gradient = state.gradient.float()
+                    if state.handle.has_fp32_sum and state.gradient_residual is not None:
+                        gradient = joined_sum(state.gradient, state.gradient_residual, runtime.kernels)
+                    gradient = gradient * factors.get(id(state.parameter), 1.0)
+                    replaced.enter_context(state.handle.replaced(master, gradient))
+                    shown.append((state, master))
+                    touched[id(unit)] = (unit, group)
+                parameters = sum(master.numel() for _, master in shown)
+                with runtime.meter.blocked_by(Cause.HOST_STEP), runtime.meter.stepping(parameters):
+                    result = own_step()
+        finally:
+            for state, master in shown:
+                owners[id(state)][0].write_master(state, master)
+                self._stepped.add(id(state.parameter))
+            for unit, group in touched.values():
+                unit.version += 1
+                if group is not None:
+                    group.push_weights(group.announce_push())
+            runtime.drain()
+            runtime.watch.begin()
+        return result
+
+    def saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A ``state_dict()`` of the optimizer with the low bits of the masters; the given one stays as it is.
+
+        Not of masters that were never stepped, where the optimizer would take an entry for a state that it made.
+        """
+        entries = dict(state_dict["state"])
+        for key, parameter in self.by_key(optimizer, state_dict):
+            state = self.runtime.state_of(parameter)
+            if state is not None and state.residual is not None and (key in entries or id(parameter) in self._stepped):
+                entries[key] = {**entries.get(key, {}), RESIDUAL_KEY: state.residual}
+        return {**state_dict, "state": entries}
+
+    def load(self, optimizer: Optimizer, state_dict: dict[str, Any], own_load: Callable[[dict[str, Any]], None]) -> None:
+        """Loads the optimizer's states as they were saved, and the masters' low bits.
+
+        torch casts states to the dtype and device of the parameters: they are shown as what the step works on, fp32 on the
+        host.
+        """
+        entries, residuals = dict(state_dict["state"]), {}
+        for key, _ in self.by_key(optimizer, state_dict):
+            if RESIDUAL_KEY in (entry := entries.get(key) or {}):
+                residuals[key] = entry[RESIDUAL_KEY]
+                entries[key] = without_residual(entry)
+                if not entries[key]:
+                    del entries[key]  # many optimizers make their state where there is no entry, and only there
+        with contextlib.ExitStack() as replaced:
+            for parameter in self.parameters(optimizer):
+                if (state := self.runtime.state_of(parameter)) is not None:
+                    likeness = torch.empty((), dtype=torch.float32).expand(parameter.shape)
+                    replaced.enter_context(state.handle.replaced(likeness, None))
+            own_load({**state_dict, "state": entries})
+        self._stepped.clear()
+        for key, parameter in self.by_key(optimizer, state_dict):
+            self._restore(parameter, residuals.get(key))
+
+    def _restore(self, parameter: torch.Tensor, residual: torch.Tensor | None) -> None:
+        state = self.runtime.state_of(parameter)
+        if state is not None and take_residual(state, residual):
+            self._stepped.add(id(parameter))

@@ -1,7 +1,7 @@
 """What every host optimizer does before its arithmetic: its parameters, their gradients, the norm that allows a step.
 
-Parameters of the optimizer that aren't the streamed model's (a loss's own weights, a head, a temperature) live on the device
-as in plain PyTorch, and the optimizer's own ``step()`` steps them.
+Parameters of the optimizer that aren't the streamed model's (a loss's own weights, a head, a temperature)
+live on the device as in plain PyTorch, and the optimizer's own ``step()`` steps them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from megatrain_accelerate.errors import NonFiniteGradientError, StateError, UnsupportedError
 from megatrain_accelerate.memory.parameter_state import ParameterState
-from megatrain_accelerate.streaming.runtime import StreamingRuntime, is_streamed
+from megatrain_accelerate.streaming.runtime import StreamingRuntime, streamed_among
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +45,6 @@ def driver_of(optimizer: Optimizer) -> HostStep | None:
 
 class HostStep:
     """What both kinds of host optimizer share: finding parameters, gradients as a whole, non-finite norms.
-
-    Args:
-        optimizer: the user's optimizer.
-        runtime: the engine of the model whose parameters it holds.
 
     Raises:
         UnsupportedError: the optimizer holds trained parameters of another streamed model.
@@ -83,51 +79,49 @@ class HostStep:
                 gradient, parameter.grad = parameter.grad, None
                 parameter.data = parameter.data.to(device)
                 parameter.grad = gradient if gradient is None else gradient.to(device)
-        self.parameter_ids |= {id(p) for p in parameters if self._was_trained(p) or self.runtime.norms.row(p) is not None}
+        was_trained = {id(p) for p in parameters if p.grad is None} & self._trained_before
+        self.parameter_ids |= was_trained | {id(p) for p in parameters if self.runtime.norms.row(p) is not None}
 
     def is_outside(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter isn't in the model's store."""
         return self.runtime.state_of(parameter) is None
 
-    def _was_trained(self, parameter: torch.Tensor) -> bool:
-        return id(parameter) in self._trained_before and parameter.grad is None
-
     def _refuse_another_models(self, parameters: Sequence[torch.Tensor]) -> None:
-        if strangers := sum(is_streamed(parameter) for parameter in parameters):
+        if strangers := len(streamed_among(parameters)):
             raise UnsupportedError(ANOTHER_MODELS.format(strangers))
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The user's optimizer, which lives no longer for being stepped here."""
+        """The user's, which lives no longer for being stepped here."""
         return self._optimizer_ref()
 
     @property
     def is_retired(self) -> bool:
-        """Whether no step can be taken from here any more."""
         return self._why_retired is not None
 
     def retire(self, why: str, copies: bool = False) -> None:
         """No step is begun from here any more. All steps that were taken must be applied.
 
-        What the optimizer needs to go on elsewhere stays in its ``state``.
-
-        Args:
-            why: :data:`TAKEN_OVER` or :data:`ENGINE_CLOSED`.
-            copies: the store goes on without this optimizer, whose ``state`` is to be its own from now on.
+        What the optimizer needs to go on elsewhere stays in its ``state``; with ``copies`` the store goes
+        on without it, and the ``state`` is to be its own. ``why``: :data:`TAKEN_OVER` or :data:`ENGINE_CLOSED`.
         """
         self._why_retired = why
 
-    def refuse_retired(self) -> None:
-        """Nobody may step from here after :meth:`retire`.
+    def begin_step(self) -> None:
+        """Brings weights that somebody wrote to and gradients on their way where a step finds them.
 
         Raises:
-            StateError: it is so, with the reason.
+            StateError: nobody may step from here after :meth:`retire`.
+            StepWorkerError: an earlier step failed.
         """
         if self._why_retired is not None:
             raise StateError(self._why_retired)
+        self.runtime.watch.end()
+        self.runtime.worker.raise_if_failed()
+        self.runtime.refresh_if_written()
+        self.runtime.collect_gradients()
 
     def parameters(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
-        """All parameters of the optimizer, in group order."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def by_key(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterable[tuple[Any, torch.nn.Parameter]]:
@@ -144,8 +138,7 @@ class HostStep:
         found = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                state = self.runtime.state_of(parameter)
-                if parameter.grad is None or state is None:
+                if parameter.grad is None or (state := self.runtime.state_of(parameter)) is None:
                     continue
                 if not state.entry.spec.trainable:
                     raise UnsupportedError(
@@ -179,9 +172,16 @@ class HostStep:
         self._refuse_another_models(found)
         return found
 
-    def forget_norms(self, optimizer: Optimizer) -> None:
-        for parameter in self.parameters(optimizer):
+    def norm_and_factors(
+        self, optimizer: Optimizer, states: Iterable[ParameterState], outside: Iterable[torch.Tensor]
+    ) -> tuple[float, dict[int, float]]:
+        """The norm of all these gradients, and the clip factors by the ``id`` of parameters; both count for one step."""
+        norm = float(self.runtime.total_norm([*(state.parameter for state in states), *outside]))
+        parameters = self.parameters(optimizer)
+        factors = self.runtime.take_clip_factors(parameters)
+        for parameter in parameters:
             self.runtime.norms.forget(parameter)
+        return norm, factors
 
     def allows(self, norm: float) -> bool:
         """Whether a step with this global norm may be taken; counts and warns where not.
@@ -202,10 +202,7 @@ class HostStep:
                 "megatrain_config.max_nonfinite_steps sets the limit"
             )
         logger.warning(
-            "megatrain: gradient norm is %s, step skipped (%d in a row, %d allowed)",
-            norm,
-            self._nonfinite_in_a_row,
-            limit - 1,
+            "megatrain: gradient norm is %s, step skipped (%d in a row, %d allowed)", norm, self._nonfinite_in_a_row, limit - 1
         )
         return False
 

@@ -1,9 +1,8 @@
 """The fused host kernels: AdamW on split fp32 masters, and the few loops around it, on a pool of C++ threads.
 
-The **split master** is the pair (bf16 weight, int16 residual) in place of an fp32 weight; ``csrc/split_master.h``
-defines it. It holds every fp32 bit pattern exactly, and its first half is what streams to the GPU. That half is the
-master rounded to nearest with ties *away from zero* (``tensor.to(torch.bfloat16)`` takes ties to even, which 16
-residual bits can't encode), so the two differ where a master lies exactly halfway between two bf16 numbers.
+The **split master** is the pair (bf16 weight, int16 residual) in place of an fp32 weight, and holds every fp32 bit
+pattern exactly. ``csrc/split_master.h`` defines it, and says where its half that streams to the GPU isn't
+``master.to(torch.bfloat16)``.
 
 **What is bit-equal to torch.** Weights, ``exp_avg`` and ``exp_avg_sq`` equal those of ``torch.optim.AdamW`` and
 ``torch.optim.Adam`` with ``foreach=False, fused=False`` on fp32 CPU tensors, for any number of steps and any length, up
@@ -26,6 +25,9 @@ Results don't depend on the number of threads, on chunk boundaries or on the ins
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import functools
+import math
 import pathlib
 import weakref
 from typing import Any
@@ -34,7 +36,6 @@ import torch
 
 from megatrain_accelerate.config import usable_cpu_count
 from megatrain_accelerate.errors import ConfigError, KernelError
-from megatrain_accelerate.optim.adam_arguments import AdamArguments, AdamConstants
 from megatrain_accelerate.optim.moments import BLOCK_ELEMENTS, Int8Moments, Moments, block_count
 
 LIBRARY_PATH = pathlib.Path(__file__).with_name("_host_kernels.so")
@@ -44,11 +45,82 @@ _INTERFACE_VERSION = 7
 _REBUILD = "build it with `pip install --force-reinstall --no-deps .` in a checkout of this package (needs a C++ compiler)"
 
 
-def default_thread_count(cpus: int | None = None) -> int:
-    """Threads of the kernels: one for each CPU, less two for the launcher and the copies where there are more than four.
+class AdamConstants(ctypes.Structure):
+    """Mirror of ``AdamConstants`` in ``csrc/adamw.h``; ctypes rounds each double to float."""
 
-    Args:
-        cpus: of the machine; by default those that this process may use.
+    _fields_ = (
+        ("gradient_factor", ctypes.c_float),
+        ("decay", ctypes.c_float),
+        ("l2", ctypes.c_float),
+        ("one_minus_beta1", ctypes.c_float),
+        ("beta2", ctypes.c_float),
+        ("one_minus_beta2", ctypes.c_float),
+        ("correction2_sqrt", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("negative_step_size", ctypes.c_float),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamArguments:
+    """The constants of one optimizer step.
+
+    Raises:
+        ConfigError: a value is outside the range that ``torch.optim.AdamW`` accepts, or ``step`` is below 1.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    """Counted from 1: the exponent of the bias correction."""
+    clip_factor: float = 1.0
+    """Multiplied into the gradient, as fp32, before all else, as ``clip_grad_norm_`` does it."""
+    decoupled: bool = True
+    """True: AdamW, ``weight *= 1 - lr * weight_decay``. False: Adam, ``grad += weight_decay * weight``."""
+    maximize: bool = False
+    """Ascend instead of descend: the sign of the gradient is turned after clipping."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "weight_decay", "clip_factor"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0.0):
+                raise ConfigError(f"AdamArguments.{name} must be finite and not below 0, got {value}")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            if not 0.0 <= value < 1.0:
+                raise ConfigError(f"AdamArguments.{name} must be in [0, 1), got {value}")
+        if self.step < 1:
+            raise ConfigError(f"AdamArguments.step counts from 1, got {self.step}")
+
+    @property
+    def rounding_seed(self) -> int:
+        """32 bits, another number at each step: what the stochastic rounding of bf16 moments begins with."""
+        return (self.step * 0x9E3779B9 + 0x7F4A7C15) & 0xFFFFFFFF
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - frozen, small, and asked for by every parameter of a step
+    def to_constants(self) -> AdamConstants:
+        """The scalars of the loop, in double precision in the order of ``torch/optim/adam.py``, then rounded once."""
+        bias_correction1 = 1 - self.beta1**self.step
+        bias_correction2 = 1 - self.beta2**self.step
+        return AdamConstants(
+            gradient_factor=-self.clip_factor if self.maximize else self.clip_factor,
+            decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
+            l2=0.0 if self.decoupled else self.weight_decay,
+            one_minus_beta1=1 - self.beta1,
+            beta2=self.beta2,
+            one_minus_beta2=1 - self.beta2,
+            correction2_sqrt=bias_correction2**0.5,
+            eps=self.eps,
+            negative_step_size=-(self.lr / bias_correction1),
+        )
+
+
+def default_thread_count(cpus: int | None = None) -> int:
+    """Threads of the kernels: one for each CPU that this process may use, or of ``cpus``, less two for
+    the launcher and the copies where there are more than four.
     """
     cpus = usable_cpu_count() if cpus is None else cpus
     return cpus - 2 if cpus > 4 else max(1, cpus)
@@ -64,12 +136,12 @@ class HostKernels:
 
     Args:
         threads: threads that work on a call, the caller included; :func:`default_thread_count` by default.
-        instruction_set: a name in :data:`INSTRUCTION_SETS`, for tests; by default the best that the machine has. All give
-            the same bits.
+        instruction_set: a name in :data:`INSTRUCTION_SETS`, for tests; by default the best that the machine has.
 
     Raises:
-        KernelError: the library is missing, stale or can't be loaded, or the machine lacks ``instruction_set``. By a method:
-            a tensor has the wrong dtype, device, layout or length, or the kernels are closed.
+        KernelError: the library is missing, stale or can't be loaded, or the machine lacks the
+            instruction set. By a method: a tensor has the wrong dtype, device, layout or length, or
+            the kernels are closed.
         ConfigError: ``threads`` is below 1.
     """
 
@@ -79,8 +151,14 @@ class HostKernels:
             raise ConfigError(f"HostKernels needs at least 1 thread, got {self.threads}")
         self._library = _load_library()
         best: int = self._library.megatrain_best_instruction_set()
-        chosen = best if instruction_set is None else _instruction_set_index(instruction_set, best)
-        self.instruction_set = INSTRUCTION_SETS[chosen]
+        self.instruction_set = instruction_set or INSTRUCTION_SETS[best]
+        if self.instruction_set not in INSTRUCTION_SETS:
+            raise KernelError(f"instruction_set must be one of {', '.join(INSTRUCTION_SETS)}; got {instruction_set!r}")
+        chosen = INSTRUCTION_SETS.index(self.instruction_set)
+        if chosen > best:
+            raise KernelError(
+                f"this machine can't run {instruction_set!r} kernels; the best it has is {INSTRUCTION_SETS[best]!r}"
+            )
         self._handle: int | None = self._library.megatrain_create(self.threads, chosen)
         if self._handle is None:
             raise KernelError(
@@ -111,70 +189,54 @@ class HostKernels:
         fp32 moments.
 
         Args:
-            weight: (N) bfloat16 with ``residual``, else (N) float32.
+            weight, grad: (N) bfloat16 with ``residual``, else (N) float32.
             residual: (N) int16; join(weight, residual) is the fp32 master.
             moments: of these N elements.
-            grad: (N), of the weight's dtype.
-            arguments: the constants of the step.
             grad_residual: (N) int16 where the gradient is the fp32 sum join(grad, grad_residual).
             first_element: number of the first element in its unit, on which the rounding of moments
                 depends that aren't fp32. With 8-bit moments it begins a block.
         """
         dtype = torch.float32 if residual is None else torch.bfloat16
-        exp_avg, exp_avg_sq, *scales = moments
+        exp_avg, exp_avg_sq = moments.exp_avg, moments.exp_avg_sq
+        moment_dtypes = (torch.bfloat16 if exp_avg.dtype == torch.bfloat16 else torch.float32), exp_avg.dtype
+        scales: list[int | None] = [None, None]
         if isinstance(moments, Int8Moments):
             moment_dtypes = torch.int8, torch.uint8
-        else:
-            moment_dtypes = (torch.bfloat16 if exp_avg.dtype == torch.bfloat16 else torch.float32), exp_avg.dtype
-        optional = {"residual": residual, "grad_residual": grad_residual}
-        handle, count = self._check(
+            scales = [moments.exp_avg_scale.data_ptr(), moments.exp_avg_sq_scale.data_ptr()]
+            self._check_blocks(moments, first_element)
+        constants = arguments.to_constants(), first_element & 0xFFFFFFFF, arguments.rounding_seed
+        self._call(
+            "adamw",
+            *scales,
+            8 * exp_avg.itemsize,
+            *constants,
             weight=(weight, dtype),
+            residual=(residual, torch.int16),
             exp_avg=(exp_avg, moment_dtypes[0]),
             exp_avg_sq=(exp_avg_sq, moment_dtypes[1]),
             grad=(grad, dtype),
-            **{name: (tensor, torch.int16) for name, tensor in optional.items() if tensor is not None},
-        )
-        if scales:
-            if first_element % BLOCK_ELEMENTS:
-                raise KernelError(
-                    f"first_element is {first_element}; runs of 8-bit moments begin at multiples of {BLOCK_ELEMENTS}"
-                )
-            self._check(exp_avg_scale=(scales[0], torch.float32), exp_avg_sq_scale=(scales[1], torch.float32))
-            if (found := scales[0].numel()) != block_count(count):
-                raise KernelError(
-                    f"8-bit moments of {count:,} elements have {found:,} scales; they need {block_count(count):,}"
-                )
-        self._library.megatrain_adamw(
-            handle,
-            *_pointers(weight, residual, exp_avg, exp_avg_sq, *(scales or (None, None)), grad, grad_residual),
-            count,
-            8 * exp_avg.itemsize,
-            arguments.to_constants(),
-            first_element & 0xFFFFFFFF,
-            arguments.rounding_seed,
+            grad_residual=(grad_residual, torch.int16),
         )
 
     def accumulate(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """``dst += src``, both (N) bfloat16 or both (N) float32; in bfloat16 with the rounding of torch's ``add_``."""
         if dst.dtype not in (torch.bfloat16, torch.float32):
             raise KernelError(f"accumulate: dst must be torch.bfloat16 or torch.float32, got {dst.dtype}")
-        handle, count = self._check(dst=(dst, dst.dtype), src=(src, dst.dtype))
         if dst.dtype == torch.bfloat16:
-            self._library.megatrain_accumulate_bf16(handle, *_pointers(dst, None, src), 0, count)
+            self._call("accumulate_bf16", 0, dst=(dst, dst.dtype), residual=(None, torch.int16), src=(src, dst.dtype))
         else:
-            self._library.megatrain_accumulate_fp32(handle, *_pointers(dst, src), count)
+            self._call("accumulate_fp32", dst=(dst, dst.dtype), src=(src, dst.dtype))
 
     def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
         """``sum += src`` in fp32, where the sum is join(hi, residual); ``csrc/split_master.h`` has the arithmetic.
 
         Args:
-            hi: (N) bfloat16, updated: the sum rounded to nearest, ties away from zero.
-            residual: (N) int16, updated.
+            hi, residual: (N) bfloat16 and (N) int16, updated.
             src: (N) bfloat16, read.
             has_residual: whether ``residual`` counts; else the sum so far is ``hi`` alone.
         """
-        handle, count = self._check(hi=(hi, torch.bfloat16), residual=(residual, torch.int16), src=(src, torch.bfloat16))
-        self._library.megatrain_accumulate_bf16(handle, *_pointers(hi, residual, src), int(has_residual), count)
+        tensors = {"hi": (hi, torch.bfloat16), "residual": (residual, torch.int16), "src": (src, torch.bfloat16)}
+        self._call("accumulate_bf16", int(has_residual), **tensors)
 
     def square_sum(self, values: torch.Tensor, residual: torch.Tensor | None = None) -> float:
         """The sum of squares of (N) bfloat16 or (N) float32 values, added up in double precision in a fixed order.
@@ -185,62 +247,67 @@ class HostKernels:
             raise KernelError(f"square_sum: values must be torch.bfloat16 or torch.float32, got {values.dtype}")
         result: float
         if values.dtype == torch.float32 and residual is None:
-            handle, count = self._check(values=(values, torch.float32))
-            result = self._library.megatrain_square_sum_fp32(handle, values.data_ptr(), count)
+            result = self._call("square_sum_fp32", values=(values, torch.float32))
         else:
-            low = {} if residual is None else {"residual": (residual, torch.int16)}
-            handle, count = self._check(values=(values, torch.bfloat16), **low)
-            result = self._library.megatrain_square_sum_bf16(handle, *_pointers(values, residual), count)
+            result = self._call("square_sum_bf16", values=(values, torch.bfloat16), residual=(residual, torch.int16))
         return result
 
     def split(self, master_fp32: torch.Tensor, hi: torch.Tensor, residual: torch.Tensor) -> None:
         """Writes the split of (N) float32 masters to (N) bfloat16 ``hi`` and (N) int16 ``residual``."""
-        handle, count = self._check(
-            master_fp32=(master_fp32, torch.float32), hi=(hi, torch.bfloat16), residual=(residual, torch.int16)
-        )
-        self._library.megatrain_split(handle, *_pointers(master_fp32, hi, residual), count)
+        tensors = {"hi": (hi, torch.bfloat16), "residual": (residual, torch.int16)}
+        self._call("split", master_fp32=(master_fp32, torch.float32), **tensors)
 
     def join(self, hi: torch.Tensor, residual: torch.Tensor, master_fp32_out: torch.Tensor) -> None:
         """Writes the (N) float32 masters that (N) bfloat16 ``hi`` and (N) int16 ``residual`` stand for."""
-        handle, count = self._check(
-            hi=(hi, torch.bfloat16), residual=(residual, torch.int16), master_fp32_out=(master_fp32_out, torch.float32)
-        )
-        self._library.megatrain_join(handle, *_pointers(hi, residual, master_fp32_out), count)
+        tensors = {"hi": (hi, torch.bfloat16), "residual": (residual, torch.int16)}
+        self._call("join", **tensors, master_fp32_out=(master_fp32_out, torch.float32))
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Copies (N) ``src`` to (N) ``dst``, of one dtype, on all threads."""
-        handle, count = self._check(dst=(dst, dst.dtype), src=(src, dst.dtype))
-        self._library.megatrain_copy(handle, *_pointers(dst, src), count * dst.element_size())
+        self._call("copy", dst.element_size(), dst=(dst, dst.dtype), src=(src, dst.dtype))
 
     def zero(self, tensor: torch.Tensor) -> None:
         """Fills a tensor of any dtype with zero bytes, on all threads: also the way to touch new memory first."""
-        handle, count = self._check(tensor=(tensor, tensor.dtype))
-        self._library.megatrain_zero(handle, tensor.data_ptr(), count * tensor.element_size())
+        self._call("zero", tensor.element_size(), tensor=(tensor, tensor.dtype))
 
     def stream_probe(
-        self,
-        hi: torch.Tensor,
-        residual: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad: torch.Tensor,
+        self, hi: torch.Tensor, residual: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor
     ) -> None:
-        """The memory traffic of :meth:`adamw` on split masters with trivial arithmetic, for benchmarks; overwrites all."""
-        handle, count = self._check(
+        """The memory traffic of :meth:`adamw` with trivial arithmetic, for benchmarks; overwrites all."""
+        self._call(
+            "stream_probe",
             hi=(hi, torch.bfloat16),
             residual=(residual, torch.int16),
             exp_avg=(exp_avg, torch.float32),
             exp_avg_sq=(exp_avg_sq, torch.float32),
             grad=(grad, torch.bfloat16),
         )
-        self._library.megatrain_stream_probe(handle, *_pointers(hi, residual, exp_avg, exp_avg_sq, grad), count)
 
-    def _check(self, **tensors: tuple[torch.Tensor, torch.dtype]) -> tuple[int, int]:
-        """The pool's handle and the common length N, after all that C++ can't check itself."""
+    def _check_blocks(self, moments: Int8Moments, first_element: int) -> None:
+        if first_element % BLOCK_ELEMENTS:
+            raise KernelError(
+                f"first_element is {first_element}; runs of 8-bit moments begin at multiples of {BLOCK_ELEMENTS}"
+            )
+        single = torch.float32
+        found = self._check(exp_avg_scale=(moments.exp_avg_scale, single), exp_avg_sq_scale=(moments.exp_avg_sq_scale, single))
+        count = moments.exp_avg.numel()
+        if found != block_count(count):
+            raise KernelError(f"8-bit moments of {count:,} elements have {found:,} scales; they need {block_count(count):,}")
+
+    def _call(self, function: str, *others: Any, **tensors: tuple[torch.Tensor | None, torch.dtype]) -> Any:
+        """Hands over the tensors, null for what there isn't, their common length and the other arguments."""
+        count = self._check(**tensors)
+        pointers = (None if tensor is None else tensor.data_ptr() for tensor, _ in tensors.values())
+        return getattr(self._library, f"megatrain_{function}")(self._handle, *pointers, count, *others)
+
+    def _check(self, **tensors: tuple[torch.Tensor | None, torch.dtype]) -> int:
+        """The common length N, after all that C++ can't check itself."""
         if self._handle is None:
             raise KernelError("the host kernels are closed; make a new HostKernels")
-        first_name, (first, _) = next(iter(tensors.items()))
+        lengths: dict[str, int] = {}
         for name, (tensor, dtype) in tensors.items():
+            if tensor is None:
+                continue
             if tensor.dtype != dtype:
                 raise KernelError(f"{name} must be {dtype}, got {tensor.dtype}")
             if tensor.device.type != "cpu":
@@ -250,24 +317,11 @@ class HostKernels:
                     f"{name} must be contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}; "
                     "pass the flat buffer or tensor.contiguous()"
                 )
-            if tensor.numel() != first.numel():
-                raise KernelError(
-                    f"{name} has {tensor.numel():,} elements and {first_name} has {first.numel():,}; they must agree"
-                )
-        return self._handle, first.numel()
-
-
-def _pointers(*tensors: torch.Tensor | None) -> list[int | None]:
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-
-
-def _instruction_set_index(name: str, best: int) -> int:
-    if name not in INSTRUCTION_SETS:
-        raise KernelError(f"instruction_set must be one of {', '.join(INSTRUCTION_SETS)}; got {name!r}")
-    index = INSTRUCTION_SETS.index(name)
-    if index > best:
-        raise KernelError(f"this machine can't run {name!r} kernels; the best it has is {INSTRUCTION_SETS[best]!r}")
-    return index
+            lengths[name] = tensor.numel()
+            first_name, first = next(iter(lengths.items()))
+            if lengths[name] != first:
+                raise KernelError(f"{name} has {lengths[name]:,} elements and {first_name} has {first:,}; they must agree")
+        return first
 
 
 def _load_library() -> Any:
@@ -294,21 +348,22 @@ def _load_library() -> Any:
     library.megatrain_best_instruction_set.restype = number
     library.megatrain_create.argtypes = [number, number]
     library.megatrain_create.restype = pointer
-    signatures: dict[str, list[Any]] = {
-        "destroy": [],
-        "adamw": [*[pointer] * 8, count, number, AdamConstants, bits, bits],
-        "stream_probe": [*[pointer] * 5, count],
-        "accumulate_bf16": [*[pointer] * 3, number, count],
-        "accumulate_fp32": [*[pointer] * 2, count],
-        "square_sum_bf16": [*[pointer] * 2, count],
-        "square_sum_fp32": [pointer, count],
-        "split": [*[pointer] * 3, count],
-        "join": [*[pointer] * 3, count],
-        "copy": [*[pointer] * 2, count],
-        "zero": [pointer, count],
+    library.megatrain_destroy.argtypes = [pointer]
+    library.megatrain_destroy.restype = None
+    others: dict[str, tuple[int, list[Any]]] = {
+        "adamw": (6, [pointer, pointer, number, AdamConstants, bits, bits]),
+        "stream_probe": (5, []),
+        "accumulate_bf16": (3, [number]),
+        "accumulate_fp32": (2, []),
+        "square_sum_bf16": (2, []),
+        "square_sum_fp32": (1, []),
+        "split": (3, []),
+        "join": (3, []),
+        "copy": (2, [count]),
+        "zero": (1, [count]),
     }
-    for name, types in signatures.items():
+    for name, (tensors, types) in others.items():
         function = getattr(library, f"megatrain_{name}")
-        function.argtypes = [pointer, *types]  # the kernels themselves come first
+        function.argtypes = [pointer, *[pointer] * tensors, count, *types]
         function.restype = ctypes.c_double if name.startswith("square_sum") else None
     return library

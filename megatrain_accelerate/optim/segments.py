@@ -10,9 +10,8 @@ import torch
 from megatrain_accelerate.memory.flat_layout import ALIGNMENT_ELEMENTS, ExpertRange
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
-from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.device_kernel import ParameterStep, StepKernels
-from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
 from megatrain_accelerate.optim.moments import Int8Moments
 
 

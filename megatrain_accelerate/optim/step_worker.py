@@ -25,7 +25,6 @@ class Ticket:
         return self._done.is_set()
 
     def finish(self, cause: BaseException | None = None) -> None:
-        """Called by the worker, once."""
         self._cause = cause
         self._done.set()
 
@@ -65,23 +64,20 @@ class StepWorker:
     def _run(self) -> None:
         # What it does with parameters that are watched is no reason to wait for it.
         with torch._C.DisableTorchFunctionSubclass():
-            self._run_queue()
-
-    def _run_queue(self) -> None:
-        while (item := self._queue.get()) is not None:
-            ticket, work = item
-            if self._failure is None:
-                start_ns = time.perf_counter_ns()
-                try:
-                    work()
-                except BaseException as error:
-                    self._failure = error
-                end_ns = time.perf_counter_ns()
-                self.busy_seconds += (end_ns - start_ns) / 1e9
-                if (observer := self.on_work_done) is not None:
-                    observer(ticket.name, start_ns, end_ns)
-            ticket.finish(self._failure)
-            del item, ticket, work  # a closure may hold device memory
+            while (item := self._queue.get()) is not None:
+                ticket, work = item
+                if self._failure is None:
+                    start_ns = time.perf_counter_ns()
+                    try:
+                        work()
+                    except BaseException as error:
+                        self._failure = error
+                    end_ns = time.perf_counter_ns()
+                    self.busy_seconds += (end_ns - start_ns) / 1e9
+                    if (observer := self.on_work_done) is not None:
+                        observer(ticket.name, start_ns, end_ns)
+                ticket.finish(self._failure)
+                del item, ticket, work  # a closure may hold device memory
 
     @property
     def is_idle(self) -> bool:
@@ -118,11 +114,7 @@ class StepWorker:
             ticket.wait()
 
     def drain(self) -> None:
-        """Blocks until everything submitted is over.
-
-        Raises:
-            StepWorkerError: some of it failed.
-        """
+        """Blocks until everything submitted is over; raises as :meth:`raise_if_failed`."""
         if self._last_ticket is not None:
             self._last_ticket.wait()
         self.raise_if_failed()

@@ -71,7 +71,6 @@ def _step_block(
     decay,
     l2,
     one_minus_beta1,
-    minus_beta1,
     beta2,
     one_minus_beta2,
     correction2_sqrt,
@@ -104,7 +103,7 @@ def _step_block(
     else:
         weight = weight * decay
     difference = grad - m
-    m = tl.fma(difference, one_minus_beta1, m) if SMALL_STEP else tl.fma(difference, minus_beta1, grad)
+    m = tl.fma(difference, one_minus_beta1, m) if SMALL_STEP else tl.fma(difference, one_minus_beta1 - 1.0, grad)
     v = tl.fma(grad * one_minus_beta2, grad, v * beta2)
     denominator = tl.div_rn(tl.sqrt_rn(v), correction2_sqrt) + eps
     weight = weight + tl.div_rn(m * negative_step_size, denominator)
@@ -126,7 +125,6 @@ def adamw(
     decay,
     l2,
     one_minus_beta1,
-    minus_beta1,
     beta2,
     one_minus_beta2,
     correction2_sqrt,
@@ -150,7 +148,7 @@ def adamw(
     elements, the first one's place in its unit, and the parameter's first chunk. With ``SPLIT`` weights and gradients are
     bf16 and the masters' residuals int16, all as int16 bits; without it weights and gradients are fp32. With ``GRAD_SPLIT``
     the gradient is an fp32 sum and has a residual. With ``BF16_MOMENTS`` moments are the bits of bf16 numbers
-    (``csrc/adamw_bf16_moments.h``).
+    (``csrc/adamw.h``).
     """
     row_ptr = table_ptr + tl.load(row_of_chunk_ptr + tl.program_id(0)) * COLUMNS
     WEIGHT: tl.constexpr = tl.int16 if SPLIT else tl.float32
@@ -181,7 +179,6 @@ def adamw(
                 decay,
                 l2,
                 one_minus_beta1,
-                minus_beta1,
                 beta2,
                 one_minus_beta2,
                 correction2_sqrt,
@@ -207,7 +204,6 @@ def adamw(
                 decay,
                 l2,
                 one_minus_beta1,
-                minus_beta1,
                 beta2,
                 one_minus_beta2,
                 correction2_sqrt,

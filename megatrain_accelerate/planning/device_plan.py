@@ -14,22 +14,29 @@ from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes
+from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.optim.device_kernel import can_step_on
-from megatrain_accelerate.planning.batch_extent import GROWTH_FACTORS, BatchExtent, enlarged_batch
-from megatrain_accelerate.planning.compile_choice import compilation_pays
-from megatrain_accelerate.planning.device_memory import SEGMENT_BYTES, USABLE_SHARE_OF_DEVICE, free_bytes, whole_free_bytes
-from megatrain_accelerate.planning.engine_sizes import engine_model, state_bytes, unit_sizes
-from megatrain_accelerate.planning.evaluation_weights import EvaluationWeights, has_cache, is_next_token
+from megatrain_accelerate.planning.evaluation_weights import EvaluationWeights, has_cache
 from megatrain_accelerate.planning.layer_measurement import measure_layers
-from megatrain_accelerate.planning.machine import Machine, measured_machine
-from megatrain_accelerate.planning.placement import Model, Placement, peak_bytes
+from megatrain_accelerate.planning.machine import (
+    SEGMENT_BYTES,
+    STEP_BYTES,
+    USABLE_SHARE_OF_DEVICE,
+    Machine,
+    free_bytes,
+    measured_machine,
+    whole_free_bytes,
+)
+from megatrain_accelerate.planning.other_batches import GROWTH_FACTORS, BatchExtent, enlarged_batch, extrapolated_outline
+from megatrain_accelerate.planning.placement import Model, Placement, UnitSizes, peak_bytes
 from megatrain_accelerate.planning.placement_search import Candidate, Choices, PlacementSearch
 from megatrain_accelerate.planning.plan_table import plan_table
-from megatrain_accelerate.planning.step_outline import evaluation_bytes, outline_step
-from megatrain_accelerate.planning.step_profile import StepOutline, extrapolated_outline
+from megatrain_accelerate.planning.step_outline import outline_step
+from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.planning.step_simulation import StepTime
 from megatrain_accelerate.planning.tile_choice import measured_to_fit, outline_with_tiles
 from megatrain_accelerate.progress import say
+from megatrain_accelerate.streaming.expert_parts import ExpertPart
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.units import GIB, MIB
 
@@ -45,18 +52,21 @@ _NOT_PREDICTED = (
 
 _CLEARLY_LARGER = 1.25
 
+# Compiling changes the numbers that a training gives. So the decision uses fixed estimates and never measured times: the same
+# training always decides in the same way.
+COMPILE_SECONDS = 30.0
+"""To compile one kind of layer. Measured: 10 s for a fixed length, up to 36 s with dynamic shapes, less with a warm cache."""
+_SAVED_SHARE = 0.25
+"""Of the uncompiled layers' time. Measured on an H200 (3B, 8 x 4,096 tokens): 24,000 tokens a second instead of 17,500."""
+_EAGER_FLOPS = 3.5e14
+"""A second, of uncompiled layers on an H200. A slower GPU would save more seconds than this estimate says."""
+
 
 class DevicePlan:
     """Follows the batches: when one is larger than what is planned for, its step is predicted and planned anew.
 
     Layers are measured once, on the first batch; other steps are extrapolated from it. The second plan and later ones leave
     room for batches that are larger still, so that data of many lengths has few plans.
-
-    Args:
-        runtime: the engine at work; the plan places its layers.
-        config: the settings.
-        device: where the model computes.
-        show: whether this process shows the table.
     """
 
     def __init__(self, runtime: StreamingRuntime, config: MegatrainConfig, device: torch.device, show: bool = False) -> None:
@@ -65,11 +75,9 @@ class DevicePlan:
         self._device = device
         self.show = show
         """Whether this process shows the table."""
-        self._seen, self._planned = BatchExtent(), BatchExtent()
-        self._plans = 0
+        self._seen, self._planned, self._plans = BatchExtent(), BatchExtent(), 0
         self._measured_steps: dict[Hashable, tuple[StepOutline, StepOutline]] = {}
         """For each way of running a step, one that was measured: its estimate, and its measured outline."""
-        self._evaluated, self._evaluation_bytes = BatchExtent(), 0
         self._displaced: Placement | None = None
         self._is_interrupted = False
         self.evaluation_weights = EvaluationWeights(runtime, config.evaluation_weights)
@@ -87,52 +95,40 @@ class DevicePlan:
         count = len(runtime.layers)
         self._choices = Choices.of_settings(config, count)
         runtime.token_tile = 0 if config.token_tile == "auto" else int(config.token_tile)
-        self._asked = Placement.of_counts(
-            count,
-            kept=self._choices.kept or 0,
-            offloaded=self._choices.offloaded or 0,
-            resident=self._choices.resident or 0,
-            on_device=count if self._choices.on_device == -1 else self._choices.on_device or 0,
-            groups_on_device=self._choices.on_device == -1,
-            inputs_offloaded=self._choices.inputs_offloaded or 0,
-            attention_kept=self._choices.attention_kept or 0,
-        )
+        every = self._choices.on_device == -1
+        asked: dict[str, Any] = {kind: wanted or 0 for kind, wanted in dataclasses.asdict(self._choices).items()}
+        asked["on_device"] = count if every else asked["on_device"]
+        self._asked = Placement.of_counts(count, **asked, groups_on_device=every)
         runtime.keep_states_on_host = self._keep_states_on_host
         self._place(self._asked)
 
     def held_bytes_by_kind(self) -> dict[str, int]:
         """Bytes that the engine holds on the device now, by what they hold."""
-        units = self._runtime.units
+        runtime = self._runtime
+        layers = [layer.unit for layer in runtime.layers if layer.unit.is_on_device]
+        # Gradients are summed on the device of all resident parameters, and of units that live there.
+        summed = [unit for unit in [*(group.unit for group in runtime.groups), *layers] if unit.gradient_residuals is not None]
+        sum_bytes = sum(2 * unit.layout.split_elements for unit in summed)
         return {
-            "slots": self._runtime.prefetcher.device_bytes,
-            "gradient_slots": self._runtime.offloader.device_bytes,
-            **self._fixed_bytes_by_kind(with_sums=self._runtime.gradient_sums.is_made),
-            "resident_layers": self._runtime.prefetcher.resident_bytes,
-            "states": sum(state_bytes(unit) - unit.layout.weight_bytes for unit in units if unit.is_on_device),
-            "layers": sum(layer.unit.layout.weight_bytes for layer in self._runtime.layers if layer.unit.is_on_device),
-            **self._sums_bytes_by_kind(),
+            "slots": runtime.prefetcher.device_bytes,
+            "gradient_slots": runtime.offloader.device_bytes,
+            **self._fixed_bytes_by_kind(planned=False),
+            "resident_layers": runtime.prefetcher.resident_bytes,
+            "states": sum(2 * at.layout.split_elements + at.moment_bytes for at in runtime.units if at.is_on_device),
+            "layers": sum(unit.layout.weight_bytes for unit in layers),
+            **({"gradient_residuals": sum_bytes} if sum_bytes else {}),
         }
 
-    def _sums_bytes_by_kind(self) -> dict[str, int]:
-        """The residuals of gradients that are summed on the device: all resident ones, and those of units that live there."""
-        runtime = self._runtime
-        units = [group.unit for group in runtime.groups] + [layer.unit for layer in runtime.layers if layer.unit.is_on_device]
-        held = sum(2 * unit.layout.split_elements for unit in units if unit.gradient_residuals is not None)
-        return {"gradient_residuals": held} if held else {}
-
-    def _fixed_bytes_by_kind(self, with_sums: bool) -> dict[str, int]:
-        """Those under any placement; ``with_sums`` the sums of a batch's pieces too."""
-        part_slots = self._runtime.expert_streams.slot_bytes
+    def _fixed_bytes_by_kind(self, planned: bool) -> dict[str, int]:
+        """Those under any placement: now, or ``planned`` for when the next step is under way."""
+        runtime, sums = self._runtime, self._runtime.gradient_sums
+        part_slots = runtime.expert_streams.slot_bytes
+        has_sums = sums.is_made or (planned and runtime.micro_batch_size is not None)
         return {
             **({"expert_slots": part_slots} if part_slots else {}),
-            "resident": sum(group.device_bytes for group in self._runtime.groups),
-            **({"gradient_sums": self._runtime.gradient_sums.planned_bytes} if with_sums else {}),
+            "resident": sum(group.device_bytes for group in runtime.groups),
+            **({"gradient_sums": sums.planned_bytes} if has_sums else {}),
         }
-
-    def _planned_fixed_bytes_by_kind(self) -> dict[str, int]:
-        """Those under any placement, when the next step is under way."""
-        runtime = self._runtime
-        return self._fixed_bytes_by_kind(runtime.gradient_sums.is_made or runtime.micro_batch_size is not None)
 
     @property
     def _measures(self) -> bool:
@@ -154,31 +150,18 @@ class DevicePlan:
         if self._runtime.open_forwards or not (moves or holds):
             return
         if holds:
-            self.evaluation_weights.before_forward(inputs, functools.partial(self._spare_bytes, model, inputs))
+            self.evaluation_weights.before_forward(model, inputs, self._left_bytes)
         # Of a generation the first forward is the one to predict; of the others those that matter.
         if moves or (holds and has_cache(inputs) and self.has_budget):
-            self._predict_evaluation(model, inputs)
-        if moves and self._evaluation_bytes > USABLE_SHARE_OF_DEVICE * free_bytes(self._device):
-            logger.info("megatrain: layers leave the GPU for an evaluation of %.1f GiB", self._evaluation_bytes / GIB)
-            self._displaced = self.placement
-            self._place(
-                dataclasses.replace(self.placement, resident=frozenset(), on_device=frozenset(), groups_on_device=False)
-            )
-            torch.cuda.empty_cache()
-
-    def _predict_evaluation(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        extent = BatchExtent.of(inputs)
-        # A token's inputs grow by its mask; it needs less than the text before it, and can't run without its cache.
-        if self._evaluated.covers(extent) or is_next_token(inputs):
-            return
-        self._evaluated = self._evaluated.union(extent)
-        try:
-            self._evaluation_bytes = evaluation_bytes(model, self._runtime, inputs, self._device)
-        except Exception as error:  # a model that looks at its data can't be run without any
-            logger.info("megatrain: an evaluation's memory can't be predicted for this model (%s)", error)
+            needed_bytes = self.evaluation_weights.needed_bytes(model, inputs)
+            if moves and needed_bytes > USABLE_SHARE_OF_DEVICE * free_bytes(self._device):
+                logger.info("megatrain: layers leave the GPU for an evaluation of %.1f GiB", needed_bytes / GIB)
+                self._displaced = self.placement
+                self._place(dataclasses.replace(_on_host(self.placement), resident=frozenset()))
+                torch.cuda.empty_cache()
 
     def follow(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Plans for a training forward on ``inputs`` (keyword arguments of the model) if no plan covers it.
+        """Plans for a training forward on ``inputs``, keyword arguments of the model, if no plan covers it.
 
         A forward that begins before the backward of another (a preference loss on two batches) is recomputed whole, and the
         next plan leaves room for as many at once.
@@ -217,15 +200,14 @@ class DevicePlan:
         if budget_bytes:
             self._plan(outline, budget_bytes)
         else:
-            placed_bytes = peak_bytes(outline, self.model_sizes(), self.placement)
-            self.predicted_bytes = self._fixed_bytes(outline) + placed_bytes
+            self.predicted_bytes = self._fixed_bytes(outline) + peak_bytes(outline, self.model_sizes(), self.placement)
         self._seen, self._planned = seen, BatchExtent.of(batch)
         self._plans += 1
 
     def _batch_to_plan_for(
         self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent
     ) -> tuple[Mapping[str, Any], StepOutline]:
-        """Returns the batch to plan for and its step: in the first plan the batch itself, in later ones a batch that covers
+        """The batch to plan for and its step: in the first plan the batch itself, in later ones a batch that covers
         all batches so far and, if such a step fits, larger ones."""
         if self._plans and self.has_budget:
             # Steps may be planned anew for another reason than their batches: more forwards at once.
@@ -241,8 +223,7 @@ class DevicePlan:
                     continue
                 if outline is not None and self._search_for(outline).something_fits:
                     return batch, outline
-        foreseen = self._foreseen.get(self._key(inputs))
-        return inputs, foreseen or self._predicted(model, inputs)
+        return inputs, self._foreseen.get(self._key(inputs)) or self._predicted(model, inputs)
 
     def _fixed_bytes(self, outline: StepOutline) -> int:
         """What such a step takes under any placement."""
@@ -250,16 +231,12 @@ class DevicePlan:
         every = Placement.of_counts(len(self._runtime.layers), resident=len(self._runtime.layers))
         sizes = dataclasses.replace(self.model_sizes(), gradient_slot_bytes=0)
         waiting = peak_bytes(outline, sizes, every) - sum(layer.weight_bytes for layer in sizes.layers)
-        held = sum(self._planned_fixed_bytes_by_kind().values()) + LIBRARY_WORKSPACE_BYTES
+        held = sum(self._fixed_bytes_by_kind(planned=True).values()) + LIBRARY_WORKSPACE_BYTES
         return held + (self._forwards_at_once - 1) * waiting
 
     def expect_steps(self, steps: int | None, compiles: bool | None = None) -> None:
-        """A training begins.
-
-        Args:
-            steps: of its optimizer, where their number is known: layers are compiled only if that pays for itself.
-            compiles: what the training chose before it was interrupted.
-        """
+        """A training begins, of so many optimizer steps if that is known: layers are compiled only if that
+        pays for itself. ``compiles`` is what the training chose before it was interrupted."""
         if (steps, compiles) != self._expected:
             compiled = self._runtime.compiled
             self._expected, compiled.pays = (steps, compiles), compiles if compiled.is_optional else None
@@ -272,15 +249,6 @@ class DevicePlan:
         """Steps of the training in progress, and whether it compiles layers; None for what isn't known."""
         return self._expected[0], self._runtime.compiled.pays
 
-    def _choose_compilation(self, outline: StepOutline) -> None:
-        compiled, steps = self._runtime.compiled, self._expected[0]
-        if compiled.is_optional and compiled.pays is None and steps is not None:
-            compiled.pays = compilation_pays(outline, steps * self.micro_batches)
-            if not compiled.pays:
-                logger.info(
-                    "megatrain: %d steps don't pay for compiling the layers (compile_layers: true compiles them)", steps
-                )
-
     def forget(self) -> None:
         """The next batch is planned for as if it were the first: steps are to run in another way from now on."""
         self._seen, self._planned, self._plans = BatchExtent(), BatchExtent(), 0
@@ -289,6 +257,10 @@ class DevicePlan:
     def has_budget(self) -> bool:
         """Whether device memory is planned with; else nothing is placed and no time predicted."""
         return self._budget_bytes() > 0
+
+    def _key(self, inputs: Mapping[str, Any]) -> Hashable:
+        shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
+        return (self._runtime.micro_batch_size, shapes)
 
     def foresee(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
         """The outline of a step on ``inputs``, without planning for it. :meth:`follow` on the like takes it over.
@@ -308,33 +280,45 @@ class DevicePlan:
         return self._foreseen[key]
 
     def weigh(self, model: nn.Module, inputs: Mapping[str, Any]) -> Candidate | None:
-        """The fastest placement for steps on ``inputs``, which isn't applied; None if none fits the budget.
-
-        Raises:
-            Exception: see :meth:`foresee`.
-        """
+        """The fastest placement for steps on ``inputs``, which isn't applied; None if none fits. Raises as :meth:`foresee`."""
         return self._search_for(self.foresee(model, inputs)).best()
 
     def _predicted(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
-        """Returns the outline of a step. The first is measured, later ones are scaled from it where they can be."""
+        """The outline of a step. The first is measured, later ones are scaled from it where they can be."""
         outline = self._outlined(model, inputs)
-        self._choose_compilation(outline)
+        compiled, steps = self._runtime.compiled, self._expected[0]
+        if compiled.is_optional and compiled.pays is None and steps is not None:
+            # Backward takes twice the FLOPs of forward.
+            pass_flops = 3 * sum(outline.profiles[call.kind].forward.flops for call in outline.forward_calls)
+            saved_seconds = steps * self.micro_batches * _SAVED_SHARE * pass_flops / _EAGER_FLOPS
+            compiled.pays = saved_seconds >= COMPILE_SECONDS * len(outline.profiles)
+            if not compiled.pays:
+                text = "megatrain: %d steps don't pay for compiling the layers (compile_layers: true compiles them)"
+                logger.info(text, steps)
         found = self._in_proportion(inputs, outline)
         if found is not None and (found is outline or self._search_for(found).something_fits):
             return found
-        measured = self._measured_to_fit(model, inputs, outline)
+        measured = measured_to_fit(
+            self._runtime,
+            outline,
+            self._config.token_tile,
+            lambda: outline_step(model, self._runtime, inputs, self._device),
+            lambda made: self._measured(model, inputs, made),
+            self._search_for,
+        )
         if measured.token_tile == outline.token_tile:
-            self._measured_steps[_way_of(self._runtime, inputs)] = (outline, measured)
+            self._measured_steps[self._way_of(inputs)] = (outline, measured)
         return measured
 
-    def _in_proportion(self, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline | None:
-        """Returns the outline scaled from the measured step, or None if none was measured that it can be scaled from.
+    def _way_of(self, inputs: Mapping[str, Any]) -> Hashable:
+        """What two steps must share for the costs of one to be scaled from the other's."""
+        return self._runtime.micro_batch_size, frozenset(inputs)
 
-        Where nothing is measured, the outline stays as it is.
-        """
+    def _in_proportion(self, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline | None:
+        """The outline scaled from the measured step, None if there is none to scale it from; itself where none is measured."""
         if not (self._measures and self.has_budget):
             return outline
-        steps = self._measured_steps.get(_way_of(self._runtime, inputs))
+        steps = self._measured_steps.get(self._way_of(inputs))
         return None if steps is None else extrapolated_outline(outline, *steps, self._machine)
 
     def _outlined(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
@@ -346,22 +330,13 @@ class DevicePlan:
             self._search_for if self.has_budget else None,
         )
 
-    def _search_for(self, outline: StepOutline) -> PlacementSearch:
-        return self._search(outline, self._budget_bytes() - self._fixed_bytes(outline))
-
-    def _key(self, inputs: Mapping[str, Any]) -> Hashable:
-        shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
-        return (self._runtime.micro_batch_size, shapes)
-
-    def _measured_to_fit(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
-        return measured_to_fit(
-            self._runtime,
-            outline,
-            self._config.token_tile,
-            lambda: outline_step(model, self._runtime, inputs, self._device),
-            lambda made: self._measured(model, inputs, made),
-            self._search_for,
-        )
+    def _search_for(self, outline: StepOutline, budget_bytes: int | None = None) -> PlacementSearch:
+        choices = self._choices
+        if not self._runtime.states_may_move or not can_step_on(self._device):
+            choices = dataclasses.replace(choices, on_device=0)
+        budget_bytes = self._budget_bytes() if budget_bytes is None else budget_bytes
+        step_bytes = budget_bytes - self._fixed_bytes(outline)
+        return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, choices, self._host_budget_bytes())
 
     def _measured(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
         try:
@@ -378,17 +353,15 @@ class DevicePlan:
         return measure_layers(model, self._runtime, inputs, outline, self._budget_bytes())
 
     def _plan(self, outline: StepOutline, budget_bytes: int) -> None:
-        fixed_bytes = self._fixed_bytes(outline)
-        search = self._search(outline, budget_bytes - fixed_bytes)
+        search = self._search_for(outline, budget_bytes)
         found = search.best() or search.leanest(self._settled())
-        self.predicted_bytes = fixed_bytes + found.peak_bytes
+        self.predicted_bytes = self._fixed_bytes(outline) + found.peak_bytes
         self.predicted_time = found.time
         self._place(found.placement)
         if self.show:
-            table = plan_table(found, self._runtime, self.predicted_bytes, budget_bytes, outline)
-            say(table, file=sys.stderr)
+            say(plan_table(found, self._runtime, self.predicted_bytes, budget_bytes, outline), file=sys.stderr)
         if self.predicted_bytes > budget_bytes:
-            held = {**self._planned_fixed_bytes_by_kind(), "step": found.peak_bytes}
+            held = {**self._fixed_bytes_by_kind(planned=True), "step": found.peak_bytes}
             logger.warning(
                 "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s) and %.1f GiB are planned with; if it "
                 "runs out of memory, set megatrain_config.micro_batch_size, or lower per_device_train_batch_size or the "
@@ -398,18 +371,10 @@ class DevicePlan:
                 budget_bytes / GIB,
             )
 
-    def _search(self, outline: StepOutline, step_bytes: int) -> PlacementSearch:
-        choices = self._choices
-        if not self._runtime.states_may_move or not can_step_on(self._device):
-            choices = dataclasses.replace(choices, on_device=0)
-        return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, choices, self._host_budget_bytes())
-
     def _host_budget_bytes(self) -> int:
         """Host memory that offloaded activations could take if all units lived on the host."""
         host_bytes = available_host_bytes(self._config.host_memory_gib) - CONSTANT_OVERHEAD_BYTES
-        return host_bytes - sum(
-            unit_sizes(unit, self._runtime, self.micro_batches).host_bytes for unit in self._runtime.units if unit.is_on_device
-        )
+        return host_bytes - sum(self._unit_sizes(unit).host_bytes for unit in self._runtime.units if unit.is_on_device)
 
     def _place(self, placement: Placement) -> None:
         before, self.placement = self.placement, placement
@@ -439,7 +404,49 @@ class DevicePlan:
 
     def model_sizes(self) -> Model:
         """What the simulation has to know of the engine."""
-        return engine_model(self._runtime, self._config, self.micro_batches)
+        runtime, config, sizes = self._runtime, self._config, self._unit_sizes
+        return Model(
+            layers=[sizes(layer.unit) for layer in runtime.layers],
+            groups_before=[sizes(group.unit) for group in runtime.groups if not group.layers_before],
+            groups_after=[sizes(group.unit) for group in runtime.groups if group.layers_before],
+            slots=config.slots,
+            gradient_slots=config.gradient_slots,
+            slot_bytes=runtime.prefetcher.shared_bytes,
+            gradient_slot_bytes=runtime.offloader.slot_bytes,
+            steps_in_backward=bool(runtime.offloader.layer_done_listeners),
+            micro_batches=self.micro_batches,
+            parts={
+                layer.index: [_part_sizes(part, sizes(part.owner.unit)) for at in layer.experts for part in at.parts]
+                for layer in runtime.layers
+                if layer.experts
+            },
+        )
+
+    @property
+    def _adds_on_host(self) -> bool:
+        """Whether gradients are added up on the host: those of several backwards, or of pieces of a batch, which experts in
+        parts bring one by one."""
+        in_pieces = self._runtime.micro_batch_size is not None
+        return self.micro_batches > 1 or (in_pieces and any(at.has_trainable for at in self._runtime.experts))
+
+    def _unit_sizes(self, unit: HostUnit) -> UnitSizes:
+        layout = unit.layout
+        residual_bytes = 2 * layout.split_elements
+        step_bytes = STEP_BYTES
+        # The step with 8-bit moments has 14 bytes of traffic, but the memory isn't what it waits for: it is no faster.
+        if self._config.moments_dtype != "int8":
+            # With moments in fp32 it reads and writes each of the two.
+            step_bytes += 2 * unit.moment_bytes // max(1, layout.state_elements) - 2 * 8
+        return UnitSizes(
+            weight_bytes=layout.weight_bytes,
+            gradient_bytes=layout.gradient_bytes,
+            parameters=layout.state_elements,
+            state_bytes=layout.weight_bytes + residual_bytes + unit.moment_bytes,
+            # The first addition makes room for all units' sums.
+            sum_bytes=residual_bytes if self._runtime.sums.is_wanted and self._adds_on_host else 0,
+            gradients_pass=unit.passes_gradients,
+            step_bytes=step_bytes,
+        )
 
     def _budget_bytes(self) -> int:
         """Bytes of the device that a step may take, what the engine holds included; 0 without a GPU."""
@@ -449,25 +456,30 @@ class DevicePlan:
             return 0
         return int(USABLE_SHARE_OF_DEVICE * (free_bytes(self._device) + sum(self.held_bytes_by_kind().values())))
 
-    def _spare_bytes(self, model: nn.Module, inputs: Mapping[str, Any]) -> int | None:
-        """Bytes of the budget beside what the engine holds and an evaluation needs; None without a budget.
-
-        Half of what would be there if the need is unknown.
-        """
+    def _left_bytes(self) -> int | None:
+        """Bytes of the budget beside what the engine holds; None without a budget."""
         budget_bytes = self._budget_bytes()
         if not budget_bytes:
             return None
-        self._predict_evaluation(model, inputs)
         left = budget_bytes - sum(self.held_bytes_by_kind().values())
         if self._device.type == "cuda":
             left = min(left, int(USABLE_SHARE_OF_DEVICE * whole_free_bytes(self._device)) - SEGMENT_BYTES)
-        return left - self._evaluation_bytes if self._evaluation_bytes else left // 2
-
-
-def _way_of(runtime: StreamingRuntime, inputs: Mapping[str, Any]) -> Hashable:
-    """Returns what two steps must share for the costs of one to be scaled from the other's."""
-    return runtime.micro_batch_size, frozenset(inputs)
+        return left
 
 
 def _on_host(placement: Placement) -> Placement:
     return dataclasses.replace(placement, on_device=frozenset(), groups_on_device=False)
+
+
+def _part_sizes(part: ExpertPart, whole: UnitSizes) -> UnitSizes:
+    """The sizes of a part of experts, of which all have the sizes ``whole``."""
+    layout = part.unit.layout
+    experts, count = part.experts.experts, part.experts.count
+    return dataclasses.replace(
+        whole,
+        weight_bytes=layout.weight_bytes,
+        gradient_bytes=layout.gradient_bytes,
+        parameters=layout.state_elements,
+        state_bytes=whole.state_bytes * experts // count,
+        sum_bytes=whole.sum_bytes * experts // count,
+    )

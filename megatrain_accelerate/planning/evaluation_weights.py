@@ -7,11 +7,15 @@ are held have a slot of their own until a model trains again: they cross once. N
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
+from megatrain_accelerate.planning.other_batches import BatchExtent
+from megatrain_accelerate.planning.step_outline import evaluation_bytes
 from megatrain_accelerate.streaming.caches import CACHE_ARGUMENTS
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.units import GIB
@@ -44,11 +48,8 @@ def cache_bytes(inputs: Mapping[str, Any]) -> int:
             found[id(value)] = value.nbytes
         elif id(value) not in seen:
             seen.add(id(value))
-            if isinstance(value, Mapping):
-                for item in value.values():
-                    look(item)
-            elif isinstance(value, (list, tuple)):
-                for item in value:
+            if isinstance(value, (Mapping, list, tuple)):
+                for item in value.values() if isinstance(value, Mapping) else value:
                     look(item)
             elif type(value).__module__.partition(".")[0] == "transformers" and not isinstance(value, type):
                 look(getattr(value, "__dict__", {}))
@@ -63,16 +64,13 @@ class EvaluationWeights:
 
     Under ``auto`` from the second such forward in a row on, since a single one (a reference model's, once a training step)
     gains nothing; as many layers as fit beside what the forward needs, its caches counted twice so that they can grow.
-
-    Args:
-        runtime: the engine at work.
-        setting: ``megatrain_config.evaluation_weights``.
     """
 
     def __init__(self, runtime: StreamingRuntime, setting: str) -> None:
         self._runtime = runtime
         self._setting = setting
-        self._forwards = self._tokens = self._cache_bytes = 0
+        self._forwards = self._tokens = self._cache_bytes = self._needed_bytes = 0
+        self._evaluated = BatchExtent()
         self._is_full = self._is_warned = self._is_warned_of_experts = False
 
     @property
@@ -80,53 +78,60 @@ class EvaluationWeights:
         """Whether the setting and the placement leave layers to hold."""
         return self._setting != "stream" and self._runtime.prefetcher.fixed_slot_count < len(self._runtime.layers)
 
-    def before_forward(self, inputs: Mapping[str, Any], spare_bytes: Callable[[], int | None]) -> None:
+    def needed_bytes(self, model: nn.Module, inputs: Mapping[str, Any]) -> int:
+        """Predicted, of the largest forward without gradients so far, this one included; 0 if unknown."""
+        extent = BatchExtent.of(inputs)
+        # A token's inputs grow by its mask; it needs less than the text before it, and can't run without its cache.
+        if not self._evaluated.covers(extent) and not is_next_token(inputs):
+            self._evaluated = self._evaluated.union(extent)
+            try:
+                self._needed_bytes = evaluation_bytes(model, self._runtime, inputs, self._runtime.streams.device)
+            except Exception as error:  # a model that looks at its data can't be run without any
+                logger.info("megatrain: an evaluation's memory can't be predicted for this model (%s)", error)
+        return self._needed_bytes
+
+    def before_forward(self, model: nn.Module, inputs: Mapping[str, Any], left_bytes: Callable[[], int | None]) -> None:
         """Before a forward without gradients: holds more layers if there is room, or gives some up if there is none.
 
-        Args:
-            inputs: keyword arguments of the model.
-            spare_bytes: what is left of the device's memory beside all that the engine holds and such a forward needs;
-                negative if it is too little, None if memory isn't planned with.
+        ``left_bytes`` tells what is left of the budget beside all that the engine holds, None without one.
         """
         self._forwards += 1
-        if not self.may_be_held or (self._setting == "auto" and self._forwards < 2):
+        if self._setting == "auto" and self._forwards < 2:
             return
         self._tokens = self._tokens + 1 if is_next_token(inputs) else 0
         if self._tokens % TOKENS_BETWEEN_LOOKS > 1:
             return
-        spare = spare_bytes()
-        if spare is None:
-            if self._setting == "resident":
-                self._hold(None)
-                self._say_what_streams()
+        left = left_bytes()
+        if left is None and self._setting != "resident":
             return
-        # Twice where the cache isn't allocated yet or grows by being copied; what free memory lacks it has already.
-        self._cache_bytes = max(self._cache_bytes, cache_bytes(inputs))
-        spare -= self._cache_bytes
+        spare: float = math.inf
+        if left is not None:
+            needed = self.needed_bytes(model, inputs)
+            # Twice where the cache isn't allocated yet or grows by being copied; what free memory lacks it has already.
+            self._cache_bytes = max(self._cache_bytes, cache_bytes(inputs))
+            spare = (left - needed if needed else left // 2) - self._cache_bytes
         if spare < 0:
-            self._is_full |= self._runtime.prefetcher.let_go(-spare) > 0
+            self._is_full |= self._runtime.prefetcher.let_go(-int(spare)) > 0
         elif not self._is_full:
             self._hold(spare)
-        self._say_what_streams()
+        if self._setting == "resident":
+            self._say_what_streams()
 
-    def _hold(self, spare_bytes: int | None) -> None:
+    def _hold(self, spare_bytes: float) -> None:
         prefetcher = self._runtime.prefetcher
         for layer in self._runtime.layers:
             if prefetcher.has_own_slot(layer.index):
                 continue
-            size_bytes = layer.unit.layout.weight_bytes
-            if spare_bytes is not None and size_bytes > spare_bytes:
+            spare_bytes -= layer.unit.layout.weight_bytes
+            if spare_bytes < 0:
                 break
             try:
                 prefetcher.hold(layer.index)
             except torch.OutOfMemoryError:
                 self._is_full = True
                 break
-            spare_bytes = None if spare_bytes is None else spare_bytes - size_bytes
 
     def _say_what_streams(self) -> None:
-        if self._setting != "resident":
-            return
         layers, prefetcher, experts = self._runtime.layers, self._runtime.prefetcher, self._runtime.experts
         missing = [layer for layer in layers if not prefetcher.has_own_slot(layer.index)]
         if experts and not self._is_warned_of_experts:

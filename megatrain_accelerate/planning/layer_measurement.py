@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
-from megatrain_accelerate.planning.device_memory import raise_peak
+from megatrain_accelerate.planning.machine import raise_peak
 from megatrain_accelerate.planning.step_memory import buffers_put_back, without_hooks
 from megatrain_accelerate.planning.step_outline import as_leaves
 from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline

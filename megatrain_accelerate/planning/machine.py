@@ -1,6 +1,7 @@
-"""How fast this machine moves and computes: measured in about two seconds, and kept in the user's cache folder.
+"""How fast this machine moves and computes, and what is free of its GPU's memory.
 
-The first processes measure anew, and the plan counts with the median: something else may run on the machine at one time.
+Speeds are measured in about two seconds, and kept in the user's cache folder. The first processes
+measure anew, and the plan counts with the median: something else may run at one time.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatrain_accelerate.memory.host_memory import HostMemory
-from megatrain_accelerate.optim.adam_arguments import AdamArguments
-from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
 from megatrain_accelerate.optim.moments import FloatMoments
 from megatrain_accelerate.units import MIB
 
@@ -42,6 +43,14 @@ MEASUREMENTS = 5
 """Processes that measure the machine; later ones go by what these found."""
 STEP_OVERHEAD = 0.010
 """Of the stock Trainer that logs each step; not measured, since it depends on the script."""
+
+USABLE_SHARE_OF_DEVICE = 0.9
+"""Share of the device's free memory that a plan fills: the caching allocator's blocks don't fit without gaps."""
+
+SEGMENT_BYTES = 64 * MIB
+"""What single tensors may take beyond their sizes: the caching allocator cuts small ones from pieces of 2 and of 20 MiB."""
+_PAGE_BYTES = {"small": 2 * MIB, "large": 20 * MIB}
+"""Of an expandable segment for tensors of up to 1 MiB, and of one for larger ones (c10/core/AllocatorConfig.h)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +81,7 @@ class Machine:
 
 
 def speeds_path(device: torch.device, kernels: HostKernels, register: bool) -> Path:
-    """Where the speeds are kept that are measured under these circumstances; see :func:`measured_machine`."""
+    """Where the speeds are kept that are measured under these circumstances."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     circumstances: list[object] = [platform.node(), name, os.cpu_count(), kernels.threads, register, torch.__version__]
     circumstances += [_ROUNDS, SHARE_IN_A_STEP, STEP_OVERHEAD, [field.name for field in dataclasses.fields(Machine)]]
@@ -87,25 +96,16 @@ def kept_speeds(path: Path) -> list[Machine]:
     """The measurements in a file of :func:`speeds_path`, oldest first; none if there is no file, or it is broken."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         found = [Machine(**speeds) for speeds in json.loads(path.read_text())]
-        if all(map(_can_be, found)):
+        rates = [rate for at in found for rate in dataclasses.astuple(dataclasses.replace(at, step_overhead=1.0))]
+        if all(0 < rate < math.inf for rate in rates) and all(0 <= at.step_overhead < math.inf for at in found):
             return found
     return []
-
-
-def _can_be(speeds: Machine) -> bool:
-    rates = dataclasses.astuple(dataclasses.replace(speeds, step_overhead=1.0))
-    return 0 <= speeds.step_overhead < math.inf and all(0 < rate < math.inf for rate in rates)
 
 
 def measured_machine(device: torch.device, kernels: HostKernels, register: bool) -> Machine:
     """The speeds of this machine: medians of what up to :data:`MEASUREMENTS` processes found under the same circumstances.
 
-    A process measures once, and not at all where so many did before.
-
-    Args:
-        device: where the model computes.
-        kernels: the host kernels at work.
-        register: whether host memory is page-locked.
+    A process measures once, and not at all where so many did before. ``register`` says whether host memory is page-locked.
     """
     path = speeds_path(device, kernels, register)
     if path not in _of_this_process:
@@ -126,14 +126,14 @@ def _median(measured: Sequence[Machine]) -> Machine:
 
     A share's is that of what the link had while the host stepped: beside others it may be high, of a slow link.
     """
-    names = [field.name for field in dataclasses.fields(Machine)]
-    usual = {name: statistics.median_high([getattr(speeds, name) for speeds in measured]) for name in names}
-    for way in ("h2d", "d2h"):
-        in_step = statistics.median_high(
-            [getattr(at, f"{way}_bytes") * getattr(at, f"{way}_share_in_step") for at in measured]
-        )
-        usual[f"{way}_share_in_step"] = min(1.0, in_step / usual[f"{way}_bytes"])
-    return Machine(**usual)
+    usual = Machine(*map(statistics.median_high, zip(*map(dataclasses.astuple, measured), strict=True)))
+    h2d_in_step = statistics.median_high(at.h2d_bytes * at.h2d_share_in_step for at in measured)
+    d2h_in_step = statistics.median_high(at.d2h_bytes * at.d2h_share_in_step for at in measured)
+    return dataclasses.replace(
+        usual,
+        h2d_share_in_step=min(1.0, h2d_in_step / usual.h2d_bytes),
+        d2h_share_in_step=min(1.0, d2h_in_step / usual.d2h_bytes),
+    )
 
 
 def _keep(path: Path, measured: Sequence[Machine]) -> None:
@@ -160,11 +160,11 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def _measure(device: torch.device, kernels: HostKernels, register: bool) -> Machine:
-    size = _COPY_BYTES if device.type == "cuda" else _COPY_BYTES // 16
-    elements = _STEP_ELEMENTS if device.type == "cuda" else _STEP_ELEMENTS // 16
-    devices = [device] if device.type == "cuda" else []
+    is_gpu = device.type == "cuda"
+    smaller = 1 if is_gpu else 16
+    size, elements, side = _COPY_BYTES // smaller, _STEP_ELEMENTS // smaller, 8192 // smaller
     # Whether the speeds were known already mustn't change what the training draws.
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+    with torch.no_grad(), torch.random.fork_rng(devices=[device] if is_gpu else []):
         host_memory = HostMemory(size, huge_pages=True, register=register)
         host = host_memory.tensor(0, (size,), torch.uint8)
         kernels.zero(host)
@@ -176,12 +176,11 @@ def _measure(device: torch.device, kernels: HostKernels, register: bool) -> Mach
         step_work = _host_step(kernels, elements)
         step = _seconds(torch.device("cpu"), step_work)
         h2d_in_step, d2h_in_step = h2d, d2h
-        if device.type == "cuda":
+        if is_gpu:
             with _repeated(step_work):
                 h2d_in_step, d2h_in_step = _seconds_of_both(on_device, host)
         within = _seconds(device, lambda: other.copy_(on_device))
         host_memory.close()
-        side = 8192 if device.type == "cuda" else 512
         # Products of zeros take less power and are faster.
         left = torch.randn(side, side, dtype=torch.bfloat16, device=device)
         product = _seconds(device, lambda: left @ left)
@@ -193,7 +192,7 @@ def _measure(device: torch.device, kernels: HostKernels, register: bool) -> Mach
         device_flops=2 * side**3 / product,
         h2d_share_in_step=min(1.0, h2d / h2d_in_step),
         d2h_share_in_step=min(1.0, d2h / d2h_in_step),
-        step_overhead=STEP_OVERHEAD if device.type == "cuda" else 0.0,
+        step_overhead=STEP_OVERHEAD if is_gpu else 0.0,
     )
 
 
@@ -216,15 +215,11 @@ def _repeated(work: Callable[[], object]) -> Iterator[None]:
 
 
 def _seconds_of_both(on_device: torch.Tensor, host: torch.Tensor) -> tuple[float, float]:
-    """The medians of copies to the device and to the host that run at once, each many times; halves of the same buffers.
-
-    Returns:
-        Seconds of a copy of as many bytes as the buffers have, to the device and to the host.
-    """
+    """Seconds of copies of the buffers to the device and to the host that run at once: medians of many copies of halves."""
     middle = host.numel() // 2
     streams = (torch.cuda.Stream(on_device.device), torch.cuda.Stream(on_device.device))
     copies = ((on_device[:middle], host[:middle]), (host[middle:], on_device[middle:]))
-    marks: tuple[list[torch.cuda.Event], list[torch.cuda.Event]] = ([], [])
+    marks: list[list[torch.cuda.Event]] = [[], []]
     torch.cuda.synchronize(on_device.device)
     for _ in range(_ROUNDS_AT_ONCE + 1):
         for stream, (target, source), events in zip(streams, copies, marks, strict=True):
@@ -249,3 +244,49 @@ def _host_step(kernels: HostKernels, elements: int) -> Callable[[], None]:
         kernels.zero(tensor)
     arguments = AdamArguments(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
     return lambda: kernels.adamw(hi, residual, FloatMoments(exp_avg, exp_avg_sq), gradient, arguments)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that nobody holds: neither another process, nor another model of this one, nor an engine."""
+    return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def whole_free_bytes(device: torch.device) -> int:
+    """:func:`free_bytes` without the fragments between tensors, which the allocator can't give back to the driver.
+
+    What is larger than any of them finds no room there. Of expandable segments free pages go back, of others whole segments.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
+    return int(torch.cuda.mem_get_info(device)[0]) + sum(map(_returnable_bytes, segments))
+
+
+def _returnable_bytes(segment: Mapping[str, Any]) -> int:
+    if tuple(segment["segment_pool_id"]) != (0, 0):
+        return 0  # a CUDA graph's, or another pool of somebody's own
+    blocks = segment["blocks"]
+    free = [(block["address"] - segment["address"], block["size"]) for block in blocks if block["state"] == "inactive"]
+    if not segment["is_expandable"]:
+        return int(free[0][1]) if free and len(blocks) == 1 else 0
+    page = _PAGE_BYTES[segment["segment_type"]]
+    return sum(page * max(0, (offset + size) // page - math.ceil(offset / page)) for offset, size in free)
+
+
+def raise_peak(device: torch.device, limit_bytes: int | None) -> None:
+    """Raises the allocator's peak statistic to what could be allocated, so that Inductor tries its kernels on the device.
+
+    To time kernels Inductor needs copies of what they overwrite. In a backward, copies that would raise the peak are made in
+    pinned host memory, which torch keeps for good, and each trial crosses the link (``copy_args_to_cpu_if_needed`` in
+    torch/_inductor/runtime/triton_heuristics.py): 18 GiB for a layer of gpt-oss-120b on 32,768 tokens.
+
+    Nobody reads the device's memory statistics until they are reset. ``limit_bytes`` is that of the process' tensors; None for
+    what is free.
+    """
+    torch.cuda.empty_cache()
+    room_bytes = int(USABLE_SHARE_OF_DEVICE * torch.cuda.mem_get_info(device)[0])
+    if limit_bytes is not None:
+        room_bytes = min(room_bytes, limit_bytes - torch.cuda.memory_allocated(device))
+    if room_bytes > 0:
+        with contextlib.suppress(torch.OutOfMemoryError):  # it may lie in pieces
+            torch.empty(room_bytes, dtype=torch.uint8, device=device)
+        torch.cuda.empty_cache()

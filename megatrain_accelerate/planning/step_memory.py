@@ -21,12 +21,16 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from megatrain_accelerate.loss.products import runs_on_gpu
-from megatrain_accelerate.planning.compiled_functions import compiled_functions_as_python
-from megatrain_accelerate.planning.function_caches import caches_emptied_after
-from megatrain_accelerate.planning.kernel_launches import launches_without_data
-from megatrain_accelerate.planning.known_values import KnownValues, NumbersOfTensors, taken_for_data
+from megatrain_accelerate.planning.fake_runs import (
+    KnownValues,
+    NumbersOfTensors,
+    caches_emptied_after,
+    compiled_functions_as_python,
+    launches_without_data,
+    taken_for_data,
+)
 from megatrain_accelerate.planning.machine import Machine
-from megatrain_accelerate.streaming import tile_loops
+from megatrain_accelerate.streaming import token_tiles
 from megatrain_accelerate.streaming.ambient_state import random_numbers_put_back
 from megatrain_accelerate.streaming.model_hook import HOOKS
 from megatrain_accelerate.streaming.nested_tensors import tensors_in
@@ -100,7 +104,7 @@ class LiveBytes(TorchDispatchMode):
         self.live_bytes -= size
 
     def _add_costs(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor], is_new: bool) -> None:
-        flops, times, name = _flops(func, args, kwargs, result), tile_loops.times(), str(func.__name__)
+        flops, times, name = _flops(func, args, kwargs, result), token_tiles.times(), str(func.__name__)
         if flops is not None:
             self.costs += OpCosts(flops=times * flops)
         elif is_new or name.split(".")[0].endswith("_"):  # in place, or out of it: no view
@@ -250,7 +254,7 @@ def _with_own_head(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device) -> Iterator[tuple[dict[str, Any], LiveBytes]]:
     """Weights and inputs have no data while the body runs, gradients are on, and nothing counts as a real call.
 
-    Loops over tiles run few of them (:mod:`megatrain_accelerate.streaming.tile_loops`): a longer sequence takes no longer.
+    Loops over tiles run few of them (:mod:`megatrain_accelerate.streaming.token_tiles`): a longer sequence takes no longer.
     Yields the inputs without data, and the mode that counts while it is entered by the caller.
     """
     inputs = _with_own_head(_without_full_masks(inputs))
@@ -262,7 +266,7 @@ def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device)
         KnownValues() as values,
         NumbersOfTensors(),
         compiled_functions_as_python(),
-        tile_loops.few_tiles(),
+        token_tiles.few_tiles(),
         taken_for_data(values),
         _fake_weights(model, device, values) as weights,
         torch.enable_grad(),

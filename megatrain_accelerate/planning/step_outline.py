@@ -7,49 +7,44 @@ follow from it by arithmetic (:mod:`.step_simulation`), so that hundreds of plac
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import inspect
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from megatrain_accelerate.planning.fake_runs import replaced
 from megatrain_accelerate.planning.step_memory import LiveBytes, OpCosts, dry_model, loss_of
 from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
-from megatrain_accelerate.planning.summed_loss import own_loss_code, sums_divided_by
 from megatrain_accelerate.streaming import activation_offload
 from megatrain_accelerate.streaming.attention_results import AttentionResults
 from megatrain_accelerate.streaming.compiled_layer import without_saving
 from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.micro_batches import BatchCut, BatchSplit
+from megatrain_accelerate.streaming.micro_batches import BatchSplit, batch_norms
 from megatrain_accelerate.streaming.nested_tensors import taken_apart, tensors_in
-from megatrain_accelerate.streaming.output_recorder import OutputRecorder, Recorded
+from megatrain_accelerate.streaming.output_recorder import Recorded
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.streaming.token_tiles import tokens_of
 
+FirstCall = Callable[[Hashable, StreamedLayer, tuple[Any, ...], dict[str, Any]], None]
 
-class CallKind:
-    """Equal for equal ``key``, whose hash is taken once: a search looks profiles up some million times.
-
-    Args:
-        key: what two calls must share.
-    """
-
-    def __init__(self, key: Hashable) -> None:
-        self._key, self._hash = key, hash(key)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, CallKind) and self._key == other._key)
+_KNOWN_PACKAGES = ("transformers", "peft")
 
 
-def call_kind(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKind:
-    """What two calls must share to cost the same: layout, simple attributes of the modules, shapes of the arguments."""
+_Mode = contextlib.AbstractContextManager[Any]
+_Results = TypeVar("_Results", AttentionResults, ExpertResults)
+
+_kinds: dict[Hashable, int] = {}
+"""The kinds of calls so far, numbered: a search looks their profiles up some million times."""
+
+
+def _call_kind(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Equal for calls that cost the same: by layout, simple attributes of the modules and shapes of the arguments."""
     leaves, spec = tree_flatten((args, kwargs))
     shapes = tuple(
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)[:80]
@@ -62,15 +57,12 @@ def call_kind(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any
         if isinstance(value, (bool, int, float, str)) and "idx" not in key and "index" not in key and "layer_id" not in key
     )
     layouts = (layer.unit.layout.key, *((len(experts.parts), experts.unit.layout.key) for experts in layer.experts))
-    return CallKind((type(layer.module).__qualname__, layouts, attributes, shapes, str(spec)))
+    key = (type(layer.module).__qualname__, layouts, attributes, shapes, str(spec))
+    return _kinds.setdefault(key, len(_kinds))
 
 
 class _LeavingStorages:
-    """Counts what :mod:`megatrain_accelerate.streaming.activation_offload` would send to the host of one call.
-
-    Args:
-        layer, args, kwargs: the call.
-    """
+    """Counts what :mod:`megatrain_accelerate.streaming.activation_offload` would send to the host of one call."""
 
     def __init__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = tensors_in((args, kwargs))
@@ -97,68 +89,59 @@ class _EmptyLayer(torch.autograd.Function):
     """A layer's node without the layer: keeps its inputs, makes outputs and input gradients of the right shapes."""
 
     @staticmethod
-    def forward(ctx: Any, outline: _Outliner, layer: int, kind: Hashable, *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, outline: _Outliner, layer: int, kind: Hashable, shapes: list[tuple[Any, ...]], *tensors: torch.Tensor
+    ) -> Any:
         ctx.outline, ctx.layer, ctx.kind = outline, layer, kind
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        return tuple(
-            torch.empty_strided(size, stride, dtype=dtype, device=device)
-            for size, stride, dtype, device in outline.output_shapes(kind)
-        )
+        return tuple(torch.empty_strided(*shape, dtype=dtype, device=device) for *shape, dtype, device in shapes)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
         ctx.outline.note(True, ctx.layer, ctx.kind)
         inputs = ctx.saved_tensors
-        gradients = [torch.empty_like(t) if need else None for t, need in zip(inputs, ctx.needs_input_grad[3:], strict=True)]
-        return (None, None, None, *gradients)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Outputs:
-    """What calls of one kind return and record, put together from tensors; and of these size, stride, dtype and device."""
-
-    put_together: Callable[[Sequence[torch.Tensor]], Any]
-    shapes: list[tuple[Any, ...]]
+        gradients = [torch.empty_like(t) if need else None for t, need in zip(inputs, ctx.needs_input_grad[4:], strict=True)]
+        return (None, None, None, None, *gradients)
 
 
 class _Outliner:
     """Runs in the place of the layers and notes the events."""
 
-    def __init__(self, live: LiveBytes, anchor: torch.Tensor, cut: BatchCut, recorder: OutputRecorder) -> None:
+    def __init__(
+        self, live: LiveBytes, runtime: StreamingRuntime, device: torch.device, first_call: FirstCall | None = None
+    ) -> None:
         self.events: list[Event] = []
         self.profiles: dict[Hashable, LayerProfile] = {}
         self._live = live
-        self._anchor = anchor
-        self._cut = cut
-        self._recorder = recorder
+        self._anchor = torch.empty((), device=device, requires_grad=True)
+        self._cut, self._recorder = runtime.batch_cut, runtime.recorder
+        self._first_call = first_call
         self._costs_before = OpCosts()
-        self._outputs: dict[Hashable, _Outputs] = {}
-        self._kinds: dict[CallKind, CallKind] = {}
+        self._outputs: dict[Hashable, tuple[Callable[[Sequence[torch.Tensor]], Any], list[tuple[Any, ...]]]] = {}
+        """For each kind of call, what puts its outputs together, and size, stride, dtype and device of each tensor in them."""
 
     def note(self, is_backward: bool, layer: int, kind: Hashable) -> None:
         live = self._live
         self.events.append(Event(is_backward, layer, kind, live.live_bytes, live.take_peak(), live.costs - self._costs_before))
         self._costs_before = live.costs
 
-    def output_shapes(self, kind: Hashable) -> list[tuple[Any, ...]]:
-        return self._outputs[kind].shapes
-
     def rest(self) -> tuple[int, OpCosts]:
         """Peak and costs since the last event."""
         return self._live.take_peak(), self._live.costs - self._costs_before
 
     def __call__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kind = call_kind(layer, args, kwargs)
-        kind = self._kinds.setdefault(kind, kind)  # what is the same is found without being compared
+        kind = _call_kind(layer, args, kwargs)
         self.note(False, layer.index, kind)
         if kind not in self.profiles:
+            if self._first_call is not None:
+                self._first_call(kind, layer, args, kwargs)
             self._profile(layer, kind, args, kwargs)
+        put_together, shapes = self._outputs[kind]
         tensors = tensors_in((args, kwargs))
-        outputs = self._outputs[kind]
         # As in the real node: a trained layer is in the graph also above a frozen embedding.
-        made = _EmptyLayer.apply(self, layer.index, kind, *tensors, *([self._anchor] if layer.has_trainable else []))
-        output, recorded = outputs.put_together(made)
+        made = _EmptyLayer.apply(self, layer.index, kind, shapes, *tensors, *([self._anchor] if layer.has_trainable else []))
+        output, recorded = put_together(made)
         # Once a call, as in a real step: an auxiliary loss has one tensor a layer.
         self._recorder.enter(recorded)
         return output
@@ -182,12 +165,10 @@ class _Outliner:
             trial = self._run(layer, args, kwargs)
         forward_bytes = live.take_peak() - base
         made, put_together = taken_apart(split.whole(trial))
-        shapes = [(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in made]
-        self._outputs[kind] = _Outputs(put_together, shapes)
+        self._outputs[kind] = put_together, [(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in made]
         whole_bytes = sum(leaf.untyped_storage().nbytes() for leaf in made)
         del trial, made
         forward = live.costs - costs
-        costs = live.costs
         with torch.enable_grad():
             cut_args, cut_kwargs = as_leaves(args, kwargs, needs)
             with leaving.counted():
@@ -197,7 +178,9 @@ class _Outliner:
         wanted = [tensor for tensor in tensors_in((cut_args, cut_kwargs)) if tensor.requires_grad]
         wanted += [p for p in layer.module.parameters() if p.requires_grad]
         with torch.enable_grad():
-            edges = edges_of(outputs)
+            # Whoever holds these instead of the outputs holds none of their memory. Of a view, whose node is torch's own and
+            # holds the graph: one written in Python doesn't keep itself alive in torch 2.5.
+            edges = [get_gradient_edge(output.view_as(output)) for output in outputs]
         # Those that came from above are there already.
         above = live.live_bytes
         of_outputs = [torch.ones_like(tensor) for tensor in outputs]
@@ -212,8 +195,19 @@ class _Outliner:
             backward, backward_bytes = live.costs - costs, max(0, live.take_peak() - base - above - kept_bytes)
             del gradients
         del edges, of_outputs, wanted, cut_args, cut_kwargs
-        attention, attention_bytes = self._attention(layer, args, kwargs, needs)
-        experts, expert_bytes = self._experts(layer, args, kwargs, needs)
+
+        def run_again() -> None:
+            with torch.enable_grad(), without_saving():
+                self._run(layer, *as_leaves(args, kwargs, needs))
+
+        attention, attention_bytes = self._spared_by(
+            AttentionResults(), lambda results: (results.recording(), results.replaying()), run_again
+        )
+        experts, expert_bytes = OpCosts(), 0
+        if layer.experts:
+            experts, expert_bytes = self._spared_by(
+                ExpertResults(), lambda results: (results.at_work(layer, False), results.at_work(layer, True)), run_again
+            )
         self.profiles[kind] = LayerProfile(
             forward=forward,
             backward=backward,
@@ -234,56 +228,18 @@ class _Outliner:
         live.take_peak()
         self._costs_before = live.costs
 
-    def _attention(
-        self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], needs: Sequence[bool]
+    def _spared_by(
+        self, results: _Results, modes: Callable[[_Results], tuple[_Mode, _Mode]], run: Callable[[], None]
     ) -> tuple[OpCosts, int]:
-        """What attention's kernels cost in a forward, and the bytes of their results."""
-        results = AttentionResults()
-        return self._saved_by(layer, args, kwargs, needs, (results.recording(), results.replaying())), results.size_bytes
-
-    def _experts(
-        self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], needs: Sequence[bool]
-    ) -> tuple[OpCosts, int]:
-        """What experts that stream in parts cost in a forward, and the bytes of their results."""
-        if not layer.experts:
-            return OpCosts(), 0
-        results, size_bytes = ExpertResults(), 0
-
-        @contextlib.contextmanager
-        def recording() -> Iterator[None]:
-            nonlocal size_bytes
-            with results.at_work(layer, replays=False):
-                yield
-            size_bytes = results.size_bytes
-
-        modes = (recording(), results.at_work(layer, replays=True))
-        return self._saved_by(layer, args, kwargs, needs, modes), size_bytes
-
-    def _saved_by(
-        self,
-        layer: StreamedLayer,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        needs: Sequence[bool],
-        modes: Sequence[contextlib.AbstractContextManager[Any]],
-    ) -> OpCosts:
-        """What a forward in the first mode costs more than one in the second."""
-        costs = [self._live.costs]
-        for mode in modes:
-            cut_args, cut_kwargs = as_leaves(args, kwargs, needs)
-            with torch.enable_grad(), without_saving(), mode:
-                self._run(layer, cut_args, cut_kwargs)
-            costs.append(self._live.costs)
-        return (costs[1] - costs[0]) - (costs[2] - costs[1])
-
-
-def edges_of(outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:
-    """Where backward enters the graphs of the outputs; whoever holds these instead of the outputs holds none of their memory.
-
-    Call it where gradients are enabled.
-    """
-    # Of a view, whose node is torch's own and holds the graph: one written in Python doesn't keep itself alive in torch 2.5.
-    return [get_gradient_edge(output.view_as(output)) for output in outputs]
+        """What a forward costs less that has the results of another one, and the bytes of those."""
+        recording, replaying = modes(results)
+        before = self._live.costs
+        with recording:
+            run()
+        between, size_bytes = self._live.costs, results.size_bytes
+        with replaying:
+            run()
+        return (between - before) - (self._live.costs - between), size_bytes
 
 
 def as_leaves(
@@ -298,26 +254,21 @@ def as_leaves(
 
 
 def outline_step(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> StepOutline:
-    """Runs the model's forward and backward once without data.
+    """Runs the model's forward and backward once without data, as they will run on the device.
 
-    Args:
-        model: the prepared model.
-        runtime: its engine at work.
-        inputs: the keyword arguments of the real call; labels among them, or the loss is taken as a sum over the output.
-        device: where the step will run.
+    ``inputs`` are the keyword arguments of the real call; without labels among them the loss is the
+    sum over the output.
 
     Raises:
         Exception: whatever the model raises when it looks at data (``FakeTensorMode`` has none).
     """
     with dry_model(model, inputs, device) as (dry_inputs, live):
         runtime.batch_cut.begin(dict(inputs))
-        anchor = torch.empty((), device=device, requires_grad=True)
-        outliner = _Outliner(live, anchor, runtime.batch_cut, runtime.recorder)
-        runner: Callable[..., Any] = outliner
-        with runtime.layers_run_by(runner), live:
-            with sums_divided_by(dry_inputs.get("num_items_in_batch")) as sums:
+        outliner = _Outliner(live, runtime, device)
+        with runtime.layers_run_by(outliner), live:
+            with _sums_divided_by(dry_inputs.get("num_items_in_batch")) as sums:
                 loss = loss_of(model.forward(**dry_inputs), device)
-            is_sum = any(loss is one for one in sums) and own_loss_code(model) is None
+            is_sum = any(loss is one for one in sums) and not _has_own_loss_code(model)
             sums.clear()
             loss.backward()
             peak, costs = outliner.rest()
@@ -325,28 +276,11 @@ def outline_step(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[st
 
 
 def evaluation_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> int:
-    """The most bytes that a forward without gradients has alive besides what the engine holds.
-
-    Args:
-        model: the prepared model.
-        runtime: its engine at work.
-        inputs: the keyword arguments of the real call.
-        device: where it will run.
-
-    Raises:
-        Exception: whatever the model raises when it looks at data.
-    """
-
-    def run(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return layer.run(args, kwargs)
-
-    with dry_model(model, inputs, device) as (dry_inputs, live), runtime.layers_run_by(run), torch.no_grad(), live:
+    """The most bytes that a forward without gradients has alive besides the engine's; raises as :func:`outline_step` does."""
+    as_they_are = runtime.layers_run_by(StreamedLayer.run)
+    with dry_model(model, inputs, device) as (dry_inputs, live), as_they_are, torch.no_grad(), live:
         model.forward(**dry_inputs)
     return live.peak_bytes
-
-
-FirstCall = Callable[[Hashable, StreamedLayer, tuple[Any, ...], dict[str, Any]], None]
-"""Told of the first call of a kind: the kind, the layer and its arguments, which have no data."""
 
 
 def outline_layers(
@@ -354,26 +288,62 @@ def outline_layers(
 ) -> tuple[list[Hashable], dict[Hashable, LayerProfile]]:
     """Runs the model's forward alone, without data: the kinds of the layers' calls in order, and their profiles.
 
-    Args:
-        model: the prepared model.
-        runtime: its engine at work.
-        inputs: the keyword arguments of the real call, without labels.
-        device: where the step will run.
-        first_call: called before a call of a new kind is profiled.
-
-    Raises:
-        Exception: see :func:`outline_step`.
+    ``inputs`` have no labels. ``first_call`` is told of a call of a new kind before it is profiled: the
+    kind, the layer and its arguments, which have no data. Raises as :func:`outline_step` does.
     """
     with dry_model(model, inputs, device) as (dry_inputs, live):
         runtime.batch_cut.begin(dict(inputs))
-        outliner = _Outliner(live, torch.empty((), requires_grad=True), runtime.batch_cut, runtime.recorder)
-
-        def run(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            kind = call_kind(layer, args, kwargs)
-            if kind not in outliner.profiles:
-                first_call(kind, layer, args, kwargs)
-            return outliner(layer, args, kwargs)
-
-        with runtime.layers_run_by(run), live:
+        outliner = _Outliner(live, runtime, device, first_call)
+        with runtime.layers_run_by(outliner), live:
             model.forward(**dry_inputs)
     return [event.kind for event in outliner.events], outliner.profiles
+
+
+def what_sees_a_batch(model: nn.Module) -> str | None:
+    """The part of a model that keeps its loss from being the sum over a batch's samples, or None if no such part is known.
+
+    The text follows the word "because" in a message.
+    """
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    if any(getattr(config, "output_router_logits", False) for config in configs):
+        return "the loss balances experts over the tokens of a micro-batch (output_router_logits)"
+    return next((f"{name} takes statistics of a micro-batch" for name, _ in batch_norms(model)), None)
+
+
+def _has_own_loss_code(model: nn.Module) -> bool:
+    """Whether a function outside transformers and PEFT may contribute to the model's loss, so that it may be no sum.
+
+    The value of a loss can't tell: a weight that compares the tokens of a batch may be 1 for all of
+    them in the first step, and a term of the model's own may be zero.
+    """
+    for module in model.modules():
+        if module is model or hasattr(type(module), "loss_function"):
+            chosen = getattr(inspect.getattr_static(type(module), "loss_function", None), "fget", None)
+            functions = (type(module).forward, chosen, vars(module).get("_loss_function"))
+            if any(f is not None and (f.__module__ or "").split(".")[0] not in _KNOWN_PACKAGES for f in functions):
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def _sums_divided_by(num_items: Any) -> Iterator[list[torch.Tensor]]:
+    """Collects the losses that transformers' own functions make in the body as a sum over tokens, divided by ``num_items``.
+
+    Each of them (``ForCausalLMLoss`` and its like) returns what ``fixed_cross_entropy`` returned. The
+    model gets the very object ``num_items`` as ``num_items_in_batch``; None collects nothing.
+    """
+    module = sys.modules.get("transformers.loss.loss_utils")
+    original = getattr(module, "fixed_cross_entropy", None)
+    made: list[torch.Tensor] = []
+    if original is None or num_items is None:
+        yield made
+        return
+
+    def noted(source: Any, target: Any, num_items_in_batch: Any = None, *args: Any, **kwargs: Any) -> Any:
+        loss = original(source, target, num_items_in_batch, *args, **kwargs)
+        if num_items_in_batch is num_items:
+            made.append(loss)
+        return loss
+
+    with replaced(module, "fixed_cross_entropy", noted):
+        yield made

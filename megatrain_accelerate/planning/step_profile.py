@@ -1,7 +1,4 @@
-"""What is known of a training step before it is placed: what a layer's call costs, and what happens around the calls.
-
-Where a step on another batch was measured, it is scaled from that.
-"""
+"""What is known of a training step before it is placed: what a layer's call costs, and what happens around the calls."""
 
 from __future__ import annotations
 
@@ -10,19 +7,9 @@ import itertools
 from collections.abc import Hashable
 from typing import Any
 
-from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.streaming.memory_budgets import EVERYTHING, NOTHING, MemoryBudget
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
-
-_SECONDS = {
-    "forward_seconds": "forward",
-    "kept_forward_seconds": "forward",
-    "recompute_seconds": "forward",
-    "backward_seconds": "backward",
-    "attention_seconds": "attention",
-}
-"""The measured times of a :class:`LayerProfile`, and the costs that each grows with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +92,8 @@ class LayerProfile:
             return self
         share = sum(split.sizes) / split.sizes[0]
         kept_bytes = round(share * self.kept_bytes)
-        measured = {name: getattr(self, name) for name in _SECONDS}
+        names = ("forward_seconds", "kept_forward_seconds", "recompute_seconds", "backward_seconds", "attention_seconds")
+        measured = {name: getattr(self, name) for name in names}
         times: dict[str, Any] = {name: None if taken is None else share * taken for name, taken in measured.items()}
         return dataclasses.replace(
             self,
@@ -156,7 +144,7 @@ class StepOutline:
     outside_seconds: float | None = None
     """Measured: all that runs outside the layers from the step's begin to the first layer's backward, the loss above all."""
     sums_loss: bool = False
-    """Whether the model's loss is known to be a sum over tokens divided by ``num_items_in_batch`` (:mod:`.summed_loss`)."""
+    """Whether the model's loss is known to be a sum over tokens divided by ``num_items_in_batch`` (:mod:`.step_outline`)."""
     _at_budgets: dict[tuple[float, float], StepOutline] = dataclasses.field(default_factory=dict, init=False, compare=False)
 
     def at(self, low: float, high: float) -> StepOutline:
@@ -187,72 +175,3 @@ class StepOutline:
     @property
     def forward_calls(self) -> list[Event]:
         return [event for event in self.events if not event.is_backward]
-
-
-def extrapolated_outline(
-    estimate: StepOutline, measured_estimate: StepOutline, measured: StepOutline, machine: Machine
-) -> StepOutline | None:
-    """Returns a new batch's outline, with times and bytes scaled from another batch that was measured. Nothing is run.
-
-    A layer call's measured seconds are multiplied by the ratio of the two calls' estimated operation times, its measured bytes
-    by the ratio of their estimated bytes. So most costs grow linearly with the tokens, and those of attention with the
-    sequence length too.
-
-    Args:
-        estimate: the new batch's step, estimated from shapes only (:mod:`.step_outline`).
-        measured_estimate: the measured batch's step, estimated in the same way.
-        measured: the measured batch's step with its measured profiles.
-        machine: its compute speed and memory bandwidth, which turn FLOPs and bytes of traffic into seconds.
-
-    Returns:
-        The scaled outline; None if the two steps call other layers or tile tokens differently, so that no ratio holds.
-    """
-    calls, measured_calls = estimate.forward_calls, measured_estimate.forward_calls
-    if [call.layer for call in calls] != [call.layer for call in measured_calls]:
-        return None
-    if estimate.token_tile != measured_estimate.token_tile:
-        return None
-    profiles: dict[Hashable, LayerProfile] = {}
-    for call, measured_call in zip(calls, measured_calls, strict=True):
-        if call.kind not in profiles:  # calls of one kind have one profile
-            kind = measured_call.kind
-            profiles[call.kind] = _scaled_profile(
-                estimate.profiles[call.kind], measured_estimate.profiles[kind], measured.profiles[kind], machine
-            )
-    outside_seconds = measured.outside_seconds
-    if outside_seconds is not None:
-        outside_seconds *= _ratio(
-            _outside_costs(estimate).seconds(machine), _outside_costs(measured_estimate).seconds(machine)
-        )
-    return dataclasses.replace(estimate, profiles={**estimate.profiles, **profiles}, outside_seconds=outside_seconds)
-
-
-def _scaled_profile(
-    estimate: LayerProfile, measured_estimate: LayerProfile, measured: LayerProfile, machine: Machine
-) -> LayerProfile:
-    names = ("kept_bytes", "forward_bytes", "kept_forward_bytes", "kept_backward_bytes", "recomputed_bytes")
-    changes: dict[str, Any] = {
-        name: round(getattr(measured, name) * _ratio(getattr(estimate, name), getattr(measured_estimate, name)))
-        for name in names
-    }
-    # Only large tensors leave: there may have been none on the measured batch.
-    share = min(1.0, estimate.offloaded_bytes / max(1, estimate.kept_bytes))
-    changes["offloaded_bytes"] = round(share * changes["kept_bytes"])
-    for name, of_costs in _SECONDS.items():
-        costs, measured_costs = getattr(estimate, of_costs), getattr(measured_estimate, of_costs)
-        seconds = getattr(measured, name)
-        if seconds is not None:
-            seconds *= _ratio(costs.seconds(machine), measured_costs.seconds(machine))
-        changes[name] = seconds
-    return dataclasses.replace(estimate, budgets=measured.budgets, **changes)
-
-
-def _ratio(after: float, before: float) -> float:
-    """1 if ``before`` is 0, so that a measured value stays as it is."""
-    return after / before if before else 1.0
-
-
-def _outside_costs(outline: StepOutline) -> OpCosts:
-    """The costs of what runs outside the layers, from the start of the step to the first layer's backward."""
-    events = [*outline.forward_calls, *[event for event in outline.events if event.is_backward][:1]]
-    return sum((event.costs for event in events), OpCosts())

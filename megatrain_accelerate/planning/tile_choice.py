@@ -35,11 +35,8 @@ def outline_with_tiles(
 ) -> StepOutline:
     """The outline of a step, with the tiles that it should have; the runtime is left with them.
 
-    Args:
-        runtime: the engine.
-        setting: ``megatrain_config.token_tile``.
-        outline: makes the outline of a step as the runtime would run it now.
-        search: for placements of an outlined step; None where there is no budget to fit.
+    ``setting`` is ``megatrain_config.token_tile``; ``outline`` makes the outline of a step as the
+    runtime would run it now. There is no ``search`` where there is no budget to fit.
 
     Raises:
         Exception: whatever ``outline`` raises; the runtime has the tiles that it had then.
@@ -55,10 +52,9 @@ def outline_with_tiles(
         runtime.token_tile = AUTO_TILE_TOKENS
         tiled = outline()
         by_tiles, by_whole = search(tiled).best(), whole_search.best()
+        is_better = by_tiles is not None or tiled.largest_layer_bytes < whole.largest_layer_bytes
         if by_whole is not None:
             is_better = by_tiles is not None and by_tiles.time.seconds < by_whole.time.seconds
-        else:
-            is_better = by_tiles is not None or tiled.largest_layer_bytes < whole.largest_layer_bytes
         if is_better:
             return tiled
         runtime.token_tile = 0
@@ -78,13 +74,7 @@ def measured_to_fit(
     Kernels have workspaces that a run without data doesn't see; those of attention's backward are several times the hidden
     states.
 
-    Args:
-        runtime: the engine, with the tiles of ``outline``.
-        outline: of the step.
-        setting: ``megatrain_config.token_tile``.
-        again: makes the outline of a step as the runtime would run it now.
-        measure: measures an outline.
-        search: for placements of an outlined step.
+    The runtime has the tiles of ``outline``; ``again`` makes one of the step as it would run now.
 
     Raises:
         torch.OutOfMemoryError: a layer's working set doesn't fit, nor by tiles if there is a choice.
@@ -93,12 +83,12 @@ def measured_to_fit(
     measured = None
     try:
         measured = measure(outline)
-        if not may_change or search(measured).something_fits:
-            return measured
     except torch.OutOfMemoryError:
         if not may_change:
             raise
-    # Outside of the handler, where the error's frames hold nothing any more.
+    if measured is not None and (not may_change or search(measured).something_fits):
+        return measured
+    # The error's frames hold nothing any more.
     with _tiles_put_back_on_failure(runtime):
         runtime.token_tile = AUTO_TILE_TOKENS
         tiled = again()

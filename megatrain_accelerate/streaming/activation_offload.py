@@ -23,8 +23,7 @@ from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.memory.host_pool import HostBlock, HostPool
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.streaming.call_order import Tape
-from megatrain_accelerate.streaming.meter import Cause, Meter
-from megatrain_accelerate.streaming.ranges import named_range
+from megatrain_accelerate.streaming.meter import Cause, Meter, named_range
 from megatrain_accelerate.streaming.streams import Streams
 from megatrain_accelerate.units import MIB
 

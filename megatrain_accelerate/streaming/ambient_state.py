@@ -1,6 +1,7 @@
 """Saves what a layer's forward depends on besides its inputs, and restores it when a part of the forward is recomputed.
 
-That is: the state of the random generators, autocast, and the modes and forward hooks of the layer's modules.
+That is: the state of the random generators, autocast, the modes and forward hooks of the layer's
+modules, and the buffers that it writes.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from megatrain_accelerate.units import MIB
 
 _HOOKS = (
     "_forward_hooks",
@@ -23,9 +27,14 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )
 
-
 Again = Callable[[], contextlib.AbstractContextManager[None]]
 """Returns a context manager that restores saved state for its block."""
+
+_COPIED_UNSEEN_BYTES = 16 * MIB
+"""In a first forward, when nobody knows yet what it writes: larger ones are masks."""
+
+BufferValues: TypeAlias = list[tuple[nn.Module, str, torch.Tensor]]
+"""(module, name, copy) of buffers as they were before a run."""
 
 
 def autocast_again(device_type: str) -> Again:
@@ -43,12 +52,21 @@ def autocast_again(device_type: str) -> Again:
     return entered
 
 
-class RandomState:
-    """A snapshot of the global random generators: torch's for the CPU and for one CUDA device, Python's and NumPy's.
+@contextlib.contextmanager
+def parameters_as(places: Sequence[tuple[nn.Module, str]], values: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Modules have these in the places (owner, name) of their parameters while the body runs."""
+    before = [owner._parameters[name] for owner, name in places]
+    try:
+        for (owner, name), value in zip(places, values, strict=True):
+            owner._parameters[name] = value  # type: ignore[assignment]
+        yield
+    finally:
+        for (owner, name), parameter in zip(places, before, strict=True):
+            owner._parameters[name] = parameter
 
-    Args:
-        device: the device; if it is a GPU, its generator is saved as well.
-    """
+
+class RandomState:
+    """A snapshot of the random generators: torch's (CPU and ``device``), Python's, NumPy's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,44 +86,12 @@ class RandomState:
 
 @contextlib.contextmanager
 def random_numbers_put_back(device: torch.device) -> Iterator[None]:
-    """Restores the generators after the block, as ``torch.random.fork_rng()`` does, but Python's and NumPy's as well.
-
-    Args:
-        device: see :class:`RandomState`.
-    """
+    """Restores the generators after the block: ``torch.random.fork_rng()`` for all of them."""
     before = RandomState(device)
     try:
         yield
     finally:
         before.put_back()
-
-
-def modules_again(module: nn.Module) -> Again:
-    """Saves the modes (``train()``, ``eval()``) and forward hooks of a layer's modules.
-
-    The context manager sets them for its block and puts back afterwards what it found. Both may have changed since: a script
-    may evaluate the model between a forward and its backward, and PEFT registers hooks for one forward only. Hooks on the
-    layer itself are ignored, since they run outside what is recomputed.
-    """
-    found = [(part, part.training, _hooks(part) if part is not module else None) for part in module.modules()]
-
-    @contextlib.contextmanager
-    def entered() -> Iterator[None]:
-        before: list[tuple[nn.Module, dict[str, Any]]] = []
-        for part, training, hooks in found:
-            own = part.__dict__
-            if own["training"] != training or (hooks is not None and hooks != _hooks(part)):
-                before.append((part, {name: own[name] for name in ("training", *_HOOKS)}))
-                own["training"] = training
-                if hooks is not None:
-                    own.update((name, OrderedDict(hooks.get(name, {}))) for name in _HOOKS)
-        try:
-            yield
-        finally:
-            for part, state in before:
-                part.__dict__.update(state)
-
-    return entered
 
 
 def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
@@ -117,18 +103,84 @@ def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
 def surroundings_again(device: torch.device, module: nn.Module) -> Again:
     """Saves random state, autocast, modes and hooks, to restore them when a layer's forward is recomputed.
 
-    After the block the caller's are as they were before it.
-
-    Args:
-        device: on which the layer runs.
-        module: the layer's.
+    After the block the caller's are as they were before it. All may have changed since: a script
+    may evaluate the model between a forward and its backward, and PEFT registers hooks for one
+    forward only. Hooks on the layer itself are ignored, since they run outside what is recomputed.
     """
-    random_numbers, autocast, modules = RandomState(device), autocast_again(device.type), modules_again(module)
+    random_numbers, autocast = RandomState(device), autocast_again(device.type)
+    modules = [(part, part.training, _hooks(part) if part is not module else None) for part in module.modules()]
 
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
-        with random_numbers_put_back(device), autocast(), modules():
-            random_numbers.put_back()
-            yield
+        before: list[tuple[nn.Module, dict[str, Any]]] = []
+        with random_numbers_put_back(device), autocast():
+            try:
+                for part, training, hooks in modules:
+                    own = part.__dict__
+                    if own["training"] != training or (hooks is not None and hooks != _hooks(part)):
+                        before.append((part, {name: own[name] for name in ("training", *_HOOKS)}))
+                        own["training"] = training
+                        if hooks is not None:
+                            own.update((name, OrderedDict(hooks.get(name, {}))) for name in _HOOKS)
+                random_numbers.put_back()
+                yield
+            finally:
+                for part, state in before:
+                    part.__dict__.update(state)
 
     return entered
+
+
+class WrittenBuffers:
+    """Buffers that a layer writes while it runs (running statistics, counters).
+
+    A recompute begins with those that its forward began with, and leaves no trace in them. Plain
+    activation checkpointing does neither (torch/utils/checkpoint.py): there a recomputed BatchNorm
+    counts each batch twice. Which of its buffers a layer writes is seen in its first forward, and
+    noted where others are written later.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owners = [owner for owner in module.modules() if owner._buffers]
+        self._written: set[tuple[nn.Module, str]] | None = None
+
+    def watched(self, before: list[BufferValues]) -> contextlib.AbstractContextManager[None]:
+        """For a forward: what it writes is appended to ``before``, as it was."""
+        if self._owners:
+            return self._watch(before)
+        before.append([])
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _watch(self, before: list[BufferValues]) -> Iterator[None]:
+        present = []
+        for owner in self._owners:
+            for name, buffer in owner._buffers.items():
+                if buffer is not None:
+                    is_small = buffer.nbytes <= _COPIED_UNSEEN_BYTES
+                    may_write = is_small if self._written is None else (owner, name) in self._written
+                    value = buffer.detach().clone() if may_write else None
+                    present.append((owner, name, buffer, buffer._version, value))
+        yield
+        self._written = self._written or set()
+        before.append([])
+        for owner, name, buffer, version, value in present:
+            # Kernels of norms write running statistics without counting it as a write.
+            is_statistic = isinstance(owner, _NormBase) and owner.training
+            if is_statistic or owner._buffers.get(name) is not buffer or buffer._version != version:
+                self._written.add((owner, name))
+                if value is not None:
+                    before[-1].append((owner, name, value))
+
+
+@contextlib.contextmanager
+def buffers_as_before(values: BufferValues) -> Iterator[None]:
+    """For a recompute: it works on copies of what its forward began with."""
+    now = [(owner, name, owner._buffers[name]) for owner, name, _ in values]
+    for owner, name, value in values:
+        owner._buffers[name] = value.clone()
+    try:
+        yield
+    finally:
+        for owner, name, buffer in now:
+            owner._buffers[name] = buffer

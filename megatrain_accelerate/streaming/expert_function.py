@@ -1,9 +1,10 @@
 """A call of a layer's experts, part by part: the stock forward of their module on the tokens of each part's experts.
 
-T tokens, K choices of each, S = T K pairs, D hidden. A part's rows are its pairs, as tokens with one choice each, so that
-whatever implementation the model uses runs on the part as on a module of fewer experts. Each row's result goes to its pair's
-place, and a token's K rows are added up at the end: no sum depends on how many parts there are, and nothing is added by
-atomics.
+T tokens, K choices of each, S = T K pairs, D hidden. Pair number s is choice s % K of token s // K.
+A part's rows are its pairs, as tokens with one choice each, so that whatever implementation the
+model uses runs on the part as on a module of fewer experts. Each row's result goes to its pair's
+place, and a token's K rows are added up at the end: no sum depends on how many parts there are, and
+nothing is added by atomics.
 
 In backward each part is fetched again and computed again, like a layer. A recomputed layer doesn't run its experts twice in
 between: what they gave in forward, as large as the hidden states, waits with the layer's inputs, and so does the order of the
@@ -12,28 +13,106 @@ pairs (:class:`ExpertResults`).
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.streaming import tile_loops
-from megatrain_accelerate.streaming.ambient_state import Again, autocast_again
-from megatrain_accelerate.streaming.call_order import Tape
+from megatrain_accelerate.errors import StateError, UnsupportedError
+from megatrain_accelerate.streaming.ambient_state import Again, autocast_again, parameters_as
 from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache, without_saving
 from megatrain_accelerate.streaming.expert_parts import ExpertPart, StreamedExperts
-from megatrain_accelerate.streaming.expert_routing import Routing, Rows, require_flat
-from megatrain_accelerate.streaming.expert_streams import ExpertStreams, Places, Source
+from megatrain_accelerate.streaming.expert_streams import ExpertStreams, Places, shown_instead
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.ranges import named_range
+from megatrain_accelerate.streaming.meter import named_range
+from megatrain_accelerate.streaming.token_tiles import tiles
+
+_FULLEST_PART = 1.25
+"""Of its even share of the pairs, what one part is supposed to get where memory is predicted without data: routers are never
+quite even, least of all at the beginning."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The pairs of one part of the experts, n of them."""
+
+    pairs_n: torch.Tensor
+    tokens_n: torch.Tensor
+    index_n1: torch.Tensor
+    """Their experts, counted from the part's first: the ``top_k_index`` of tokens with one choice each."""
+
+    def of(self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Their hidden states (n, D) and weights (n, 1), copies."""
+        return hidden_TD[self.tokens_n], weights_TK.reshape(-1)[self.pairs_n].unsqueeze(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """The pairs of one call, sorted by expert; of one expert in the order of tokens."""
+
+    tokens: int
+    choices: int
+    order_S: torch.Tensor
+    experts_S: torch.Tensor
+    bounds: tuple[int, ...]
+    """Where in the order each part begins, and where the last one ends; pairs behind that have no expert."""
+
+    @classmethod
+    def of(cls, experts: StreamedExperts, index_TK: torch.Tensor) -> Routing:
+        """Sorts the pairs. Waits for the device, to know how many go where; without data that is
+        supposed. ``index_TK`` is ``experts.count`` or more for a pair that goes to no expert."""
+        sorted_S, order_S = torch.sort(index_TK.reshape(-1), stable=True)
+        if isinstance(index_TK, FakeTensor) or index_TK.is_meta:
+            bounds = _supposed_bounds(order_S.numel(), experts)
+        else:
+            bounds = torch.searchsorted(sorted_S, experts.begins(index_TK.device).to(sorted_S.dtype)).tolist()
+        return cls(index_TK.shape[0], index_TK.shape[1], order_S, sorted_S, tuple(bounds))
+
+    @property
+    def size_bytes(self) -> int:
+        return self.order_S.nbytes + self.experts_S.nbytes
+
+    def rows(self, place: int, part: ExpertPart) -> Rows | None:
+        """The pairs of the part at ``place`` among the layer's; None if it has none."""
+        begin, end = self.bounds[place : place + 2]
+        if begin == end:
+            return None
+        pairs_n = self.order_S[begin:end]
+        index_n1 = (self.experts_S[begin:end] - part.experts.first).unsqueeze(1)
+        return Rows(pairs_n, torch.div(pairs_n, self.choices, rounding_mode="floor"), index_n1)
+
+    def pair_buffer(self, like: torch.Tensor, width: int | None = None) -> torch.Tensor:
+        """Memory for one row of ``width`` a pair, or one number; zero where no part will write."""
+        pairs = self.order_S.numel()
+        shape = (pairs,) if width is None else (pairs, width)
+        all_have_an_expert = self.bounds[-1] - self.bounds[0] == pairs
+        return like.new_empty(shape) if all_have_an_expert else like.new_zeros(shape)
+
+    def sum_of_choices(self, pairs_SD: torch.Tensor) -> torch.Tensor:
+        """The sum over each token's choices, added in fp32 and rounded once: (T, D)."""
+        return pairs_SD.view(self.tokens, self.choices, *pairs_SD.shape[1:]).sum(dim=1)
+
+
+def _supposed_bounds(pairs: int, experts: StreamedExperts) -> list[int]:
+    """Where each part begins if the first has more pairs than its share, and the others the rest as evenly as they can."""
+    first = experts.parts[0].experts.experts
+    fuller = min(pairs, int(_FULLEST_PART * pairs * first / experts.count))
+    others = experts.count - first
+    ends = [fuller + (pairs - fuller) * (part.experts.last - first) // others if others else pairs for part in experts.parts]
+    return [0, *ends]
+
+
+_Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Hidden states (T, D) and the weights of the choices (T, K)."""
+
+
+@dataclasses.dataclass(frozen=True)
 class _Result:
     """What a call of experts gave, and what its backward has to know of it."""
 
@@ -45,13 +124,10 @@ class _Result:
 
 
 class ExpertResults:
-    """The results of the experts in one run of a layer.
+    """The experts' results in one run of a layer, which it ``keeps`` for a recompute.
 
     Owner: the graph, by way of the layer's checkpoint, from forward to the first backward. Reader: the recompute.
-
-    Args:
-        keeps: whether the layer will be recomputed.
-        is_last: whether the backward of this run comes last among those of the layer's call.
+    ``is_last`` tells whether the backward of this run comes last among those of the layer's call.
     """
 
     def __init__(self, keeps: bool = True, is_last: bool = True) -> None:
@@ -59,12 +135,13 @@ class ExpertResults:
         self.is_last = is_last
         self.replays = False
         self._results: dict[tuple[int, int], _Result] = {}
-        self._calls: dict[int, int] = {}
+        self._calls: collections.Counter[int] = collections.Counter()
 
     @contextlib.contextmanager
     def at_work(self, layer: StreamedLayer, replays: bool) -> Iterator[None]:
         """The layer runs in the body: for the first time, or, with ``replays``, again."""
-        self.replays, self._calls = replays, {}
+        self.replays = replays
+        self._calls.clear()
         for experts in layer.experts:
             experts.results = self
         try:
@@ -75,15 +152,9 @@ class ExpertResults:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of what waits."""
         results = self._results.values()
         of_outputs = sum(result.output_TD.nbytes for result in results if result.output_TD is not None)
         return of_outputs + sum(result.routing.size_bytes for result in results if result.routing is not None)
-
-    def number(self, experts: StreamedExperts) -> int:
-        """A call of these experts begins: how many there were before it in this run."""
-        self._calls[id(experts)] = self._calls.get(id(experts), -1) + 1
-        return self._calls[id(experts)]
 
     def note(
         self, experts: StreamedExperts, number: int, output_TD: torch.Tensor, routing: Routing, places: Places, version: int
@@ -92,12 +163,17 @@ class ExpertResults:
         kept = output_TD.clone() if self.keeps else None
         self._results[id(experts), number] = _Result(kept, routing if self.keeps else None, places, version)
 
-    def of(self, experts: StreamedExperts, number: int) -> _Result:
-        """The result of the call in forward; its output is given away to the first that asks.
+    def begin(self, experts: StreamedExperts) -> tuple[int, _Result | None]:
+        """A call of these experts begins: its number in this run, and where that replays, the
+        result of forward's, whose output is for the first who asks.
 
         Raises:
             StateError: forward had no such call.
         """
+        number = self._calls[id(experts)]
+        self._calls[id(experts)] += 1
+        if not self.replays:
+            return number, None
         found = self._results.get((id(experts), number))
         if found is None:
             in_forward = sum(1 for key, _ in self._results if key == id(experts))
@@ -106,95 +182,85 @@ class ExpertResults:
                 f"called {in_forward} times in its forward; make the layer call them alike in both, or set "
                 "megatrain_config.expert_parts to 1"
             )
-        output_TD, routing = found.output_TD, found.routing
-        found.output_TD = found.routing = None
-        return _Result(output_TD, routing, found.places, found.version)
+        self._results[id(experts), number] = dataclasses.replace(found, output_TD=None, routing=None)
+        return number, found
 
 
 class _Call:
     """One call of the experts.
 
-    Args:
-        streams: the engine's.
-        experts: whose call it is.
-        index_TK: the expert of each pair; where the result waits, its order does.
-        results: of the layer's run, if it has a graph.
-
-    Raises:
-        StateError: see :meth:`ExpertResults.of`, :meth:`ExpertStreams.source`.
+    ``index_TK`` is the expert of each pair; where the result waits, its order does. ``results`` are
+    those of the layer's run, if it has a graph. Raises what :meth:`ExpertResults.begin` and
+    :func:`shown_instead` do.
     """
 
     def __init__(
         self, streams: ExpertStreams, experts: StreamedExperts, index_TK: torch.Tensor, results: ExpertResults | None
     ) -> None:
         self.experts = experts
-        self.source: Source = streams.source(experts)
-        self._number = results.number(experts) if results is not None else 0
-        self._found = results.of(experts, self._number) if results is not None and results.replays else None
+        self._shown = shown_instead(experts)
+        self._streams_parts = self._shown is None and not streams.runs_dry()
+        """Whether the call is one of a step or an evaluation, and not a trial."""
+        self._number, self._found = (0, None) if results is None else results.begin(experts)
         routing = None if self._found is None else self._found.routing
         # Sorted once: it waits for the device.
-        self.routing = routing or Routing.of(experts, index_TK, lambda: streams.begins(experts, index_TK.device))
+        self.routing = routing or Routing.of(experts, index_TK)
         self.version: int | None = None
         self.is_last = self._number == 0 and (results is None or results.is_last)
-        self.places: Places | None = None
+        self.places: Places = []
         self._results = results
         self._streams = streams
-        self._autocast: Again
+        self.autocast: Again
+        """That of forward, for backward."""
 
-    def forward(self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor, needs: Sequence[bool] | None) -> torch.Tensor:
-        """The experts' output (T, D), computed or remembered.
-
-        Args:
-            hidden_TD, weights_TK: the call's.
-            needs: which of the two will get a gradient; None without a graph.
-        """
+    def forward(self, inputs: _Inputs, needs: Sequence[bool] | None) -> torch.Tensor:
+        """The output (T, D), computed or remembered; ``needs``: which inputs get a gradient."""
         found, self._found = self._found, None
         if found is not None:
             self.places, self.version = found.places, found.version
             if found.output_TD is not None:
                 return found.output_TD
-        elif self.source.streams_parts:
+        elif self._streams_parts:
             self.places = self._streams.record(self.experts)
-        output_TD = self._compute(hidden_TD, weights_TK, needs)
+        output_TD = self._compute(inputs, needs)
         if found is None:
             # Not before: the first fetch takes over what somebody wrote.
             self.version = self.experts.unit.version
             if self._results is not None:
-                self._results.note(self.experts, self._number, output_TD, self.routing, self.places or [], self.version)
+                self._results.note(self.experts, self._number, output_TD, self.routing, self.places, self.version)
         return output_TD
 
-    def enters_autocast(self, device: torch.device) -> None:
-        """Backward is to run under the autocast of now."""
-        self._autocast = autocast_again(device.type)
+    def _weights(
+        self, place: int, part: ExpertPart, in_backward: bool, backward_follows: bool
+    ) -> contextlib.AbstractContextManager[list[torch.Tensor]]:
+        """A part's weights for the kernels of the body; those of the next parts are on their way."""
+        if self._shown is not None:
+            return contextlib.nullcontext([part.experts.of(shown) for shown in self._shown])
+        if not self._streams_parts:
+            # On trial all have the weights of the first, the largest: no copy is waited for.
+            return self._streams.fetched(self.experts.parts[0], (), part)
+        upcoming = self._streams.upcoming(self.places[place], in_backward, backward_follows) if self.places else ()
+        return self._streams.fetched(part, upcoming, part)
 
-    def _compute(self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor, needs: Sequence[bool] | None) -> torch.Tensor:
+    def _compute(self, inputs: _Inputs, needs: Sequence[bool] | None) -> torch.Tensor:
         made_SD: torch.Tensor | None = None
-        for place, part in tile_loops.tiles(list(enumerate(self.experts.parts))):
+        for place, part in tiles(list(enumerate(self.experts.parts))):
             rows = self.routing.rows(place, part)
             if rows is None:
                 continue
-            made_nD = self._compute_part(place, part, rows, hidden_TD, weights_TK, needs)
+            made_nD = self._compute_part(place, part, rows, inputs, needs)
             if made_SD is None:
                 made_SD = self.routing.pair_buffer(made_nD, made_nD.shape[1])
             made_SD[rows.pairs_n] = made_nD
         if made_SD is None:
-            return torch.zeros_like(hidden_TD)
-        return self.routing.sum_of_choices(made_SD).to(hidden_TD.dtype)
+            return torch.zeros_like(inputs[0])
+        return self.routing.sum_of_choices(made_SD).to(inputs[0].dtype)
 
     def _compute_part(
-        self,
-        place: int,
-        part: ExpertPart,
-        rows: Rows,
-        hidden_TD: torch.Tensor,
-        weights_TK: torch.Tensor,
-        needs: Sequence[bool] | None,
+        self, place: int, part: ExpertPart, rows: Rows, inputs: _Inputs, needs: Sequence[bool] | None
     ) -> torch.Tensor:
-        rows_nD, weights_n1 = hidden_TD[rows.tokens_n], weights_TK.reshape(-1)[rows.pairs_n].unsqueeze(1)
-        with (
-            self.source.weights(part, self._place(place), False, needs is not None) as weights,
-            contextlib.ExitStack() as stack,
-        ):
+        rows_nD, weights_n1 = rows.of(*inputs)
+        with self._weights(place, part, False, needs is not None) as weights, contextlib.ExitStack() as stack:
             if needs is not None:
                 # The graph that backward will make, dropped at once: under no_grad torch may run other kernels.
                 weights = self._leaves(weights)[0]
@@ -205,86 +271,58 @@ class _Call:
             with named_range(f"megatrain::forward ({part.name})"):
                 return _run_part(part, weights, rows_nD, rows.index_n1, weights_n1).detach()
 
-    def _place(self, place: int) -> tuple[Tape, int] | None:
-        return self.places[place] if self.places else None
-
     def _leaves(self, weights: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """All of a part's weights, and those that are trained, as leaves."""
         cut = [weight.detach() for weight in weights]
         pairs = zip(cut, self.experts.unit.states, strict=True)
         return cut, [w.requires_grad_() for w, s in pairs if s.entry.spec.trainable and s.parameter.requires_grad]
 
-    def take_routing(self) -> Routing:
-        """The routing, which autograd holds from now on: what isn't kept of a layer is to go."""
-        routing = self.routing
-        del self.routing
-        return routing
-
     def backward(
-        self,
-        hidden_TD: torch.Tensor,
-        weights_TK: torch.Tensor,
-        routing: Routing,
-        gradient_TD: torch.Tensor,
-        needs: Sequence[bool],
+        self, inputs: _Inputs, routing: Routing, gradient_TD: torch.Tensor, needs: Sequence[bool]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The gradients of hidden states and weights; those of the parts leave.
-
-        Raises:
-            StateError: the weights aren't those of the forward.
-        """
-        if self.source.streams_parts:
+        """Gradients of both inputs; those of the parts leave. A StateError if weights were changed."""
+        gradients = None
+        if self._streams_parts:
             self.experts.require_version(self.version)
-        gradients = self.source.gradients(self.is_last)
+            gradients = self._streams.gradients(self.experts, self.is_last)
         if gradients is None and not any(needs):
             return None, None  # all were frozen since the model was prepared
-        hidden_SD = routing.pair_buffer(hidden_TD, hidden_TD.shape[1]) if needs[0] else None
-        weights_S = routing.pair_buffer(weights_TK) if needs[1] else None
-        for place, part in tile_loops.tiles(list(enumerate(self.experts.parts))[::-1]):
+        hidden_SD = routing.pair_buffer(inputs[0], inputs[0].shape[1]) if needs[0] else None
+        weights_S = routing.pair_buffer(inputs[1]) if needs[1] else None
+        for place, part in tiles(list(enumerate(self.experts.parts))[::-1]):
             rows = routing.rows(place, part)
             if rows is None:
                 if gradients is not None:
                     gradients.take(part, None)
                 continue
-            rows_nD = hidden_TD[rows.tokens_n].requires_grad_(needs[0])
-            weights_n1 = weights_TK.reshape(-1)[rows.pairs_n].unsqueeze(1).requires_grad_(needs[1])
-            of_hidden, of_choice, of_weights = self._differentiate_part(place, part, rows, rows_nD, weights_n1, gradient_TD)
+            of_inputs, of_weights = self._differentiate_part(place, part, rows, inputs, gradient_TD, needs)
             if hidden_SD is not None:
-                hidden_SD[rows.pairs_n] = torch.zeros_like(rows_nD) if of_hidden is None else of_hidden
+                hidden_SD[rows.pairs_n] = of_inputs[0]
             if weights_S is not None:
-                weights_S[rows.pairs_n] = (
-                    torch.zeros_like(weights_n1).squeeze(1) if of_choice is None else of_choice.squeeze(1)
-                )
+                weights_S[rows.pairs_n] = of_inputs[-1].squeeze(1)
             if gradients is not None:
                 gradients.take(part, of_weights)
-            # Gone before the next part makes its own.
-            del rows_nD, weights_n1, of_hidden, of_choice, of_weights
+            del of_inputs, of_weights  # before the next part makes its own
         return (
             None if hidden_SD is None else routing.sum_of_choices(hidden_SD),
-            None if weights_S is None else weights_S.view(weights_TK.shape),
+            None if weights_S is None else weights_S.view(inputs[1].shape),
         )
 
     def _differentiate_part(
-        self,
-        place: int,
-        part: ExpertPart,
-        rows: Rows,
-        rows_nD: torch.Tensor,
-        weights_n1: torch.Tensor,
-        gradient_TD: torch.Tensor,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Sequence[torch.Tensor | None]]:
-        """Computes a part again; returns the gradients of its rows, of their weights, and of its trained parameters."""
-        with self.source.weights(part, self._place(place), True, False) as weights:
+        self, place: int, part: ExpertPart, rows: Rows, inputs: _Inputs, gradient_TD: torch.Tensor, needs: Sequence[bool]
+    ) -> tuple[list[torch.Tensor], Sequence[torch.Tensor | None]]:
+        """The gradients of a part's inputs that need one, and of its trained parameters."""
+        rows_nD, weights_n1 = (rows_n.requires_grad_(need) for rows_n, need in zip(rows.of(*inputs), needs, strict=True))
+        with self._weights(place, part, True, False) as weights:
             cut, leaves = self._leaves(weights)
             wanted = [tensor for tensor in (rows_nD, weights_n1) if tensor.requires_grad]
-            with self._autocast(), torch.enable_grad(), named_range(f"megatrain::recompute ({part.name})"):
+            with self.autocast(), torch.enable_grad(), named_range(f"megatrain::recompute ({part.name})"):
                 made_nD = _run_part(part, cut, rows_nD, rows.index_n1, weights_n1)
             with named_range(f"megatrain::backward ({part.name})"):
                 of_rows_nD = gradient_TD[rows.tokens_n].to(made_nD.dtype)
                 found = torch.autograd.grad(made_nD, [*wanted, *leaves], of_rows_nD, allow_unused=True)
-        of_wanted = iter(found[: len(wanted)])
-        of_hidden, of_choice = (next(of_wanted) if t.requires_grad else None for t in (rows_nD, weights_n1))
-        return of_hidden, of_choice, found[len(wanted) :]
+        of_wanted = zip(wanted, found, strict=False)
+        return [torch.zeros_like(t) if of is None else of for t, of in of_wanted], found[len(wanted) :]
 
 
 class _ExpertsFunction(torch.autograd.Function):
@@ -294,9 +332,10 @@ class _ExpertsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, call: _Call, anchor: torch.Tensor, hidden_TD: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
-        call.enters_autocast(hidden_TD.device)
-        output_TD = call.forward(hidden_TD, weights_TK, ctx.needs_input_grad[2:])
-        routing = call.take_routing()
+        call.autocast = autocast_again(hidden_TD.device.type)
+        output_TD = call.forward((hidden_TD, weights_TK), ctx.needs_input_grad[2:])
+        routing = call.routing
+        del call.routing  # autograd holds it from now on: what isn't kept of a layer is to go
         ctx.save_for_backward(hidden_TD, weights_TK, routing.order_S, routing.experts_S)
         ctx.call, ctx.bounds = call, routing.bounds
         return output_TD
@@ -307,44 +346,48 @@ class _ExpertsFunction(torch.autograd.Function):
         hidden_TD, weights_TK, order_S, experts_S = ctx.saved_tensors
         tokens, choices = weights_TK.shape
         routing = Routing(tokens, choices, order_S, experts_S, ctx.bounds)
-        return (None, None, *ctx.call.backward(hidden_TD, weights_TK, routing, gradient_TD, ctx.needs_input_grad[2:]))
+        return (None, None, *ctx.call.backward((hidden_TD, weights_TK), routing, gradient_TD, ctx.needs_input_grad[2:]))
 
 
 def run_experts(streams: ExpertStreams, experts: StreamedExperts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the proxy of an experts' module does: ``experts(hidden_states, top_k_index, top_k_weights)``.
 
-    Raises:
-        UnsupportedError: the call can't be cut into parts.
+    Raises an UnsupportedError where the call can't be cut into parts.
     """
     bound = inspect.signature(experts.forward).bind(*args, **kwargs)
-    hidden_TD, index_TK, weights_TK = require_flat(experts, [*bound.args, *bound.kwargs.values()])
+    given = [*bound.args, *bound.kwargs.values()]
+    are_tensors = len(given) == 3 and all(isinstance(argument, torch.Tensor) for argument in given)
+    if not (
+        are_tensors
+        and given[0].dim() == given[1].dim() == 2
+        and given[1].shape == given[2].shape
+        and given[0].shape[0] == given[1].shape[0]
+    ):
+        what = (str(tuple(arg.shape)) if isinstance(arg, torch.Tensor) else type(arg).__name__ for arg in given)
+        raise UnsupportedError(
+            f"experts {experts.name} are called with {', '.join(what)}, where hidden states (tokens, width), indices and "
+            "weights (tokens, choices) are expected, and can't stream in parts; set megatrain_config.expert_parts to 1"
+        )
+    hidden_TD, index_TK, weights_TK = given
     with torch.no_grad():
         call = _Call(streams, experts, index_TK, experts.results)
     if not torch.is_grad_enabled():
-        return call.forward(hidden_TD, weights_TK, None)
+        return call.forward((hidden_TD, weights_TK), None)
     anchor = streams.anchor if experts.has_trainable else streams.anchor.detach()
     return _ExpertsFunction.apply(call, anchor, hidden_TD, weights_TK)
 
 
 def _run_part(
-    part: ExpertPart,
-    weights: Sequence[torch.Tensor],
-    rows_nD: torch.Tensor,
-    index_n1: torch.Tensor,
-    weights_n1: torch.Tensor,
+    part: ExpertPart, weights: Sequence[torch.Tensor], rows_nD: torch.Tensor, index_n1: torch.Tensor, weights_n1: torch.Tensor
 ) -> torch.Tensor:
     """The module's own forward, as if it had the part's experts alone, times the weights: (n, D), in the wider dtype."""
     experts = part.owner
-    module, names = experts.module, [state.name for state in experts.unit.states]
-    before = experts.shown
+    places = [(experts.module, state.name) for state in experts.unit.states]
     try:
-        module.__dict__["num_experts"] = part.experts.experts
-        for name, weight in zip(names, weights, strict=True):
-            module._parameters[name] = weight  # type: ignore[assignment]
-        # Weights of one, and the product here: with those of fp32 the implementation would round each choice before their sum.
-        made_nD: torch.Tensor = experts.forward(rows_nD, index_n1, torch.ones_like(weights_n1, dtype=rows_nD.dtype))
+        experts.module.__dict__["num_experts"] = part.experts.experts
+        with parameters_as(places, weights):
+            # Times one, and the product here: fp32 weights would round each choice before the sum.
+            made_nD: torch.Tensor = experts.forward(rows_nD, index_n1, torch.ones_like(weights_n1, dtype=rows_nD.dtype))
         return made_nD * weights_n1
     finally:
-        module.__dict__["num_experts"] = experts.count
-        for name, parameter in zip(names, before, strict=True):
-            module._parameters[name] = parameter  # type: ignore[assignment]
+        experts.module.__dict__["num_experts"] = experts.count

@@ -15,22 +15,16 @@ from torch import nn
 from megatrain_accelerate.memory.flat_layout import ExpertRange, expert_ranges
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.update_gate import UpdateGate
+from megatrain_accelerate.streaming.meter import UpdateGate
 
 if TYPE_CHECKING:
     from megatrain_accelerate.streaming.expert_function import ExpertResults
 
 
 class PartOfUnit:
-    """What the prefetcher sees of a part: where it lies in a slot, and where its pieces are on the host.
-
-    Args:
-        whole: the unit of all experts.
-        experts: which of them.
-    """
+    """What the prefetcher sees of a part: its layout in a slot, its pieces of the whole unit."""
 
     is_on_device = False
-    """Parts always stream."""
 
     def __init__(self, whole: HostUnit, experts: ExpertRange) -> None:
         self._whole = whole
@@ -52,15 +46,10 @@ class PartOfUnit:
         return self._whole.weights
 
     def pieces(self, of_unit: torch.Tensor, of_slot: torch.Tensor, trainable_only: bool) -> list[tuple[torch.Tensor, ...]]:
-        """Views of the part's bytes, parameter by parameter.
+        """For each parameter, or each that is trained, views of the part's bytes in both.
 
-        Args:
-            of_unit: flat weights or gradients of all experts, uint8.
-            of_slot: a slot's buffer, uint8.
-            trainable_only: of the parameters that have gradients only.
-
-        Returns:
-            For each parameter the view of ``of_unit`` and that of ``of_slot``.
+        ``of_unit``: flat weights or gradients of all experts; ``of_slot``: a slot's buffer; both
+        uint8.
         """
         return [
             (of_unit[there : there + size], of_slot[here : here + size])
@@ -70,13 +59,7 @@ class PartOfUnit:
 
 
 class ExpertPart:
-    """Some experts of one layer: a streaming unit of its own.
-
-    Args:
-        index: position among all parts of the model, in the order of the forward.
-        owner: all experts of the layer.
-        experts: which of them.
-    """
+    """Some of a layer's experts, which stream alone, number ``index`` in order of the forward."""
 
     def __init__(self, index: int, owner: StreamedExperts, experts: ExpertRange) -> None:
         self.index = index
@@ -87,21 +70,13 @@ class ExpertPart:
         self.gate = UpdateGate()
 
     def refresh_if_written(self) -> None:
-        """See :meth:`StreamedLayer.refresh_if_written`; that of all experts."""
         self.owner.refresh_if_written()
 
 
 class StreamedExperts(StreamedLayer):
-    """All experts of a layer: their module, their host unit, and their parts.
+    """All experts of a layer, whose index they have, in parts; the first is ``first_part``.
 
-    Args:
-        index: that of the layer whose experts they are.
-        name: the module's qualified name.
-        module: the experts' module; its parameters have the dimensions (experts, ...).
-        forward: its own forward, bound, as it was before the proxy took its place.
-        unit: the host memory of its parameters.
-        parts: into how many they are cut.
-        first_part: index of the first of them.
+    The parameters of their module have the dimensions (experts, ...).
     """
 
     kind = "experts"
@@ -124,14 +99,11 @@ class StreamedExperts(StreamedLayer):
         self.gate = UpdateGate([part.gate for part in self.parts])
         self.results: ExpertResults | None = None
         """Of the run of the layer that is under way, if it has a graph."""
+        self._begins: dict[torch.device, torch.Tensor] = {}
 
-    @property
-    def shown(self) -> list[torch.Tensor]:
-        """What the module's parameters are now, in entry order: others than the store's where a run without data, or one on
-        made-up numbers, has put its own in their place."""
-        return [self.module._parameters.get(state.name) for state in self.unit.states]  # type: ignore[misc]
-
-    @property
-    def shows_its_own(self) -> bool:
-        """Whether the module's parameters are those that were adopted."""
-        return all(shown is state.parameter for shown, state in zip(self.shown, self.unit.states, strict=True))
+    def begins(self, device: torch.device) -> torch.Tensor:
+        """int64 numbers on the device: the first expert of each part, and ``count``."""
+        if device not in self._begins:
+            numbers = [part.experts.first for part in self.parts] + [self.count]
+            self._begins[device] = torch.tensor(numbers, device=device)
+        return self._begins[device]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from megatrain_accelerate.memory.flat_layout import ExpertRange
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.meter import UpdateGate
 from megatrain_accelerate.streaming.resident import ResidentGroup
-from megatrain_accelerate.streaming.update_gate import UpdateGate
 
 UnitInOrder = tuple[HostUnit, ResidentGroup | None, list[tuple[UpdateGate, ExpertRange | None]]]
 """A unit, its resident group if it is one's, and each of the parts in which it is stepped: the gate, and the experts that it

@@ -14,17 +14,18 @@ import functools
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd import Variable
 
 from megatrain_accelerate.errors import KernelError
 from megatrain_accelerate.memory.host_limits import require_host_bytes
-from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import DeviceKernels, StepKernels, can_step_on
 from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.streaming.model_hook import weakly
+from megatrain_accelerate.streaming.resident import Part
 
 
 def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -62,24 +63,11 @@ class RunningSum:
         self.kernels.split(total.mul_(factor), self.gradient, self.residual)
 
 
-class Part(Protocol):
-    """A layer or a resident group, as far as it matters here."""
-
-    unit: HostUnit
-
-    def allocate_gradient_residuals(self) -> None:
-        """Makes what fp32 sums of its gradients take. Does nothing when it exists."""
-
-
 class Fp32Sums:
     """Decides which gradients are summed in fp32, and owns the way in which autograd's own are.
 
-    Args:
-        parts: all layers and resident groups.
-        device: where the model computes.
-        kernels: the host kernels.
-        is_wanted: ``config.accumulation_dtype``.
-        host_memory_gib: the user's figure, see :func:`available_host_bytes`.
+    ``parts`` are all layers and groups; ``host_memory_gib`` is the user's figure, see
+    :func:`available_host_bytes`.
     """
 
     def __init__(
@@ -105,8 +93,7 @@ class Fp32Sums:
     def prepare(self, staging_bytes: int = 0) -> None:
         """Makes the residuals, 2 bytes a parameter, after their memory was counted. Does nothing when they exist.
 
-        Args:
-            staging_bytes: host memory that is about to be taken besides.
+        Besides them ``staging_bytes`` are about to be taken.
 
         Raises:
             HostMemoryError: they don't fit; nothing is allocated then.
@@ -122,23 +109,20 @@ class Fp32Sums:
                 )
             self._device_kernels = DeviceKernels()
         if not self.is_budgeted:
-            self._require_host_bytes(staging_bytes)
+            # All that is still to be allocated: the optimizer's moments may come after this.
+            units = [part.unit for part in self._parts if not part.unit.is_on_device]
+            without_gradients = [unit for unit in units if unit.gradients is None and not unit.passes_gradients]
+            parts = {
+                "gradients": sum(unit.layout.gradient_bytes for unit in without_gradients),
+                "residuals": sum(2 * unit.layout.split_elements - unit.residuals.nbytes for unit in units),
+                "moments": sum(unit.moment_bytes for unit in units if unit.moments is None),
+                "gradient_residuals": sum(2 * u.layout.split_elements for u in units if u.gradient_residuals is None),
+                "staging": staging_bytes,
+            }
+            require_host_bytes(sum(parts.values()), 0, parts, self._host_memory_gib, remedy=BF16_REMEDY)
         for part in self._parts:
             part.allocate_gradient_residuals()
         self._is_prepared = True
-
-    def _require_host_bytes(self, staging_bytes: int) -> None:
-        """Counts all that is still to be allocated, since the optimizer's moments may come after this."""
-        units = [part.unit for part in self._parts if not part.unit.is_on_device]
-        without_gradients = [unit for unit in units if unit.gradients is None and not unit.passes_gradients]
-        parts = {
-            "gradients": sum(unit.layout.gradient_bytes for unit in without_gradients),
-            "residuals": sum(2 * unit.layout.split_elements - unit.residuals.nbytes for unit in units),
-            "moments": sum(unit.moment_bytes for unit in units if not unit.has_moments),
-            "gradient_residuals": sum(2 * unit.layout.split_elements for unit in units if unit.gradient_residuals is None),
-            "staging": staging_bytes,
-        }
-        require_host_bytes(sum(parts.values()), 0, parts, self._host_memory_gib, remedy=BF16_REMEDY)
 
     def running(self, state: ParameterState) -> RunningSum | None:
         """``parameter.grad`` as a sum that can be added to in fp32; None where it can't, or isn't to be."""
@@ -147,26 +131,12 @@ class Fp32Sums:
             return None
         if gradient.dtype != torch.bfloat16 or gradient.device != residual.device or not _is_plain(gradient):
             return None
-        return RunningSum(gradient, residual, state.handle.has_fp32_sum, self._kernels_of(gradient))
-
-    def _kernels_of(self, tensor: torch.Tensor) -> StepKernels:
-        if not tensor.is_cuda:
-            return self._kernels
-        assert self._device_kernels is not None, "sums on the GPU before prepare()"
-        return self._device_kernels
+        kernels = self._device_kernels if gradient.is_cuda else self._kernels
+        assert kernels is not None, "sums on the GPU before prepare()"
+        return RunningSum(gradient, residual, state.handle.has_fp32_sum, kernels)
 
     def scale(self, state: ParameterState, factor: float, others_follow: bool) -> None:
-        """Multiplies ``parameter.grad`` in place.
-
-        Args:
-            state: the parameter.
-            factor: by what.
-            others_follow: others are about to be added, so that it becomes a sum in fp32 where it can be one. Else it is
-                multiplied in fp32 only if it is such a sum already.
-
-        Raises:
-            HostMemoryError, KernelError: see :meth:`prepare`.
-        """
+        """Multiplies ``parameter.grad`` in place; an fp32 sum from then on if ``others_follow``."""
         assert state.parameter.grad is not None
         if others_follow:
             self.prepare()
@@ -180,19 +150,18 @@ class Fp32Sums:
     def norms(self, states: Sequence[ParameterState]) -> list[torch.Tensor]:
         """2-norms of the parameters' gradients, all of one device: of the fp32 sums where there are such; fp32, there."""
         found: dict[int, torch.Tensor] = {}
-        plain: list[tuple[int, torch.Tensor]] = []
+        plain: dict[int, torch.Tensor] = {}
         for position, state in enumerate(states):
             gradient = state.parameter.grad
             assert gradient is not None
             if not state.handle.has_fp32_sum or state.sum_residual is None:
-                plain.append((position, gradient))
+                plain[position] = gradient
             elif gradient.is_cuda and self._device_kernels is not None:
                 found[position] = self._device_kernels.norm_split(gradient, state.sum_residual)
             else:
                 found[position] = gradient_norms([joined_sum(gradient, state.sum_residual, self._kernels)])[0]
         if plain:
-            norms = gradient_norms([gradient for _, gradient in plain])
-            found |= {position: norm for (position, _), norm in zip(plain, norms, strict=True)}
+            found |= zip(plain, gradient_norms(list(plain.values())), strict=True)
         return [found[position] for position in range(len(states))]
 
     def host_norm(self, gradient: torch.Tensor, residual: torch.Tensor | None) -> float:
@@ -205,27 +174,20 @@ class Fp32Sums:
             gradient = joined_sum(gradient, residual, self._kernels)
         return float(gradient_norms([gradient])[0])
 
-    # ------------------------------------------------------------------ gradients that autograd accumulates
-
     def watch(self, states: Iterable[ParameterState]) -> list[Any]:
-        """Lets resident parameters' gradients be summed in fp32: :meth:`take_up` is to be called after each.
+        """Hooks (returned) on trained residents: :meth:`take_up` is to be called after each gradient.
 
-        autograd would add a gradient in bf16 to the one that is there. So the latter is out of its way while it does.
-
-        Args:
-            states: of trained resident parameters.
-
-        Returns:
-            Handles that remove the hooks.
+        autograd would add it in bf16 to the one that is there, so that is out of the way meanwhile.
         """
         if not self.is_wanted:
             return []
-        # Weakly, since the garbage collector doesn't see through the parameter's reference to its hook.
-        hook = functools.partial(_set_aside, weakref.ref(self))
+        hook = weakly(self._take_aside)
         return [state.parameter.register_hook(functools.partial(hook, weakref.ref(state))) for state in states]
 
-    def set_aside(self, state: ParameterState, fresh: torch.Tensor) -> None:
+    def _take_aside(self, found: weakref.ref[ParameterState], fresh: torch.Tensor) -> None:
         """``fresh`` is about to be accumulated into ``parameter.grad``, or taken by ``torch.autograd.grad``."""
+        if (state := found()) is None:
+            return
         self._set_aside.pop(id(state), None)  # of a backward that failed
         earlier = state.parameter.grad
         if earlier is None or earlier.dtype != torch.bfloat16 or fresh.dtype != torch.bfloat16 or not _is_plain(earlier):
@@ -265,9 +227,3 @@ BF16_REMEDY = (
 
 def _is_plain(gradient: torch.Tensor) -> bool:
     return gradient.layout == torch.strided and gradient.is_contiguous() and not gradient.requires_grad
-
-
-def _set_aside(sums: weakref.ref[Fp32Sums], state: weakref.ref[ParameterState], fresh: torch.Tensor) -> None:
-    found, of = sums(), state()
-    if found is not None and of is not None:
-        found.set_aside(of, fresh)

@@ -1,17 +1,24 @@
-"""Gradients on their way: host buffers for those that are added to others, their addition, and what makes each own memory."""
+"""Host buffers for gradients that are added to others, and for those that pass through.
+
+Where gradients pass (``step_schedule: backward``), a layer's are consumed by its step as soon as
+they have arrived, so that only those on their way need memory: 12 bytes a parameter of a layer
+instead of 14. What ``parameter.grad`` shows then is not-a-number.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
+from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
-from megatrain_accelerate.optim.step_worker import Ticket
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums, RunningSum
+from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.meter import Meter, UpdateGate
 
 
 def of_their_own(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -28,17 +35,40 @@ def of_their_own(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     return owned
 
 
-class Staging:
-    """A host buffer for gradients that are to be added to earlier ones. Owner: the offloader. Writer: the d2h stream.
+class HostBuffers:
+    """Host buffers of uint8 that take turns.
 
-    Reader: the step worker, until ``ticket`` is done.
+    Owner: the offloader. Writer of one: the d2h stream. Reader: the step worker, until the gate
+    opens for which it was taken.
     """
 
-    def __init__(self, size_bytes: int, huge_pages: bool, register: bool) -> None:
-        self.memory = HostMemory(size_bytes, huge_pages=huge_pages, register=register)
-        self.memory.register()
-        self.buffer = self.memory.tensor(0, (size_bytes,), torch.uint8)
-        self.ticket: Ticket | None = None
+    def __init__(self, count: int, size_bytes: int, *, huge_pages: bool, register: bool, meter: Meter) -> None:
+        self._meter = meter
+        self._memories = [HostMemory(size_bytes, huge_pages=huge_pages, register=register) for _ in range(count)]
+        for memory in self._memories:
+            memory.register()
+        self._buffers = [memory.tensor(0, (size_bytes,), torch.uint8) for memory in self._memories]
+        self._readers: list[UpdateGate | None] = [None] * count
+        self._next = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(memory.size_bytes for memory in self._memories)
+
+    def take(self, reader: UpdateGate) -> torch.Tensor:
+        """The next buffer; waits for what still reads it, and raises if that failed."""
+        place = self._next
+        self._next = (place + 1) % len(self._buffers)
+        before = self._readers[place]
+        if before is not None and not before.is_open:
+            # WAR: the step, or the addition, of what took the buffer last may still read it.
+            self._meter.wait_for_buffer(before)
+        self._readers[place] = reader
+        return self._buffers[place]
+
+    def close(self) -> None:
+        for memory in self._memories:
+            memory.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,29 +81,8 @@ class Addition:
     running: RunningSum | None
     """The same where it is summed in fp32."""
 
-    @classmethod
-    def of(cls, state: ParameterState, sums: Fp32Sums) -> Addition:
-        """That to the gradient of now."""
-        return cls(state, state.parameter.grad, sums.running(state))
-
-    def note(self) -> None:
-        """The whole gradient will be added: an fp32 sum is that of ``parameter.grad`` from now on."""
-        if self.running is not None:
-            self.state.handle.note_fp32_sum()
-
-    def add(
-        self,
-        new: torch.Tensor | None,
-        kernels: HostKernels,
-        of_part: Callable[[torch.Tensor], torch.Tensor] = lambda whole: whole,
-    ) -> None:
-        """Adds a gradient, or that of a part.
-
-        Args:
-            new: what is added; None for zeros.
-            kernels: the host's.
-            of_part: the part of the whole tensor that it belongs to.
-        """
+    def add(self, new: torch.Tensor | None, kernels: HostKernels, of_part: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Adds a gradient (None: zeros) to what ``of_part`` returns of the whole tensor."""
         own, running = self.state.gradient, self.running
         assert own is not None
         if self.earlier is None:
@@ -97,3 +106,29 @@ class Addition:
         total = self.state.gradient if self.earlier is None else self.earlier
         assert total is not None
         return total, sums.host_norm(total, None if self.running is None else self.running.residual)
+
+
+def not_stepped(layer: StreamedLayer) -> StateError:
+    """For a layer whose gradients no optimizer takes: the next layers' would overwrite them."""
+    return StateError(
+        f"the gradients of layer {layer.name} can't be consumed in this backward: those of an earlier step weren't cleared "
+        "(call optimizer.zero_grad() after each step), another backward comes before the step (accumulation, several forwards "
+        "before one backward, a layer that is called twice), or no prepared Adam or AdamW has its parameters; for the latter "
+        "two set megatrain_config.host_gradients to 'kept' (2 bytes a parameter more)"
+    )
+
+
+def refuse_unstepped(layers: Sequence[StreamedLayer], parameters: Collection[int]) -> None:
+    """Raises a StateError for a layer's gradient that ``step()`` finds where it can't be read.
+
+    ``parameters``: the ``id`` of each whose gradient no backward since the last step has consumed.
+    """
+    for layer in layers:
+        names = [state.name for state in layer.unit.states if id(state.parameter) in parameters]
+        if names and layer.unit.passes_gradients and not layer.unit.is_on_device:
+            raise StateError(
+                f"{len(names)} gradients of layer {layer.name} (the first: {names[0]}) were set by the script, or consumed by "
+                "an earlier step and not cleared, and gradients that pass have no place from which step() could read them; "
+                "call optimizer.zero_grad() after each step, or set megatrain_config.host_gradients to 'kept' (2 bytes a "
+                "parameter more)"
+            )

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.streaming.activation_offload import Recording
-from megatrain_accelerate.streaming.ambient_state import surroundings_again
+from megatrain_accelerate.streaming.ambient_state import BufferValues, buffers_as_before, surroundings_again
 from megatrain_accelerate.streaming.attention_results import AttentionResults
 from megatrain_accelerate.streaming.call_gradients import CallGradients, CutCall
 from megatrain_accelerate.streaming.call_order import Tape
@@ -28,14 +28,13 @@ from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.meter import named_range
 from megatrain_accelerate.streaming.nested_tensors import map_tensors, taken_apart
 from megatrain_accelerate.streaming.output_recorder import Captures
 from megatrain_accelerate.streaming.prefetch import Lease
-from megatrain_accelerate.streaming.ranges import named_range
 from megatrain_accelerate.streaming.saved_tensors import SavedTensors
 from megatrain_accelerate.streaming.shared_mappings import no_writes_into, no_writes_to
 from megatrain_accelerate.streaming.whole_recompute import WholeRun
-from megatrain_accelerate.streaming.written_buffers import BufferValues, buffers_as_before
 
 if TYPE_CHECKING:
     from megatrain_accelerate.streaming.runtime import StreamingRuntime
@@ -451,7 +450,7 @@ class GraphCall:
     def settle(self) -> None:
         """Sends gradients that no hook has told of: of a tensor, say, that depends on weights alone and wasn't returned."""
         if self.state is CallState.WAITING:
-            self.calls.gradients.send(self.layer, self._take_gradients())
+            self.calls.runtime.offloader.offload(self.layer, self._take_gradients())
 
 
 def _all_issued(call: weakref.ref[GraphCall], _: torch.Tensor) -> None:

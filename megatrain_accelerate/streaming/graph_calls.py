@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatrain_accelerate.streaming.activation_offload import inputs_offloaded
-from megatrain_accelerate.streaming.ambient_state import RandomState
+from megatrain_accelerate.streaming.ambient_state import BufferValues, RandomState
 from megatrain_accelerate.streaming.call_gradients import CutCall
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.device_slots import WeightSlot
@@ -22,7 +22,6 @@ from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchSplit, require_same_structure
 from megatrain_accelerate.streaming.nested_tensors import taken_apart
 from megatrain_accelerate.streaming.shared_mappings import SharedMappings, no_writes_into, no_writes_to
-from megatrain_accelerate.streaming.written_buffers import BufferValues
 
 
 class GraphCalls:

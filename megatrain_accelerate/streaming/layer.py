@@ -13,11 +13,11 @@ from torch import nn
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.optim.device_kernel import StepKernels
+from megatrain_accelerate.streaming.ambient_state import WrittenBuffers
+from megatrain_accelerate.streaming.meter import UpdateGate
 from megatrain_accelerate.streaming.shared_mappings import run_with_mappings
 from megatrain_accelerate.streaming.token_tiles import TokenTiles
-from megatrain_accelerate.streaming.update_gate import UpdateGate
 from megatrain_accelerate.streaming.watched_parameters import unwatched
-from megatrain_accelerate.streaming.written_buffers import WrittenBuffers
 
 if TYPE_CHECKING:
     from megatrain_accelerate.streaming.expert_parts import StreamedExperts

@@ -1,4 +1,4 @@
-"""Counters of what the engine moved and waited for. Written by the streaming parts, read by the telemetry.
+"""Counters of what the engine moved and waited for, for the telemetry, and ranges of a profile.
 
 The GPU's own clock tells how long it stood still: a pair of timing events on the compute stream, one on either side of a
 wait. Work that is queued before the pair delays both alike, so a thread that is blocked while the GPU still has kernels
@@ -13,11 +13,24 @@ import dataclasses
 import enum
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatrain_accelerate.streaming.ranges import named_range
+import torch
+from torch.profiler import record_function
+
+from megatrain_accelerate.optim.step_worker import Ticket
 from megatrain_accelerate.streaming.streams import Streams
+
+_NO_RANGE = contextlib.nullcontext()
+
+
+def named_range(name: str) -> contextlib.AbstractContextManager[object]:
+    """A range of this name around the body in a profile (``torch.profiler``).
+
+    ``record_function`` alone takes 6 us even while nobody profiles.
+    """
+    return record_function(name) if torch.autograd._profiler_enabled() else _NO_RANGE
 
 
 class Cause(enum.Enum):
@@ -33,10 +46,6 @@ class Cause(enum.Enum):
     """The last gradients of a backward were still on their way."""
 
     __hash__ = object.__hash__  # enum's own is a function of Python
-
-
-_WAITS = {cause: f"{cause.value}_wait_ms" for cause in Cause}
-"""The counter of each cause."""
 
 
 @dataclasses.dataclass
@@ -67,25 +76,41 @@ class Counters:
     step_seconds: float = 0.0
     """Time the step worker computed; without its waits for gradients."""
 
-    def add_wait(self, cause: Cause, waited_ms: float) -> None:
-        """The compute stream stood still for ``waited_ms``."""
-        name = _WAITS[cause]
-        setattr(self, name, getattr(self, name) + waited_ms)
+    def add(self, cause: Cause, amount: float, what: str = "wait_ms") -> None:
+        """Adds to the counter of that name that the cause has."""
+        name = f"{cause.value}_{what}"
+        setattr(self, name, getattr(self, name) + amount)
 
-    def add_copy_wait(self, cause: Cause, waited_ms: float, late_ms: float) -> None:
-        """The compute stream stood still for a copy that a step delayed by ``late_ms``."""
-        by_step_ms = min(waited_ms, late_ms)
-        self.add_wait(Cause.HOST_STEP, by_step_ms)
-        self.add_wait(cause, waited_ms - by_step_ms)
 
-    def add_copy(self, direction: Cause, copied_bytes: int, copy_ms: float) -> None:
-        """A copy of ``copied_bytes`` is over and took ``copy_ms`` on the link."""
-        if direction is Cause.H2D:
-            self.h2d_copied_bytes += copied_bytes
-            self.h2d_copy_ms += copy_ms
-        else:
-            self.d2h_copied_bytes += copied_bytes
-            self.d2h_copy_ms += copy_ms
+class UpdateGate:
+    """What readers of a unit's weights, or another memory, wait for while the step worker uses it.
+
+    That of a unit in ``parts`` is open where all of theirs are.
+    """
+
+    def __init__(self, parts: Sequence[UpdateGate] = ()) -> None:
+        self._ticket: Ticket | None = None
+        self._parts = parts
+
+    def close_until(self, ticket: Ticket) -> None:
+        """The memory isn't valid before ``ticket`` is done."""
+        self._ticket = ticket
+        for part in self._parts:
+            part.close_until(ticket)
+
+    @property
+    def is_open(self) -> bool:
+        if self._ticket is not None and not self._ticket.is_done:
+            return False
+        return not self._parts or all(part.is_open for part in self._parts)
+
+    def wait(self) -> None:
+        """Blocks until the memory is valid; raises if the worker failed."""
+        if self._ticket is not None:
+            self._ticket.wait()
+            self._ticket = None
+        for part in self._parts:
+            part.wait()
 
 
 class Meter:
@@ -100,13 +125,10 @@ class Meter:
         self._lock = threading.Lock()
 
     def compute_waits_for(self, event: Any, cause: Cause, late_ms: float = 0.0, of_layer: bool = True) -> None:
-        """Makes the compute stream wait for a copy's ``event`` and accounts for the stall.
+        """Makes the compute stream wait for the ``event`` behind a copy and accounts for the stall.
 
-        Args:
-            event: recorded behind the copy.
-            cause: the copy's direction.
-            late_ms: how much earlier the copy would have been issued if the step of its weights had been applied in time.
-            of_layer: the copy is a layer's and not a resident's; ``copy_wait_ms`` counts the former only.
+        The copy would have been issued ``late_ms`` earlier but for the step of its weights.
+        ``copy_wait_ms`` counts layers' copies, not residents'.
         """
         compute_stream = self._streams.compute_stream
         if not self._streams.is_cuda:
@@ -114,7 +136,9 @@ class Meter:
             return
 
         def add(waited_ms: float) -> None:
-            self.counters.add_copy_wait(cause, waited_ms, late_ms)
+            by_step_ms = min(waited_ms, late_ms)
+            self.counters.add(Cause.HOST_STEP, by_step_ms)
+            self.counters.add(cause, waited_ms - by_step_ms)
             if of_layer:
                 self.counters.copy_wait_ms += waited_ms
 
@@ -123,40 +147,39 @@ class Meter:
 
     def blocked_by(self, cause: Cause) -> contextlib.AbstractContextManager[None]:
         """Accounts for the GPU's idle time while the body blocks the launching thread."""
-        return _Timed(self, self._streams.compute_stream, lambda ms: self.counters.add_wait(cause, ms))
+        return _Timed(self, self._streams.compute_stream, lambda ms: self.counters.add(cause, ms))
+
+    def wait_for_buffer(self, gate: UpdateGate) -> None:
+        """Blocks the launching thread until the step worker is done with a buffer."""
+        start = time.perf_counter()
+        with self.blocked_by(Cause.HOST_STEP):
+            gate.wait()
+        self.counters.optimizer_wait_ms += 1e3 * (time.perf_counter() - start)
 
     def copying(
         self, direction: Cause, copied_bytes: int, beside_compute: bool = False
     ) -> contextlib.AbstractContextManager[None]:
         """Times the copies that the body issues; to be entered on their stream, behind what the stream waits for.
 
-        Args:
-            direction: ``Cause.H2D`` or ``Cause.D2H``.
-            copied_bytes: bytes of the copies.
-            beside_compute: issued by the step worker. Any other copy of the CPU stand-in holds up compute.
+        Those ``beside_compute`` are the step worker's; others hold up compute in the CPU stand-in.
         """
 
         def add(copy_ms: float) -> None:
-            self.counters.add_copy(direction, copied_bytes, copy_ms)
+            self.counters.add(direction, copied_bytes, "copied_bytes")
+            self.counters.add(direction, copy_ms, "copy_ms")
             if not self._streams.is_cuda and not beside_compute:
-                self.counters.add_wait(direction, copy_ms)
+                self.counters.add(direction, copy_ms)
 
         streams = self._streams
         return _Timed(self, streams.h2d_stream if direction is Cause.H2D else streams.d2h_stream, add)
 
-    def wait_for_step(self, name: str, is_open: bool, wait: Callable[[], None]) -> None:
-        """Blocks the launching thread until a step is applied, and accounts for the GPU's idle time.
-
-        Args:
-            name: the layer's or resident's, for traces.
-            is_open: whether it is applied already.
-            wait: blocks, and raises what failed.
-        """
-        if is_open:
-            wait()
+    def wait_for_step(self, name: str, gate: UpdateGate) -> None:
+        """Blocks the launching thread until a step is applied, and accounts for the GPU's idle time."""
+        if gate.is_open:
+            gate.wait()
             return
         with self.blocked_by(Cause.HOST_STEP), named_range(f"megatrain::wait_for_step ({name})"):
-            wait()
+            gate.wait()
 
     @contextlib.contextmanager
     def stepping(self, parameters: int) -> Iterator[None]:
@@ -165,29 +188,6 @@ class Meter:
         yield
         self.counters.step_seconds += time.perf_counter() - start
         self.counters.stepped_parameters += parameters
-
-    def begin(self, stream: Any) -> Any:
-        """Notes the time at which a stream comes to this point; see :meth:`end`."""
-        if not self._streams.is_cuda:
-            return time.perf_counter()
-        with self._lock:
-            pair = self._spare.pop() if self._spare else None
-        pair = pair or (self._streams.event(timing=True), self._streams.event(timing=True))
-        pair[0].record(stream)
-        return pair
-
-    def end(self, begun: Any, stream: Any, add: Callable[[float], None]) -> None:
-        """Calls ``add`` with the milliseconds since :meth:`begin` returned ``begun``, now or when they are known."""
-        if not self._streams.is_cuda:
-            with self._lock:
-                add(1e3 * (time.perf_counter() - begun))
-            return
-        begun[1].record(stream)
-        with self._lock:
-            self._pending.append((*begun, add))
-            is_long = len(self._pending) > 4096
-        if is_long:
-            self.harvest()
 
     def harvest(self) -> None:
         """Adds up the stalls and copies that are over, without waiting."""
@@ -202,7 +202,10 @@ class Meter:
 
 
 class _Timed:
-    """Times what a stream does between begin and end of the body. A class, since a generator takes several times as long."""
+    """Calls ``add`` with a stream's milliseconds from begin to end of the body, once known.
+
+    A class, since a generator takes several times as long.
+    """
 
     def __init__(self, meter: Meter, stream: Any, add: Callable[[float], None]) -> None:
         self._meter = meter
@@ -210,7 +213,24 @@ class _Timed:
         self._add = add
 
     def __enter__(self) -> None:
-        self._begun = self._meter.begin(self._stream)
+        meter, streams = self._meter, self._meter._streams
+        if not streams.is_cuda:
+            self._begun = time.perf_counter()
+            return
+        with meter._lock:
+            pair = meter._spare.pop() if meter._spare else None
+        self._pair = pair or (streams.event(timing=True), streams.event(timing=True))
+        self._pair[0].record(self._stream)
 
     def __exit__(self, *error: object) -> None:
-        self._meter.end(self._begun, self._stream, self._add)
+        meter = self._meter
+        if not meter._streams.is_cuda:
+            with meter._lock:
+                self._add(1e3 * (time.perf_counter() - self._begun))
+            return
+        self._pair[1].record(self._stream)
+        with meter._lock:
+            meter._pending.append((*self._pair, self._add))
+            is_long = len(meter._pending) > 4096
+        if is_long:
+            meter.harvest()

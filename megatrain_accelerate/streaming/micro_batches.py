@@ -8,8 +8,7 @@ which have them along dimension 0: hidden states that have something else there 
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.memory.flat_layout import FlatLayout
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.nested_tensors import taken_apart, tensors_in
 
@@ -27,14 +25,11 @@ _PER_TOKEN_NAMES = ("cache_position",)
 
 
 class BatchCut:
-    """Into pieces of how many samples the layers of a model cut their calls. One object per engine.
-
-    Args:
-        size: samples of a piece; None never cuts.
-    """
+    """How the layers of a model cut their calls into pieces. One object per engine."""
 
     def __init__(self, size: int | None) -> None:
         self.size = size
+        """Samples of a piece; None never cuts."""
         self._rows: frozenset[int] = frozenset()
         self._cut_before: dict[tuple[str, str], bool] = {}
         self._looked_through: set[str] = set()
@@ -44,11 +39,8 @@ class BatchCut:
         self._rows = frozenset(tensor.shape[0] for tensor in tensors_in(inputs) if tensor.dim() >= 2)
 
     def require_samples(self, layer: StreamedLayer, path: str, hidden: torch.Tensor) -> None:
-        """The layer's hidden states have the batch along dimension 0.
-
-        Raises:
-            UnsupportedError: they haven't, or nothing tells whether they have; or the layer needs the whole batch at once.
-        """
+        """Raises an UnsupportedError unless dimension 0 of the hidden states is surely the batch,
+        of which the layer can take a part."""
         shape, rows = tuple(hidden.shape), ", ".join(map(str, sorted(self._rows))) or "no"
         if hidden.dim() < 3:
             raise _cannot(layer.name, f"its hidden states have shape {shape}, in which samples can't be told apart")
@@ -65,23 +57,17 @@ class BatchCut:
                 "that either dimension may be the batch, in the first batch that is to be cut",
             )
         if layer.name not in self._looked_through:
-            self._require_separable(layer)
+            for name, module in layer.module.named_modules():
+                if getattr(module, "batch_first", True) is False:
+                    what = name or type(module).__name__
+                    raise _cannot(layer.name, f"its {what} has batch_first=False, and takes tokens first")
             self._looked_through.add(layer.name)
         for name, norm in batch_norms(layer.module):
             if norm.training:
                 raise _cannot(layer.name, f"its {name} takes statistics of the whole batch")
 
-    def _require_separable(self, layer: StreamedLayer) -> None:
-        for name, module in layer.module.named_modules():
-            if getattr(module, "batch_first", True) is False:
-                raise _cannot(layer.name, f"its {name or type(module).__name__} has batch_first=False, and takes tokens first")
-
     def is_cut(self, layer: StreamedLayer, path: str, tensor: torch.Tensor, hidden: torch.Tensor) -> bool:
-        """Whether an argument of the layer is cut; else every piece gets it whole.
-
-        Raises:
-            UnsupportedError: it isn't certain.
-        """
+        """Whether an argument is cut and not whole in all pieces. An UnsupportedError if unsure."""
         batch, length = hidden.shape[:2]
         place = (layer.name, path)
         if tensor is not hidden:
@@ -112,19 +98,15 @@ def batch_norms(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSplit:
-    """How the tensors of one call are cut.
-
-    Attributes:
-        sizes: samples of each piece, in order; the last may be smaller. Empty for a call that isn't cut.
-        is_split: for each tensor among the arguments, whether it is cut along dimension 0; else every piece gets it whole.
-    """
+    """How the tensors of one call are cut."""
 
     sizes: tuple[int, ...]
+    """Samples of each piece, in order; the last may be smaller. Empty for a call that isn't cut."""
     is_split: tuple[bool, ...]
+    """For each tensor among the arguments: cut along dimension 0, or whole for every piece."""
 
     @property
     def count(self) -> int:
-        """Number of pieces, at least 1."""
         return max(1, len(self.sizes))
 
     @classmethod
@@ -132,11 +114,6 @@ class BatchSplit:
         """The split of a layer's call.
 
         The batch is dimension 0 of the call's first floating tensor of two dimensions or more, the hidden states (B, T, ...).
-
-        Args:
-            layer: that is called.
-            args, kwargs: the call's.
-            cut: how the model's calls are cut.
 
         Raises:
             UnsupportedError: the batch is larger, and it isn't certain how to cut it or some argument.
@@ -152,40 +129,37 @@ class BatchSplit:
         batch = hidden.shape[0]
         cut.require_samples(layer, path, hidden)
         for at, leaf in paths:
-            if not isinstance(leaf, torch.Tensor) and _holds_tensors(leaf):
+            held = () if isinstance(leaf, torch.Tensor) else getattr(leaf, "__dict__", {}).values()
+            if any(isinstance(item, torch.Tensor) for item in held):
                 raise _cannot(layer.name, f"argument {keystr(at)} is a {type(leaf).__name__}, whose tensors can't be cut")
         is_split = tuple(cut.is_cut(layer, name, leaf, hidden) for name, leaf in tensors)
-        sizes = [cut.size] * (batch // cut.size)
-        if batch % cut.size:
-            sizes.append(batch % cut.size)
-        return cls(tuple(sizes), is_split)
+        sizes = tuple(min(cut.size, batch - begin) for begin in range(0, batch, cut.size))
+        return cls(sizes, is_split)
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """The arguments of each piece, in autograd's graph; a tensor that is passed twice stays one."""
         tensors, put_together = taken_apart((args, kwargs))
         of_tensor: dict[tuple[int, bool], Sequence[torch.Tensor]] = {}
+        columns = []
         for tensor, is_split in zip(tensors, self.is_split, strict=True):
-            if (id(tensor), is_split) not in of_tensor:
-                of_tensor[id(tensor), is_split] = self._pieces_of(tensor, is_split)
-        columns = [of_tensor[id(tensor), is_split] for tensor, is_split in zip(tensors, self.is_split, strict=True)]
+            key = (id(tensor), is_split)
+            if key not in of_tensor and is_split:
+                # One node for all: each slice's would make a gradient as large as the batch.
+                of_tensor[key] = tensor.split(self.sizes)
+            elif key not in of_tensor:
+                whole = (tensor,) * self.count
+                of_tensor[key] = _Shared.apply(tensor, self.count) if tensor.requires_grad else whole
+            columns.append(of_tensor[key])
         return [put_together(piece) for piece in zip(*columns, strict=True)]
-
-    def _pieces_of(self, tensor: torch.Tensor, is_split: bool) -> Sequence[torch.Tensor]:
-        if is_split:
-            # One node, which joins the gradients: that of a slice would make one as large as the batch for each piece.
-            return tensor.split(self.sizes)
-        pieces: Sequence[torch.Tensor] = _Shared.apply(tensor, self.count) if tensor.requires_grad else (tensor,) * self.count
-        return pieces
 
     def first_piece(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments with the tensors of the first piece, which no other is larger than."""
         if not self.sizes:
             return args, kwargs
         tensors, put_together = taken_apart((args, kwargs))
-        size, flags = self.sizes[0], self.is_split
-        made: tuple[tuple[Any, ...], dict[str, Any]] = put_together(
-            [tensor[:size] if is_split else tensor for tensor, is_split in zip(tensors, flags, strict=True)]
-        )
+        pairs = zip(tensors, self.is_split, strict=True)
+        made: tuple[tuple[Any, ...], dict[str, Any]]
+        made = put_together([tensor[: self.sizes[0]] if is_split else tensor for tensor, is_split in pairs])
         return made
 
     def whole(self, made: Any) -> Any:
@@ -199,10 +173,7 @@ class BatchSplit:
     def joined(self, layer: str, pieces: Sequence[list[torch.Tensor]], outputs: int) -> list[torch.Tensor]:
         """What a call returns from what its pieces return: samples, or for recorded tensors the tokens of samples, in order.
 
-        Args:
-            layer: for messages.
-            pieces: each piece's tensors.
-            outputs: how many of them the layer returned; the rest was recorded.
+        The layer returned the first ``outputs`` of each piece's tensors; the rest was recorded.
 
         Raises:
             UnsupportedError: a tensor doesn't have the piece's samples along dimension 0.
@@ -215,105 +186,10 @@ class BatchSplit:
 
 
 _WHOLE = BatchSplit((), ())
-"""Of a call that isn't cut."""
-
-
-class LayerSums:
-    """fp32 sums of one layer's weight gradients over the pieces of a call, rounded once when they leave.
-
-    Args:
-        layout: the layer's.
-        buffer: flat fp32 memory, which nobody else uses while these sums live.
-    """
-
-    def __init__(self, layout: FlatLayout, buffer: torch.Tensor) -> None:
-        self._dtypes = [entry.spec.dtype for entry in layout.trainable_entries]
-        self._sums: list[torch.Tensor] = []
-        self._present: set[int] = set()
-        self.complete_pieces = 0
-        """Pieces whose gradients are all in the sums."""
-        for entry in layout.trainable_entries:
-            assert entry.state_offset is not None
-            flat = buffer[entry.state_offset : entry.state_offset + entry.spec.numel]
-            self._sums.append(flat.view(entry.spec.shape))
-
-    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Adds one piece's gradients: one per trainable entry of the layout, None where there is none."""
-        for place, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            if place in self._present:
-                self._sums[place].add_(gradient)
-            else:
-                self._sums[place].copy_(gradient)
-                self._present.add(place)
-
-    def take(self, to_stay: bool) -> list[torch.Tensor | None]:
-        """The sums, None where no piece had a gradient.
-
-        Args:
-            to_stay: as tensors of their own, rounded to the dtypes of the weights, for gradients that stay on the device; else
-                in fp32, valid until the next layer's begin.
-        """
-        found = [total if place in self._present else None for place, total in enumerate(self._sums)]
-        if not to_stay:
-            return found
-        return [None if g is None else g.to(dtype, copy=True) for g, dtype in zip(found, self._dtypes, strict=True)]
-
-
-class GradientSums:
-    """Where the layers' sums lie: one flat buffer on the device, as large as the largest layer's trained parameters.
-
-    Owner: the runtime. Writer and reader: the compute stream. The buffer is made when the first call is cut, and belongs to
-    one layer's sums as long as these live. Sums that begin meanwhile (of a backward within a backward) get memory of their
-    own.
-
-    Args:
-        device: where the layers compute.
-        layouts: of all layers.
-    """
-
-    def __init__(self, device: torch.device, layouts: Iterable[FlatLayout]) -> None:
-        self._device = device
-        self._elements = max((layout.state_elements for layout in layouts), default=0)
-        self._buffer: torch.Tensor | None = None
-        self._user: weakref.ref[LayerSums] | None = None
-        """The sums in the buffer."""
-
-    @property
-    def planned_bytes(self) -> int:
-        """Bytes of the buffer, whether it exists yet or not."""
-        return 4 * self._elements
-
-    @property
-    def is_made(self) -> bool:
-        """Whether the buffer exists."""
-        return self._buffer is not None
-
-    def begin(self, layout: FlatLayout) -> LayerSums:
-        """Empty sums for the gradients of a layer with this layout."""
-        if self._buffer is None:
-            self._buffer = self._memory(self._elements)
-        if self._user is not None and self._user() is not None:
-            return LayerSums(layout, self._memory(layout.state_elements))
-        sums = LayerSums(layout, self._buffer)
-        self._user = weakref.ref(sums)
-        return sums
-
-    def _memory(self, elements: int) -> torch.Tensor:
-        return torch.empty(elements, dtype=torch.float32, device=self._device)
 
 
 def require_same_structure(layer: str, first: Any, piece: Any) -> None:
-    """Pieces whose outputs are to be joined return the same but for the tensors.
-
-    Args:
-        layer: for the message.
-        first, piece: what two pieces return besides tensors.
-
-    Raises:
-        UnsupportedError: they don't.
-    """
+    """Raises an UnsupportedError if what two pieces return besides tensors can't be joined."""
     if first != piece:
         raise UnsupportedError(
             f"layer {layer} returns other things for other pieces of a batch, which can't be joined; leave "
@@ -332,18 +208,12 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         found = [gradient for gradient in gradients if gradient is not None]
-        return (_added(found) if found else None), None
-
-
-def _added(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = gradients[0].float()
-    for gradient in gradients[1:]:
-        total = total + gradient
-    return total.to(gradients[0].dtype)
-
-
-def _holds_tensors(value: Any) -> bool:
-    return any(isinstance(item, torch.Tensor) for item in getattr(value, "__dict__", {}).values())
+        if not found:
+            return None, None
+        total = found[0].float()
+        for gradient in found[1:]:
+            total = total + gradient
+        return total.to(found[0].dtype), None
 
 
 def _cannot(layer: str, reason: str) -> UnsupportedError:

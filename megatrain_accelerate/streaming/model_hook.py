@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,19 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 """The attributes of a module that hold its hooks."""
 
 
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a bound method as long as its object lives; a hook of a tensor.
+
+    The garbage collector doesn't see through a tensor's or a node's reference to its hooks.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        return None if (found := reference()) is None else found(*args)
+
+    return call
+
+
 def has_global_hooks() -> bool:
     """Whether there are hooks that run on every module of the process."""
     return any(getattr(nn.modules.module, f"_global{name}", None) for name in HOOKS)
@@ -22,9 +36,8 @@ def has_global_hooks() -> bool:
 
 def has_hooks_inside(module: nn.Module) -> bool:
     """Whether hooks run inside the module (those on the module itself run outside of its forward)."""
-    if has_global_hooks():
-        return True
-    return any(getattr(child, name) for child in module.modules() if child is not module for name in HOOKS)
+    inner = (child for child in module.modules() if child is not module)
+    return has_global_hooks() or any(getattr(child, name) for child in inner for name in HOOKS)
 
 
 def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -39,13 +52,7 @@ def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def run_pre_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: set[int]) -> tuple[Any, Any]:
     """Runs the forward pre-hooks that a call of ``module`` doesn't, since they were registered after it began.
 
-    Args:
-        module: whose call it is.
-        args, kwargs: those of the call.
-        known: ids of the hooks that were there when it began.
-
-    Returns:
-        The arguments as the hooks leave them.
+    ``known``: ids of those that were there. Returns the arguments as the hooks leave them.
     """
     for number, hook in list(module._forward_pre_hooks.items()):
         if number in known:
@@ -62,35 +69,29 @@ def remove_hook(handle: Any) -> None:
     hook = (handle.hooks_dict_ref() or {}).get(handle.id)
     handle.remove()
     if isinstance(hook, ModelHook):
-        hook.cut()
+        hook.function = None
 
 
 class ModelHook:
-    """Calls a function of the engine. Copies and pickles of it do nothing.
+    """Calls a function of the engine, if it has one. Copies and pickles of it do nothing.
 
-    Args:
-        function: what is called; None does nothing.
-        with_arguments: hand over the hook's arguments; what the function returns is returned.
-        runs_dry: it is part of what the model computes, in runs without data too.
+    ``with_arguments``, those of the hook are handed over, and what the function returns is
+    returned. It ``runs_dry`` if it is part of what the model computes, in runs without data too.
     """
 
     def __init__(
         self, function: Callable[..., Any] | None = None, with_arguments: bool = False, runs_dry: bool = False
     ) -> None:
-        self._function = function
+        self.function = function
         self._with_arguments = with_arguments
         self.runs_dry = runs_dry
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return run_uncompiled(self, *args, **kwargs)
-        if self._function is None:
+        if self.function is None:
             return None
-        return self._function(*args, **kwargs) if self._with_arguments else self._function()
-
-    def cut(self) -> None:
-        """Does nothing from now on, also in a call of the module that has begun."""
-        self._function = None
+        return self.function(*args, **kwargs) if self._with_arguments else self.function()
 
     def __reduce__(self) -> tuple[type[ModelHook], tuple[()]]:
         if not self._with_arguments:

@@ -13,36 +13,30 @@ from torch.utils._pytree import tree_leaves
 
 
 def map_tensors(change: Callable[[Any], Any], value: Any, kind: type | tuple[type, ...] = torch.Tensor) -> Any:
-    """Replaces each tensor by what ``change`` returns for it. A container in which nothing changes keeps its identity.
+    """Replaces each tensor (or object of ``kind``), in order, by what ``change`` returns for it.
 
-    Args:
-        change: called with each object of ``kind``, in order.
-        value: tensors, containers of tensors, or anything else, which stays.
-        kind: what counts as a tensor.
+    A container in which nothing changes keeps its identity.
     """
     if isinstance(value, kind):
         return change(value)
-    if value is None:
-        return None
     if isinstance(value, (tuple, list)):
         items = [map_tensors(change, item, kind) for item in value]
         if all(map(operator.is_, items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        found = {key: map_tensors(change, item, kind) for key, item in value.items()}
-        changed = {key: item for key, item in found.items() if item is not value[key]}
-        if changed:
-            value = copy.copy(value)
-            for key, item in changed.items():
+    is_dict = isinstance(value, dict)
+    if not is_dict and not hasattr(type(value), "__dataclass_fields__"):
+        return value
+    held = value if is_dict else {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    found = {key: map_tensors(change, item, kind) for key, item in held.items()}
+    changed = {key: item for key, item in found.items() if item is not held[key]}
+    if changed:
+        value = copy.copy(value)
+        for key, item in changed.items():
+            if is_dict:
                 value[key] = item
-    elif hasattr(type(value), "__dataclass_fields__"):
-        found = {field.name: map_tensors(change, getattr(value, field.name), kind) for field in dataclasses.fields(value)}
-        changed = {name: item for name, item in found.items() if item is not getattr(value, name)}
-        if changed:
-            value = copy.copy(value)
-            for name, item in changed.items():
-                object.__setattr__(value, name, item)
+            else:
+                object.__setattr__(value, key, item)
     return value
 
 
@@ -64,9 +58,7 @@ def taken_apart(value: Any) -> tuple[list[torch.Tensor], Callable[[Any], Any]]:
 
 def any_requires_grad(value: Any) -> bool:
     """Whether a tensor that :func:`map_tensors` finds requires grad."""
-    found: list[torch.Tensor] = []
-    map_tensors(found.append, value)
-    return any(tensor.requires_grad for tensor in found)
+    return any(tensor.requires_grad for tensor in taken_apart(value)[0])
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

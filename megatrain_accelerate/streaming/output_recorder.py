@@ -1,8 +1,9 @@
 """Side outputs of a layer's inner modules, such as router logits, and how a compiled layer returns them.
 
-An :class:`OutputRecorder` records them through forward hooks. Those hooks can't be compiled, since they read the recorder's
-state. So while a compiled layer is traced and run, simpler hooks replace them, which only append the value to a list. The
-traced function returns that list beside the layer's output; its values then go to the recorder, in the same order.
+The hooks of an :class:`OutputRecorder` can't be compiled, since they read its state. So while a
+compiled layer is traced and run, simpler hooks replace them, which only append the value to a list.
+The traced function returns that list beside the layer's output; its values then go to the recorder,
+in the same order.
 """
 
 from __future__ import annotations
@@ -38,20 +39,15 @@ Recorded = list[tuple[str, Any]]
 
 
 class OutputRecorder:
-    """Records side outputs of a layer's inner modules while it runs.
-
-    This base class records nothing; it serves models without side outputs.
-    """
+    """Records side outputs of a layer's inner modules; this base class records nothing."""
 
     def channels(self) -> tuple[str, ...]:
-        """The channels that are recorded now."""
         return ()
 
     def apart(self, channels: Sequence[str] | None = None) -> contextlib.AbstractContextManager[Recorded]:
         """Diverts what the block records into the list that it yields, which is filled when the block ends.
 
-        Args:
-            channels: the channels to record in the block; None for those of now.
+        In the block ``channels`` are recorded; None for those of now.
         """
         return contextlib.nullcontext([])
 
@@ -64,33 +60,31 @@ class OutputRecorder:
 
 
 class Captures:
-    """What the recorder's hooks inside a layer record at one call of the layer.
-
-    Args:
-        owners: the inner modules with such hooks, in module order: name within the layer, module, and what is captured now.
-    """
+    """What the recorder's hooks inside a layer record at one call of the layer."""
 
     def __init__(self, owners: Sequence[tuple[str, nn.Module, tuple[Capture, ...]]]) -> None:
         self._owners = owners
+        """Inner modules with such hooks, in order: name in the layer, module, captures of now."""
         self.key = tuple((name, captures) for name, _, captures in owners if captures)
         """Equal for layers that record the same channels from the same modules. Empty if nothing is recorded."""
 
     @classmethod
     def inside(cls, module: nn.Module, recorder: OutputRecorder) -> Captures | None:
-        """Returns the captures inside the module; None if it has hooks that can't be replaced, the recorder's or others.
-
-        Hooks on the module itself are ignored: they run outside its forward.
-        """
+        """The captures inside the module (not on it); None if hooks there can't be replaced."""
         if has_global_hooks():
             return None
         owners = []
         for name, child in module.named_modules():
-            if child is module or not any(getattr(child, hooks) for hooks in HOOKS):
+            if child is module:
                 continue
-            captures = _captures_on(child, recorder)
-            if captures is None:
+            if any(getattr(child, hooks) for hooks in HOOKS if hooks != "_forward_hooks"):
                 return None
-            owners.append((name, child, captures))
+            if child._forward_hooks:
+                found = [recorder.capture_of(hook) for hook in child._forward_hooks.values()]
+                now = tuple(one for one in found if one is not None and one.channel in recorder.channels())
+                if None in found or not all(capture.is_plain for capture in now):
+                    return None
+                owners.append((name, child, now))
         return cls(owners)
 
     @contextlib.contextmanager
@@ -106,22 +100,6 @@ class Captures:
                 child._forward_hooks = hooks
             # Something is left only if torch.compile is switched off and the layer raised.
             _handed_out.clear()
-
-
-def _captures_on(child: nn.Module, recorder: OutputRecorder) -> tuple[Capture, ...] | None:
-    """Returns the captures on the module itself; None if it has hooks that can't be replaced."""
-    if any(getattr(child, hooks) for hooks in HOOKS if hooks != "_forward_hooks"):
-        return None
-    taken = []
-    for hook in child._forward_hooks.values():
-        capture = recorder.capture_of(hook)
-        if capture is None:
-            return None
-        if capture.channel in recorder.channels():
-            if not capture.is_plain:
-                return None
-            taken.append(capture)
-    return tuple(taken)
 
 
 _handed_out: list[tuple[str, Any]] = []

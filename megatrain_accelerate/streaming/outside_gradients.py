@@ -21,24 +21,17 @@ from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
-from megatrain_accelerate.streaming.norm_table import NormTable
+from megatrain_accelerate.streaming.model_hook import weakly
 
 _BACKWARDS = 8
 """Whose gradients are held at most: of one that failed nobody tells, and one may run within another."""
 
 
 class OutsideGradients:
-    """Takes such gradients before autograd accumulates them, and adds them when their backward is over.
+    """Takes such gradients before autograd does, and adds them when their backward is over."""
 
-    Args:
-        units: of the streamed layers and experts.
-        offloader: what brings these their own gradients.
-        norms: the norms of all gradients.
-    """
-
-    def __init__(self, units: Iterable[HostUnit], offloader: GradientOffloader, norms: NormTable) -> None:
+    def __init__(self, units: Iterable[HostUnit], offloader: GradientOffloader) -> None:
         self._offloader = offloader
-        self._norms = norms
         self._lock = threading.Lock()
         self._aside: dict[int, dict[int, tuple[ParameterState, torch.Tensor]]] = {}
         """Of each backward, by its number, by the ``id`` of the parameter."""
@@ -53,34 +46,35 @@ class OutsideGradients:
         states = [] if unit.is_on_device else [state for state in unit.states if state.entry.spec.trainable]
         watched = self._watched[id(unit)] = []
         for state in states:
-            node = _accumulation(state.parameter)
-            # Weakly, since the garbage collector doesn't see through a node. The node lives as long as it is held.
-            take = functools.partial(_take, weakref.ref(self), weakref.ref(unit), weakref.ref(state))
+            node = _accumulation(state.parameter)  # it lives as long as it is held
+            take = functools.partial(weakly(self._take), weakref.ref(unit), weakref.ref(state))
             watched.append((node, node.register_prehook(take)))
 
     def moved(self, unit: HostUnit) -> None:
         """To be called when a unit has moved to or from the device: its weights' nodes are others then."""
         if id(unit) in self._watched:
-            self._leave(id(unit))
+            for _, handle in self._watched[id(unit)]:
+                handle.remove()
             self._watch(unit)
-
-    def _leave(self, unit: int) -> None:
-        for _, handle in self._watched[unit]:
-            handle.remove()
 
     def close(self) -> None:
         """Autograd accumulates by itself again."""
-        for unit in self._watched:
-            self._leave(unit)
+        for watched in self._watched.values():
+            for _, handle in watched:
+                handle.remove()
         self._watched.clear()
 
-    def take(self, unit: HostUnit, state: ParameterState, gradient: torch.Tensor) -> None:
-        """Sets a gradient aside; called within backward, by any of its threads.
+    def _take(
+        self, of_unit: weakref.ref[HostUnit], of_state: weakref.ref[ParameterState], arrived: tuple[torch.Tensor | None, ...]
+    ) -> tuple[None] | None:
+        """Before a weight's accumulation, by any thread of a backward: sets the gradient aside.
 
-        Raises:
-            StateError: gradients pass, and have no place to be added in.
+        With ``create_graph`` it is autograd's. A StateError where gradients pass.
         """
-        if self._offloader.passes:
+        unit, state, gradient = of_unit(), of_state(), arrived[0]
+        if unit is None or state is None or gradient is None or gradient.requires_grad:
+            return None
+        if self._offloader.passing is not None:
             raise StateError(
                 f"{unit.name}.{state.name} got a gradient from outside its layer (a penalty on the weights), and "
                 "megatrain_config.host_gradients: passing keeps none to which it could be added; set host_gradients to 'kept' "
@@ -97,13 +91,14 @@ class OutsideGradients:
             _, earlier = gradients.get(id(state.parameter), (state, None))
             gradients[id(state.parameter)] = state, gradient if earlier is None else earlier + gradient
             self.reached.add(id(unit))
+        return (None,)
 
     def _settle(self, backward: int) -> None:
         self._offloader.wait()
         with torch.no_grad():
             for state, gradient in self._aside.pop(backward).values():
                 self._offloader.add_in_place(state, gradient)
-                self._norms.forget(state.parameter)
+                self._offloader.norms.forget(state.parameter)
 
 
 def _accumulation(parameter: torch.nn.Parameter) -> Node:
@@ -114,17 +109,3 @@ def _accumulation(parameter: torch.nn.Parameter) -> Node:
         node = get_gradient_edge(parameter).node
         parameter.requires_grad_(is_trained)
     return node
-
-
-def _take(
-    gradients: weakref.ref[OutsideGradients],
-    unit: weakref.ref[HostUnit],
-    state: weakref.ref[ParameterState],
-    arrived: tuple[torch.Tensor | None, ...],
-) -> tuple[None] | None:
-    """Before a weight's accumulation: nothing is left to accumulate. With ``create_graph`` it is autograd's."""
-    taker, of_unit, of_state, gradient = gradients(), unit(), state(), arrived[0]
-    if taker is None or of_unit is None or of_state is None or gradient is None or gradient.requires_grad:
-        return None
-    taker.take(of_unit, of_state, gradient)
-    return (None,)

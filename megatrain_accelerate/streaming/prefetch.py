@@ -12,10 +12,8 @@ import torch
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.flat_layout import FlatLayout
 from megatrain_accelerate.streaming.device_slots import SlotState, WeightSlot
-from megatrain_accelerate.streaming.meter import Cause, Meter
-from megatrain_accelerate.streaming.ranges import named_range
+from megatrain_accelerate.streaming.meter import Cause, Meter, UpdateGate, named_range
 from megatrain_accelerate.streaming.streams import Streams
-from megatrain_accelerate.streaming.update_gate import UpdateGate
 
 
 class FetchedUnit(Protocol):
@@ -309,7 +307,7 @@ class Prefetcher:
             return
         start = time.perf_counter()
         self._refused_at.setdefault(layer.index, start)
-        self._meter.wait_for_step(layer.name, False, layer.gate.wait)
+        self._meter.wait_for_step(layer.name, layer.gate)
         self._meter.counters.optimizer_wait_ms += 1e3 * (time.perf_counter() - start)
 
     def _is_stale(self, slot: WeightSlot) -> bool:

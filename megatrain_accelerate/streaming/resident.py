@@ -1,50 +1,36 @@
 """Resident groups: parameters outside the layers (embeddings, final norm, head). Weights stay on the device.
 
-Their masters and moments live on the host like everybody's, unless the plan moves the whole unit to the device. Their
-gradients are autograd's own, on the device, and leave it when the optimizer steps.
+Their masters and moments live on the host like everybody's, unless the plan moves the whole unit to
+the device (:func:`relocate`, of layers too). Their gradients are autograd's own, on the device, and
+leave it when the optimizer steps.
 """
 
 from __future__ import annotations
 
 import time
-import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
-from megatrain_accelerate.optim.device_kernel import StepKernels
-from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
-from megatrain_accelerate.streaming.meter import Cause, Meter
-from megatrain_accelerate.streaming.norm_table import NormTable
-from megatrain_accelerate.streaming.ranges import named_range
+from megatrain_accelerate.optim.device_kernel import StepKernels, device_kernels
+from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.meter import Cause, Meter, UpdateGate, named_range
+from megatrain_accelerate.streaming.prefetch import Prefetcher
 from megatrain_accelerate.streaming.streams import Streams
-from megatrain_accelerate.streaming.update_gate import UpdateGate
-
-if TYPE_CHECKING:
-    from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 
 class ResidentGroup:
     """One module's own parameters, outside all layers.
 
-    Args:
-        name: the module's qualified name.
-        unit: the parameters' host memory; its weights are the source of the device's copy after each step.
-        layers_before: how many of the model's layers come before it; it is stepped after these.
-        streams, meter: the engine's.
+    The unit's weights on the host are the source of the device's copy after each step, which comes
+    after that of the layers before it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        unit: HostUnit,
-        layers_before: int,
-        *,
-        streams: Streams,
-        meter: Meter,
-    ) -> None:
+    def __init__(self, name: str, unit: HostUnit, layers_before: int, *, streams: Streams, meter: Meter) -> None:
         self.name = name
         self.layers_before = layers_before
         self.unit = unit
@@ -52,9 +38,6 @@ class ResidentGroup:
         self._streams = streams
         self._meter = meter
         self._params_copied_event = streams.event()
-        self._gradients_ready_event = streams.event()
-        self._gradients_copied_event = streams.event()
-        self._in_flight: list[torch.Tensor] = []
         self._device_weights: dict[int, torch.Tensor] = {}
         self._show_device_weights()
 
@@ -90,71 +73,20 @@ class ResidentGroup:
         self._show_device_weights()
 
     def move_to_host(self) -> None:
-        """Reverse of :meth:`move_to_device`."""
         self.unit.move_to_host()
         self._show_device_weights()
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the weights on the device, without gradients."""
         return sum(state.parameter.nbytes for state in self.unit.states)
 
     def wait_for_step(self) -> None:
-        """Kernels issued after this call read the stepped weights.
-
-        Raises:
-            StepWorkerError: the step failed.
-        """
+        """Kernels issued after this call read the stepped weights. Raises if the step failed."""
         start = time.perf_counter()
-        self._meter.wait_for_step(self.name, self.gate.is_open, self.gate.wait)
+        self._meter.wait_for_step(self.name, self.gate)
         late_ms = 1e3 * (time.perf_counter() - start)
         # RAW: the copy of the stepped weights must be over.
         self._meter.compute_waits_for(self._params_copied_event, Cause.H2D, late_ms, of_layer=False)
-
-    def fetch_gradients(self, norms: NormTable, sums: Fp32Sums, only: torch.Tensor | None = None) -> None:
-        """Issues the copies to the host of the gradients that aren't there yet, and of their norms.
-
-        Args:
-            norms: table that gets the norms.
-            sums: how the gradients are summed.
-            only: consider this parameter only; all of the group's by default.
-        """
-        trainable = [state for state in self.unit.states if state.entry.spec.trainable]
-        table = norms.of_unit(self.unit)
-        for row, state in enumerate(trainable):
-            parameter = state.parameter
-            if parameter.grad is None or norms.is_current(parameter) or (only is not None and parameter is not only):
-                continue
-            # WAR: a step that is still to be applied reads the gradients of the pass before.
-            self._meter.wait_for_step(self.name, self.gate.is_open, self.gate.wait)
-            norm = sums.norms([state])[0]
-            self._gradients_ready_event.record(self._streams.compute_stream)
-            d2h_stream = self._streams.d2h_stream
-            with self._streams.on(d2h_stream), named_range(f"megatrain::copy_gradients ({self.name})"):
-                # RAW: gradient and norm must be finished.
-                d2h_stream.wait_event(self._gradients_ready_event)
-                if state.gradient is not None:
-                    with self._meter.copying(Cause.D2H, state.gradient.nbytes):
-                        state.gradient.copy_(parameter.grad, non_blocking=True)
-                    self._meter.counters.d2h_bytes += state.gradient.nbytes
-                    self._fetch_sum_residual(state)
-                table[row].copy_(norm, non_blocking=True)
-                self._gradients_copied_event.record(d2h_stream)
-            norms.note(parameter, parameter.grad)
-            # The allocator may hand out their memory again while the copy runs.
-            self._in_flight += [norm, parameter.grad]
-
-    def _fetch_sum_residual(self, state: ParameterState) -> None:
-        residual = state.gradient_residual
-        if state.handle.has_fp32_sum and residual is not None and state.sum_residual is not None:
-            with self._meter.copying(Cause.D2H, residual.nbytes):
-                residual.copy_(state.sum_residual, non_blocking=True)
-            self._meter.counters.d2h_bytes += residual.nbytes
-
-    def wait_for_gradients(self) -> None:
-        """Blocks until the copies of :meth:`fetch_gradients` are over."""
-        self._gradients_copied_event.synchronize()
-        self._in_flight = []
 
     def announce_push(self) -> Any:
         """Called when a step is taken: counts the copies to come; returns the event for :meth:`push_weights`."""
@@ -164,11 +96,8 @@ class ResidentGroup:
         return readers_finished_event
 
     def push_weights(self, readers_finished_event: Any) -> None:
-        """Issues the copies of the host's weights to the device. Called by the step worker, after the step.
-
-        Args:
-            readers_finished_event: from :meth:`announce_push`, behind all kernels that read the old weights.
-        """
+        """Issues the copies of the host's weights. Called by the step worker, after the step, with
+        the event of :meth:`announce_push`, behind all kernels that read the old weights."""
         h2d_stream = self._streams.h2d_stream
         with torch.no_grad(), self._streams.on(h2d_stream), named_range(f"megatrain::push_weights ({self.name})"):
             # WAR: kernels issued before the step read the old weights.
@@ -193,7 +122,42 @@ class ResidentGroup:
                 handle.show(weight)  # instead of another store's copy, which may lie elsewhere
 
 
-def gradient_ready(runtime: weakref.ref[StreamingRuntime], parameter: torch.Tensor) -> None:
-    """Hook of a resident parameter: tells the engine, if it is alive."""
-    if (found := runtime()) is not None:
-        found.resident_gradient_ready(parameter)
+Part = StreamedLayer | ResidentGroup
+
+
+def relocate(
+    targets: Sequence[tuple[Part, bool]],
+    resident: Collection[int],
+    prefetcher: Prefetcher,
+    device: torch.device,
+    host_kernels: HostKernels,
+    moved: Callable[[HostUnit], None],
+) -> None:
+    """Moves units between the host and the device. Nothing may be in flight.
+
+    Args:
+        targets: each layer and resident group, and whether it is to live on the device.
+        resident: indices of layers that get a slot of their own.
+        prefetcher: owner of the slots.
+        moved: called with each unit that moved.
+
+    Raises:
+        torch.OutOfMemoryError, HostMemoryError: a unit found no room. Those before it have moved, it and those after it not.
+    """
+    # Slots of single layers hold memory of units that leave.
+    prefetcher.drop_own_slots()
+    try:
+        # First what leaves, so that there is room for what comes.
+        for part, stays in targets:
+            if part.unit.is_on_device and not stays:
+                part.move_to_host()
+                moved(part.unit)
+        arriving = [part for part, comes in targets if comes and not part.unit.is_on_device]
+        kernels = device_kernels(device, host_kernels) if arriving else host_kernels
+        for part in arriving:
+            part.move_to_device(device, kernels)
+            moved(part.unit)
+    except BaseException:
+        prefetcher.give_own_slots(())  # those that have moved are their own slots
+        raise
+    prefetcher.give_own_slots(resident)

@@ -18,8 +18,9 @@ from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.streaming.activation_offload import ActivationOffloader
 from megatrain_accelerate.streaming.caches import without_caches
+from megatrain_accelerate.streaming.call_gradients import GradientSums
 from megatrain_accelerate.streaming.call_order import CallOrder, OpenForward, Tape
-from megatrain_accelerate.streaming.clipping import Clipping
+from megatrain_accelerate.streaming.clipping import Clipping, NormTable
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.expert_streams import ExpertStreams
@@ -29,16 +30,14 @@ from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.graph_call import ActiveCalls
 from megatrain_accelerate.streaming.graph_calls import GraphCalls
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.meter import Cause, Meter
-from megatrain_accelerate.streaming.micro_batches import BatchCut, GradientSums
+from megatrain_accelerate.streaming.meter import Cause, Meter, named_range
+from megatrain_accelerate.streaming.micro_batches import BatchCut
+from megatrain_accelerate.streaming.model_hook import weakly
 from megatrain_accelerate.streaming.nested_tensors import any_requires_grad
-from megatrain_accelerate.streaming.norm_table import NormTable
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.outside_gradients import OutsideGradients
 from megatrain_accelerate.streaming.prefetch import Lease, Prefetcher
-from megatrain_accelerate.streaming.ranges import named_range
-from megatrain_accelerate.streaming.relocation import Part, relocate
-from megatrain_accelerate.streaming.resident import ResidentGroup, gradient_ready
+from megatrain_accelerate.streaming.resident import Part, ResidentGroup, relocate
 from megatrain_accelerate.streaming.shared_mappings import SharedMappings
 from megatrain_accelerate.streaming.streams import Streams
 from megatrain_accelerate.streaming.token_tiles import TileOfLayers, TokenTiles
@@ -53,9 +52,10 @@ def _settle(runtime: weakref.ref[StreamingRuntime]) -> None:
 _running: weakref.WeakSet[StreamingRuntime] = weakref.WeakSet()
 
 
-def is_streamed(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is in the host store of any model."""
-    return any(runtime.state_of(parameter) is not None for runtime in _running)
+def streamed_among(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of the parameters that are in the host store of any model."""
+    running = list(_running)
+    return [p for p in parameters if any(runtime.state_of(p) is not None for runtime in running)]
 
 
 LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
@@ -147,7 +147,7 @@ class StreamingRuntime:
         """With which compiled layers run: those that are neither kept nor offloaded, and those that are; set by the plan."""
         self.input_offloaded_layers: frozenset[int] = frozenset()
         """Indices of the layers whose inputs go to the host if they are recomputed; set by the plan."""
-        self.outside_tiles = TokenTiles(())  # of norms outside the layers (:mod:`.outside_norms`)
+        self.outside_tiles = TokenTiles(())  # of norms outside the layers
         self.attention_layers: frozenset[int] = frozenset()
         """Indices of the layers whose attention isn't computed again if they are recomputed; set by the plan."""
         self.activations = ActivationOffloader.for_engine(config, kernels, streams, meter, register)
@@ -172,19 +172,20 @@ class StreamingRuntime:
         self.watch = Watch(parameters, functools.partial(_settle, weakref.ref(self)))
         """Of the parameters, from a step, a clipping or a backward that others follow to the next forward."""
         self._group_of = {id(state.parameter): group for group in self.groups for state in group.unit.states}
-        # Weakly, since the garbage collector doesn't see through the parameter's reference to its hook.
-        hook = functools.partial(gradient_ready, weakref.ref(self))
+        hook = weakly(self.resident_gradient_ready)
         residents = [state for group in self.groups for state in group.unit.states if state.entry.spec.trainable]
         self._handles: list[Any] = [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
         self._handles += self.sums.watch(residents)
-        self.outside = OutsideGradients([part.unit for part in (*self.layers, *self.experts)], self.offloader, self.norms)
+        self.outside = OutsideGradients([part.unit for part in (*self.layers, *self.experts)], self.offloader)
         self._dry_run: LayerRunner | None = None
         self._backward_task: int | None = None
         self._open_forwards: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         self._in_this_backward: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         self._backward_tape: Tape | None = None
         self._clipping = Clipping(self.norms, self.sums, self._states)
-        self.expert_streams = ExpertStreams(self, lambda: self._dry_run is not None, self._order)
+        self.expert_streams = ExpertStreams(
+            self.experts, config.slots, self.offloader, self.anchor, lambda: self._dry_run is not None, self._order
+        )
         _running.add(self)
 
     token_tile = TileOfLayers()
@@ -299,8 +300,7 @@ class StreamingRuntime:
         self.sums.take_up(self._states[id(parameter)])
         self.norms.forget(parameter)
         if self.gradients_complete():
-            group = self._group_of[id(parameter)]
-            group.fetch_gradients(self.norms, self.sums, only=parameter)
+            self.offloader.fetch(self._group_of[id(parameter)], only=parameter)
 
     def backward_fails(self, task: int) -> None:
         """A backward ended by an exception: what it left is taken back."""
@@ -327,8 +327,6 @@ class StreamingRuntime:
             # From here on anybody may read `parameter.grad`, or let go of it.
             with self.meter.blocked_by(Cause.BACKWARD_END), named_range("megatrain::wait_for_gradients"):
                 self.offloader.wait()
-                for group in self.groups:
-                    group.wait_for_gradients()
             if not self.worker.is_idle:  # layers are stepped in this backward
                 self.watch.begin()
 
@@ -403,9 +401,8 @@ class StreamingRuntime:
             self.worker.drain()
             self._clipping.settle_stepped(others_follow=False)
         for group in self.groups:
-            group.fetch_gradients(self.norms, self.sums)
-        for group in self.groups:
-            group.wait_for_gradients()
+            self.offloader.fetch(group)
+        self.offloader.wait()
 
     def total_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         """Global 2-norm of the parameters' gradients: fp32, on the host, no dimensions.

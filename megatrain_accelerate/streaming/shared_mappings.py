@@ -11,11 +11,11 @@ import contextlib
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import MappingKey, register_pytree_node, tree_flatten, tree_leaves
+from torch.utils._pytree import MappingKey, register_pytree_node, tree_flatten
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.streaming.nested_tensors import tensors_in
@@ -28,8 +28,7 @@ class _Handed:
     entries: dict[Any, Any]
 
 
-@dataclasses.dataclass
-class _Returned:
+class _Returned(NamedTuple):
     """A layer's output and, for each mapping that was passed to it, the entries that it wrote and the keys that it removed."""
 
     output: Any
@@ -46,25 +45,15 @@ register_pytree_node(
         tuple(handed.entries),
     ),
 )
-register_pytree_node(
-    _Returned,
-    lambda returned: ([returned.output, returned.written], returned.removed),
-    lambda children, removed: _Returned(*children, removed),  # type: ignore[call-arg]
-)
 
 
 class SharedMappings:
-    """The mappings among one call's arguments.
-
-    Args:
-        args, kwargs: the call's, as the model passes them.
-    """
+    """The mappings among the arguments of one call, as the model passes them."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._mappings = [value for value in (*args, *kwargs.values()) if isinstance(value, UserDict)]
         if self._mappings:
-            args = tuple(_handed(value) for value in args)
-            kwargs = {name: _handed(value) for name, value in kwargs.items()}
+            args, kwargs = _replaced(UserDict, [_Handed(dict(value)) for value in self._mappings], args, kwargs)
         self.args = args
         """These and ``kwargs`` are for :func:`run_with_mappings`; pytree may take them apart and rebuild them in between."""
         self.kwargs = kwargs
@@ -86,9 +75,7 @@ def run_with_mappings(forward: Callable[..., Any], args: tuple[Any, ...], kwargs
     if not handed:
         return forward(*args, **kwargs)
     mappings = [UserDict(value.entries) for value in handed]
-    unused = iter(mappings)
-    args = tuple(next(unused) if isinstance(value, _Handed) else value for value in args)
-    kwargs = {name: next(unused) if isinstance(value, _Handed) else value for name, value in kwargs.items()}
+    args, kwargs = _replaced(_Handed, mappings, args, kwargs)
     output = forward(*args, **kwargs)
     removed = tuple(value.entries.keys() - mapping.keys() for mapping, value in zip(mappings, handed, strict=True))
     written = tuple(
@@ -103,29 +90,31 @@ def takes_mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(isinstance(value, _Handed) for value in (*args, *kwargs.values()))
 
 
-def _handed(value: Any) -> Any:
-    return _Handed(dict(value)) if isinstance(value, UserDict) else value
+def _replaced(
+    kind: type, others: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with these in the places of those of a kind, in order."""
+    unused = iter(others)
+    found = [next(unused) if isinstance(value, kind) else value for value in (*args, *kwargs.values())]
+    return tuple(found[: len(args)]), dict(zip(kwargs, found[len(args) :], strict=True))
 
 
 @contextlib.contextmanager
 def no_writes_into(args: tuple[Any, ...], kwargs: dict[str, Any], layer: str) -> Iterator[None]:
     """Refuses a layer that changes lists, dicts or objects among its arguments when it runs in the block.
 
-    A recompute would change them again; and where a batch runs in pieces, their changes can't be joined.
-
-    Args:
-        args, kwargs: as the layer gets them.
-        layer: its name, for the message.
+    A recompute would change them again; and changes by pieces of a batch can't be joined.
 
     Raises:
         UnsupportedError: the layer did so.
     """
-    contents = _contents((args, kwargs))
-    objects = [o for o in tree_leaves((args, kwargs)) if hasattr(o, "__dict__") and not isinstance(o, _NOT_LOOKED_INTO)]
+    leaves, structure = tree_flatten((args, kwargs))
+    objects = [o for o in leaves if hasattr(o, "__dict__") and not isinstance(o, (torch.Tensor, nn.Module, type))]
     held = [_held_tensors(value) for value in objects]
     yield
     changed = [type(o).__name__ for o, before in zip(objects, held, strict=True) if _held_tensors(o) != before]
-    if _contents((args, kwargs)) != contents:
+    leaves_now, structure_now = tree_flatten((args, kwargs))
+    if structure_now != structure or list(map(id, leaves_now)) != list(map(id, leaves)):
         changed.append("list or dict")
     if changed:
         raise UnsupportedError(
@@ -133,14 +122,6 @@ def no_writes_into(args: tuple[Any, ...], kwargs: dict[str, Any], layer: str) ->
             "gradients couldn't pass. A model whose layers hand tensors on in this way can't be trained with megatrain "
             "yet; name other layers in megatrain_config.layer_classes if larger blocks keep it to themselves"
         )
-
-
-_NOT_LOOKED_INTO = (torch.Tensor, nn.Module, type)
-
-
-def _contents(arguments: Any) -> tuple[list[int], Any]:
-    leaves, structure = tree_flatten(arguments)
-    return [id(leaf) for leaf in leaves], structure
 
 
 def _held_tensors(value: Any) -> list[int]:
@@ -153,10 +134,7 @@ def no_writes_to(
 ) -> Iterator[None]:
     """Refuses a layer that writes to its input tensors in place when it runs in the block.
 
-    Args:
-        tensors: the inputs.
-        layer: its name, for the message.
-        torch_refuses: part of the error that torch raises where the layer writes to what it is given of them.
+    ``torch_refuses`` is part of torch's error where it writes to what it is given of them.
 
     Raises:
         UnsupportedError: the layer did so.

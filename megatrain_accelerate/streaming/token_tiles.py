@@ -10,16 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatrain_accelerate.streaming import tile_loops
-from megatrain_accelerate.streaming.ambient_state import Again, autocast_again
-from megatrain_accelerate.streaming.model_hook import has_hooks_inside
+from megatrain_accelerate.streaming.ambient_state import Again, autocast_again, parameters_as
+from megatrain_accelerate.streaming.model_hook import ModelHook, has_hooks_inside
 from megatrain_accelerate.streaming.proxy import is_proxy
 from megatrain_accelerate.streaming.token_wise import examine, kind_of
 
@@ -30,12 +29,55 @@ several billion parameters take a few hundred MiB."""
 _verdicts: dict[Hashable, str | None] = {}
 """Why modules run whole, or None; of all engines of the process, by kind of module."""
 
+_Tile = TypeVar("_Tile")
+_runs_few = False
+_times = 1
+
+
+@contextlib.contextmanager
+def few_tiles() -> Iterator[None]:
+    """Loops over tiles run few of them in the body, in every thread: autograd has its own.
+
+    An operation on tensors without data takes as long as launching a real one, and a sequence of a
+    million tokens has hundreds of tiles with hundreds of operations each. Tiles are alike, so one
+    can count for others.
+    """
+    global _runs_few, _times
+    before, _runs_few = _runs_few, True
+    try:
+        yield
+    finally:
+        _runs_few, _times = before, 1  # a loop that failed may not have ended
+
+
+def times() -> int:
+    """For how many tiles counts what runs now."""
+    return _times
+
+
+def tiles(every: Sequence[_Tile]) -> Iterator[_Tile]:
+    """The tiles of a loop, or parts of experts, in order; under :func:`few_tiles` some of them.
+
+    Those are the first two and the last: the first may find things that the others find made (a sum
+    to add to), and the second counts for all between, which are of its size.
+    """
+    global _times
+    if not _runs_few or len(every) < 4:
+        yield from every
+        return
+    yield every[0]
+    before, _times = _times, _times * (len(every) - 2)
+    try:
+        yield every[1]
+    finally:
+        _times = before
+    yield every[-1]
+
 
 class TokenTiles:
     """Runs the token-wise parts of one layer by tiles while the layer runs on more tokens than one tile has.
 
-    Args:
-        parts: what may be token-wise, with names.
+    The ``parts`` that it is given, with names, are those that may be token-wise.
     """
 
     def __init__(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
@@ -48,20 +90,25 @@ class TokenTiles:
 
     @classmethod
     def of_layer(cls, layer: nn.Module) -> TokenTiles:
-        """Those of all modules inside a layer."""
         return cls((name, child) for name, child in layer.named_modules() if child is not layer)
+
+    @classmethod
+    def of_norms(cls, model: nn.Module, modules: Iterable[nn.Module]) -> TokenTiles:
+        """Those of norms among modules outside the layers, which have weights but no matrix.
+
+        A last norm makes, in fp32, several tensors twice as large as its input. Of others the
+        output is.
+        """
+        names = {module: name for name, module in model.named_modules()}
+        parameters = {module: list(module.parameters()) for module in modules}
+        return cls((names[m], m) for m, own in parameters.items() if own and all(p.dim() == 1 for p in own))
 
     @property
     def tiled_names(self) -> list[str]:
-        """The parts that ran by tiles."""
         return [name for name, reason in self.found.items() if reason is None]
 
     def at_work(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-        """A call of the layer runs in the body.
-
-        Args:
-            args, kwargs: the call's; its first floating tensor of three dimensions or more are the hidden states (B, T, ...).
-        """
+        """A call of the layer with these arguments runs in the body."""
         shape = tokens_of(args, kwargs) if self.tile_tokens else None
         return self._installed(shape) if shape is not None else contextlib.nullcontext()
 
@@ -69,15 +116,30 @@ class TokenTiles:
         """Parts that aren't in a layer run in the body; each is told by its own call how many tokens there are."""
         return self._installed(None) if self.tile_tokens else contextlib.nullcontext()
 
+    def hooks_on(self, model: nn.Module) -> list[Any]:
+        """Calls of the model have its parts at work from now on, but for trials past its hooks."""
+        at_work = contextlib.ExitStack()
+
+        def begin(*_: Any) -> None:
+            at_work.close()  # of a call that was interrupted
+            at_work.enter_context(self.at_work_anywhere())
+
+        # With arguments, since a hook without any is called when the model is copied.
+        end = ModelHook(lambda *_: at_work.close(), with_arguments=True)
+        return [
+            model.register_forward_pre_hook(ModelHook(begin, with_arguments=True)),
+            model.register_forward_hook(end, always_call=True),
+        ]
+
     @contextlib.contextmanager
     def _installed(self, shape: tuple[int, int] | None) -> Iterator[None]:
-        own = [(part, part.__dict__.get("forward")) for part in self._parts]
+        own = {part: part.__dict__.get("forward") for part in self._parts}
         try:
-            for part, _ in own:
+            for part in own:
                 part.__dict__["forward"] = functools.partial(self._run, part, part.forward, shape)
             yield
         finally:
-            for part, forward in own:
+            for part, forward in own.items():
                 if forward is None:
                     part.__dict__.pop("forward", None)
                 else:
@@ -95,24 +157,24 @@ class TokenTiles:
             return forward(*args, **kwargs)
         samples = shape[0] if dim else 1
         call.cut(dim, max(1, self.tile_tokens // samples))
-        return _TiledFunction.apply(call, *call.tensors, *call.weights())
+        return _TiledFunction.apply(call, *call.tensors, *(owner._parameters[name] for owner, name in call.places))
 
     def _reason_against(self, part: nn.Module, call: _TiledCall, dim: int) -> str | None:
-        name = self._parts[part]
+        reason: str | None
         # Who watches modules within it should see whole tensors, and each once.
         if has_hooks_inside(part):
-            self.found[name] = "hooks are registered inside it"
-            return self.found[name]
+            reason = "hooks are registered inside it"
         # A trial of theirs would be taken for a call of the layer's, whose result its recompute asks for.
-        if any(is_proxy(child) for child in part.modules()):
-            self.found[name] = "its experts stream in parts"
-            return self.found[name]
-        # Anew each time: a rate of dropout may have been set since.
-        kind = kind_of(part, call.signature(dim))
-        if kind not in _verdicts:
-            _verdicts[kind] = examine(part, call.run, call.tensors, dim)
-        self.found[name] = _verdicts[kind]
-        return self.found[name]
+        elif any(is_proxy(child) for child in part.modules()):
+            reason = "its experts stream in parts"
+        else:
+            # Anew each time: a rate of dropout may have been set since.
+            kind = kind_of(part, call.signature(dim))
+            if kind not in _verdicts:
+                _verdicts[kind] = examine(part, call.run, call.tensors, dim)
+            reason = _verdicts[kind]
+        self.found[self._parts[part]] = reason
+        return reason
 
 
 class TileOfLayers:
@@ -120,14 +182,12 @@ class TileOfLayers:
     none."""
 
     def __get__(self, engine: Any, kind: type | None = None) -> int:
-        """What was set last."""
         tokens: int = engine.outside_tiles.tile_tokens
         return tokens
 
     def __set__(self, engine: Any, tokens: int) -> None:
-        """Sets it for all."""
-        for tiles in (engine.outside_tiles, *(layer.tiles for layer in engine.layers)):
-            tiles.tile_tokens = tokens
+        for parts in (engine.outside_tiles, *(layer.tiles for layer in engine.layers)):
+            parts.tile_tokens = tokens
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
@@ -142,16 +202,15 @@ class _TiledCall:
     """One call of a part: its arguments taken apart, to be put together again for each tile."""
 
     def __init__(self, part: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._part = part
         self._forward = forward
         leaves, self._spec = tree_flatten((args, kwargs))
         self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         self._rest = [None if flag else leaf for leaf, flag in zip(leaves, self._is_tensor, strict=True)]
         self.tensors = [leaf for leaf, flag in zip(leaves, self._is_tensor, strict=True) if flag]
         self.tensor_count = len(self.tensors)
-        self._places = [(owner, name) for owner in part.modules() for name, p in owner._parameters.items() if p is not None]
-        self._dim = self._length = 0
-        self._autocast: Again
+        self.places = [(owner, name) for owner in part.modules() for name, p in owner._parameters.items() if p is not None]
+        self.dim = self._length = 0
+        self.autocast: Again
 
     def token_dim(self, shape: tuple[int, int]) -> int | None:
         """The dimension of tokens: 1 of (B, T, ...), 2 of (B, H, T, ...), 0 of (B * T, ...); None if it isn't the same for
@@ -179,50 +238,33 @@ class _TiledCall:
 
     def cut(self, dim: int, length: int) -> None:
         """Tiles have ``length`` tokens of each sample along ``dim``, the last one may have fewer."""
-        self._dim, self._length = dim, length
-        self._autocast = autocast_again(self.tensors[0].device.type)
+        self.dim, self._length = dim, length
+        self.autocast = autocast_again(self.tensors[0].device.type)
 
     def starts(self, like: torch.Tensor) -> Iterator[int]:
         """Where each tile of tensors as long as ``like`` begins."""
-        return tile_loops.tiles(range(0, like.shape[self._dim], self._length))
+        return tiles(range(0, like.shape[self.dim], self._length))
 
     def tile(self, tensors: Sequence[torch.Tensor], start: int) -> list[torch.Tensor]:
-        """The tensors of one tile, as views."""
-        lengths = [min(self._length, tensor.shape[self._dim] - start) for tensor in tensors]
-        return [tensor.narrow(self._dim, start, length) for tensor, length in zip(tensors, lengths, strict=True)]
-
-    def weights(self) -> list[torch.Tensor]:
-        """What is bound to the part now."""
-        return [owner._parameters[name] for owner, name in self._places]  # type: ignore[misc]
+        return [t.narrow(self.dim, start, min(self._length, t.shape[self.dim] - start)) for t in tensors]
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Runs the part's own forward on these tensors."""
         source = iter(tensors)
         leaves = [next(source) if flag else rest for flag, rest in zip(self._is_tensor, self._rest, strict=True)]
         args, kwargs = tree_unflatten(leaves, self._spec)
         return self._forward(*args, **kwargs)
 
-    def empty_output(self, tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Memory for the outputs of all tiles, from that of the first.
-
-        Args:
-            tile: the first tile's output.
-            like: one of the whole tensors.
-        """
-        return tile.new_empty((*like.shape[: self._dim + 1], *tile.shape[self._dim + 1 :]))
-
-    @contextlib.contextmanager
-    def again(self, weights: Sequence[torch.Tensor]) -> Iterator[None]:
-        """The part computes as in forward, with these weights, while the body runs."""
-        before = self.weights()
-        with self._autocast():
-            try:
-                for (owner, name), weight in zip(self._places, weights, strict=True):
-                    owner._parameters[name] = weight  # type: ignore[assignment]
-                yield
-            finally:
-                for (owner, name), weight in zip(self._places, before, strict=True):
-                    owner._parameters[name] = weight  # type: ignore[assignment]
+    def gradients(
+        self, tile: list[torch.Tensor], needs: Sequence[bool], trained: list[torch.Tensor], grad_output: torch.Tensor
+    ) -> Sequence[torch.Tensor | None]:
+        """Of a tile's inputs that need one, and the trained weights; None where nothing flows."""
+        tile = [tensor.detach().requires_grad_(need) for tensor, need in zip(tile, needs, strict=True)]
+        leaves = [*(tensor for tensor in tile if tensor.requires_grad), *trained]
+        with torch.enable_grad():
+            output = self.run(tile)
+        if not output.requires_grad:  # the part runs under no_grad, or cuts its inputs off
+            return [None] * len(leaves)
+        return torch.autograd.grad(output, leaves, grad_output, allow_unused=True)
 
 
 class _TiledFunction(torch.autograd.Function):
@@ -239,7 +281,8 @@ class _TiledFunction(torch.autograd.Function):
         for start in call.starts(inputs[0]):
             made = call.run(call.tile(inputs, start))
             if output is None:
-                output = call.empty_output(made, inputs[0])
+                end = call.dim + 1
+                output = made.new_empty((*inputs[0].shape[:end], *made.shape[end:]))
             call.tile([output], start)[0].copy_(made)
         assert output is not None
         return output
@@ -258,43 +301,17 @@ class _TiledFunction(torch.autograd.Function):
         gradients = [torch.empty_like(t) if need else None for t, need in zip(inputs, needs[:count], strict=True)]
         wanted = [gradient for gradient in gradients if gradient is not None]
         trained = [leaf for leaf in leaves if leaf.requires_grad]
-        sums: list[torch.Tensor | None] = [None] * len(trained)
-        with call.again(leaves):
+        sums: dict[int, torch.Tensor] = {}
+        with call.autocast(), parameters_as(call.places, leaves):
             for start in call.starts(inputs[0]):
                 (of_output,) = call.tile([grad_output], start)
-                _backward_of_tile(
-                    call, call.tile(inputs, start), needs[:count], of_output, call.tile(wanted, start), trained, sums
-                )
-        totals = iter(total if total is None else total.to(leaf.dtype) for total, leaf in zip(sums, trained, strict=True))
+                found = call.gradients(call.tile(inputs, start), needs[:count], trained, of_output)
+                for place, gradient in zip(call.tile(wanted, start), found, strict=False):
+                    place.zero_() if gradient is None else place.copy_(gradient)
+                for row, gradient in enumerate(found[len(wanted) :]):
+                    if gradient is not None:
+                        sums[row] = sums[row].add_(gradient) if row in sums else gradient.to(torch.float32, copy=True)
+                del found  # before the next tile makes its own
+                gradient = None
+        totals = iter(sums[row].to(leaf.dtype) if row in sums else None for row, leaf in enumerate(trained))
         return (None, *gradients, *(next(totals) if need else None for need in needs[count:]))
-
-
-def _backward_of_tile(
-    call: _TiledCall,
-    tile: list[torch.Tensor],
-    needs: Sequence[bool],
-    grad_output: torch.Tensor,
-    into: list[torch.Tensor],
-    trained: list[torch.Tensor],
-    sums: list[torch.Tensor | None],
-) -> None:
-    """Writes the gradients of a tile's inputs ``into`` their places, and adds those of the weights to ``sums``."""
-    tile = [tensor.detach().requires_grad_(need) for tensor, need in zip(tile, needs, strict=True)]
-    leaves = [tensor for tensor in tile if tensor.requires_grad]
-    with torch.enable_grad():
-        output = call.run(tile)
-    if not output.requires_grad:  # the part runs under no_grad, or cuts its inputs off
-        for place in into:
-            place.zero_()
-        return
-    found = torch.autograd.grad(output, [*leaves, *trained], grad_output, allow_unused=True)
-    for place, gradient in zip(into, found[: len(leaves)], strict=True):
-        if gradient is None:
-            place.zero_()
-        else:
-            place.copy_(gradient)
-    for index, gradient in enumerate(found[len(leaves) :]):
-        if gradient is None:
-            continue
-        total = sums[index]
-        sums[index] = gradient.to(torch.float32, copy=True) if total is None else total.add_(gradient)

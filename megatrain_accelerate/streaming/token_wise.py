@@ -8,21 +8,21 @@ numbers would be others: modules with either aren't taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from megatrain_accelerate.streaming.ambient_state import random_numbers_put_back
+from megatrain_accelerate.streaming.ambient_state import parameters_as, random_numbers_put_back
 from megatrain_accelerate.streaming.nested_tensors import tensors_in
 
 _TOKENS = 8
 _SPOILT = (0, 3, 7)
 """The first, an inner and the last one: what looks back, ahead or to all sides would pass one of them on."""
-_PART = slice(2, 5)
+_PART = (2, 3)
+"""First of the tokens that run alone, and their number."""
 _MIXING = ("convolution", "_pad", "roll", "shift", "_pool", "fft", "flip", "unfold", "im2col", "upsample", "cumsum", "cumprod")
 """In operations' names: those that combine tokens at places that they are told."""
 _WEIGHT = 0.01
@@ -51,25 +51,28 @@ def kind_of(module: nn.Module, signature: Hashable) -> Hashable:
 def examine(
     module: nn.Module, call: Callable[[list[torch.Tensor]], Any], examples: Sequence[torch.Tensor], dim: int
 ) -> str | None:
-    """Runs a module on a few made-up tokens. Neither its weights nor random generators are touched, and no mode sees it.
+    """Tries a module on a few made-up tokens; returns why it isn't to run by tiles, else None.
+
+    A constant replaces its weights, random generators stay as they are, and no mode sees it.
 
     Args:
-        module: its weights are replaced by a constant meanwhile, which takes no memory.
-        call: calls it with these tensors in the places of the tensors of a real call, and returns what it returns.
+        module: the module.
+        call: calls it with these tensors in the places of those of a real call.
         examples: those of the real call; only shapes, dtypes and the device count.
         dim: the dimension of tokens.
-
-    Returns:
-        Why it can't, or needn't, run by tiles; None if it should.
     """
     if any(True for _ in module.buffers()):
         return "it has buffers"
-    device = _real_device(examples[0].device)
+    device = examples[0].device
+    if device.type == "cuda" and not torch.cuda.is_available():
+        device = torch.device("cpu")
     # A part that draws random numbers draws them here too: the forward that asks must find them again in its recompute.
     with random_numbers_put_back(device), _disable_current_modes(), torch.no_grad():
         try:
-            with _constant_weights(module, device):
-                return _examine(call, [_made_up(example, dim) for example in examples], dim)
+            found = [(owner, name, p) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
+            constants = [torch.full((), _WEIGHT, dtype=p.dtype, device=device).expand(p.shape) for _, _, p in found]
+            with parameters_as([(owner, name) for owner, name, _ in found], constants):
+                return _examine(call, [_made_up(example, dim, device) for example in examples], dim)
         except Exception as error:  # it can't be run so, whatever its reason
             return f"it can't be tried out ({type(error).__name__}: {str(error)[:80]})"
 
@@ -122,7 +125,8 @@ class _Watch(TorchDispatchMode):
         known = {tensor.untyped_storage()._cdata for tensor in given}
         self.made_bytes += sum(tensor.nbytes for tensor in made if tensor.untyped_storage()._cdata not in known)
         # Whole numbers from others: which is largest, how many, where.
-        counts = any(_is_whole(t) for t in made) and not all(_is_whole(t) for t in given)
+        is_whole = [[not t.is_floating_point() and t.dtype != torch.bool for t in tensors] for tensors in (made, given)]
+        counts = any(is_whole[0]) and not all(is_whole[1])
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self.decision = "it draws random numbers"
         elif func is torch.ops.aten._local_scalar_dense.default or counts:
@@ -132,35 +136,10 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() and tensor.dtype != torch.bool
-
-
-@contextmanager
-def _constant_weights(module: nn.Module, device: torch.device) -> Iterator[None]:
-    saved = [(owner._parameters, dict(owner._parameters)) for owner in module.modules()]
-    try:
-        for store, before in saved:
-            for name, parameter in before.items():
-                if parameter is not None:
-                    value = torch.full((), _WEIGHT, dtype=parameter.dtype, device=device)
-                    store[name] = value.expand(parameter.shape)  # type: ignore[assignment]
-        yield
-    finally:
-        for store, before in saved:
-            store.update(before)
-
-
-def _real_device(device: torch.device) -> torch.device:
-    return device if device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
-
-
-def _made_up(example: torch.Tensor, dim: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
+def _made_up(example: torch.Tensor, dim: int, device: torch.device) -> torch.Tensor:
     shape = (*(() if dim == 0 else (1, *example.shape[1:dim])), _TOKENS, *example.shape[dim + 1 :])
-    numbers = torch.randn(shape, generator=generator)
-    return numbers.to(_real_device(example.device), example.dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, example.dtype)
 
 
 def _part(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    return tensor.narrow(dim, _PART.start, _PART.stop - _PART.start).contiguous()
+    return tensor.narrow(dim, *_PART).contiguous()

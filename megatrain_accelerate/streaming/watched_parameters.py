@@ -29,10 +29,8 @@ _settling = threading.RLock()
 class Watch:
     """Watches the parameters of one model.
 
-    Args:
-        parameters: all of them. Where one has another class than ``nn.Parameter``, it can't be watched: everything is
-            settled when a watch would begin.
-        settle: brings weights and gradients to what plain PyTorch would show. It is called when a parameter is touched.
+    ``settle`` brings weights and gradients to what plain PyTorch would show; it is called when one
+    is touched, or at once where one has another class than ``nn.Parameter`` and can't be watched.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], settle: Callable[[], None]) -> None:
@@ -85,25 +83,23 @@ def _settle_all() -> None:
             watch.settle()
 
 
-def _harmless_functions() -> frozenset[Any]:
-    """The functions that neither read nor change values. For a property torch passes its ``__get__`` or ``__set__``."""
-    tensor: Any = torch.Tensor
-    properties = (
-        *("shape", "device", "dtype", "layout", "ndim", "nbytes", "itemsize", "names", "requires_grad", "is_leaf"),
-        *("is_cpu", "is_cuda", "is_meta", "is_mps", "is_xpu", "is_nested", "is_quantized", "is_sparse", "retains_grad"),
-        *("grad_fn", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
-    )
-    methods = (
-        *("size", "dim", "numel", "nelement", "stride", "element_size", "get_device", "is_contiguous", "is_complex"),
-        *("is_floating_point", "storage_offset", "data_ptr", "__hash__", "__len__", "requires_grad_", "register_hook"),
-        "register_post_accumulate_grad_hook",
-    )
-    found = [getattr(tensor, name).__get__ for name in properties if hasattr(tensor, name)]
-    found += [getattr(tensor, name) for name in methods if hasattr(tensor, name)]
-    return frozenset([*found, tensor.requires_grad.__set__])
-
-
-_HARMLESS = _harmless_functions()
+_tensor: Any = torch.Tensor
+_PROPERTIES = (
+    *("shape", "device", "dtype", "layout", "ndim", "nbytes", "itemsize", "names", "requires_grad", "is_leaf"),
+    *("is_cpu", "is_cuda", "is_meta", "is_mps", "is_xpu", "is_nested", "is_quantized", "is_sparse", "retains_grad"),
+    *("grad_fn", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
+)
+_METHODS = (
+    *("size", "dim", "numel", "nelement", "stride", "element_size", "get_device", "is_contiguous", "is_complex"),
+    *("is_floating_point", "storage_offset", "data_ptr", "__hash__", "__len__", "requires_grad_", "register_hook"),
+    "register_post_accumulate_grad_hook",
+)
+_HARMLESS = frozenset(
+    [getattr(_tensor, name).__get__ for name in _PROPERTIES if hasattr(_tensor, name)]
+    + [getattr(_tensor, name) for name in _METHODS if hasattr(_tensor, name)]
+    + [_tensor.requires_grad.__set__]
+)
+"""Functions that neither read nor change values; of properties ``__get__`` and ``__set__``."""
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
 _ZERO_GRAD = nn.Module.zero_grad.__code__
 

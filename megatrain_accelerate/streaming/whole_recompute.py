@@ -23,12 +23,7 @@ if TYPE_CHECKING:
 
 
 class WholeRun:
-    """A call of a layer that runs in forward and again in backward.
-
-    Args:
-        call: the call, which knows its layer and the runtime.
-        body: runs the layer with the input tensors that it is given.
-    """
+    """A call of a layer, by ``body``, that runs in forward and again in backward."""
 
     def __init__(self, call: GraphCall, body: Callable[..., Any]) -> None:
         self.call = call
@@ -47,7 +42,6 @@ class WholeRun:
         return tensors
 
     def output(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Runs the layer forward with these inputs; returns its output."""
         # It requires grad, so that backward comes to a layer with trained weights whatever its inputs are.
         anchor = self.call.calls.runtime.anchor
         outputs = WholeRecompute.apply(self, anchor if self.call.layer.has_trainable else anchor.detach(), *tensors)
@@ -80,8 +74,7 @@ class WholeRecompute(torch.autograd.Function):
     def backward(ctx: Any, *of_outputs: torch.Tensor | None) -> Any:
         """Gradients of the inputs; those of the weights accumulate on the leaves.
 
-        Raises:
-            UnsupportedError: it was called by ``torch.autograd.grad()`` or with ``inputs=...``.
+        An UnsupportedError in ``torch.autograd.grad()`` or with ``inputs=...``.
         """
         run: WholeRun = ctx.run
         if ctx.anchor.requires_grad and not torch.autograd._is_checkpoint_valid():

@@ -205,7 +205,7 @@ def build(events: Sequence[Event], info: dict[str, Any]) -> tuple[Timeline, list
 
     Args:
         events: ``traceEvents`` of the profiler.
-        info: see :class:`~megatrain_accelerate.integrations.step_trace.StepTrace`.
+        info: see :class:`~megatrain_accelerate.integrations.telemetry.StepTrace`.
 
     Raises:
         StateError: the trace and the notes don't belong together.

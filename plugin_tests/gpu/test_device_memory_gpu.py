@@ -12,7 +12,7 @@ from engine_runs import attach
 from plain_torch import tiny_model, token_batches
 
 from megatrain_accelerate.memory.expandable_segments import ALLOCATOR_VARIABLES
-from megatrain_accelerate.planning.device_memory import whole_free_bytes
+from megatrain_accelerate.planning.machine import whole_free_bytes
 from megatrain_accelerate.units import MIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -119,7 +119,7 @@ def test_gradients_of_a_part_are_not_overwritten_while_a_slow_copy_reads_them(
     send = grad_offload.GradientOffloader.send
 
     def slow(self: Any, *args: Any) -> Any:
-        with self._streams.on(self._streams.d2h_stream):
+        with self.streams.on(self.streams.d2h_stream):
             torch.cuda._sleep(SLEEP_CYCLES)
         return send(self, *args)
 
@@ -132,7 +132,7 @@ def test_zeros_of_a_part_without_tokens_are_written_behind_slow_copies(monkeypat
     send = grad_offload.GradientOffloader.send
 
     def slow(self: Any, *args: Any) -> Any:
-        with self._streams.on(self._streams.d2h_stream):
+        with self.streams.on(self.streams.d2h_stream):
             torch.cuda._sleep(SLEEP_CYCLES)
         return send(self, *args)
 

@@ -12,10 +12,9 @@ from plain_torch import tiny_model, token_batches
 from torch import nn
 
 from megatrain_accelerate.engine import Engine
-from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.device_kernel import DeviceKernels
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
 from megatrain_accelerate.optim.moments import FloatMoments
 from megatrain_accelerate.streaming.fp32_sums import joined_sum
 

@@ -28,7 +28,8 @@ def sleep_before(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, stream:
     original = getattr(owner, name)
 
     def slowed(self: Any, *args: Any) -> Any:
-        with self._streams.on(getattr(self._streams, stream)):
+        streams = self.streams if isinstance(self, grad_offload.GradientOffloader) else self._streams
+        with streams.on(getattr(streams, stream)):
             torch.cuda._sleep(SLEEP_CYCLES)
         return original(self, *args)
 
@@ -75,7 +76,7 @@ def test_slow_weight_copies_bound_the_step(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_slow_gradient_copies_bound_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    sleep_before(monkeypatch, grad_offload.GradientOffloader, "_copy_out", "d2h_stream")
+    sleep_before(monkeypatch, grad_offload.GradientOffloader, "send", "d2h_stream")
     word, entries = last_entries(gradient_slots=1)
     assert word == "d2h", entries
     assert entries["gpu_wait_d2h_ms"] > 20.0

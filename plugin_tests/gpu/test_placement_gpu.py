@@ -12,10 +12,9 @@ import torch
 from engine_runs import Training, attach, train_streamed
 from plain_torch import tiny_model, token_batches
 
-from megatrain_accelerate.optim.adam_arguments import AdamArguments
 from megatrain_accelerate.optim.device_kernel import DeviceKernels
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
 from megatrain_accelerate.optim.moments import FloatMoments
 from megatrain_accelerate.planning import device_plan
 from megatrain_accelerate.planning.machine import Machine

@@ -130,14 +130,14 @@ def test_gradient_slot_is_not_overwritten_while_a_slow_copy_reads_it(monkeypatch
 
     model, batches = tiny_model(attn_implementation="eager"), token_batches(3)
     plain = plain_on_gpu(model, batches)
-    copy_out = grad_offload.GradientOffloader._copy_out
+    send = grad_offload.GradientOffloader.send
 
-    def slow_copy_out(self: Any, *args: Any) -> Any:
-        with self._streams.on(self._streams.d2h_stream):
+    def slow_send(self: Any, *args: Any) -> Any:
+        with self.streams.on(self.streams.d2h_stream):
             torch.cuda._sleep(SLEEP_CYCLES)
-        return copy_out(self, *args)
+        return send(self, *args)
 
-    monkeypatch.setattr(grad_offload.GradientOffloader, "_copy_out", slow_copy_out)
+    monkeypatch.setattr(grad_offload.GradientOffloader, "send", slow_send)
     assert_bit_equal(train_streamed(model, batches, device="cuda", max_norm=None, gradient_slots=1), plain)
 
 

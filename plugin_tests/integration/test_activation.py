@@ -224,7 +224,6 @@ def backend_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any,
     for function in ("prepare", "prepare_model", "prepare_optimizer", "clip_grad_norm", "free_memory"):
         setattr(backend, function, pass_on(function))
     backend.require_servable = lambda accelerator: calls.append(("init", ()))  # type: ignore[attr-defined]
-    backend.drain = lambda model: calls.append(("drain", (model,)))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, name, backend)
     return calls
 
@@ -247,8 +246,6 @@ class TestAccelerator:
         assert names == ["init", "prepare", "prepare_model", "prepare_optimizer", "clip_grad_norm", "free_memory"]
         assert backend_calls[1][1][0] is model
         assert backend_calls[2][1][0] is model
-        megatrain_accelerate.drain(model)
-        assert backend_calls[-1] == ("drain", (model,))
 
     def test_the_backend_is_not_asked_when_inactive(self, backend_calls: list[tuple[str, tuple[Any, ...]]]) -> None:
         self.use()
@@ -350,11 +347,16 @@ class TestTrainer:
             arguments(bf16_full_eval=True, megatrain=True)
 
     def test_steps_of_the_trainer_reach_ours_only_when_active(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from megatrain_accelerate.integrations import checkpoints
         from megatrain_accelerate.integrations import trainer as ours
 
         calls: list[tuple[str, tuple[Any, ...]]] = []
-        for name in ("move_model_to_device", "save_checkpoint", "load_optimizer_and_scheduler"):
-            monkeypatch.setattr(ours, name, lambda original, self, *args, name=name: calls.append((name, args)))
+        for module, name in (
+            (ours, "move_model_to_device"),
+            (checkpoints, "save_checkpoint"),
+            (checkpoints, "load_optimizer_and_scheduler"),
+        ):
+            monkeypatch.setattr(module, name, lambda original, self, *args, name=name: calls.append((name, args)))
         trainer = Trainer(model=tiny_model(), args=arguments())
         calls.clear()
         trainer._move_model_to_device(trainer.model, torch.device("cpu"))

@@ -62,8 +62,8 @@ def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         ) -> Landing:
             copies = [(target, source.clone()) for target, source in pieces]
             copies += [(norms, slot.norms[: norms.numel()].clone())] if norms is not None else []
-            offloader._last_copied_event = Landing(stream, copies)
-            return offloader._last_copied_event
+            offloader.last_copied_event = Landing(stream, copies)
+            return offloader.last_copied_event
 
         if request.param == "late":
             monkeypatch.setattr(GradientOffloader, "send", send)

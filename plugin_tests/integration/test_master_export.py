@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import megatrain_accelerate
-from megatrain_accelerate import master_export
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
+from megatrain_accelerate.integrations import checkpoints
 from megatrain_accelerate.units import GIB
 
 SMALL_SHARDS = 40_000 / GIB
@@ -77,7 +77,7 @@ def test_a_full_disk_leaves_nothing_behind_and_the_model_usable(
         written.append(file)
         save_file(values, file, **options)
 
-    monkeypatch.setattr(master_export, "save_file", fill)
+    monkeypatch.setattr(checkpoints, "save_file", fill)
     with pytest.raises(OSError, match="No space left"):
         megatrain_accelerate.export_masters(training.model, tmp_path / "fp32", SMALL_SHARDS)
     assert list(tmp_path.iterdir()) == []

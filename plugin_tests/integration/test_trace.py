@@ -12,7 +12,7 @@ from trainer_runs import tiny_llama
 
 from megatrain_accelerate.cli import main
 from megatrain_accelerate.engine import engine_of
-from megatrain_accelerate.integrations import step_trace
+from megatrain_accelerate.integrations import telemetry
 from megatrain_accelerate.tracing.request import ENV_TRACE_DIR
 
 CONFIG = Path(__file__).parents[2] / "recipes" / "megatrain_cpu.yaml"
@@ -75,7 +75,7 @@ class TestWithoutTheCommand:
     def test_a_training_is_not_touched(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(ENV_TRACE_DIR, raising=False)
         monkeypatch.setattr(
-            step_trace, "StepTrace", lambda *_: pytest.fail("a training that nobody asked to trace is followed")
+            telemetry, "StepTrace", lambda *_: pytest.fail("a training that nobody asked to trace is followed")
         )
         model, optimizer = self.prepare()
         engine = engine_of(model)
@@ -86,6 +86,6 @@ class TestWithoutTheCommand:
     def test_and_is_followed_with_it(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv(ENV_TRACE_DIR, str(tmp_path))
         followed = []
-        monkeypatch.setattr(step_trace, "StepTrace", lambda *arguments: followed.append(arguments))
+        monkeypatch.setattr(telemetry, "StepTrace", lambda *arguments: followed.append(arguments))
         _, optimizer = self.prepare()
         assert [arguments[0] for arguments in followed] == [optimizer]

@@ -20,11 +20,10 @@ from torch import nn
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.streaming import expert_function, token_tiles
-from megatrain_accelerate.streaming.expert_gradients import ExpertGradients
-from megatrain_accelerate.streaming.expert_routing import Routing
+from megatrain_accelerate.streaming.expert_function import Routing
 from megatrain_accelerate.streaming.expert_streams import ExpertStreams
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
-from megatrain_accelerate.streaming.grad_offload import GradientOffloader
+from megatrain_accelerate.streaming.grad_offload import GradientOffloader, UnitGradients
 
 TOLERANCE = 1e-5
 
@@ -178,7 +177,7 @@ def test_zeros_of_parts_without_tokens_needn_t_travel_to_be_added(bf16: bool, mo
     def run() -> Any:
         return train_streamed(model, batches, bf16=bf16, max_norm=None, accumulation=3, expert_parts=EXPERTS)
 
-    take = ExpertGradients.take
+    take = UnitGradients.take
     copies = spy(monkeypatch, GradientOffloader, "send", lambda _, slot, name, *rest: name)
     ours = run()
     fewer = len(copies)
@@ -187,7 +186,7 @@ def test_zeros_of_parts_without_tokens_needn_t_travel_to_be_added(bf16: bool, mo
     def with_zeros(self: Any, part: Any, gradients: Any) -> None:
         take(self, part, [None] * len(self._states) if gradients is None else gradients)
 
-    monkeypatch.setattr(ExpertGradients, "take", with_zeros)
+    monkeypatch.setattr(UnitGradients, "take", with_zeros)
     theirs = run()
     # Of each layer's parts at least two, in the second and third batch of both steps.
     assert fewer <= len(copies) - 2 * 3 * 4

@@ -18,7 +18,7 @@ from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.memory.host_store import PASSING_BUFFERS
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.kernel import HostKernels
-from megatrain_accelerate.streaming import gradient_buffers, passing_gradients
+from megatrain_accelerate.streaming import gradient_buffers
 
 PASSING: dict[str, Any] = {"host_gradients": "passing", "max_norm": None, "schedule": "backward"}
 LAYERS = 2 * PASSING_BUFFERS
@@ -219,8 +219,7 @@ def test_buffers_are_in_huge_pages_only_if_these_are_wanted(huge_pages: bool, mo
         asked.append(huge_pages)
         return HostMemory(size_bytes, huge_pages=huge_pages, register=register)
 
-    for module in (passing_gradients, gradient_buffers):
-        monkeypatch.setattr(module, "HostMemory", memory)
+    monkeypatch.setattr(gradient_buffers, "HostMemory", memory)
     _, engine, _ = trained(huge_pages=huge_pages)
     engine.runtime.offloader.prepare_accumulation()
     assert asked == [huge_pages] * (PASSING_BUFFERS + 2)

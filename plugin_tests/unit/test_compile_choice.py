@@ -14,7 +14,7 @@ from trainer_runs import run_trainer, tiny_llama
 from transformers import Trainer
 
 from megatrain_accelerate.engine import Engine, engine_of
-from megatrain_accelerate.planning import compile_choice, device_plan
+from megatrain_accelerate.planning import device_plan
 from megatrain_accelerate.streaming import compiled_layer
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
 
@@ -82,7 +82,7 @@ def test_a_training_that_is_resumed_goes_on_with_what_it_chose(tmp_path: Path, m
     arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     run_trainer(tiny_llama, tmp_path, streamed=True, **arguments)
     # It would choose otherwise by now.
-    monkeypatch.setattr(compile_choice, "COMPILE_SECONDS", 0.0)
+    monkeypatch.setattr(device_plan, "COMPILE_SECONDS", 0.0)
     chosen: dict[str, bool | None] = {}
     for name, checkpoint in (("resumed", str(tmp_path / "checkpoint-2")), ("anew", None)):
         script = functools.partial(Trainer.train, resume_from_checkpoint=checkpoint)

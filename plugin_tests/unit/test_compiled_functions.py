@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.planning.compiled_functions import compiled_functions_as_python
+from megatrain_accelerate.planning.fake_runs import compiled_functions_as_python
 from megatrain_accelerate.planning.step_memory import LiveBytes
 from megatrain_accelerate.planning.step_outline import outline_step
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
-from megatrain_accelerate.planning.known_values import KnownValues, NumbersOfTensors
+from megatrain_accelerate.planning.fake_runs import KnownValues, NumbersOfTensors
 
 IDS_BT = torch.tensor([[5, 9, 9, 2], [9, 3, 2, 2]])
 HIDDEN_BTD = torch.ones(2, 4, 8)

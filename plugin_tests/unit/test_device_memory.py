@@ -13,7 +13,7 @@ from plain_torch import tiny_model
 from megatrain_accelerate.memory import expandable_segments
 from megatrain_accelerate.memory.expandable_segments import ALLOCATOR_VARIABLES, expand_segments
 from megatrain_accelerate.planning import adoption
-from megatrain_accelerate.planning.device_memory import whole_free_bytes
+from megatrain_accelerate.planning.machine import whole_free_bytes
 from megatrain_accelerate.units import MIB
 
 GPU = torch.device("cuda", 0)

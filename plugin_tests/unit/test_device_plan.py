@@ -14,7 +14,7 @@ from plain_torch import tiny_model, token_batches
 from torch import nn
 
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.planning import device_plan, tile_choice
+from megatrain_accelerate.planning import device_plan, evaluation_weights, tile_choice
 from megatrain_accelerate.planning.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Placement, peak_bytes
@@ -488,7 +488,7 @@ def test_an_evaluation_that_would_not_fit_moves_layers_off_until_training_goes_o
     plan, before = run.engine.device_plan, run.engine.device_plan.placement
     monkeypatch.setattr(plan, "_device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(device_plan, "evaluation_bytes", lambda *_: 10 * MIB)
+    monkeypatch.setattr(evaluation_weights, "evaluation_bytes", lambda *_: 10 * MIB)
     free = {"bytes": 100 * MIB}
     for name in ("free_bytes", "whole_free_bytes"):
         monkeypatch.setattr(device_plan, name, lambda _: free["bytes"])
@@ -511,7 +511,7 @@ def test_an_evaluation_is_predicted_to_make_its_logits_whole() -> None:
     run = planned(200)
     inputs = {"input_ids": batch()}
     run.model.eval()
-    predicted = device_plan.evaluation_bytes(run.model, run.engine.runtime, inputs, run.engine.device)
+    predicted = evaluation_weights.evaluation_bytes(run.model, run.engine.runtime, inputs, run.engine.device)
     logits = batch().numel() * 512 * 2
     assert logits < predicted < 5 * logits
 

@@ -16,7 +16,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.planning import device_plan
+from megatrain_accelerate.planning import evaluation_weights
 from megatrain_accelerate.planning.evaluation_weights import cache_bytes, is_next_token
 from megatrain_accelerate.units import GIB, MIB
 
@@ -97,7 +97,7 @@ def test_auto_holds_nothing_where_memory_is_not_planned_with(engines: Any) -> No
 def spare_layers(monkeypatch: pytest.MonkeyPatch, engine: Engine, count: float) -> None:
     """There is room for so many layers beside the two slots, the embeddings, and an evaluation of 1 MiB."""
     plan = engine.device_plan
-    monkeypatch.setattr(device_plan, "evaluation_bytes", lambda *_: MIB)
+    monkeypatch.setattr(evaluation_weights, "evaluation_bytes", lambda *_: MIB)
     one = layer_bytes(engine) // 6
     taken = sum(plan.held_bytes_by_kind().values()) - held(engine) * one
     monkeypatch.setattr(plan, "_budget_bytes", lambda: int(taken + MIB + count * one))
@@ -318,13 +318,13 @@ def test_what_a_generation_needs_is_predicted_from_its_prompt_and_only_once(
 ) -> None:
     model, engine = engines(evaluation_weights="auto", gpu_memory_gib=1)
     predicted: list[int] = []
-    predict = device_plan.evaluation_bytes
+    predict = evaluation_weights.evaluation_bytes
 
     def noting(model: nn.Module, runtime: Any, inputs: Any, device: torch.device) -> int:
         predicted.append(inputs["input_ids"].shape[1])
         return predict(model, runtime, inputs, device)
 
-    monkeypatch.setattr(device_plan, "evaluation_bytes", noting)
+    monkeypatch.setattr(evaluation_weights, "evaluation_bytes", noting)
     with torch.no_grad():
         model.eval()(input_ids=token_batches(1)[0])
     assert predicted == [], "a single forward of a reference model holds nothing"

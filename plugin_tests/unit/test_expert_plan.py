@@ -21,9 +21,9 @@ from megatrain_accelerate.errors import ConfigError, StateError, UnsupportedErro
 from megatrain_accelerate.estimate.forecast import Forecaster
 from megatrain_accelerate.memory.flat_layout import expert_ranges
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.planning import expert_split
+from megatrain_accelerate.planning import layer_discovery
 from megatrain_accelerate.planning.device_plan import LIBRARY_WORKSPACE_BYTES
-from megatrain_accelerate.planning.expert_split import SLOTS_SHARE
+from megatrain_accelerate.planning.layer_discovery import SLOTS_SHARE
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Model, Placement, UnitSizes
 from megatrain_accelerate.planning.step_memory import LiveBytes, OpCosts
@@ -131,7 +131,7 @@ def _present(model: nn.Module, engine: Engine) -> list[torch.Tensor]:
 
 
 def test_a_plan_cuts_experts_only_where_whole_layers_take_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_split, "SMALLEST_PART_BYTES", 1)
+    monkeypatch.setattr(layer_discovery, "SMALLEST_PART_BYTES", 1)
     weight_bytes = max(2 * sum(p.numel() for p in layer.parameters()) for layer in tiny_experts().model.layers)
     parts = []
     for times in (4.1, 3.9, 1.7, 0.1):
@@ -155,7 +155,7 @@ def test_no_parts_are_smaller_on_average_than_the_smallest_worth_a_copy(
 ) -> None:
     model = tiny_experts()
     of_one = 2 * sum(p.numel() for p in model.model.layers[0].mlp.experts.parameters()) // EXPERTS
-    monkeypatch.setattr(expert_split, "SMALLEST_PART_BYTES", int(experts_in_part * of_one))
+    monkeypatch.setattr(layer_discovery, "SMALLEST_PART_BYTES", int(experts_in_part * of_one))
     assert parts_by_plan(model) == ({parts} if parts else set())
 
 
@@ -163,19 +163,19 @@ def test_no_parts_are_smaller_on_average_than_the_smallest_worth_a_copy(
 def test_experts_beside_a_large_rest_are_cut_no_finer_than_it_helps(
     head_dim: int, parts: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_split, "SMALLEST_PART_BYTES", 1)
+    monkeypatch.setattr(layer_discovery, "SMALLEST_PART_BYTES", 1)
     # Attention's projections are 1.3, 11 and 43 times as large as the experts.
     assert parts_by_plan(tiny_experts(head_dim=head_dim)) == ({parts} if parts else set())
 
 
 def test_evaluation_weights_that_are_to_be_resident_leave_experts_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_split, "SMALLEST_PART_BYTES", 1)
+    monkeypatch.setattr(layer_discovery, "SMALLEST_PART_BYTES", 1)
     assert parts_by_plan(tiny_experts(), evaluation_weights="auto")
     assert not parts_by_plan(tiny_experts(), evaluation_weights="resident")
 
 
 def test_an_engine_for_evaluation_needs_no_room_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_split, "SMALLEST_PART_BYTES", 1)
+    monkeypatch.setattr(layer_discovery, "SMALLEST_PART_BYTES", 1)
     weight_bytes = max(2 * sum(p.numel() for p in layer.parameters()) for layer in tiny_experts().model.layers)
     room_for_three = 3 * weight_bytes / SLOTS_SHARE / GIB
     assert parts_by_plan(tiny_experts(), room_for_three)
@@ -335,7 +335,7 @@ def forecaster(gpu_bytes: int, **settings: Any) -> Forecaster:
 
 
 def test_an_estimate_reckons_with_parts_where_a_plan_would_make_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_split, "SMALLEST_PART_BYTES", 16 * MIB)
+    monkeypatch.setattr(layer_discovery, "SMALLEST_PART_BYTES", 16 * MIB)
     small, large = forecaster(GIB // 2), forecaster(16 * GIB)
     assert {len(experts.parts) for experts in small.engine.runtime.experts} == {2}
     assert large.engine.runtime.experts == []
@@ -345,7 +345,7 @@ def test_an_estimate_reckons_with_parts_where_a_plan_would_make_them(monkeypatch
 
 
 def test_an_estimate_cuts_nothing_where_the_engine_would_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_split, "SMALLEST_PART_BYTES", 16 * MIB)
+    monkeypatch.setattr(layer_discovery, "SMALLEST_PART_BYTES", 16 * MIB)
     assert forecaster(GIB // 2, device_layers=1).engine.runtime.experts == []
     assert forecaster(GIB // 2, resident_layers=1).engine.runtime.experts == []
 

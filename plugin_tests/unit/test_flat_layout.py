@@ -13,8 +13,7 @@ from torch import nn
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.memory.flat_layout import ALIGNMENT_ELEMENTS, FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_store import HostUnit
-from megatrain_accelerate.optim.adam_arguments import AdamArguments
-from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
 from megatrain_accelerate.optim.segments import plan_segments
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megatrain_accelerate.errors import KernelError
-from megatrain_accelerate.optim.adam_arguments import AdamArguments
-from megatrain_accelerate.optim.kernel import INSTRUCTION_SETS, HostKernels
+from megatrain_accelerate.optim.kernel import INSTRUCTION_SETS, AdamArguments, HostKernels
 from megatrain_accelerate.optim.moments import FloatMoments
 
 # Every tail of a 16-wide vector, more than one chunk (131,072) with a tail, and nothing at all.

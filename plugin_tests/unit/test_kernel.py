@@ -17,8 +17,7 @@ import torch
 
 from megatrain_accelerate.errors import ConfigError, KernelError
 from megatrain_accelerate.optim import kernel
-from megatrain_accelerate.optim.adam_arguments import AdamArguments
-from megatrain_accelerate.optim.kernel import HostKernels, default_thread_count
+from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels, default_thread_count
 from megatrain_accelerate.optim.moments import FloatMoments
 
 # Every tail of a 16-wide vector, more than one chunk (131,072) with a tail, and nothing at all.

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._triton import has_triton_package
 
-from megatrain_accelerate.planning.kernel_launches import launches_without_data
+from megatrain_accelerate.planning.fake_runs import launches_without_data
 from megatrain_accelerate.planning.step_outline import outline_step
 
 needs_triton = pytest.mark.skipif(not has_triton_package(), reason="Triton isn't installed")

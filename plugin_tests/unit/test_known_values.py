@@ -9,7 +9,7 @@ import torch
 from process_memory import PeakMemory
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from megatrain_accelerate.planning.known_values import KnownValues
+from megatrain_accelerate.planning.fake_runs import KnownValues
 from megatrain_accelerate.units import MIB
 
 Decision = Callable[[torch.Tensor], object]

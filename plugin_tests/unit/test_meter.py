@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from megatrain_accelerate.integrations.telemetry import bound_by, bound_shares, describe_bound
-from megatrain_accelerate.streaming.meter import Cause, Counters, Meter
+from megatrain_accelerate.optim.step_worker import Ticket
+from megatrain_accelerate.streaming.meter import Cause, Counters, Meter, UpdateGate
 from megatrain_accelerate.streaming.streams import Streams
 
 
@@ -90,9 +92,13 @@ def test_a_blocked_thread_is_no_idle_device_while_kernels_are_queued(meter: Mete
 
 
 def test_an_applied_step_costs_no_events(meter: Meter, clock: DeviceClock) -> None:
-    meter.wait_for_step("a layer", True, lambda: None)
+    gate = UpdateGate()
+    meter.wait_for_step("a layer", gate)
     assert clock.made == 0
-    meter.wait_for_step("a layer", False, lambda: None)
+    ticket = Ticket("step")
+    gate.close_until(ticket)
+    threading.Timer(0.01, ticket.finish).start()
+    meter.wait_for_step("a layer", gate)
     assert clock.made == 2
 
 

@@ -18,7 +18,8 @@ from megatrain_accelerate.planning.placement import Placement, peak_bytes
 from megatrain_accelerate.planning.step_memory import LiveBytes
 from megatrain_accelerate.planning.step_outline import outline_step
 from megatrain_accelerate.streaming import activation_offload
-from megatrain_accelerate.streaming.micro_batches import BatchCut, BatchSplit, GradientSums, LayerSums
+from megatrain_accelerate.streaming.call_gradients import GradientSums, LayerSums
+from megatrain_accelerate.streaming.micro_batches import BatchCut, BatchSplit
 
 B, T, D = 5, 7, 4
 HIDDEN = torch.randn(B, T, D)
@@ -147,22 +148,18 @@ def test_weight_gradients_are_summed_in_fp32_and_absent_ones_stay_absent() -> No
     for _ in range(2):
         sums = gradient_sums.begin(layout)
         for value in (256.0, 1.0, 1.0):
-            sums.add([torch.full((3, 2), value, dtype=torch.bfloat16), None, None])
-        sums.add([None, torch.arange(5.0), None])
+            sums.add({0: torch.full((3, 2), value, dtype=torch.bfloat16)})
+        sums.add({1: torch.arange(5.0)})
         total = sums.take(to_stay=False)
-        assert total[0] is not None
+        assert total.keys() == {0, 1}
         assert torch.equal(total[0], torch.full((3, 2), 258.0))
-        assert total[1] is not None
         assert torch.equal(total[1], torch.arange(5.0))
-        assert total[2] is None
         own = sums.take(to_stay=True)
         del sums
-        gradient_sums.begin(layout).add([torch.zeros(3, 2), torch.zeros(5), None])
-        assert own[0] is not None
+        gradient_sums.begin(layout).add({0: torch.zeros(3, 2), 1: torch.zeros(5)})
+        assert own.keys() == {0, 1}
         assert torch.equal(own[0], torch.full((3, 2), 258.0, dtype=torch.bfloat16))
-        assert own[1] is not None
         assert torch.equal(own[1], torch.arange(5.0))
-        assert own[2] is None
 
 
 def test_sums_that_begin_while_others_live_have_memory_of_their_own() -> None:
@@ -171,16 +168,15 @@ def test_sums_that_begin_while_others_live_have_memory_of_their_own() -> None:
 
     def begun(value: float) -> LayerSums:
         sums = gradient_sums.begin(layout)
-        sums.add([torch.full((3, 2), value)])
+        sums.add({0: torch.full((3, 2), value)})
         return sums
 
     def taken(sums: LayerSums) -> torch.Tensor:
-        (total,) = sums.take(to_stay=False)
-        assert total is not None
+        (total,) = sums.take(to_stay=False).values()
         return total
 
     first, second = begun(1.0), begun(2.0)
-    first.add([torch.ones(3, 2)])
+    first.add({0: torch.ones(3, 2)})
     assert torch.equal(taken(first), torch.full((3, 2), 2.0))
     assert torch.equal(taken(second), torch.full((3, 2), 2.0))
     address = taken(first).data_ptr()

@@ -170,8 +170,8 @@ class LateCopies:
             if norms is not None:
                 norms.copy_(held_norms[: norms.numel()])
 
-        offloader._last_copied_event = CopiedEvent(self.thread.submit(copy_now))
-        return offloader._last_copied_event
+        offloader.last_copied_event = CopiedEvent(self.thread.submit(copy_now))
+        return offloader.last_copied_event
 
 
 class CopiedEvent:

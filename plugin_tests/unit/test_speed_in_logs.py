@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from megatrain_accelerate.integrations import telemetry
-from megatrain_accelerate.planning.active_parameters import active_parameters
+from megatrain_accelerate.planning.layer_discovery import active_parameters
 
 UNUSED = 3 * (6 - 2) * 3 * 64 * 32
 """Of the tiny model's parameters: three layers, six experts less the two that a token meets, three matrices."""

@@ -13,8 +13,8 @@ from megatrain_accelerate.loss import products, tiled_cross_entropy
 from megatrain_accelerate.planning.step_memory import LiveBytes
 from megatrain_accelerate.planning.step_outline import outline_step
 from megatrain_accelerate.planning.step_profile import StepOutline
-from megatrain_accelerate.streaming import tile_loops
-from megatrain_accelerate.streaming.tile_loops import few_tiles, tiles, times
+from megatrain_accelerate.streaming import token_tiles
+from megatrain_accelerate.streaming.token_tiles import few_tiles, tiles, times
 
 VOCABULARY = 512
 
@@ -63,7 +63,7 @@ def outlined(length: int) -> StepOutline:
 @pytest.mark.usefixtures("small_tiles")
 def test_few_tiles_cost_what_all_of_them_do(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     few = outlined(length)
-    monkeypatch.setattr(tile_loops, "few_tiles", contextlib.nullcontext)
+    monkeypatch.setattr(token_tiles, "few_tiles", contextlib.nullcontext)
     every = outlined(length)
     assert few == every
     assert max(profile.forward.flops for profile in few.profiles.values()) > 0

@@ -27,8 +27,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatrain_accelerate.optim.adam_arguments import AdamArguments
-from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
 from megatrain_accelerate.optim.moments import FloatMoments, Int8Moments, block_count
 from megatrain_accelerate.units import GB
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <numeric>
 #include <vector>
 
 #include "adamw_int8_moments.h"
@@ -54,11 +55,7 @@ struct SquareSumJob {
         const double value = values.load(i);
         lanes[lane] = lanes[lane] + value * value;
       }
-      double sum = 0.0;
-      for (double lane : lanes) {
-        sum = sum + lane;
-      }
-      partial_sums[start / kGrain] = sum;
+      partial_sums[start / kGrain] = std::accumulate(lanes, lanes + kLanes, 0.0);
     }
   }
 };
@@ -67,11 +64,7 @@ template <class Values>
 double square_sum(Kernels* kernels, Values values, int64_t count) {
   std::vector<double> partial_sums(static_cast<size_t>((count + kGrain - 1) / kGrain));
   kernels->run(SquareSumJob<Values>{values, partial_sums.data()}, count);
-  double sum = 0.0;
-  for (double partial : partial_sums) {
-    sum = sum + partial;
-  }
-  return sum;
+  return std::accumulate(partial_sums.begin(), partial_sums.end(), 0.0);
 }
 
 template <class Weights, class Gradients, class Moments>
@@ -132,8 +125,8 @@ MEGATRAIN_EXPORT void megatrain_destroy(Kernels* kernels) {
 // With split masters `lo` isn't null and weights and gradients are bf16, else they are fp32; `grad_lo` is null where the
 // gradient isn't a sum. Moments have `moment_bits`: 32 and 16 are floating-point numbers; 8 are codes, whose scales are those
 // of the blocks that begin with the first element.
-MEGATRAIN_EXPORT void megatrain_adamw(Kernels* kernels, void* weight, int16_t* lo, void* m, void* v, float* m_scale,
-                                      float* v_scale, void* grad, int16_t* grad_lo, int64_t count, int moment_bits,
+MEGATRAIN_EXPORT void megatrain_adamw(Kernels* kernels, void* weight, int16_t* lo, void* m, void* v, void* grad,
+                                      int16_t* grad_lo, int64_t count, float* m_scale, float* v_scale, int moment_bits,
                                       AdamConstants constants, uint32_t first_element, uint32_t seed) {
   static_assert(kGrain % kMomentBlock == 0, "a block has one thread");
   const auto step = [&](auto weights, auto gradients) {
@@ -167,7 +160,7 @@ MEGATRAIN_EXPORT void megatrain_stream_probe(Kernels* kernels, uint16_t* hi, int
 
 // `lo` is null where the sum is plain bf16. Without `has_residual` the sum so far is `hi` alone and `lo` is only written.
 MEGATRAIN_EXPORT void megatrain_accumulate_bf16(Kernels* kernels, uint16_t* hi, int16_t* lo, uint16_t* source,
-                                                int has_residual, int64_t count) {
+                                                int64_t count, int has_residual) {
   const Bf16Array earlier{hi};
   const Bf16Array addend{source};
   const SumArray sum{hi, lo};
@@ -201,10 +194,11 @@ MEGATRAIN_EXPORT void megatrain_join(Kernels* kernels, uint16_t* hi, int16_t* lo
   kernels->run(ConvertJob<MasterArray, FloatArray>{{hi, lo}, {master}}, count);
 }
 
-MEGATRAIN_EXPORT void megatrain_copy(Kernels* kernels, char* destination, const char* source, int64_t byte_count) {
-  kernels->run(CopyJob{destination, source}, byte_count, kBytesGrain);
+MEGATRAIN_EXPORT void megatrain_copy(Kernels* kernels, char* destination, const char* source, int64_t count,
+                                     int64_t element_bytes) {
+  kernels->run(CopyJob{destination, source}, count * element_bytes, kBytesGrain);
 }
 
-MEGATRAIN_EXPORT void megatrain_zero(Kernels* kernels, char* bytes, int64_t byte_count) {
-  kernels->run(ZeroJob{bytes}, byte_count, kBytesGrain);
+MEGATRAIN_EXPORT void megatrain_zero(Kernels* kernels, char* bytes, int64_t count, int64_t element_bytes) {
+  kernels->run(ZeroJob{bytes}, count * element_bytes, kBytesGrain);
 }

@@ -45,9 +45,6 @@ class ThreadPool {
 
   ~ThreadPool() { stop(); }
 
-  ThreadPool(const ThreadPool&) = delete;
-  ThreadPool& operator=(const ThreadPool&) = delete;
-
   // False in a forked child: the threads stayed with the parent, and a mutex may have been copied while held.
   bool owned_by_this_process() const { return getpid() == owner_pid_; }
 
@@ -125,7 +122,6 @@ class ThreadPool {
     for (std::thread& worker : workers_) {
       worker.join();
     }
-    workers_.clear();
   }
 
   const pid_t owner_pid_;

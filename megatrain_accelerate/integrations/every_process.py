@@ -1,23 +1,28 @@
-"""The patches of ``transformers.training_args``: the two fields, and what they bring about."""
+"""Replacements that run in every process: training arguments, what is made with them, the console."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from megatrain_accelerate.activation import activate_from_arguments, read_settings
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.integrations import import_hook
-from megatrain_accelerate.integrations.wrapping import add_fields, find_class, is_active, wrap_always, wrap_property
+from megatrain_accelerate.integrations.wrapping import ARGUMENTS, is_active
 
-_FLAG_HELP = "Train with megatrain_accelerate: weights and optimizer states live in host memory and stream through one GPU."
+FLAG_HELP = "Train with megatrain_accelerate: weights and optimizer states live in host memory and stream through one GPU."
 _CONFIG_HELP = (
     "Settings of megatrain_accelerate: a JSON object, or the path of a yaml or JSON file with the keys of megatrain_config."
 )
-
+FIELDS = {
+    "megatrain": (bool, dataclasses.field(default=False, compare=False, metadata={"help": FLAG_HELP})),
+    # In this order: HfArgumentParser takes the second member of a union as the type of the argument.
+    "megatrain_config": (dict | str | None, dataclasses.field(default=None, compare=False, metadata={"help": _CONFIG_HELP})),
+}
+"""Of ``TrainingArguments``."""
 
 _REFUSED_OF_TRL = {
     "activation_offloading": "it hooks into what autograd saves, and a streamed layer saves its input only. Set "
@@ -28,35 +33,27 @@ _REFUSED_OF_TRL = {
 """By training argument of TRL that is a bool, why it can't be honoured."""
 
 
-def patch_fields(module: ModuleType) -> None:
-    """Adds ``megatrain`` and ``megatrain_config``."""
-    add_fields(
-        find_class(module, "TrainingArguments"),
-        {
-            "megatrain": (bool, dataclasses.field(default=False, compare=False, metadata={"help": _FLAG_HELP})),
-            # In this order: HfArgumentParser takes the second member of a union as the type of the argument.
-            "megatrain_config": (
-                dict | str | None,
-                dataclasses.field(default=None, compare=False, metadata={"help": _CONFIG_HELP}),
-            ),
-        },
-    )
+PREFIX = "megatrain/"
+"""Begins the engine's entries in the Trainer's logs."""
+
+_SHOWN = {"tokens_per_second": "tokens_per_second", "gpu_peak_gib": "gpu_gib", "host_peak_gib": "host_gib"}
+"""Maps an entry to its name on the console."""
 
 
-def patch_post_init(module: ModuleType) -> None:
+_trainer_arguments: Any = None
+"""Those of the Trainer that makes an Accelerator at this moment."""
+
+
+def post_init(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
     """Activates, and checks the arguments of an active process."""
-
-    def post_init(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
-        _activate(arguments)
-        active = is_active(arguments)
-        if active:
-            _refuse_unsupported(arguments)
-        original(arguments, *args, **kwargs)
-        if active:
-            # Before somebody reads the private attribute.
-            _ = arguments.n_gpu
-
-    wrap_always(find_class(module, "TrainingArguments"), "__post_init__", post_init)
+    _activate(arguments)
+    active = is_active(arguments)
+    if active:
+        _refuse_unsupported(arguments)
+    original(arguments, *args, **kwargs)
+    if active:
+        # Before somebody reads the private attribute.
+        _ = arguments.n_gpu
 
 
 def _activate(arguments: Any) -> None:
@@ -118,30 +115,62 @@ def _refuse_unsupported(arguments: Any) -> None:
             )
 
 
-def patch_to_dict(module: ModuleType) -> None:
+def to_dict(original: Callable[..., dict[str, Any]], arguments: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Leaves the two fields out where they aren't used."""
-
-    def to_dict(original: Callable[..., dict[str, Any]], arguments: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        result = original(arguments, *args, **kwargs)
-        if not result.get("megatrain") and result.get("megatrain_config") is None:
-            result.pop("megatrain", None)
-            result.pop("megatrain_config", None)
-        return result
-
-    wrap_always(find_class(module, "TrainingArguments"), "to_dict", to_dict)
+    result = original(arguments, *args, **kwargs)
+    if not result.get("megatrain") and result.get("megatrain_config") is None:
+        result.pop("megatrain", None)
+        result.pop("megatrain_config", None)
+    return result
 
 
-def patch_n_gpu(module: ModuleType) -> None:
-    """At most one GPU a process."""
+def init_trainer(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
+    """A Trainer gets our callback, before those of the trackers, and its model is watched until it is prepared."""
+    original(trainer, *args, **kwargs)
+    if is_active(trainer.args):
+        from megatrain_accelerate.integrations.trainer import MegatrainCallback, watch_model
 
-    def n_gpu(original: Callable[..., int], arguments: Any) -> int:
-        if original(arguments) > 1:
-            arguments._n_gpu = 1
-        return original(arguments)
-
-    wrap_property(find_class(module, "TrainingArguments"), "n_gpu", n_gpu)
+        callback = MegatrainCallback()
+        callback.trainer = weakref.ref(trainer)
+        trainer.callback_handler.callbacks.insert(1, callback)  # behind DefaultFlowCallback
+        watch_model(trainer)
 
 
-def patch_place_model_on_device(module: ModuleType) -> None:
-    """The Trainer places no model."""
-    wrap_property(find_class(module, "TrainingArguments"), "place_model_on_device", lambda original, arguments: False)
+def create_accelerator(original: Callable[..., None], trainer: Any) -> None:
+    """The Trainer's Accelerator knows whose arguments decide."""
+    global _trainer_arguments
+    outer, _trainer_arguments = _trainer_arguments, trainer.args
+    try:
+        original(trainer)
+    finally:
+        _trainer_arguments = outer
+
+
+def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
+    """Checks each new Accelerator."""
+    original(accelerator, *args, **kwargs)
+    if _trainer_arguments is not None:
+        accelerator.__dict__[ARGUMENTS] = _trainer_arguments
+    if is_active(_trainer_arguments):
+        from megatrain_accelerate.integrations.accelerate_backend import require_servable
+
+        require_servable(accelerator)
+
+
+def on_log(
+    original: Callable[..., None],
+    callback: Any,
+    args: Any,
+    state: Any,
+    control: Any,
+    logs: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> None:
+    """Gives ``on_log`` of a callback that prints a shorter copy of the logs. Trackers and history keep all entries."""
+    if logs is not None and any(name.startswith(PREFIX) for name in logs):
+        short = {name: value for name, value in logs.items() if not name.startswith(PREFIX)}
+        for name, shown in _SHOWN.items():
+            if PREFIX + name in logs:
+                short.setdefault(shown, logs[PREFIX + name])  # the script may log something of that name itself
+        logs = short
+    original(callback, args, state, control, logs=logs, **kwargs)
