@@ -32,12 +32,11 @@ from megatrain_accelerate.loss.products import standing_for_a_gpu
 from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.other_batches import outside_seconds_of
-from megatrain_accelerate.planning.placement import require_layers
+from megatrain_accelerate.planning.placement import require_layers, sent_bytes
 from megatrain_accelerate.planning.placement_search import Candidate
 from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_outline import outline_layers, outline_step, what_sees_a_batch
 from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
-from megatrain_accelerate.planning.step_simulation import sent_bytes
 from megatrain_accelerate.planning.tile_choice import outline_with_tiles
 from megatrain_accelerate.streaming.compiled_layer import SMALLEST_LAYER_PARAMETERS
 from megatrain_accelerate.streaming.layer import StreamedLayer

@@ -24,10 +24,9 @@ from megatrain_accelerate.planning.adoption import Adoption
 from megatrain_accelerate.planning.device_plan import DevicePlan
 from megatrain_accelerate.planning.layer_discovery import Discovery, wants_whole_layers
 from megatrain_accelerate.planning.machine import Machine
-from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.placement import Model, Placement
 from megatrain_accelerate.planning.placement_search import Candidate
 from megatrain_accelerate.planning.step_profile import StepOutline
-from megatrain_accelerate.planning.step_simulation import Model
 from megatrain_accelerate.streaming.model_hook import ModelHook
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.units import GIB

@@ -28,13 +28,12 @@ from megatrain_accelerate.planning.machine import (
     whole_free_bytes,
 )
 from megatrain_accelerate.planning.other_batches import GROWTH_FACTORS, BatchExtent, enlarged_batch, extrapolated_outline
-from megatrain_accelerate.planning.peak_memory import peak_bytes
-from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.placement import Model, Placement, UnitSizes, peak_bytes
 from megatrain_accelerate.planning.placement_search import Candidate, Choices, PlacementSearch
 from megatrain_accelerate.planning.plan_table import plan_table
 from megatrain_accelerate.planning.step_outline import outline_step
 from megatrain_accelerate.planning.step_profile import StepOutline
-from megatrain_accelerate.planning.step_simulation import Model, StepTime, UnitSizes
+from megatrain_accelerate.planning.step_simulation import StepTime
 from megatrain_accelerate.planning.tile_choice import measured_to_fit, outline_with_tiles
 from megatrain_accelerate.progress import say
 from megatrain_accelerate.streaming.expert_parts import ExpertPart

@@ -31,7 +31,6 @@ from megatrain_accelerate.streaming.attention_results import AtAttention
 from megatrain_accelerate.streaming.compiled_layer import without_saving
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.memory_budgets import MemoryBudget
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
 from megatrain_accelerate.streaming.nested_tensors import tensors_in
 from megatrain_accelerate.streaming.output_recorder import Recorded
@@ -49,6 +48,29 @@ _OUTSIDE_ROUNDS = 3
 _CERTAIN_SHARE = 0.75
 """Of the device: where the activations of all layers are less, none will be recomputed, and no graph is compiled for it."""
 
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Spans:
+    """Seconds on a GPU of bodies that run one after the other."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        end.record()
+        self._events.append((start, end))
+
+    def seconds(self) -> list[float]:
+        """Of each body; waits for the device."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        return [1e-3 * start.elapsed_time(end) for start, end in self._events]
+
 
 class _Stopwatch:
     """Seconds on the device, and the most bytes that were alive meanwhile above those at the start, of a body that is run
@@ -62,7 +84,7 @@ class _Stopwatch:
     def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
         self._device = device
         self._limit_bytes = limit_bytes
-        self._rounds: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._spans = _Spans()
         self.counts_bytes = True
         """Whether the last body's bytes are counted, between waits for the device."""
         self.peak_bytes = 0
@@ -78,11 +100,8 @@ class _Stopwatch:
             base = torch.cuda.memory_allocated(self._device)
             if chooses_kernels:
                 raise_peak(self._device, self._limit_bytes)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        yield
-        end.record()
-        self._rounds.append((start, end))
+        with self._spans.timed():
+            yield
         if self.counts_bytes:
             torch.cuda.synchronize(self._device)
             self.peak_bytes = torch.cuda.max_memory_allocated(self._device) - base
@@ -90,8 +109,8 @@ class _Stopwatch:
 
     def seconds(self) -> float:
         """The mean of the later half of the bodies; waits for the device."""
-        self._rounds[-1][1].synchronize()
-        later = [1e-3 * start.elapsed_time(end) for start, end in self._rounds[len(self._rounds) // 2 :]]
+        seconds = self._spans.seconds()
+        later = seconds[len(seconds) // 2 :]
         return sum(later) / len(later)
 
 
@@ -119,17 +138,13 @@ def measure_layers(
         runtime.layers_run_by(layers),
         torch.enable_grad(),
     ):
-        _wake_autograd_thread(device)
+        # Gives autograd's thread for the device its CUDA context: cuBLAS warns where it has none.
+        torch.ones((), device=device, requires_grad=True).mul(2.0).backward()
         outside_seconds = _measure_outside(model, inputs, layers, runtime)
     measured = dataclasses.replace(outline, profiles={**outline.profiles, **layers.profiles}, outside_seconds=outside_seconds)
     del layers
     torch.cuda.empty_cache()
     return measured
-
-
-def _wake_autograd_thread(device: torch.device) -> None:
-    """Gives autograd's thread for the device its CUDA context by a small operation: cuBLAS warns where it has none."""
-    torch.ones((), device=device, requires_grad=True).mul(2.0).backward()
 
 
 class _MeasuredLayers:
@@ -139,25 +154,17 @@ class _MeasuredLayers:
         self.profiles: dict[Hashable, LayerProfile] = {}
         self.leaves: list[torch.Tensor] = []
         """What the last layer returned: the loss's backward ends here."""
+        self.kinds = [event.kind for event in outline.forward_calls]
+        self.position = 0
+        """Of the next call in the model's forward."""
         self._runtime = runtime
         self._outline = outline
         self._budget_bytes = budget_bytes
-        self._kinds = [event.kind for event in outline.forward_calls]
         self._outputs: dict[Hashable, tuple[Any, Recorded]] = {}
-        self._position = 0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether every kind was measured."""
-        return len(self.profiles) == len(set(self._kinds))
-
-    def begin(self) -> None:
-        """The next forward of the model begins."""
-        self._position = 0
 
     def __call__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kind = self._kinds[self._position]
-        self._position += 1
+        kind = self.kinds[self.position]
+        self.position += 1
         if kind not in self._outputs:
             self.profiles[kind], self._outputs[kind] = _measure(
                 self._runtime, layer, args, kwargs, self._outline.profiles[kind], functools.partial(self._may_recompute, kind)
@@ -170,14 +177,9 @@ class _MeasuredLayers:
         return output
 
     def _may_recompute(self, kind: Hashable, kept_bytes: int) -> bool:
-        """Whether it isn't certain that the activations of all calls fit the device.
-
-        Args:
-            kind: of a call.
-            kept_bytes: what such a call keeps, as measured.
-        """
-        others = sum(self._outline.profiles[other].kept_bytes for other in self._kinds if other != kind)
-        return self._kinds.count(kind) * kept_bytes + others > _CERTAIN_SHARE * self._budget_bytes
+        """Whether it isn't certain that all calls' activations fit the device: one of ``kind`` keeps ``kept_bytes``."""
+        others = sum(self._outline.profiles[other].kept_bytes for other in self.kinds if other != kind)
+        return self.kinds.count(kind) * kept_bytes + others > _CERTAIN_SHARE * self._budget_bytes
 
 
 def _measure_outside(
@@ -192,7 +194,7 @@ def _measure_outside(
     wanted = [parameter for parameter in resident if parameter.requires_grad and not parameter._backward_hooks]
     try:
         for _ in range(1 + _OUTSIDE_ROUNDS):  # the first one measures the layers
-            layers.begin()
+            layers.position = 0
             with stopwatch.running():
                 output = model.forward(**inputs)
                 loss = output.get("loss") if isinstance(output, Mapping) else None
@@ -202,7 +204,7 @@ def _measure_outside(
             del output, loss
         return stopwatch.seconds()
     except Exception as error:
-        if not layers.is_over:
+        if len(layers.profiles) < len(set(layers.kinds)):
             raise
         logger.info("megatrain: the loss can't be measured, its cost is reckoned (%s)", error)
         return None
@@ -221,79 +223,35 @@ def _measure(
     args, kwargs = split.first_piece(args, kwargs)
     slot = runtime.prefetcher.acquire(layer, ())
     try:
-        timer = _AttentionTimer() if layer.tiles.tile_tokens and dry.attention_bytes else None
         inputs = functools.partial(as_leaves, args, kwargs, dry.inputs_need_grad)
-        measurement = _Measurement(runtime, layer, slot, inputs, timer)
+        measurement = _Measurement(runtime, layer, slot, inputs, bool(layer.tiles.tile_tokens and dry.attention_bytes))
         made = measurement.run()
-        kept_bytes = max(0, measurement.kept_forward.left_bytes - measurement.given_up_bytes)
-        if may_recompute(kept_bytes * max(1, split.count)):
-            measurement.run_recomputes()
+        forward, kept_forward, backward = measurement.forward, measurement.kept_forward, measurement.backward
+        kept_bytes = max(0, kept_forward.left_bytes - measurement.given_up_bytes)
+        recomputes: dict[str, Any] = {"recomputed_bytes": max(kept_forward.peak_bytes, kept_bytes + backward.peak_bytes)}
+        if may_recompute(kept_bytes * split.count):
+            recomputes |= measurement.run_recomputes()
     finally:
         runtime.prefetcher.release(slot)
-    forward, kept_forward, backward = measurement.forward, measurement.kept_forward, measurement.backward
     made = split.whole(made)
-    share = sum(split.sizes) / split.sizes[0] if split.sizes else 1.0
     profile = dataclasses.replace(
         dry,
-        forward=dry.forward.times(1 / share),
-        backward=dry.backward.times(1 / share),
-        attention=dry.attention.times(1 / share),
-        attention_bytes=round(dry.attention_bytes / share),
-        experts=dry.experts.times(1 / share),
-        expert_bytes=round(dry.expert_bytes / share),
         # A compiled layer saves less than one that runs without data; its large tensors are the same share.
         offloaded_bytes=round(kept_bytes * min(1.0, dry.offloaded_bytes / max(1, dry.kept_bytes))),
         kept_bytes=kept_bytes,
         forward_bytes=forward.peak_bytes,
         kept_forward_bytes=kept_forward.peak_bytes,
         kept_backward_bytes=backward.peak_bytes,
-        recomputed_bytes=measurement.recomputed_bytes or max(kept_forward.peak_bytes, kept_bytes + backward.peak_bytes),
         forward_seconds=forward.seconds(),
         kept_forward_seconds=kept_forward.seconds(),
-        recompute_seconds=measurement.recompute_seconds,
-        budgets=measurement.budgets,
-        attention_seconds=measurement.attention_seconds,
+        attention_seconds=measurement.attention_seconds(),
         backward_seconds=backward.seconds(),
+        **recomputes,
     ).of_pieces(split, sum(tensor.nbytes for tensor in tensors_in(made)))
-    return profile, made
-
-
-class _AttentionTimer(AtAttention):
-    """Seconds of attention's kernels in the body that it was entered for last."""
-
-    def __init__(self) -> None:
-        super().__init__(self._run_timed)
-        self._kernels: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def __enter__(self) -> _AttentionTimer:
-        self._kernels = []
-        super().__enter__()
-        return self
-
-    def _run_timed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        result = func(*args, **kwargs)
-        end.record()
-        self._kernels.append((start, end))
-        return result
-
-    def seconds(self) -> float:
-        """Their sum; waits for the device."""
-        if self._kernels:
-            self._kernels[-1][1].synchronize()
-        return sum(1e-3 * start.elapsed_time(end) for start, end in self._kernels)
-
-
-@dataclasses.dataclass(frozen=True)
-class _InSlot:
-    """A layer that stays in its slot."""
-
-    in_slot: WeightSlot
-
-    def slot(self) -> WeightSlot:
-        """See :class:`SlotReader <megatrain_accelerate.streaming.saved_tensors.SlotReader>`."""
-        return self.in_slot
+    # Those of the whole call already.
+    names = ("forward", "backward", "attention", "attention_bytes", "experts", "expert_bytes")
+    reckoned: dict[str, Any] = {name: getattr(dry, name) for name in names}
+    return dataclasses.replace(profile, **reckoned), made
 
 
 class _Measurement:
@@ -303,9 +261,9 @@ class _Measurement:
     Args:
         runtime: the engine.
         layer: the layer.
-        slot: with its weights.
+        slot: with its weights, which stay there.
         inputs: makes its arguments, as leaves.
-        timer: for attention's kernels.
+        times_attention: whether attention's kernels are timed too.
     """
 
     def __init__(
@@ -313,47 +271,59 @@ class _Measurement:
         runtime: StreamingRuntime,
         layer: StreamedLayer,
         slot: WeightSlot,
-        inputs: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
-        timer: _AttentionTimer | None = None,
+        inputs: Callable[[], _Arguments],
+        times_attention: bool,
     ) -> None:
         limit_bytes = runtime.config.gpu_memory_bytes
-        self.forward, self.kept_forward, self.recompute, self.backward = (
+        self.forward, self.kept_forward, self._recompute, self.backward = (
             _Stopwatch(runtime.streams.device, limit_bytes) for _ in range(4)
         )
-        self._layer, self._slot, self._inputs = layer, slot, inputs
-        self._recorder = runtime.recorder
-        self._attention = timer
-        self._compiled = runtime.compiled
-        self._captures = None if layer.experts else self._compiled.wants(layer)
-        self.is_recomputed_by_compiler = False
-        """Whether ``recompute`` was measured."""
         self.given_up_bytes = 0
         """Of what the layer returns and its graph doesn't hold."""
+        self._attention = _Spans() if times_attention else None
+        """Of the last forward."""
+        self._layer, self._slot, self._inputs = layer, slot, inputs
+        self._recorder = runtime.recorder
+        self._compiled = runtime.compiled
+        self._captures = None if layer.experts else self._compiled.wants(layer)
+
+    def slot(self) -> WeightSlot:
+        """See :class:`SlotReader <megatrain_accelerate.streaming.saved_tensors.SlotReader>`."""
+        return self._slot
 
     def run(self) -> tuple[Any, Recorded]:
         """Runs rounds until the device is warm; returns what the layer returns and records."""
         to_compile = self._captures is not None
+        stopwatches = (self.forward, self.kept_forward, self.backward)
         made = self._round(chooses_kernels=to_compile)
         if to_compile:
             self._captures = self._compiled.wants(self._layer)  # None where compiling has failed
-        seconds = self._seconds()
-        if to_compile or seconds < _LONG_SECONDS:
+        if to_compile or sum(stopwatch.seconds() for stopwatch in stopwatches) < _LONG_SECONDS:
             made = self._round()
-        self._warm_up(self._round, self._seconds(), (self.forward, self.kept_forward, self.backward))
+        self._warm_up(self._round, stopwatches)
         return made
 
-    def run_recomputes(self) -> None:
-        """Runs rounds of a compiled layer whose backward computes the activations again. Does nothing for another one."""
+    def run_recomputes(self) -> dict[str, Any]:
+        """Runs rounds of a compiled layer whose backward computes the activations again; returns what its profile has of that.
+
+        Does nothing for another layer: its recompute is a forward that keeps its graph.
+        """
         for chooses_kernels in (True, False):
             if self._captures is None or not self._compiled.recomputes(self._layer, self._captures):
-                return
+                return {}
             self._recomputing_round(chooses_kernels)
-        self.is_recomputed_by_compiler = True
-        self._warm_up(self._recomputing_round, self.recompute.seconds(), (self.recompute,))
+        assert self._captures is not None
+        self._warm_up(self._recomputing_round, (self._recompute,))
+        return {
+            "recompute_seconds": max(0.0, self._recompute.seconds() - self.backward.seconds()),
+            "recomputed_bytes": self._recompute.peak_bytes,
+            "budgets": self._compiled.budgets(self._layer, self._captures),
+        }
 
     @staticmethod
-    def _warm_up(work: Callable[[], Any], seconds: float, stopwatches: Sequence[_Stopwatch]) -> None:
-        """Repeats ``work``, a round of which takes ``seconds``, without waits for the device."""
+    def _warm_up(work: Callable[[], Any], stopwatches: Sequence[_Stopwatch]) -> None:
+        """Repeats ``work``, of which they take the time, without waits for the device."""
+        seconds = sum(stopwatch.seconds() for stopwatch in stopwatches)
         for stopwatch in stopwatches:
             stopwatch.counts_bytes = False
         fewest, most = _ROUNDS
@@ -361,30 +331,20 @@ class _Measurement:
         for _ in range(rounds if seconds < _LONG_SECONDS else 0):
             work()
 
-    @property
     def attention_seconds(self) -> float | None:
         """Of a forward; None where it isn't measured, since the layer is compiled."""
-        return None if self._attention is None else self._attention.seconds()
+        return None if self._attention is None else sum(self._attention.seconds())
 
-    @property
-    def recompute_seconds(self) -> float | None:
-        """By how much a backward that recomputes is longer; None where a recompute is a forward that keeps its graph."""
-        return max(0.0, self.recompute.seconds() - self.backward.seconds()) if self.is_recomputed_by_compiler else None
+    def _timing_attention(self) -> contextlib.AbstractContextManager[Any]:
+        if self._attention is None:
+            return contextlib.nullcontext()
+        spans = self._attention = _Spans()
 
-    @property
-    def budgets(self) -> tuple[MemoryBudget, ...]:
-        """With which such a layer can be compiled besides; likewise, empty."""
-        if self._captures is None or not self.is_recomputed_by_compiler:
-            return ()
-        return self._compiled.budgets(self._layer, self._captures)
+        def run(func: Any, args: Any, kwargs: Any) -> Any:
+            with spans.timed():
+                return func(*args, **kwargs)
 
-    @property
-    def recomputed_bytes(self) -> int | None:
-        """The most in a backward that recomputes; likewise."""
-        return self.recompute.peak_bytes if self.is_recomputed_by_compiler else None
-
-    def _seconds(self) -> float:
-        return self.forward.seconds() + self.kept_forward.seconds() + self.backward.seconds()
+        return AtAttention(run)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], memory_budget: float = 1.0) -> tuple[Any, Recorded]:
         with self._recorder.apart() as recorded:
@@ -394,38 +354,38 @@ class _Measurement:
                 output = self._layer.run(args, kwargs)
         return output, recorded
 
-    def _inputs_and_weights(self) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor], list[torch.Tensor]]:
-        """Arguments, weights, and those of both whose gradients are wanted."""
-        args, kwargs = self._inputs()
+    @contextlib.contextmanager
+    def _bound(self) -> Iterator[tuple[_Arguments, list[torch.Tensor]]]:
+        """The layer has its weights in the body. Yields arguments, and what among both gradients are wanted of."""
+        arguments = self._inputs()
         views = self._slot.views(self._layer.unit.layout)
         weights = [view.data.requires_grad_(flag) for view, flag in zip(views, self._layer.trained_now(), strict=True)]
-        tensors = tensors_in((args, kwargs))
-        return args, kwargs, weights, [tensor for tensor in [*tensors, *weights] if tensor.requires_grad]
+        wanted = [tensor for tensor in [*tensors_in(arguments), *weights] if tensor.requires_grad]
+        with self._layer.bound(weights), torch.enable_grad():
+            yield arguments, wanted
 
-    def _saved_tensors(self) -> SavedTensors:
-        return SavedTensors(lambda address: _InSlot(self._slot) if address == self._slot.address else None)
+    def _saving(self) -> saved_tensors_hooks:
+        return SavedTensors(lambda address: self if address == self._slot.address else None).recording()
 
     def _recomputing_round(self, chooses_kernels: bool = False) -> None:
-        args, kwargs, weights, wanted = self._inputs_and_weights()
-        with self._layer.bound(weights), torch.enable_grad():
-            with self._saved_tensors().recording():
-                made = self._call(args, kwargs, memory_budget=0.0)
-            self._differentiate(made, wanted, self.recompute, chooses_kernels)
+        with self._bound() as (arguments, wanted):
+            with self._saving():
+                made = self._call(*arguments, memory_budget=0.0)
+            self._differentiate(made, wanted, self._recompute, chooses_kernels)
 
     def _round(self, chooses_kernels: bool = False) -> tuple[Any, Recorded]:
-        args, kwargs, weights, wanted = self._inputs_and_weights()
-        with self._layer.bound(weights), torch.enable_grad():
+        with self._bound() as (arguments, wanted):
             # The graph that recompute makes, dropped at once.
-            with without_saving(), self.forward.running(), self._attention or contextlib.nullcontext():
-                self._call(args, kwargs)
-            recording, storages_saved = self._saved_tensors().recording(), set[int]()
+            with without_saving(), self.forward.running(), self._timing_attention():
+                self._call(*arguments)
+            saving, storages_saved = self._saving(), set[int]()
 
             def pack(tensor: torch.Tensor) -> Any:
                 storages_saved.add(tensor.untyped_storage().data_ptr())
-                return recording.pack_hook(tensor)
+                return saving.pack_hook(tensor)
 
-            with saved_tensors_hooks(pack, recording.unpack_hook), self.kept_forward.running():
-                made = self._call(args, kwargs)
+            with saved_tensors_hooks(pack, saving.unpack_hook), self.kept_forward.running():
+                made = self._call(*arguments)
             storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(made)}
             self.given_up_bytes = sum(size for address, size in storages.items() if address not in storages_saved)
             returned: tuple[Any, Recorded] = tree_map_only(torch.Tensor, torch.Tensor.detach, made)

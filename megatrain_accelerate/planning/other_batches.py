@@ -12,7 +12,6 @@ from torch import nn
 
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
-from megatrain_accelerate.planning.step_simulation import op_seconds
 
 GROWTH_FACTORS = (1.5, 2.0)
 """How much larger than the batches so far the second plan and each later one allow batches to be. The first has no such room:
@@ -128,7 +127,7 @@ def _scaled_profile(
         ("backward", ("backward_seconds",)),
         ("attention", ("attention_seconds",)),
     ):
-        now, before = (op_seconds(getattr(profile, costs), machine) for profile in (estimate, measured_estimate))
+        now, before = (getattr(profile, costs).seconds(machine) for profile in (estimate, measured_estimate))
         seconds = {name: getattr(measured, name) for name in names}
         changes |= {name: None if value is None else value * _ratio(now, before) for name, value in seconds.items()}
     return dataclasses.replace(estimate, budgets=measured.budgets, **changes)
@@ -145,4 +144,4 @@ def outside_seconds_of(outline: StepOutline, machine: Machine) -> float:
     The costs of an event are those of what runs between the event before and this one.
     """
     backward = [event for event in outline.events if event.is_backward]
-    return sum(op_seconds(event.costs, machine) for event in [*outline.forward_calls, *backward[:1]])
+    return sum(event.costs.seconds(machine) for event in [*outline.forward_calls, *backward[:1]])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.planning.machine import Machine
-from megatrain_accelerate.planning.peak_memory import peak_bytes
-from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.placement import Model, Placement, peak_bytes, sent_bytes
 from megatrain_accelerate.planning.step_profile import StepOutline
-from megatrain_accelerate.planning.step_simulation import Model, StepTime, sent_bytes, simulate_step
+from megatrain_accelerate.planning.step_simulation import StepTime, simulate_step
 
 WORTH_IT = 0.005
 """Share of a step that a move of weights or states must gain; less isn't worth the memory."""
@@ -91,6 +93,13 @@ def _around(count: int, reach: int, most: int) -> range:
     return range(max(0, count - reach), min(most, count + reach) + 1)
 
 
+def _varied(at: _Counts, **values: Iterable[int]) -> Iterator[_Counts]:
+    """The counts with each combination of values; those named last vary fastest."""
+    for combination in itertools.product(*values.values()):
+        changes: dict[str, Any] = dict(zip(values, combination, strict=True))
+        yield dataclasses.replace(at, **changes)
+
+
 class PlacementSearch:
     """Finds the fastest placement within a budget.
 
@@ -121,28 +130,24 @@ class PlacementSearch:
         self._seen: dict[_Counts, Candidate | None] = {}
         is_free = choices.kept is None and not choices.offloaded
         self._budget_pairs = outline.budget_pairs if is_free else [(0.0, 1.0)]
+        # Layers without tiles are compiled, and attention is part of their graph.
+        attention_kept = choices.attention_kept if outline.token_tile else 0
+        variations: list[tuple[int | None, Callable[[_Counts], Iterable[_Counts]]]] = [
+            (choices.inputs_offloaded, self._inputs),
+            (attention_kept, self._attention),
+            (choices.on_device, self._groups),
+            (choices.on_device, self._on_device),
+            (choices.on_device, self._near),
+            (choices.resident, self._resident),
+            (choices.offloaded, self._offloaded),
+            (choices.on_device if choices.offloaded is None else choices.offloaded, self._offloaded_for_layers),
+        ]
+        self._variations = [variation for choice, variation in variations if choice is None]
 
     @property
     def something_fits(self) -> bool:
         """Whether there is any placement within the budget; less work than finding the best."""
         return self._first_that_fits(self._budget_pairs[0]) is not None
-
-    def _start(self, budgets: tuple[float, float]) -> _Counts:
-        """The placement that takes the least, but for inputs, which may leave."""
-        choices = self._choices
-        start = _Counts(
-            attention_kept=choices.attention_kept or 0,
-            inputs_offloaded=choices.inputs_offloaded or 0,
-            offloaded=choices.offloaded or 0,
-            resident=choices.resident or 0,
-            on_device=0,
-            groups_on_device=False,
-            budgets=budgets,
-        )
-        if choices.on_device is not None:
-            every = choices.on_device < 0
-            start = dataclasses.replace(start, on_device=self._count if every else choices.on_device, groups_on_device=every)
-        return start
 
     def best(self) -> Candidate | None:
         """The fastest placement that fits; None if none does."""
@@ -157,17 +162,8 @@ class PlacementSearch:
         assert found is not None
         for _ in range(3):
             before = best
-            for variations in (
-                self._inputs,
-                self._attention,
-                self._groups,
-                self._on_device,
-                self._near,
-                self._resident,
-                self._offloaded,
-                self._offloaded_for_layers,
-            ):
-                for counts in variations(best):
+            for variation in self._variations:
+                for counts in variation(best):
                     candidate = self._try(counts)
                     gain = INPUTS_WORTH_IT if counts.inputs_offloaded and not best.inputs_offloaded else WORTH_IT
                     if candidate is not None and candidate.time.seconds < (1 - gain) * found.time.seconds:
@@ -177,11 +173,23 @@ class PlacementSearch:
         return self._filled(best, found)
 
     def _first_that_fits(self, budgets: tuple[float, float]) -> _Counts | None:
-        """The start with as few inputs away as it must; one more may be too many for the host, one less for the device."""
-        start = self._start(budgets)
-        more = range(1, self._count + 1) if self._choices.inputs_offloaded is None else ()
-        every = [start, *(dataclasses.replace(start, inputs_offloaded=count) for count in more)]
-        return next((counts for counts in every if self._try(counts) is not None), None)
+        """The placement that takes the least, with as few inputs away as it must.
+
+        One more may be too many for the host, one less for the device.
+        """
+        choices = self._choices
+        on_device = choices.on_device or 0
+        start = _Counts(
+            attention_kept=choices.attention_kept or 0,
+            inputs_offloaded=choices.inputs_offloaded or 0,
+            offloaded=choices.offloaded or 0,
+            resident=choices.resident or 0,
+            on_device=on_device if on_device >= 0 else self._count,
+            groups_on_device=on_device < 0,
+            budgets=budgets,
+        )
+        inputs = [start.inputs_offloaded] if choices.inputs_offloaded is not None else range(self._count + 1)
+        return next((counts for counts in _varied(start, inputs_offloaded=inputs) if self._try(counts) is not None), None)
 
     def leanest(self, settled: Placement) -> Candidate:
         """For a step that fits in no way: ``settled``, without the inputs that the host has room for if they may leave."""
@@ -198,9 +206,9 @@ class PlacementSearch:
         """The same with as much on the device as there is room for: it takes load off the host and the link."""
         if self._choices.on_device is not None:
             return found
-        for count in range(self._count, at.on_device, -1):
-            resident = self._choices.resident or 0
-            candidate = self._try(dataclasses.replace(at, on_device=count, resident=resident, groups_on_device=True))
+        at = dataclasses.replace(at, resident=self._choices.resident or 0, groups_on_device=True)
+        for counts in _varied(at, on_device=range(self._count, at.on_device, -1)):
+            candidate = self._try(counts)
             if (
                 candidate is not None
                 and candidate.time.seconds <= (1 + NO_SLOWER) * found.time.seconds
@@ -209,124 +217,68 @@ class PlacementSearch:
                 return candidate
         return found
 
-    def _inputs(self, at: _Counts) -> Iterable[_Counts]:
-        if self._choices.inputs_offloaded is not None:
-            return ()
-        return [dataclasses.replace(at, inputs_offloaded=count) for count in self._near_inputs(at)]
+    def _some_and_near(self, count: int, reach: int) -> list[int]:
+        return sorted({*_spread(self._count), *_around(count, reach, self._count)})
 
-    def _near_inputs(self, at: _Counts) -> list[int]:
-        return sorted({*_spread(self._count), *_around(at.inputs_offloaded, 2, self._count)})
+    def _inputs(self, at: _Counts) -> Iterable[_Counts]:
+        return _varied(at, inputs_offloaded=self._some_and_near(at.inputs_offloaded, 2))
 
     def _attention(self, at: _Counts) -> Iterable[_Counts]:
-        # Layers without tiles are compiled, and attention is part of their graph.
-        if self._choices.attention_kept is not None or not self._outline.token_tile:
-            return ()
-        near = _around(at.attention_kept, 2, self._count)
         # Inputs that leave make room for it: each of the two may be worth nothing without the other.
-        away = self._near_inputs(at) if self._choices.inputs_offloaded is None else [at.inputs_offloaded]
-        return [
-            dataclasses.replace(at, attention_kept=count, inputs_offloaded=inputs)
-            for count in sorted({*_spread(self._count), *near})
-            for inputs in away
-        ]
+        may_leave = self._choices.inputs_offloaded is None
+        away = self._some_and_near(at.inputs_offloaded, 2) if may_leave else [at.inputs_offloaded]
+        return _varied(at, attention_kept=self._some_and_near(at.attention_kept, 2), inputs_offloaded=away)
 
     def _groups(self, at: _Counts) -> Iterable[_Counts]:
-        if self._choices.on_device is not None:
-            return ()
         return [dataclasses.replace(at, groups_on_device=not at.groups_on_device)]
 
     def _on_device(self, at: _Counts) -> Iterable[_Counts]:
-        if self._choices.on_device is not None:
-            return ()
-        return [
-            dataclasses.replace(at, on_device=count, groups_on_device=groups)
-            for groups in (at.groups_on_device, not at.groups_on_device)
-            for count in _spread(self._count)
-        ]
+        return _varied(at, groups_on_device=(at.groups_on_device, not at.groups_on_device), on_device=_spread(self._count))
 
     def _near(self, at: _Counts) -> Iterable[_Counts]:
-        if self._choices.on_device is not None:
-            return ()
-        near = _around(at.on_device, 3, self._count)
-        residents = (lambda count: {at.resident, 0, self._count - count}) if self._choices.resident is None else None
-        return [
-            dataclasses.replace(at, on_device=count, resident=resident, groups_on_device=groups)
-            for count in near
-            for resident in (residents(count) if residents else {at.resident})
-            for groups in (False, True)
-        ]
+        for count in _around(at.on_device, 3, self._count):
+            residents = {at.resident} if self._choices.resident is not None else {at.resident, 0, self._count - count}
+            yield from _varied(dataclasses.replace(at, on_device=count), resident=residents, groups_on_device=(False, True))
 
     def _resident(self, at: _Counts) -> Iterable[_Counts]:
-        if self._choices.resident is not None:
-            return ()
-        return [dataclasses.replace(at, resident=count) for count in _spread(self._count - at.on_device)]
+        return _varied(at, resident=_spread(self._count - at.on_device))
 
     def _offloaded(self, at: _Counts) -> Iterable[_Counts]:
-        if self._choices.offloaded is not None:
-            return ()
-        near = _around(at.offloaded, 3, self._count)
-        return [dataclasses.replace(at, offloaded=count) for count in sorted({*_spread(self._count), *near})]
+        return _varied(at, offloaded=self._some_and_near(at.offloaded, 3))
 
     def _offloaded_for_layers(self, at: _Counts) -> Iterable[_Counts]:
         # Activations that leave make room for layers, layers that leave for activations: one may be worth nothing by itself.
-        if self._choices.on_device is not None:
-            return ()
-        few = _spread(self._count)[:_FEW_ON_DEVICE]
-        return [
-            dataclasses.replace(counts, on_device=count, groups_on_device=groups)
-            for counts in self._offloaded(at)
-            for count in few
-            for groups in {at.groups_on_device, count > 0}
-        ]
+        for counts in _varied(
+            at, offloaded=self._some_and_near(at.offloaded, 3), on_device=_spread(self._count)[:_FEW_ON_DEVICE]
+        ):
+            yield from _varied(counts, groups_on_device={at.groups_on_device, counts.on_device > 0})
 
     def _try(self, counts: _Counts) -> Candidate | None:
+        """The candidate with as many kept layers as fit; None if it doesn't fit with any."""
         if counts not in self._seen:
             self._seen[counts] = self._evaluate(counts)
         return self._seen[counts]
 
     def _evaluate(self, counts: _Counts) -> Candidate | None:
-        """The candidate with as many kept layers as fit."""
-
         def placement(kept: int) -> Placement:
-            return Placement.of_counts(
-                self._count,
-                kept=kept,
-                offloaded=counts.offloaded,
-                inputs_offloaded=counts.inputs_offloaded,
-                attention_kept=counts.attention_kept,
-                resident=counts.resident,
-                on_device=counts.on_device,
-                groups_on_device=counts.groups_on_device,
-                budgets=counts.budgets,
-            )
+            return Placement.of_counts(self._count, kept=kept, **vars(counts))
 
         def peak(kept: int) -> int:
             return peak_bytes(self._outline, self._model, placement(kept))
 
         kept = self._choices.kept
         if kept is None:
-            kept = _most(self._count, lambda k: peak(k) <= self._budget)
+            # If some number fits, so do smaller ones: the fewest that aren't kept.
+            others = range(self._count + 1)
+            kept = self._count - bisect.bisect_left(others, True, key=lambda other: peak(self._count - other) <= self._budget)
         chosen = placement(max(0, kept))
-        taken = peak_bytes(self._outline, self._model, chosen)
-        if taken > self._budget or not self._has_host_room(chosen):
+        taken_bytes = peak_bytes(self._outline, self._model, chosen)
+        if taken_bytes > self._budget or not self._has_host_room(chosen):
             return None
-        return Candidate(chosen, taken, simulate_step(self._outline, self._model, chosen, self._machine))
+        return Candidate(chosen, taken_bytes, simulate_step(self._outline, self._model, chosen, self._machine))
 
     def _has_host_room(self, placement: Placement) -> bool:
-        model = self._model
-        moved = sum(model.layers[i].host_bytes for i in placement.on_device)
-        if placement.groups_on_device:
-            moved += sum(unit.host_bytes for unit in [*model.groups_before, *model.groups_after])
-        return sum(sent_bytes(self._outline, placement)) <= max(0, self._host_budget + moved)
-
-
-def _most(count: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to ``count`` that fits, if smaller ones do too; -1 if none."""
-    low, high = -1, count
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+        moved = [self._model.layers[i] for i in placement.on_device]
+        moved += self._model.groups if placement.groups_on_device else []
+        room_bytes = self._host_budget + sum(unit.host_bytes for unit in moved)
+        return sum(sent_bytes(self._outline, placement)) <= max(0, room_bytes)

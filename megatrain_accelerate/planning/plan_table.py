@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import textwrap
 
+from megatrain_accelerate.planning.placement import sent_bytes
 from megatrain_accelerate.planning.placement_search import Candidate
 from megatrain_accelerate.planning.step_profile import StepOutline
-from megatrain_accelerate.planning.step_simulation import sent_bytes
 from megatrain_accelerate.planning.tile_choice import tiles_text
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.units import GIB

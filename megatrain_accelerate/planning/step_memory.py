@@ -29,6 +29,7 @@ from megatrain_accelerate.planning.fake_runs import (
     launches_without_data,
     taken_for_data,
 )
+from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.streaming import token_tiles
 from megatrain_accelerate.streaming.ambient_state import random_numbers_put_back
 from megatrain_accelerate.streaming.model_hook import HOOKS
@@ -45,8 +46,14 @@ class OpCosts:
     """Read and written by all other operations that make new memory."""
 
     def times(self, factor: float) -> OpCosts:
-        """The costs of ``factor`` times as much."""
         return OpCosts(factor * self.flops, factor * self.traffic_bytes)
+
+    def seconds(self, machine: Machine) -> float:
+        """On the device, where they weren't measured."""
+        return self.flops / machine.device_flops + self.traffic_bytes / machine.device_bytes
+
+    def __add__(self, other: OpCosts) -> OpCosts:
+        return OpCosts(self.flops + other.flops, self.traffic_bytes + other.traffic_bytes)
 
     def __sub__(self, other: OpCosts) -> OpCosts:
         return OpCosts(self.flops - other.flops, self.traffic_bytes - other.traffic_bytes)
@@ -55,8 +62,7 @@ class OpCosts:
 class LiveBytes(TorchDispatchMode):
     """Adds up the bytes of storages that are made and die while it is active, and the costs of what runs.
 
-    Args:
-        present: tensors that are there already and don't count.
+    Tensors that are ``present`` already don't count.
     """
 
     supports_higher_order_operators = True
@@ -76,7 +82,6 @@ class LiveBytes(TorchDispatchMode):
             made = tensors_in(result)
             is_new = [self._track(tensor.untyped_storage()) for tensor in made]
             self._add_costs(func, args, kwargs or {}, result, made, any(is_new))
-            self._add_temporary(func, made)
         return result
 
     def take_peak(self) -> int:
@@ -99,47 +104,37 @@ class LiveBytes(TorchDispatchMode):
         self.live_bytes -= size
 
     def _add_costs(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor], is_new: bool) -> None:
-        flops, times = _flops(func, args, kwargs, result), token_tiles.times()
+        flops, times, name = _flops(func, args, kwargs, result), token_tiles.times(), str(func.__name__)
         if flops is not None:
-            self.costs = OpCosts(self.costs.flops + times * flops, self.costs.traffic_bytes)
-        elif is_new or str(func.__name__).split(".")[0].endswith("_"):  # in place, or out of it: no view
+            self.costs += OpCosts(flops=times * flops)
+        elif is_new or name.split(".")[0].endswith("_"):  # in place, or out of it: no view
             read = tensors_in((args, kwargs))
             moved = sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in [*read, *made])
-            self.costs = OpCosts(self.costs.flops, self.costs.traffic_bytes + times * moved)
+            self.costs += OpCosts(traffic_bytes=times * moved)
+        if made and runs_on_gpu(made[0]):
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes(name, made))
+            if name.startswith(_SOFTMAX_BACKWARD):
+                self.costs += OpCosts(traffic_bytes=3 * made[0].nbytes * times)  # of the workspace
 
-    def _add_temporary(self, func: Any, made: list[torch.Tensor]) -> None:
-        if not made or not runs_on_gpu(made[0]):
-            return
-        name = str(func.__name__)
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes(name, made))
-        if _is_softmax_backward(name):
-            read_and_written = 3 * made[0].nbytes * token_tiles.times()
-            self.costs = OpCosts(self.costs.flops, self.costs.traffic_bytes + read_and_written)
+
+_SOFTMAX_BACKWARD = "_softmax_backward_data"
 
 
 def workspace_bytes(name: str, made: Sequence[torch.Tensor]) -> int:
-    """What a GPU's kernel allocates while it runs, where that is as large as its results.
+    """What a GPU's kernel allocates while it runs, where that is as large as its results ``made``.
 
     Softmax's backward multiplies gradient and result first, into a tensor of their size (``softmax_backward_cuda_out``,
     aten/src/ATen/native/cuda/SoftMax.cu). Backward of attention sums the queries' gradient in fp32, and makes those of keys
     and values for each head of the queries (``dq_accum``, ``dk_expanded``, ``dv_expanded``,
     aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp; cuDNN's kernel takes as much). Flex attention's doesn't.
-
-    Args:
-        name: the operation's.
-        made: its results.
     """
-    if _is_softmax_backward(name):
+    if name.startswith(_SOFTMAX_BACKWARD):
         return made[0].nbytes
     if not (name.startswith("_scaled_dot_product") and "backward" in name) or made[0].element_size() != 2:
         return 0
     query, key, value = made[:3]
     groups = query.shape[1] // max(1, key.shape[1])
     return 2 * query.nbytes + (groups * (key.nbytes + value.nbytes) if groups > 1 else 0)
-
-
-def _is_softmax_backward(name: str) -> bool:
-    return name.startswith("_softmax_backward_data")
 
 
 def is_grouped_product(name: str) -> bool:
@@ -155,10 +150,11 @@ def grouped_flops(left: torch.Tensor, right: torch.Tensor) -> float:
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
     """Floating-point operations of a matrix product or the like; None for what has no formula."""
+    name = str(func.__name__)
     count = flop_registry.get(func._overloadpacket if isinstance(func, torch._ops.OpOverload) else func)
-    if count is None and is_grouped_product(str(func.__name__)):
+    if count is None and is_grouped_product(name):
         return grouped_flops(args[0], args[1])
-    is_flex = str(func.__name__).startswith("flex_attention")
+    is_flex = name.startswith("flex_attention")
     if count is None and not is_flex:
         return None
     # Torch's formula refuses grouped-query attention, and knows none of flex attention: as plain attention then.
@@ -212,9 +208,10 @@ def buffers_put_back(module: nn.Module) -> Iterator[None]:
 def _fake_weights(model: nn.Module, device: torch.device, values: KnownValues) -> Iterator[list[torch.Tensor]]:
     """The model's parameters and buffers are tensors without data while the body runs; yields them."""
     fakes: dict[int, torch.Tensor] = {}
-    saved: list[tuple[Any, dict[str, Any]]] = []
 
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
+    def fake(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
         if id(tensor) not in fakes:
             # A fresh tensor, since a conversion would carry over hooks and gradients.
             twin = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -223,17 +220,11 @@ def _fake_weights(model: nn.Module, device: torch.device, values: KnownValues) -
                 values.learn(twin, tensor)
         return fakes[id(tensor)]
 
-    with without_hooks(model):
-        try:
-            for module in model.modules():
-                saved += [(store, dict(store)) for store in (module._parameters, module._buffers)]
-            for store, before in saved:
-                store.update({name: fake(tensor) for name, tensor in before.items() if tensor is not None})
-            yield list(fakes.values())
-        finally:
-            for store, before in saved:
-                store.clear()
-                store.update(before)
+    with without_hooks(model):  # which puts back these dictionaries too
+        for module in model.modules():
+            for store in ("_parameters", "_buffers"):
+                module.__dict__[store] = {name: fake(tensor) for name, tensor in module.__dict__[store].items()}
+        yield list(fakes.values())
 
 
 def _without_full_masks(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,14 +255,7 @@ def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device)
     """Weights and inputs have no data while the body runs, gradients are on, and nothing counts as a real call.
 
     Loops over tiles run few of them (:mod:`megatrain_accelerate.streaming.token_tiles`): a longer sequence takes no longer.
-
-    Args:
-        model: the prepared model.
-        inputs: the keyword arguments of the real call.
-        device: where the step will run.
-
-    Yields:
-        The inputs without data, and the mode that counts while it is entered by the caller.
+    Yields the inputs without data, and the mode that counts while it is entered by the caller.
     """
     inputs = _with_own_head(_without_full_masks(inputs))
     with (

@@ -63,12 +63,11 @@ class LayerProfile:
         if not self.budgets or self.recompute_seconds is None or self.backward_seconds is None:
             return self
         lean, kept = (max((b for b in self.budgets if b.value <= value), key=lambda b: b.value) for value in (low, high))
-        recompute_seconds = self.recompute_seconds
+        recompute_seconds, more_bytes = self.recompute_seconds, self.recomputed_bytes - self.kept_backward_bytes
 
         def backward_bytes(budget: MemoryBudget) -> int:
             """What isn't saved is made in backward."""
-            more = self.recomputed_bytes - self.kept_backward_bytes
-            return self.kept_backward_bytes + round((1.0 - budget.saved_share) * more)
+            return self.kept_backward_bytes + round((1.0 - budget.saved_share) * more_bytes)
 
         kept_bytes = round(kept.saved_share * self.kept_bytes)
         return dataclasses.replace(
@@ -87,16 +86,15 @@ class LayerProfile:
     def of_pieces(self, split: BatchSplit, output_bytes: int) -> LayerProfile:
         """This profile of the first piece of a batch as that of the whole batch, which runs piece by piece.
 
-        Args:
-            split: of the batch.
-            output_bytes: of the whole call; gradients of its inputs are as large.
+        The whole call returns ``output_bytes``; gradients of its inputs are as large.
         """
         if not split.sizes:
             return self
         share = sum(split.sizes) / split.sizes[0]
         kept_bytes = round(share * self.kept_bytes)
         names = ("forward_seconds", "kept_forward_seconds", "recompute_seconds", "backward_seconds", "attention_seconds")
-        times: dict[str, Any] = {name: None if getattr(self, name) is None else share * getattr(self, name) for name in names}
+        measured = {name: getattr(self, name) for name in names}
+        times: dict[str, Any] = {name: None if taken is None else share * taken for name, taken in measured.items()}
         return dataclasses.replace(
             self,
             forward=self.forward.times(share),
@@ -176,5 +174,4 @@ class StepOutline:
 
     @property
     def forward_calls(self) -> list[Event]:
-        """The calls of the forward pass."""
         return [event for event in self.events if not event.is_backward]

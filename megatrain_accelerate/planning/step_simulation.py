@@ -2,19 +2,22 @@
 
 It is a small simulation of the pipeline: the device's compute, the two directions of the link, and the host's
 optimizer, each a resource that does one thing at a time, over three steps of which the last counts.
+
+The host's optimizer and the copies over the link share the host's memory. The optimizer has the better of it: while it steps,
+copies go at a share of their speed (``machine.py`` measures it, and takes a fixed tenth off the optimizer's).
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
-from megatrain_accelerate.planning.machine import STEP_BYTES, Machine
-from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.machine import Machine
+from megatrain_accelerate.planning.placement import Model, Placement, UnitSizes, sent_bytes
 from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
-from megatrain_accelerate.planning.step_resources import HostOptimizer, Link, Resource, Slots
 
 _NORM_BYTES = 2
 """Device memory traffic of a norm, a parameter: on the device it is taken apart from the step."""
@@ -22,57 +25,107 @@ _NORM_BYTES = 2
 _STEPS = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class UnitSizes:
-    """What a unit moves and holds."""
+class Resource:
+    """Does one thing at a time."""
 
-    weight_bytes: int
-    gradient_bytes: int
-    parameters: int
-    """Trained ones, the padding included."""
-    state_bytes: int
-    """Weights, residuals and moments."""
-    sum_bytes: int = 0
-    """Residuals of gradients that are summed in fp32, in a run in which some are added up."""
-    gradients_pass: bool = False
-    """Whether gradients have no place of their own on the host."""
-    step_bytes: int = STEP_BYTES
-    """Memory traffic of its optimizer step, a parameter."""
+    def __init__(self) -> None:
+        self.free_at = 0.0
+        self.busy = 0.0
+        """Seconds at work so far."""
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory of a unit that lives there."""
-        return self.state_bytes + (0 if self.gradients_pass else self.gradient_bytes) + self.sum_bytes
-
-    @property
-    def step_traffic(self) -> int:
-        """Bytes that its step reads and writes."""
-        return self.parameters * self.step_bytes
+    def work(self, seconds: float, not_before: float = 0.0) -> float:
+        """Queues work; returns when it is over."""
+        self.free_at = max(self.free_at, not_before) + seconds
+        self.busy += seconds
+        return self.free_at
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """What the simulation has to know of the engine."""
+class HostOptimizer(Resource):
+    """A resource that remembers when it was at work."""
 
-    layers: Sequence[UnitSizes]
-    groups_before: Sequence[UnitSizes]
-    """Resident groups that the first layer needs."""
-    groups_after: Sequence[UnitSizes]
-    slots: int
-    gradient_slots: int
-    slot_bytes: int
-    """Of all weight slots, and of all gradient slots, where any layer uses them."""
-    gradient_slot_bytes: int
-    steps_in_backward: bool
-    micro_batches: int
-    """Backwards before a step."""
-    parts: Mapping[int, Sequence[UnitSizes]] = dataclasses.field(default_factory=dict)
-    """By layer, those of its experts that stream in parts, which :attr:`layers` leaves out."""
+    def __init__(self) -> None:
+        super().__init__()
+        self._spans: collections.deque[tuple[float, float]] = collections.deque()
 
-    @property
-    def gradients_of_parts_leave(self) -> bool:
-        """Whether experts in parts have gradients."""
-        return any(part.gradient_bytes for parts in self.parts.values() for part in parts)
+    def work(self, seconds: float, not_before: float = 0.0) -> float:
+        start = max(self.free_at, not_before)
+        end = super().work(seconds, not_before)
+        if self._spans and self._spans[-1][1] == start:
+            start = self._spans.pop()[0]
+        self._spans.append((start, end))
+        return end
+
+    def forget_before(self, moment: float) -> None:
+        """Nothing that begins before ``moment`` is asked for any more."""
+        while self._spans and self._spans[0][1] <= moment:
+            self._spans.popleft()
+
+    def end_beside(self, start: float, seconds: float, share: float) -> float:
+        """When something is over that begins at ``start`` and takes ``seconds`` alone.
+
+        While the optimizer is at work, it goes at a share of that speed.
+        """
+        now, left = start, seconds
+        for begin, end in self._spans:
+            if end <= now:
+                continue
+            if now + left <= begin:
+                break
+            left -= max(0.0, begin - now)
+            now = max(now, begin)
+            done = (end - now) * share
+            if left <= done:
+                return now + left / share
+            left -= done
+            now = end
+        return now + left
+
+
+class Link(Resource):
+    """One direction of the link: its speed, and what share of that is left while the optimizer works."""
+
+    def __init__(self, bytes_per_second: float, share: float, optimizer: HostOptimizer) -> None:
+        super().__init__()
+        self._bytes_per_second, self._share, self._optimizer = bytes_per_second, share, optimizer
+
+    def _end(self, size_bytes: int, start: float) -> float:
+        return self._optimizer.end_beside(start, size_bytes / self._bytes_per_second, self._share)
+
+    def copy_between(self, size_bytes: int, start: float) -> float:
+        """A copy that finds its place between queued ones: it takes the link's time, and waits for none."""
+        end = self._end(size_bytes, start)
+        self.busy += end - start
+        return end
+
+    def copy(self, size_bytes: int, not_before: float = 0.0) -> float:
+        """Queues a copy; returns when it is over."""
+        start = max(self.free_at, not_before)
+        return self.work(self._end(size_bytes, start) - start, start)
+
+
+class Slots:
+    """So many slots for weights, which take turns: each is free when what used it last has computed."""
+
+    def __init__(self, count: int, link: Link) -> None:
+        self._link = link
+        self._users: collections.deque[tuple[Hashable, float]] = collections.deque(maxlen=count)
+
+    def filled_at(self, holder: Hashable, size_bytes: int, not_before: float) -> float:
+        """When the holder's weights are in a slot, the copy queued if they aren't yet; 0 if they are."""
+        if any(held == holder for held, _ in self._users):
+            return 0.0
+        free_at = self._users[0][1] if len(self._users) == self._users.maxlen else 0.0
+        return self._link.copy(size_bytes, max(not_before, free_at))
+
+    def use(self, holder: Hashable, until: float) -> None:
+        """The holder computes with its slot until then."""
+        others = [user for user in self._users if user[0] != holder]
+        self._users.clear()
+        self._users.extend([*others, (holder, until)])
+
+    def forget(self) -> None:
+        """All slots are stale."""
+        self._users.clear()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,54 +145,41 @@ class StepTime:
         return max(busy, key=busy.__getitem__)
 
 
-def sent_bytes(outline: StepOutline, placement: Placement) -> list[int]:
-    """For each call of the forward pass, the bytes that go to the host after it and come back in backward."""
-    outline, sent = outline.at(*placement.budgets), []
-    remembers = placement.kept | placement.offloaded
-    for event in outline.forward_calls:
-        profile = outline.profiles[event.kind]
-        if event.layer in remembers:
-            sent.append(profile.offloaded_bytes * (event.layer in placement.offloaded))
-        else:
-            # Attention's results wait where the inputs do.
-            waiting = profile.input_bytes + profile.attention_bytes * (event.layer in placement.attention_kept)
-            sent.append(waiting * (event.layer in placement.inputs_offloaded))
-    return sent
-
-
-def _profile_seconds(profile: LayerProfile, machine: Machine) -> tuple[float, float, float, float]:
-    """Forward, forward that keeps, recompute, and backward from what was kept."""
-    forward, backward = op_seconds(profile.forward, machine), op_seconds(profile.backward, machine)
-    measured = (profile.forward_seconds, profile.kept_forward_seconds, profile.backward_seconds)
-    reckoned = (forward, forward, backward)
-    unkept, kept, backward = (m if m is not None else r for m, r in zip(measured, reckoned, strict=True))
-    return unkept, kept, kept if profile.recompute_seconds is None else profile.recompute_seconds, backward
-
-
-def _experts_seconds(profile: LayerProfile, machine: Machine) -> float:
-    """Of a forward, what isn't computed again where the results of experts in parts are kept: their share of its costs."""
-    forward = op_seconds(profile.forward, machine)
-    return _profile_seconds(profile, machine)[1] * op_seconds(profile.experts, machine) / forward if forward else 0.0
-
-
-def _attention_seconds(profile: LayerProfile, machine: Machine) -> float:
+class _CallSeconds(NamedTuple):
+    forward: float
+    kept_forward: float
+    recompute: float
+    backward: float
+    """From what was kept."""
+    attention: float
     """Of a forward, what isn't computed again where attention's results are kept."""
-    measured = profile.attention_seconds
-    return op_seconds(profile.attention, machine) if measured is None else measured
+    experts: float
+    """The same of the results of experts in parts: their share of the forward's costs."""
 
 
-def op_seconds(costs: OpCosts, machine: Machine) -> float:
-    """Seconds of operations outside measured layers."""
-    return costs.flops / machine.device_flops + costs.traffic_bytes / machine.device_bytes
+def _call_seconds(profile: LayerProfile, machine: Machine) -> _CallSeconds:
+    """What was measured, or else follows from the costs."""
+
+    def known(measured: float | None, costs: OpCosts) -> float:
+        return costs.seconds(machine) if measured is None else measured
+
+    forward = profile.forward.seconds(machine)
+    kept_forward = known(profile.kept_forward_seconds, profile.forward)
+    return _CallSeconds(
+        known(profile.forward_seconds, profile.forward),
+        kept_forward,
+        kept_forward if profile.recompute_seconds is None else profile.recompute_seconds,
+        known(profile.backward_seconds, profile.backward),
+        known(profile.attention_seconds, profile.attention),
+        kept_forward * profile.experts.seconds(machine) / forward if forward else 0.0,
+    )
 
 
 class _Pipeline:
     def __init__(self, outline: StepOutline, model: Model, placement: Placement, machine: Machine) -> None:
-        outline = outline.at(*placement.budgets)
-        self.outline, self.model, self.placement, self.machine = outline, model, placement, machine
-        self.seconds = {kind: _profile_seconds(profile, machine) for kind, profile in outline.profiles.items()}
-        self.attention = {kind: _attention_seconds(profile, machine) for kind, profile in outline.profiles.items()}
-        self.experts = {kind: _experts_seconds(profile, machine) for kind, profile in outline.profiles.items()}
+        self.outline = outline.at(*placement.budgets)
+        self.model, self.placement, self.machine = model, placement, machine
+        self.seconds = {kind: _call_seconds(profile, machine) for kind, profile in self.outline.profiles.items()}
         self.sent = sent_bytes(outline, placement)
         self.compute, self.host = Resource(), HostOptimizer()
         self.h2d = Link(machine.h2d_bytes, machine.h2d_share_in_step, self.host)
@@ -172,35 +212,38 @@ class _Pipeline:
         measured = self.outline.outside_seconds
         for position, event in enumerate(events):
             if measured is None or position > last_forward + 1:
-                self.compute.work(op_seconds(event.costs, machine))
+                self.compute.work(event.costs.seconds(machine))
             elif position == last_forward + 1:
                 self.compute.work(measured)
             unit = self.model.layers[event.layer]
-            forward, kept_forward, recompute, backward = self.seconds[event.kind]
-            keeps, offloads = event.layer in placement.kept, event.layer in placement.offloaded
+            seconds = self.seconds[event.kind]
+            remembers = event.layer in placement.kept or event.layer in placement.offloaded
+            leaves = event.layer not in placement.on_device and unit.gradient_bytes > 0
             ready = self._weights_at(event.layer) if fetched_at is None else fetched_at
             issued_at = self.compute.free_at
             if event.is_backward:
                 ready = max(ready, copies.back_at(event.layer, issued_at))
-                if event.layer not in placement.on_device and unit.gradient_bytes:
+                if leaves:
                     ready = max(ready, self.gradient_slot_at())
-                again = recompute
+                again = seconds.recompute
                 if event.layer in placement.attention_kept:  # such a layer isn't compiled
-                    again = kept_forward - self.attention[event.kind]
-                if keeps or offloads:
+                    again = seconds.kept_forward - seconds.attention
+                if remembers:
                     again = 0.0
                 elif event.layer not in placement.inputs_offloaded:
-                    again -= self.experts[event.kind]
+                    again -= seconds.experts
                 elif event.layer in self.model.parts:
                     # Experts' results don't wait: all parts come once more.
                     self.parts.compute(event, again, ready)
                     again = 0.0
-                end = self.parts.compute(event, again + backward, ready, is_last)
-                if event.layer not in placement.on_device and unit.gradient_bytes:
-                    self._gradient_leaves(event.layer, end, is_last)
+                end = self.parts.compute(event, again + seconds.backward, ready, is_last)
+                if leaves:
+                    out = self.send_gradients(unit, end)
+                    if is_last and self.model.steps_in_backward:
+                        self.applied[event.layer] = self.step_unit(unit, out)
             else:
                 copies.make_room()
-                end = self.parts.compute(event, kept_forward if keeps or offloads else forward, ready)
+                end = self.parts.compute(event, seconds.kept_forward if remembers else seconds.forward, ready)
                 copies.leave(end)
                 if position == last_forward:
                     self.compute.work(0.0, self.after_at)
@@ -210,17 +253,11 @@ class _Pipeline:
             fetched_at = self._weights_at(events[position + 1].layer) if position + 1 < len(events) else None
             if event.is_backward:
                 copies.bring_ahead(event.layer, issued_at)
-        self.compute.work(op_seconds(self.outline.tail_costs, machine))
+        self.compute.work(self.outline.tail_costs.seconds(machine))
         if is_last and not placement.groups_on_device:
             for unit in [*self.model.groups_after, *self.model.groups_before]:
                 sum_bytes = unit.sum_bytes if self.model.micro_batches > 1 else 0
                 self.d2h.copy(unit.gradient_bytes + sum_bytes, self.compute.free_at)
-
-    def _gradient_leaves(self, layer: int, computed_at: float, is_last: bool) -> None:
-        unit = self.model.layers[layer]
-        out = self.send_gradients(unit, computed_at)
-        if is_last and self.model.steps_in_backward:
-            self.applied[layer] = self.step_unit(unit, out)
 
     def send_gradients(self, unit: UnitSizes, computed_at: float, is_added: bool = False) -> float:
         """A unit's gradients go to the host, ``is_added`` to some of the same backward; returns when they are there."""
@@ -244,29 +281,28 @@ class _Pipeline:
         model, placement = self.model, self.placement
         self.host.forget_before(min(self.h2d.free_at, self.d2h.free_at))
         now = self.compute.work(0.0, self.d2h.free_at)
-        on_device = [model.layers[i] for i in placement.on_device]
-        on_device += [*model.groups_before, *model.groups_after] if placement.groups_on_device else []
-        before = [] if placement.groups_on_device else self._step_groups(model.groups_before, now)
+        stepped_on_device = [model.layers[i] for i in placement.on_device]
+        groups: tuple[Sequence[UnitSizes], ...] = (model.groups_before, model.groups_after)
+        if placement.groups_on_device:
+            stepped_on_device += model.groups
+            groups = ((), ())
+        before = [(unit, self.step_unit(unit, now)) for unit in groups[0]]
         for layer, unit in enumerate(model.layers):
             if layer not in placement.on_device:
                 if not model.steps_in_backward:
                     self.applied[layer] = self.step_unit(unit, now)
                 self.resident_at[layer] = -1.0
             self.parts.step(layer, now)
-        after = [] if placement.groups_on_device else self._step_groups(model.groups_after, now)
+        after = [(unit, self.step_unit(unit, now)) for unit in groups[1]]
         # Issued when its step is over, between copies of layers that were issued before and after, while layers are stepped.
         self.before_at, self.after_at = (
-            max((self.h2d.copy_between(unit.weight_bytes, stepped) for unit, stepped in groups), default=now)
-            for groups in (before, after)
+            max((self.h2d.copy_between(unit.weight_bytes, stepped) for unit, stepped in units), default=now)
+            for units in (before, after)
         )
         self.slots.forget()
         self.compute.work(0.0, self.compute.free_at + self.machine.step_overhead)
-        stepped_bytes = sum(unit.step_traffic + _NORM_BYTES * unit.parameters for unit in on_device)
+        stepped_bytes = sum(unit.step_traffic + _NORM_BYTES * unit.parameters for unit in stepped_on_device)
         self.compute.work(stepped_bytes / self.machine.device_bytes)
-
-    def _step_groups(self, groups: Sequence[UnitSizes], now: float) -> list[tuple[UnitSizes, float]]:
-        """Each of them, and when it is stepped."""
-        return [(unit, self.step_unit(unit, now)) for unit in groups]
 
 
 class _Parts:
@@ -278,13 +314,9 @@ class _Parts:
         self._slots = Slots(pipeline.model.slots, pipeline.h2d)
 
     def compute(self, event: Event, seconds: float, ready: float, is_last: bool | None = None) -> float:
-        """A layer computes once its own weights are there; returns when it has.
+        """A layer computes for ``seconds`` in all once its own weights are ``ready``; returns when it has.
 
-        Args:
-            event: its call.
-            seconds: in all.
-            ready: when its weights, and what else it waits for, are on the device.
-            is_last: of a backward, whether it is the last before a step; None for a forward.
+        Of a backward, ``is_last`` says whether it is the last before a step; it is None for a forward.
         """
         pipeline, parts = self._pipeline, self._pipeline.model.parts.get(event.layer, ())
         if not parts:

@@ -17,8 +17,7 @@ from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.memory.host_pool import HostPool
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.kernel import HostKernels
-from megatrain_accelerate.planning.peak_memory import peak_bytes
-from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.placement import Placement, peak_bytes
 from megatrain_accelerate.planning.step_outline import outline_step
 from megatrain_accelerate.streaming import activation_offload
 from megatrain_accelerate.streaming.activation_offload import ActivationOffloader

@@ -17,8 +17,7 @@ from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.planning import device_plan, evaluation_weights, tile_choice
 from megatrain_accelerate.planning.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.planning.machine import Machine
-from megatrain_accelerate.planning.peak_memory import peak_bytes
-from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.placement import Placement, peak_bytes
 from megatrain_accelerate.planning.step_memory import LiveBytes
 from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.streaming import activation_offload

@@ -25,10 +25,10 @@ from megatrain_accelerate.planning import layer_discovery
 from megatrain_accelerate.planning.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.planning.layer_discovery import SLOTS_SHARE
 from megatrain_accelerate.planning.machine import Machine
-from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.placement import Model, Placement, UnitSizes
 from megatrain_accelerate.planning.step_memory import LiveBytes, OpCosts
 from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
-from megatrain_accelerate.planning.step_simulation import Model, UnitSizes, simulate_step
+from megatrain_accelerate.planning.step_simulation import simulate_step
 from megatrain_accelerate.streaming import activation_offload
 from megatrain_accelerate.units import GIB, MIB
 

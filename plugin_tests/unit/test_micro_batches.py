@@ -14,8 +14,7 @@ from torch import nn
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
-from megatrain_accelerate.planning.peak_memory import peak_bytes
-from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.placement import Placement, peak_bytes
 from megatrain_accelerate.planning.step_memory import LiveBytes
 from megatrain_accelerate.planning.step_outline import outline_step
 from megatrain_accelerate.streaming import activation_offload

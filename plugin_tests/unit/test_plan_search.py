@@ -7,12 +7,11 @@ import dataclasses
 import pytest
 
 from megatrain_accelerate.planning.machine import Machine
-from megatrain_accelerate.planning.peak_memory import peak_bytes
-from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.placement import Model, Placement, UnitSizes, peak_bytes, sent_bytes
 from megatrain_accelerate.planning.placement_search import Candidate, Choices, PlacementSearch
 from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
-from megatrain_accelerate.planning.step_simulation import Model, StepTime, UnitSizes, sent_bytes, simulate_step
+from megatrain_accelerate.planning.step_simulation import StepTime, simulate_step
 from megatrain_accelerate.streaming.memory_budgets import MemoryBudget
 
 LAYERS = 10

@@ -12,8 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain_accelerate.loss.products import standing_for_a_gpu
-from megatrain_accelerate.planning.peak_memory import peak_bytes
-from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.placement import Placement, peak_bytes
 from megatrain_accelerate.planning.step_memory import LiveBytes, buffers_put_back
 from megatrain_accelerate.planning.step_outline import outline_step
 

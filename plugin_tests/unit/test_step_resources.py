@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatrain_accelerate.planning.step_resources import HostOptimizer, Link, Resource, Slots
+from megatrain_accelerate.planning.step_simulation import HostOptimizer, Link, Resource, Slots
 
 
 def stepping(*spans: tuple[float, float]) -> HostOptimizer:

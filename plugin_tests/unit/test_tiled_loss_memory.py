@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_flatten
 from megatrain_accelerate.loss import products, tiled_cross_entropy
 from megatrain_accelerate.loss.lazy_logits import lazy_linear
 from megatrain_accelerate.loss.tiled_cross_entropy import strip_tokens, tile_tokens
-from megatrain_accelerate.planning.peak_memory import peak_bytes
-from megatrain_accelerate.planning.placement import Placement
+from megatrain_accelerate.planning.placement import Placement, peak_bytes
 from megatrain_accelerate.planning.step_memory import LiveBytes
 from megatrain_accelerate.planning.step_outline import outline_step
 
