@@ -257,7 +257,7 @@ def extended(once: Any, twice: Any, times: float) -> Any:
     if once is None or twice is None:
         return None
     if dataclasses.is_dataclass(twice) and not isinstance(twice, type):
-        names = [field.name for field in dataclasses.fields(twice)]
+        names = [field.name for field in dataclasses.fields(twice) if field.init]
         parts = {name: extended(getattr(once, name), getattr(twice, name), times) for name in names}
         return dataclasses.replace(twice, **parts)
     if isinstance(twice, tuple):

@@ -90,7 +90,7 @@ class Clipping:
 
     def total_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         """See :meth:`StreamingRuntime.total_norm`; the gradients' norms must have arrived."""
-        rows, factors, outside = [], [], []
+        rows, counted, outside = [], [], []
         for parameter in parameters:
             if parameter.grad is None:
                 continue
@@ -102,10 +102,10 @@ class Clipping:
                 self._norms.norms[row] = self._sums.norms([self._states[id(parameter)]])[0]
                 self._norms.note(parameter, parameter.grad, rewritten=True)
             rows.append(row)
-            factors.append(self._factors.get(parameter, 1.0))
+            counted.append(parameter)
         norms = self._norms.norms[torch.tensor(rows, dtype=torch.long)]
         if self._factors:
-            norms = norms * torch.tensor(factors, dtype=torch.float32)
+            norms = norms * torch.tensor([self._factors.get(p, 1.0) for p in counted], dtype=torch.float32)
         return torch.linalg.vector_norm(torch.cat([norms, *(norm.cpu().reshape(1) for norm in outside)]), 2.0)
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
@@ -127,8 +127,8 @@ class Clipping:
 
         The gradients stay as they are: :meth:`settle` scales those that are still there behind the step.
         """
-        taken = {}
-        for parameter in parameters:
+        taken: dict[int, float] = {}
+        for parameter in parameters if self._factors else ():
             factor = self._factors.pop(parameter, 1.0)
             if factor != 1.0 and parameter.grad is not None:
                 taken[id(parameter)] = factor
