@@ -162,7 +162,7 @@ class HostStep:
         for group in optimizer.param_groups:
             step_is_on_device = bool(group.get("capturable") or group.get("fused"))  # else torch keeps it on the host
             for parameter in group["params"]:
-                if not self.is_outside(parameter) or parameter.grad is None:
+                if parameter.grad is None or self.runtime.state_of(parameter) is not None:
                     continue
                 entry = optimizer.state.get(parameter) or {}
                 for key, value in entry.items():

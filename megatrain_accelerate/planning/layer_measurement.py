@@ -310,6 +310,7 @@ class _Measurement:
         """
         for chooses_kernels in (True, False):
             if self._captures is None or not self._compiled.recomputes(self._layer, self._captures):
+                torch.cuda.reset_peak_memory_stats()  # a first round has raised it
                 return {}
             self._recomputing_round(chooses_kernels)
         assert self._captures is not None

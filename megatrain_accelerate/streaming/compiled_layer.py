@@ -309,7 +309,10 @@ def _asking_for_budgets(kind: _Kind) -> Any:
     class Ask(CustomPartitionerFn):
         def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
             if not kind.is_random:
-                kind.budgets = budgets_of(gm, joint_inputs, options)
+                # An answer is welcome, but the layer compiles without one.
+                with warnings.catch_warnings(), contextlib.suppress(Exception):
+                    warnings.simplefilter("ignore")
+                    kind.budgets = budgets_of(gm, joint_inputs, options)
             return min_cut_rematerialization_partition(gm, joint_inputs, **options)
 
         def uuid(self) -> str:
