@@ -40,6 +40,8 @@ def test_that_fails_anyway():
 @pytest.mark.long
 def test_verdicts(tmp_path: Path) -> None:
     (tmp_path / "test_theirs.py").write_text(TESTS)
+    # Tests are named from the folder with pytest's settings; one further up must not lend its own.
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
     recipe = Path(__file__).parents[2] / "recipes" / "peer_tests.py"
 
     arguments = ("--cwd", tmp_path, "test_theirs.py")
