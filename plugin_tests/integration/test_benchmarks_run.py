@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,14 +70,21 @@ def test_our_job_and_the_peers_end_in_one_table(tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_documents_train_alike_under_the_plugin_and_by_the_stock_trainer(tmp_path: Path) -> None:
-    printed, document = bench(tmp_path, "--cases", "tiny-real-4x64", "--stock")
+def test_documents_train_alike_under_the_plugin_another_commit_and_the_stock_trainer(tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier"
+    shutil.copytree(RECIPES.parent / "megatrain_accelerate", earlier / "megatrain_accelerate")
+    with open(earlier / "megatrain_accelerate" / "engine.py", "a") as file:
+        file.write(f"\nopen({str(earlier / 'used')!r}, 'w').close()\n")
+    printed, document = bench(tmp_path, "--cases", "tiny-real-4x64", "--stock", "--beside", earlier)
+    assert (earlier / "used").exists()
     rows = {row["system"]: row for row in document["rows"]}
     results = {line["system"]: line for line in document["results"]}
     stock, ours = results["stock"], results["megatrain"]
     assert "accelerate.commands.launch" not in stock["command"]
     assert not stock["log_medians"], "the plugin was at work in the stock Trainer's job"
     assert ours["losses"] == pytest.approx(stock["losses"], abs=2e-4), "the same weights on the same documents"
+    assert ours["losses"] == results["earlier"]["losses"]
+    assert set(rows["megatrain"]["ratios"]) == {"stock", "earlier"}
     assert (ours["data"], ours["weights"], ours["tokens"]) == ("real", "fp32", stock["tokens"])
     assert ours["plans"] >= 1
     assert ours["all_plans_seconds"] >= round(ours["plan_seconds"], 1)

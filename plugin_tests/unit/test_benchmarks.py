@@ -134,9 +134,11 @@ def test_ratios_are_to_peers_of_the_same_shape_only(scripts: Any) -> None:
         ),
         report.peer_row("3b-4x64", ("3b", 4, 64), "other", {"ok": True, "tokens_per_s": 10.0, "step_s": 25.6}),
         report.peer_row("3b-2x64", ("3b", 2, 64), "broken", {"ok": False, "error": "out of memory"}),
+        {**ours, "case": "3b-2x64-24gib", "system": "0da90fc", "tokens_per_second": 120.0, "has_settings": True},
     ]
     report.add_ratios(rows)
-    assert [row.get("ratios") for row in rows] == [{"slow": 3.0}, {"slow": 1.5}, {}, None, None, None]
+    ratios = [{"slow": 3.0}, {"slow": 1.5, "0da90fc": 1.25}, {}, None, None, None, None]
+    assert [row.get("ratios") for row in rows] == ratios
     lines = report.format_table(rows).splitlines()
     assert lines[1].endswith("3.00 x slow")
     assert "h2d" in lines[2]

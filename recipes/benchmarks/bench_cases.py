@@ -156,6 +156,12 @@ def stock_environment() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **plain_environment(), "MEGATRAIN_DISABLE": "1"}
 
 
+def environment_with(installed: Path) -> dict[str, str]:
+    """This process's environment, in which the packages in a folder come before all others."""
+    paths = [str(installed), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 def peer_environment(shape: tuple[str, int, int], steps: int, warmup: int, limit: int, folder: Path) -> dict[str, str]:
     """The environment of a peer's ``run_suite.sh``; its results go to ``folder/peers.jsonl``."""
     preset, batch, length = shape

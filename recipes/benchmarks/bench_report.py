@@ -106,7 +106,11 @@ def add_ratios(rows: list[Row]) -> None:
             row["ratios"] = {peer["system"]: row["tokens_per_second"] / peer["tokens_per_second"] for peer in peers}
 
 
-def _same_work(row: Row, other: Row) -> bool:
+def _same_work(other: Row, row: Row) -> bool:
+    """Whether a row of another system is of the work of ours."""
+    # Only the plugin knows settings, such as a cap on memory.
+    if other.get("has_settings") and row["case"] != other["case"]:
+        return False
     return row["shape"] == other["shape"] and row["data"] == other["data"]
 
 
@@ -170,7 +174,7 @@ def _series(rows: list[Row]) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         preset, _, length = row["shape"]
-        cap = row["case"].rpartition("-")[2] if row["system"] == OURS and row["case"].endswith("gib") else ""
+        cap = row["case"].rpartition("-")[2] if row["case"].endswith("gib") else ""
         of_documents = ", documents" if row["data"] == "real" else ""
         found[f"{row['system']} {preset}, length {length:,}{of_documents} {cap}".rstrip()].append(row)
     return {name: sorted(members, key=lambda row: row["tokens"]) for name, members in found.items()}

@@ -2,8 +2,10 @@
 
     python recipes/benchmarks/run.py --out outputs/bench --cases 3b-8x4096 3b-8x4096-24gib --peers FOLDER
     python recipes/benchmarks/run.py --out outputs/bench --cases 1.5b-real-8x2048 --stock --steps 60
+    python recipes/benchmarks/run.py --out outputs/bench --cases 3b-2x4096 --beside /tmp/0da90fc
 
-Each case is a process of its own: `trainer_run.py` under `accelerate launch`, and with `--stock` one without it before.
+Each case is a process of its own: `trainer_run.py` under `accelerate launch`, and with `--stock` one without it before. With
+`--beside` the plugin of another commit, installed by `pip install --no-deps --target FOLDER`, runs each case before ours.
 FOLDER holds a `run_suite.sh` that runs the peers that it is given by name, with PRESET, BATCH, SEQ, STEPS, WARMUP, LIMIT and
 OUT in its environment, and appends JSON lines (`tag`, `ok`, `tokens_per_s`, `step_s`, ...) to `$OUT/peers.jsonl`. A case that
 fails is a row of the table and the others go on; the exit status is 1 then.
@@ -26,6 +28,7 @@ from bench_cases import (
     HERE,
     Case,
     chosen,
+    environment_with,
     launch_command,
     parse_setting,
     peer_environment,
@@ -93,6 +96,13 @@ class Bench:
     def run_stock(self, case: Case) -> None:
         """Measures the stock Trainer on a case, by the same script without the plugin."""
         self._run_trainer(case, STOCK, [sys.executable], stock_environment())
+
+    def run_beside(self, case: Case) -> None:
+        """Measures the plugin in the folder that ``--beside`` names on a case, by the same script."""
+        installed: Path = self._options.beside.absolute()
+        launch = launch_command(case, self._options.config, self._settings)
+        self._run_trainer(case, installed.name, launch, environment_with(installed))
+        self.rows[-1]["has_settings"] = True
 
     def _run_trainer(self, case: Case, system: str, launch: list[str], environment: dict[str, str] | None = None) -> Path:
         """Runs `trainer_run.py` on a case and adds its row; returns the folder of its results."""
@@ -177,12 +187,15 @@ def parse() -> tuple[argparse.Namespace, list[Case], dict[str, Any]]:
     parser.add_argument(
         "--stock", action="store_true", help="measure each shape with the stock Trainer too, whose model must fit"
     )
+    parser.add_argument("--beside", type=Path, metavar="FOLDER", help="measure each case with the plugin installed there too")
     parser.add_argument("--peers", type=Path, metavar="FOLDER", help="folder with a run_suite.sh")
     parser.add_argument("--peer-benches", nargs="+", default=["ds3"], metavar="NAME", help="benches of the suite to measure")
     parser.add_argument("--peer-setup", nargs="*", default=["warm"], metavar="NAME", help="run once before the first of them")
     options = parser.parse_args()
     if options.config is None:
         options.config = HERE.parent / ("megatrain.yaml" if torch.cuda.is_available() else "megatrain_cpu.yaml")
+    if options.beside is not None and not (options.beside / "megatrain_accelerate").is_dir():
+        parser.error(f"--beside: no megatrain_accelerate in {options.beside}; pip install --no-deps --target makes it")
     if options.peers is not None and not (options.peers / "run_suite.sh").is_file():
         parser.error(f"--peers: there is no run_suite.sh in {options.peers}")
     if options.peers is not None and options.accumulation > 1:
@@ -213,6 +226,8 @@ def main() -> int:
                 bench.run_peers(case)
             if options.stock:
                 bench.run_stock(case)
+        if options.beside is not None:
+            bench.run_beside(case)
         bench.run_ours(case)
     add_ratios(bench.rows)
     table = format_table(bench.rows)
