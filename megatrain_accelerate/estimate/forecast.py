@@ -228,7 +228,7 @@ class Forecaster:
         kept = [event.kind for event in outline.forward_calls if event.layer in chosen.placement.kept]
         sent = sum(sent_bytes(outline, chosen.placement))
         # All units are adopted on the host; then some move, and activations take their place.
-        moved = self.plan.moved_bytes(chosen.placement)
+        moved = self.plan.model_sizes().moved_bytes(chosen.placement)
         return Forecast(
             batch=batch,
             length=length,

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.memory.host_memory import DeviceMemory
 from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
-from megatrain_accelerate.planning.adoption import Adoption
 from megatrain_accelerate.planning.device_plan import DevicePlan
 from megatrain_accelerate.planning.layer_discovery import Discovery, wants_whole_layers
 from megatrain_accelerate.planning.machine import Machine
@@ -147,19 +146,6 @@ class _MetaUnit(HostUnit):
         pass
 
 
-class _MetaAdoption(Adoption):
-    """Makes the units; there are no values to take over."""
-
-    def __init__(self, model: nn.Module, discovery: Discovery, make_unit: Callable[..., HostUnit], **_: Any) -> None:
-        self._make_unit = make_unit
-
-    def unit(self, name: str, parameters: Sequence[tuple[str, nn.Parameter]], dtypes: Sequence[torch.dtype]) -> HostUnit:
-        return self._make_unit(name, parameters, dtypes)
-
-    def __exit__(self, kind: Any, *error: Any) -> None:
-        pass
-
-
 class MetaEngine(Engine):
     """The engine of a model on the meta device, in training mode, for one process with bf16.
 
@@ -171,7 +157,6 @@ class MetaEngine(Engine):
     """
 
     unit_class = _MetaUnit
-    adoption_class = _MetaAdoption
 
     def __init__(
         self, model: nn.Module, config: MegatrainConfig, recorder: OutputRecorder | None = None, gpu_bytes: int | None = None
@@ -252,12 +237,6 @@ class ForecastPlan(DevicePlan):
 
     def _place(self, placement: Placement) -> None:
         self.placement = placement
-
-    def moved_bytes(self, placement: Placement) -> int:
-        """Host memory that units give up which the placement moves to the device, bytes."""
-        sizes = self.model_sizes()
-        groups = [*sizes.groups_before, *sizes.groups_after] if placement.groups_on_device else []
-        return sum(unit.host_bytes for unit in [*(sizes.layers[i] for i in placement.on_device), *groups])
 
     def leanest(self, outline: StepOutline) -> Candidate:
         """The placement that takes the least device memory, whether it fits or not: what the settings ask for and nothing

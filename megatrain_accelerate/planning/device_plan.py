@@ -95,10 +95,7 @@ class DevicePlan:
         count = len(runtime.layers)
         self._choices = Choices.of_settings(config, count)
         runtime.token_tile = 0 if config.token_tile == "auto" else int(config.token_tile)
-        every = self._choices.on_device == -1
-        asked: dict[str, Any] = {kind: wanted or 0 for kind, wanted in dataclasses.asdict(self._choices).items()}
-        asked["on_device"] = count if every else asked["on_device"]
-        self._asked = Placement.of_counts(count, **asked, groups_on_device=every)
+        self._asked = Placement.of_counts(count, **self._choices.fewest(count))
         runtime.keep_states_on_host = self._keep_states_on_host
         self._place(self._asked)
 

@@ -145,6 +145,11 @@ class Model:
     def groups(self) -> list[UnitSizes]:
         return [*self.groups_before, *self.groups_after]
 
+    def moved_bytes(self, placement: Placement) -> int:
+        """Host memory that units give up which the placement moves to the device."""
+        moved = [*(self.layers[i] for i in placement.on_device), *(self.groups if placement.groups_on_device else ())]
+        return sum(unit.host_bytes for unit in moved)
+
 
 def sent_bytes(outline: StepOutline, placement: Placement) -> list[int]:
     """For each call of the forward pass, the bytes that go to the host after it and come back in backward."""

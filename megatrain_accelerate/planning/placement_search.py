@@ -60,6 +60,12 @@ class Choices:
             inputs_offloaded=None if config.offload_inputs == "auto" else layers * bool(config.offload_inputs),
         )
 
+    def fewest(self, layers: int) -> dict[str, Any]:
+        """What is fixed and nothing more, as arguments of :meth:`Placement.of_counts`."""
+        counts: dict[str, Any] = {kind: count or 0 for kind, count in vars(self).items()}
+        every = self.on_device == -1
+        return {**counts, "on_device": layers if every else counts["on_device"], "groups_on_device": every}
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -76,6 +82,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class _Counts:
+    kept: int
     attention_kept: int
     inputs_offloaded: int
     offloaded: int
@@ -107,13 +114,11 @@ def _varied(at: _Counts, **values: Iterable[int]) -> Iterator[_Counts]:
 class PlacementSearch:
     """Finds the fastest placement within a budget.
 
+    Where the outline's layers can be compiled with several memory budgets, all neighbouring pairs are tried, unless the
+    settings say how many layers are kept or offloaded.
+
     Args:
-        outline: of the step on the batch to plan for. Where its layers can be compiled with several memory budgets, all
-            neighbouring pairs are tried, unless the settings say how many layers are kept or offloaded.
-        model: the engine's sizes.
-        machine: its speeds.
         budget_bytes: device memory that the step may take besides what the engine holds in any case.
-        choices: what is fixed.
         host_budget_bytes: host memory that offloaded activations could take if all units lived on the host; what moves to
             the device makes room.
     """
@@ -127,9 +132,8 @@ class PlacementSearch:
         choices: Choices,
         host_budget_bytes: int = 0,
     ) -> None:
-        self._outline, self._model, self._machine = outline, model, machine
-        self._budget, self._choices = budget_bytes, choices
-        self._host_budget = host_budget_bytes
+        self._outline, self._model, self._machine, self._choices = outline, model, machine, choices
+        self._budget, self._host_budget = budget_bytes, host_budget_bytes
         self._count = len(model.layers)
         self._seen: dict[_Counts, Candidate | None] = {}
         is_free = choices.kept is None and not choices.offloaded
@@ -145,8 +149,8 @@ class PlacementSearch:
             (choices.resident, self._resident),
         ]
         self._variations = [variation for choice, variation in variations if choice is None]
-        of_offloaded = [self._offloaded, *([] if choices.on_device is not None else [self._offloaded_for_layers])]
-        self._offloading = of_offloaded if choices.offloaded is None else []
+        of_offloaded = [(None, self._offloaded), (choices.on_device, self._offloaded_for_layers)]
+        self._offloading = [way for choice, way in of_offloaded if choices.offloaded is None and choice is None]
 
     @property
     def something_fits(self) -> bool:
@@ -181,18 +185,8 @@ class PlacementSearch:
 
         One more may be too many for the host, one less for the device.
         """
-        choices = self._choices
-        on_device = choices.on_device or 0
-        start = _Counts(
-            attention_kept=choices.attention_kept or 0,
-            inputs_offloaded=choices.inputs_offloaded or 0,
-            offloaded=choices.offloaded or 0,
-            resident=choices.resident or 0,
-            on_device=on_device if on_device >= 0 else self._count,
-            groups_on_device=on_device < 0,
-            budgets=budgets,
-        )
-        inputs = [start.inputs_offloaded] if choices.inputs_offloaded is not None else range(self._count + 1)
+        start = _Counts(**self._choices.fewest(self._count), budgets=budgets)
+        inputs = range(self._count + 1) if self._choices.inputs_offloaded is None else [start.inputs_offloaded]
         return next((counts for counts in _varied(start, inputs_offloaded=inputs) if self._try(counts) is not None), None)
 
     def leanest(self, settled: Placement) -> Candidate:
@@ -265,16 +259,15 @@ class PlacementSearch:
 
     def _evaluate(self, counts: _Counts) -> Candidate | None:
         def placement(kept: int) -> Placement:
-            return Placement.of_counts(self._count, kept=kept, **vars(counts))
+            return Placement.of_counts(self._count, **{**vars(counts), "kept": kept})
 
-        def peak(kept: int) -> int:
-            return peak_bytes(self._outline, self._model, placement(kept))
+        def fits_without(others: int) -> bool:
+            return peak_bytes(self._outline, self._model, placement(self._count - others)) <= self._budget
 
         kept = self._choices.kept
         if kept is None:
             # If some number fits, so do smaller ones: the fewest that aren't kept.
-            others = range(self._count + 1)
-            kept = self._count - bisect.bisect_left(others, True, key=lambda other: peak(self._count - other) <= self._budget)
+            kept = self._count - bisect.bisect_left(range(self._count + 1), True, key=fits_without)
         chosen = placement(max(0, kept))
         taken_bytes = peak_bytes(self._outline, self._model, chosen)
         if taken_bytes > self._budget or not self._has_host_room(chosen):
@@ -282,7 +275,5 @@ class PlacementSearch:
         return Candidate(chosen, taken_bytes, simulate_step(self._outline, self._model, chosen, self._machine))
 
     def _has_host_room(self, placement: Placement) -> bool:
-        moved = [self._model.layers[i] for i in placement.on_device]
-        moved += self._model.groups if placement.groups_on_device else []
-        room_bytes = self._host_budget + sum(unit.host_bytes for unit in moved)
+        room_bytes = self._host_budget + self._model.moved_bytes(placement)
         return sum(sent_bytes(self._outline, placement)) <= max(0, room_bytes)
