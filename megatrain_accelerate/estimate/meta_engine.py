@@ -41,9 +41,7 @@ _STAGING_BUFFERS = 2
 
 
 def load_config(name: str, trust_remote_code: bool = False) -> Any:
-    """The configuration of a model: an id of the Hub, a local folder, or a ``config.json``.
-
-    Nothing else is read or fetched, but for the code that comes with it if that is trusted.
+    """The configuration of a model: an id of the Hub, a local folder, or a ``config.json``. Code comes with it if trusted.
 
     Raises:
         ConfigError: there is none.
@@ -121,16 +119,12 @@ def shortest_table(model: nn.Module, run: Callable[[], object]) -> PositionTable
         finally:
             for handle in handles:
                 handle.remove()
-        found += [PositionTable(name, _positions(module)) for name, module in tables.items() if name in used]
+        for name, module in tables.items():
+            # Before the first position lie rows of RoBERTa's padding, or of BART's and OPT's offset.
+            padding, offset = module.padding_idx, getattr(module, "offset", 0)
+            before = padding + 1 if padding is not None else offset if isinstance(offset, int) else 0
+            found += [PositionTable(name, module.num_embeddings - before)] * (name in used)
     return min(found, key=lambda table: table.positions, default=None)
-
-
-def _positions(table: nn.Embedding) -> int:
-    """The rows without those before the first position: BART's and OPT's offset, or RoBERTa's padding."""
-    if table.padding_idx is not None:
-        return table.num_embeddings - table.padding_idx - 1
-    offset = getattr(table, "offset", 0)
-    return table.num_embeddings - (offset if isinstance(offset, int) else 0)
 
 
 class _MetaMemory(DeviceMemory):
@@ -147,13 +141,10 @@ class _MetaUnit(HostUnit):
 
 
 class MetaEngine(Engine):
-    """The engine of a model on the meta device, in training mode, for one process with bf16.
+    """The engine of a model on the meta device, in training mode, for one process with bf16; raises as the engine does.
 
-    What the settings place is left to :class:`ForecastPlan`. Experts are cut into parts by
-    ``gpu_bytes``, the device memory that a step may take; None leaves them whole.
-
-    Raises:
-        UnsupportedError: the model can't stream; the message says why.
+    What the settings place is left to :class:`ForecastPlan`. Experts are cut into parts by ``gpu_bytes``, the device memory
+    that a step may take; None leaves them whole.
     """
 
     unit_class = _MetaUnit
@@ -162,12 +153,9 @@ class MetaEngine(Engine):
         self, model: nn.Module, config: MegatrainConfig, recorder: OutputRecorder | None = None, gpu_bytes: int | None = None
     ) -> None:
         # What the settings place says whether experts are cut.
-        whole = config.expert_parts == "auto" and wants_whole_layers(config)
-        parts = 1 if whole else config.expert_parts
-        gpu_memory_gib = None if gpu_bytes is None else gpu_bytes / GIB
-        nothing_placed = dataclasses.replace(
-            config, **_NOTHING_PLACED, expert_parts=parts, host_threads=1, gpu_memory_gib=gpu_memory_gib
-        )
+        parts = 1 if config.expert_parts == "auto" and wants_whole_layers(config) else config.expert_parts
+        others: dict[str, Any] = {"host_threads": 1, "gpu_memory_gib": None if gpu_bytes is None else gpu_bytes / GIB}
+        nothing_placed = dataclasses.replace(config, **_NOTHING_PLACED, expert_parts=parts, **others)
         super().__init__(
             model, META, nothing_placed, bf16=True, training=True, show_progress=False, show_plan=False, recorder=recorder
         )
@@ -199,10 +187,7 @@ class MetaEngine(Engine):
 class ForecastPlan(DevicePlan):
     """The plan for a machine that needn't be here: it finds placements and moves nothing.
 
-    Args:
-        gpu_bytes: device memory that a step may take.
-        host_bytes: host memory for the store and offloaded activations; None for the store alone.
-        micro_batches: backwards before a step.
+    A step may take ``gpu_bytes``; ``host_bytes`` are for the store and offloaded activations, None for the store alone.
     """
 
     search = DevicePlan._search_for
