@@ -80,8 +80,6 @@ _SPAN_NAME = re.compile(r"megatrain::(\w+)(?: \((.*)\))?$")
 
 @dataclasses.dataclass(frozen=True)
 class TraceRequest:
-    """Which step to trace, and the folder for it."""
-
     folder: Path
     step: int = DEFAULT_STEP
 
@@ -123,15 +121,12 @@ class Span:
 
     @property
     def layer_number(self) -> str:
-        """The layer's index as text, or nothing."""
         found = re.search(r"\.(\d+)$", self.unit)
         return found.group(1) if found else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """One traced step."""
-
     info: dict[str, Any]
     """What the training process noted: step, device, shares, waits."""
     period_us: float
@@ -188,7 +183,6 @@ def clock_offset_us(events: Sequence[Event], marks_ns: Sequence[int]) -> float:
 
 
 def _annotations(events: Sequence[Event]) -> dict[int, list[_Named]]:
-    """The engine's spans by thread."""
     found: dict[int, list[_Named]] = defaultdict(list)
     for event in events:
         name = event.get("name", "")
@@ -296,7 +290,6 @@ def build(events: Sequence[Event], info: dict[str, Any]) -> tuple[Timeline, list
 
 
 def format_summary(timeline: Timeline) -> str:
-    """A short table: what each lane did, what was hidden, and what bounded the step."""
     info, period_ms = timeline.info, timeline.period_us / 1e3
     lines = [
         f"step {info['step']} on {info['device']}: {period_ms:.2f} ms from one optimizer.step() to the next, profiled",
@@ -331,7 +324,6 @@ def merged(spans: Sequence[Span], gap_us: float) -> list[Span]:
 
 
 def title(timeline: Timeline) -> str:
-    """Step, its time, and what share of it each lane worked."""
     info, period_us = timeline.info, timeline.period_us
     busy = {lane: length(timeline.busy(lane)) / period_us for lane in timeline.lanes}
     shares = ", ".join(f"{lane} {share:.0%}" for lane, share in busy.items())

@@ -81,7 +81,6 @@ class GraphCosts:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is alive above what is there when it begins."""
         return max(self.alive_bytes, default=0)
 
     @property

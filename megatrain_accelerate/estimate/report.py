@@ -52,7 +52,6 @@ class Estimate:
     token_gpu_bytes: int | None
     """The same of a sequence of a single token; None if the GPU has room for the longer one."""
     limits: Limits | None
-    """None if nobody asked for them."""
     rows: Sequence[Forecast]
 
     @property
@@ -66,7 +65,6 @@ class Estimate:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What is known of the model, by its name in JSON."""
         forecaster, runtime = self.forecaster, self.forecaster.engine.runtime
         return {
             "model": self.model,
@@ -82,7 +80,6 @@ class Estimate:
 
 
 def table(estimate: Estimate) -> str:
-    """The whole estimate in lines of text."""
     machine, speeds, model = estimate.machine, estimate.machine.machine, estimate.facts
     needed_bytes, budget_bytes = estimate.forecaster.host_store_bytes, estimate.forecaster.host_bytes
     parameters, active = model["parameters"], model["active_parameters"]

@@ -392,7 +392,6 @@ class DevicePlan:
         self._place(_on_host(self.placement))
 
     def model_sizes(self) -> Model:
-        """What the simulation has to know of the engine."""
         runtime, config, sizes = self._runtime, self._config, self._unit_sizes
         return Model(
             layers=[sizes(layer.unit) for layer in runtime.layers],

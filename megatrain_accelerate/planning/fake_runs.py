@@ -1,10 +1,9 @@
 """What runs of a model on tensors without data need besides ``FakeTensorMode``.
 
-Values, since many forwards look at small integers: the longest position, whether a mask is full, the
-sizes of images. And care for code that torch's dispatcher doesn't see. Compiled functions and Triton
-kernels go by the addresses of their arguments, which are zero: what is written there ends the CUDA
-context, and with it the run. Caches of functions would keep tensors without data, which the next real
-forward would find.
+Values, since many forwards look at small integers: the longest position, whether a mask is full, the sizes of images. And care
+for code that torch's dispatcher doesn't see. Compiled functions and Triton kernels go by the addresses of their arguments,
+which are zero: what is written there ends the CUDA context, and with it the run. Caches of functions would keep tensors
+without data, which the next real forward would find.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ _NOT_OF_MODELS = ("torch", "builtins", "typing", "abc")
 
 
 class KnownValues(TorchDispatchMode):
-    """Computes for real, beside the run, what follows from the batch's integers and truth values, from
-    single numbers beside it and from what the model makes itself, and answers with it. Enter it inside
-    ``FakeTensorMode``."""
+    """Computes for real what follows from the batch's integers and truth values, from single numbers beside it and from what
+    the model makes itself, and answers with it. Enter it inside ``FakeTensorMode``."""
 
     supports_higher_order_operators = True
 
@@ -211,11 +209,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 def compiled_functions_as_python() -> Iterator[None]:
     """While the body runs, in every thread, compiled functions call the Python that they were made of.
 
-    TorchScript (DeBERTa's relative positions) launches what it fused itself. A function under
-    ``torch.compile`` that is called under modes (flex attention) isn't traced, and torch 2.11 doesn't
-    trace it afterwards either: its first real call fails. A scripted function whose original isn't
-    known (``torch.jit.script`` leaves it there for TorchDynamo) runs as it is; so does any under
-    ``torch.compile`` before torch 2.6, which has no way to switch them off.
+    TorchScript (DeBERTa's relative positions) launches what it fused itself. A function under ``torch.compile`` that is called
+    under modes (flex attention) isn't traced, and torch 2.11 doesn't trace it afterwards either: its first real call fails.
+    Scripted functions whose original isn't known run as they are, and so does any under ``torch.compile`` before torch 2.6.
     """
     call: Any = torch.jit.ScriptFunction.__call__
 
@@ -233,10 +229,9 @@ def compiled_functions_as_python() -> Iterator[None]:
 def launches_without_data() -> Iterator[None]:
     """While the body runs, Triton kernels launched under ``FakeTensorMode`` return at once; others run.
 
-    Outputs (of Liger's layers, of many linear attentions) are allocated by torch before a launch, so
-    that shapes and memory are right without it. Autotuners run nothing either, and choose when the
-    first real call comes. A mode that is *made* in the body raises where other code asks a tensor
-    for its address, instead of answering zero (``torch/_functorch/config.py``).
+    Outputs (of Liger's layers, of many linear attentions) are allocated by torch before a launch, so that shapes and memory
+    are right without it. Autotuners run nothing either, and choose when the first real call comes. A mode that is *made* in
+    the body raises where other code asks a tensor for its address, instead of answering zero (``torch/_functorch/config.py``).
     """
     with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
         if not has_triton_package():
@@ -263,9 +258,8 @@ def launches_without_data() -> Iterator[None]:
 def caches_emptied_after(model: nn.Module) -> Iterator[None]:
     """Empties the caches (``functools.lru_cache``) to which the body added an entry.
 
-    Those that the code of the model's classes can name are looked at: decorated functions and
-    methods in the Python modules that define them, also below transformers'
-    ``compile_compatible_method_lru_cache``, and attributes of the model's modules.
+    Those that the code of the model's classes can name are looked at: attributes of its modules, and decorated functions and
+    methods in the Python modules that define the classes, also below transformers' ``compile_compatible_method_lru_cache``.
     """
     caches = [(cache, cache.cache_info().misses) for cache in _caches_of(model)]
     try:

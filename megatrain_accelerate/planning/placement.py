@@ -96,8 +96,6 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class UnitSizes:
-    """What a unit moves and holds."""
-
     weight_bytes: int
     gradient_bytes: int
     parameters: int
@@ -118,7 +116,6 @@ class UnitSizes:
 
     @property
     def step_traffic(self) -> int:
-        """Bytes that its step reads and writes."""
         return self.parameters * self.step_bytes
 
 

@@ -76,7 +76,6 @@ def plan_table(
 
 
 def experts_text(runtime: StreamingRuntime) -> str:
-    """How the experts of layers stream in parts."""
     counts = sorted({len(experts.parts) for experts in runtime.experts})
     largest = max(part.unit.layout.weight_bytes for experts in runtime.experts for part in experts.parts)
     parts = " or ".join(str(count) for count in counts)

@@ -147,7 +147,6 @@ class _Outliner:
         return output
 
     def _run(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recorded]:
-        """What the layer returns, and what it records on the side."""
         with self._recorder.apart() as recorded:
             output = layer.run(args, kwargs)
         return output, recorded
