@@ -6,7 +6,6 @@ The engine is the real one, on a model of the meta device; its store is as large
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import re
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine
@@ -26,7 +26,6 @@ from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Model, Placement
 from megatrain_accelerate.planning.placement_search import Candidate
 from megatrain_accelerate.planning.step_profile import StepOutline
-from megatrain_accelerate.streaming.model_hook import ModelHook
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.units import GIB
 
@@ -111,19 +110,14 @@ def shortest_table(model: nn.Module, run: Callable[[], object]) -> PositionTable
         if name.rpartition(".")[2] == _BUFFER and buffer.dim() == 2
     ]
     if tables:
-        used: set[str] = set()
-        hooks = {name: ModelHook(functools.partial(used.add, name), runs_dry=True) for name in tables}
-        handles = [tables[name].register_forward_pre_hook(hook) for name, hook in hooks.items()]
-        try:
+        used: set[nn.Module] = set()
+        with register_module_forward_pre_hook(lambda module, _: used.add(module)):
             run()
-        finally:
-            for handle in handles:
-                handle.remove()
         for name, module in tables.items():
             # Before the first position lie rows of RoBERTa's padding, or of BART's and OPT's offset.
             padding, offset = module.padding_idx, getattr(module, "offset", 0)
             before = padding + 1 if padding is not None else offset if isinstance(offset, int) else 0
-            found += [PositionTable(name, module.num_embeddings - before)] * (name in used)
+            found += [PositionTable(name, module.num_embeddings - before)] * (module in used)
     return min(found, key=lambda table: table.positions, default=None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -135,7 +136,7 @@ class PlacementSearch:
         self._outline, self._model, self._machine, self._choices = outline, model, machine, choices
         self._budget, self._host_budget = budget_bytes, host_budget_bytes
         self._count = len(model.layers)
-        self._seen: dict[_Counts, Candidate | None] = {}
+        self._try = functools.cache(self._evaluate)
         is_free = choices.kept is None and not choices.offloaded
         self._budget_pairs = dict.fromkeys([*(outline.budget_pairs if is_free else ()), _WHOLE])
         # Layers without tiles are compiled, and attention is part of their graph.
@@ -198,7 +199,7 @@ class PlacementSearch:
             placements += [placement for placement in leaving if self._has_host_room(placement)]
         peaks = {placement: peak_bytes(self._outline, self._model, placement) for placement in placements}
         chosen = min(placements, key=peaks.__getitem__)
-        return Candidate(chosen, peaks[chosen], simulate_step(self._outline, self._model, chosen, self._machine))
+        return self._candidate(chosen, peaks[chosen])
 
     def _filled(self, at: _Counts, found: Candidate) -> Candidate:
         """The same with as much on the device as there is room for: it takes load off the host and the link."""
@@ -251,13 +252,9 @@ class PlacementSearch:
         ):
             yield from _varied(counts, groups_on_device={at.groups_on_device, counts.on_device > 0})
 
-    def _try(self, counts: _Counts) -> Candidate | None:
-        """The candidate with as many kept layers as fit; None if it doesn't fit with any."""
-        if counts not in self._seen:
-            self._seen[counts] = self._evaluate(counts)
-        return self._seen[counts]
-
     def _evaluate(self, counts: _Counts) -> Candidate | None:
+        """The candidate with as many kept layers as fit; None if it doesn't fit with any."""
+
         def placement(kept: int) -> Placement:
             return Placement.of_counts(self._count, **{**vars(counts), "kept": kept})
 
@@ -270,9 +267,10 @@ class PlacementSearch:
             kept = self._count - bisect.bisect_left(range(self._count + 1), True, key=fits_without)
         chosen = placement(max(0, kept))
         taken_bytes = peak_bytes(self._outline, self._model, chosen)
-        if taken_bytes > self._budget or not self._has_host_room(chosen):
-            return None
-        return Candidate(chosen, taken_bytes, simulate_step(self._outline, self._model, chosen, self._machine))
+        return self._candidate(chosen, taken_bytes) if taken_bytes <= self._budget and self._has_host_room(chosen) else None
+
+    def _candidate(self, placement: Placement, peak: int) -> Candidate:
+        return Candidate(placement, peak, simulate_step(self._outline, self._model, placement, self._machine))
 
     def _has_host_room(self, placement: Placement) -> bool:
         room_bytes = self._host_budget + self._model.moved_bytes(placement)
