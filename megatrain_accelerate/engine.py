@@ -86,7 +86,6 @@ class Engine:
 
     unit_class: type[HostUnit] = HostUnit
     """What makes the units' memory."""
-    adoption_class: type[Adoption] = Adoption
 
     def __init__(
         self,
@@ -135,24 +134,23 @@ class Engine:
         require_attention_to_keep(model, config.keep_attention)
         try:
             adopting = f"adopting {len(discovery.layers)} layers"
-            adoption = self.adoption_class(model, discovery, make_unit, device=device, store_bytes=store_bytes)
+            adoption = Adoption(model, discovery, make_unit, self._dtypes, device=device, store_bytes=store_bytes)
             in_logs = f"{adopting} ({self.parameter_count:,} parameters)" if show_plan else None
             progress = progress_bar(self.parameter_count, adopting, "param", show=show_progress, in_logs=in_logs)
             with adoption, progress:
                 for name, module in discovery.layers:
                     index = len(layers)
-                    parameters = discovery.parameters_of(index)
-                    unit = adoption.unit(name, parameters, [self._dtypes[id(parameter)] for _, parameter in parameters])
+                    unit = adoption.unit(name, discovery.parameters_of(index))
                     forward = install_proxy(module, functools.partial(self._run_layer, index), self._drain_for_copy)
                     layers.append(StreamedLayer(index, name, module, forward, unit))
                     experts = discovery.experts_of(index)
-                    adopt_experts(experts, adoption, self._dtypes, layers, self._run_experts, self._drain_for_copy)
+                    adopt_experts(experts, adoption, layers, self._run_experts, self._drain_for_copy)
                     for part in (layers[-1], *layers[-1].experts):
                         part.show_host_weights()
                         part.unit.passes_gradients = config.passes_gradients
                         progress.update(part.unit.layout.parameter_count)
                 for spec in discovery.residents:
-                    unit = adoption.unit(spec.name, spec.parameters, [self._dtypes[id(p)] for _, p in spec.parameters])
+                    unit = adoption.unit(spec.name, spec.parameters)
                     groups.append(ResidentGroup(spec.name, unit, spec.layers_before, streams=streams, meter=meter))
                     progress.update(unit.layout.parameter_count)
             self.runtime = StreamingRuntime(

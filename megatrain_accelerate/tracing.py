@@ -1,8 +1,8 @@
 """A traced step: how `megatrain trace` asks for it, its lanes of named spans, table and picture.
 
-The lanes are made of the profiler's trace and of what the process noted. The step is drawn as one
-period: from one ``optimizer.step()`` to the next. In it lie the work that the first of the two left
-to the host (it runs under the forward that follows), one forward, one backward, and clipping.
+The lanes are made of the profiler's trace and of what the process noted. The step is drawn as one period: from one
+``optimizer.step()`` to the next. In it lie the work that the first of the two left to the host (it runs under the forward that
+follows), one forward, one backward, and clipping.
 """
 
 from __future__ import annotations
@@ -80,8 +80,6 @@ _SPAN_NAME = re.compile(r"megatrain::(\w+)(?: \((.*)\))?$")
 
 @dataclasses.dataclass(frozen=True)
 class TraceRequest:
-    """Which step to trace, and the folder for it."""
-
     folder: Path
     step: int = DEFAULT_STEP
 
@@ -123,15 +121,12 @@ class Span:
 
     @property
     def layer_number(self) -> str:
-        """The layer's index as text, or nothing."""
         found = re.search(r"\.(\d+)$", self.unit)
         return found.group(1) if found else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """One traced step."""
-
     info: dict[str, Any]
     """What the training process noted: step, device, shares, waits."""
     period_us: float
@@ -188,7 +183,6 @@ def clock_offset_us(events: Sequence[Event], marks_ns: Sequence[int]) -> float:
 
 
 def _annotations(events: Sequence[Event]) -> dict[int, list[_Named]]:
-    """The engine's spans by thread."""
     found: dict[int, list[_Named]] = defaultdict(list)
     for event in events:
         name = event.get("name", "")
@@ -296,7 +290,6 @@ def build(events: Sequence[Event], info: dict[str, Any]) -> tuple[Timeline, list
 
 
 def format_summary(timeline: Timeline) -> str:
-    """A short table: what each lane did, what was hidden, and what bounded the step."""
     info, period_ms = timeline.info, timeline.period_us / 1e3
     lines = [
         f"step {info['step']} on {info['device']}: {period_ms:.2f} ms from one optimizer.step() to the next, profiled",
@@ -331,7 +324,6 @@ def merged(spans: Sequence[Span], gap_us: float) -> list[Span]:
 
 
 def title(timeline: Timeline) -> str:
-    """Step, its time, and what share of it each lane worked."""
     info, period_us = timeline.info, timeline.period_us
     busy = {lane: length(timeline.busy(lane)) / period_us for lane in timeline.lanes}
     shares = ", ".join(f"{lane} {share:.0%}" for lane, share in busy.items())
@@ -339,24 +331,30 @@ def title(timeline: Timeline) -> str:
     return f"Step {info['step']} on {info['device']}: {period_us / 1e3:.1f} ms (profiled), {info['bound']}\n{shares}{idle}"
 
 
-def draw(timeline: Timeline, path: Path) -> None:
-    """Writes the picture.
+def empty_figure(size: tuple[float, float], needs: str, remedy: str) -> Any:
+    """A figure of matplotlib. Not of pyplot: that would choose a backend, and keep the figure.
 
     Raises:
-        UnsupportedError: matplotlib isn't installed.
+        UnsupportedError: matplotlib isn't installed; names what ``needs`` it, and the other ``remedy``.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
     except ImportError as error:
         raise UnsupportedError(
-            f"the picture needs matplotlib, which can't be imported ({error}): pip install matplotlib, or open the Perfetto "
-            "file at ui.perfetto.dev"
+            f"{needs} needs matplotlib, which can't be imported ({error}): pip install matplotlib, or {remedy}"
         ) from error
-    # Not pyplot: that would choose a backend, and keep the figure.
-    figure = Figure(figsize=(16, 1.6 + 0.75 * len(timeline.lanes)), layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
+    return figure
+
+
+def draw(timeline: Timeline, path: Path) -> None:
+    """Writes the picture; raises as :func:`empty_figure` does."""
+    size = (16, 1.6 + 0.75 * len(timeline.lanes))
+    figure = empty_figure(size, "the picture", "open the Perfetto file at ui.perfetto.dev")
+    from matplotlib.patches import Patch
+
     axes = figure.add_subplot()
     for row, spans in enumerate(timeline.lanes.values()):
         for span in merged(spans, SMALLEST_GAP * timeline.period_us):

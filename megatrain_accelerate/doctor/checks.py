@@ -45,14 +45,11 @@ Value = float | int | str | bool | None
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
-
     name: str
     """What was looked at."""
     state: Literal["ok", "note", "slow", "broken"]
     """Fine; worth knowing; makes training slower than it could be; keeps it from running."""
     text: str
-    """What was found, with the numbers."""
     remedy: str = ""
     """What to do; empty where nothing has to be done."""
     values: Mapping[str, Value] = dataclasses.field(default_factory=dict)

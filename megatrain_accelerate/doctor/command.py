@@ -98,7 +98,6 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, object]:
-    """The report as plain data."""
     return {
         "fit": not any(finding.state == "broken" for finding in findings),
         "findings": [dataclasses.asdict(finding) for finding in findings],

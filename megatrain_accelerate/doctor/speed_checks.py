@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
-from collections.abc import Callable
 
 import torch
 
@@ -22,6 +20,7 @@ from megatrain_accelerate.planning.machine import (
     Machine,
     kept_speeds,
     measured_machine,
+    seconds_of,
     speeds_path,
 )
 from megatrain_accelerate.units import GB, GIB, MIB
@@ -33,33 +32,11 @@ SLOW_STEP_SHARE = 0.6
 _SAME_SPEED = 0.75
 """Two measurements whose ratio is between this and its inverse don't contradict each other."""
 _COPY_BYTES = 256 * MIB
-_ROUNDS = 4
 _MOST_ELEMENTS = 96 * MIB
 
 
-@dataclasses.dataclass(frozen=True)
-class LinkSpeeds:
-    """Bytes a second between registered host memory and the GPU."""
-
-    h2d: float
-    d2h: float
-    both: float
-    """Sum of both directions at once."""
-
-
-@dataclasses.dataclass(frozen=True)
-class HostSpeeds:
-    """Of the host's kernels, with all threads."""
-
-    step_parameters: float
-    """Parameters a second that AdamW steps."""
-    probe_bytes: float
-    """Bytes a second of a plain loop with the same traffic: what the memory gives."""
-    threads: int
-
-
-def measure_link(device: torch.device) -> LinkSpeeds:
-    """Times copies each way, and both at once on two streams.
+def measure_link(device: torch.device) -> tuple[float, float, float]:
+    """Bytes a second from registered host memory to the GPU, from it, and the sum of both at once on two streams.
 
     Raises:
         HostMemoryError: the driver refuses to register memory.
@@ -78,16 +55,17 @@ def measure_link(device: torch.device) -> LinkSpeeds:
                     with torch.cuda.stream(stream):
                         target.copy_(source, non_blocking=True)
 
-            return _seconds(work, device)
+            return seconds_of(device, work, min)
 
         h2d, d2h, both = seconds(to_gpu), seconds(from_gpu), seconds(to_gpu, from_gpu)
     finally:
         memory.close()
-    return LinkSpeeds(_COPY_BYTES / h2d, _COPY_BYTES / d2h, 2 * _COPY_BYTES / both)
+    return _COPY_BYTES / h2d, _COPY_BYTES / d2h, 2 * _COPY_BYTES / both
 
 
-def measure_host(kernels: HostKernels, elements: int) -> HostSpeeds:
-    """Times AdamW and a plain loop on the same arrays, of 14 bytes a parameter."""
+def measure_host(kernels: HostKernels, elements: int) -> tuple[float, float]:
+    """Parameters a second that AdamW steps with all threads, and bytes a second of a plain loop on the same arrays, with the
+    same traffic: what the memory gives."""
     dtypes = (torch.bfloat16, torch.int16, torch.bfloat16, torch.float32, torch.float32)
     memories = [HostMemory(dtype.itemsize * elements, huge_pages=True, register=False) for dtype in dtypes]
     tensors = [memory.tensor(0, (elements,), dtype) for memory, dtype in zip(memories, dtypes, strict=True)]
@@ -95,25 +73,10 @@ def measure_host(kernels: HostKernels, elements: int) -> HostSpeeds:
         kernels.zero(tensor)
     hi, residual, gradient, exp_avg, exp_avg_sq = tensors
     arguments = AdamArguments(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
-    step = _seconds(lambda: kernels.adamw(hi, residual, FloatMoments(exp_avg, exp_avg_sq), gradient, arguments))
-    probe = _seconds(lambda: kernels.stream_probe(hi, residual, exp_avg, exp_avg_sq, gradient))
-    return HostSpeeds(elements / step, STEP_BYTES * elements / probe, kernels.threads)
-
-
-def _seconds(work: Callable[[], object], device: torch.device | None = None) -> float:
-    """The shortest of a few rounds after one that doesn't count."""
-
-    def finished() -> float:
-        if device is not None:
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    rounds = []
-    for _ in range(_ROUNDS + 1):
-        start = finished()
-        work()
-        rounds.append(finished() - start)
-    return min(rounds[1:])
+    moments, cpu = FloatMoments(exp_avg, exp_avg_sq), torch.device("cpu")
+    step = seconds_of(cpu, lambda: kernels.adamw(hi, residual, moments, gradient, arguments), min)
+    probe = seconds_of(cpu, lambda: kernels.stream_probe(hi, residual, exp_avg, exp_avg_sq, gradient), min)
+    return elements / step, STEP_BYTES * elements / probe
 
 
 def link(device: torch.device, config: MegatrainConfig) -> list[Finding]:
@@ -127,16 +90,17 @@ def link(device: torch.device, config: MegatrainConfig) -> list[Finding]:
         path = speeds_path(device, kernels, config.pin_memory)
         machine = measured_machine(device, kernels, config.pin_memory)
         count = len(kept_speeds(path))
-        step = measure_host(kernels, _elements(_MOST_ELEMENTS)).step_parameters
-    return [link_finding(speeds), plan_finding(machine, speeds, step, str(path), count), bounds_finding(machine)]
+        step, _ = measure_host(kernels, _elements(_MOST_ELEMENTS))
+    slower = min(speeds[:2])
+    return [link_finding(*speeds), plan_finding(machine, slower, step, str(path), count), bounds_finding(machine)]
 
 
-def link_finding(speeds: LinkSpeeds) -> Finding:
-    """What the speeds mean."""
-    h2d, d2h, both = (speed / GB for speed in (speeds.h2d, speeds.d2h, speeds.both))
+def link_finding(*speeds: float) -> Finding:
+    """What the speeds mean: to the GPU, from it, and both at once."""
+    h2d, d2h, both = (speed / GB for speed in speeds)
     values = {"h2d_gb_per_second": h2d, "d2h_gb_per_second": d2h, "both_gb_per_second": both}
     text = f"to the GPU {h2d:.1f}, from it {d2h:.1f}, both at once {both:.1f} GB/s"
-    if min(speeds.h2d, speeds.d2h) < SLOW_LINK_BYTES:
+    if min(speeds[:2]) < SLOW_LINK_BYTES:
         remedy = (
             "look at nvidia-smi -q for the PCIe generation and lanes: fewer than the slot's? Run on the GPU's own socket "
             "(numactl); else take larger batches, so that layers compute longer than they are copied"
@@ -151,11 +115,10 @@ def link_finding(speeds: LinkSpeeds) -> Finding:
 
 
 def host_speeds(has_gpu: bool) -> list[Finding]:
-    """Speeds of the host's memory and AdamW."""
     with contextlib.closing(HostKernels()) as kernels:
         # A machine without a GPU is looked at quickly.
         speeds = measure_host(kernels, _elements(_MOST_ELEMENTS if has_gpu else _MOST_ELEMENTS // 16))
-    return [host_finding(speeds, has_gpu)]
+        return [host_finding(*speeds, kernels.threads, has_gpu)]
 
 
 def _elements(most: int) -> int:
@@ -163,27 +126,26 @@ def _elements(most: int) -> int:
     return max(1 << 20, min(most, available_host_bytes() // (8 * BYTES_A_PARAMETER)))
 
 
-def host_finding(speeds: HostSpeeds, has_gpu: bool) -> Finding:
-    """What the speeds mean."""
-    share = STEP_BYTES * speeds.step_parameters / speeds.probe_bytes
-    step, dram = speeds.step_parameters / 1e9, speeds.probe_bytes / GB
-    values = {"host_step_g_parameters_per_second": step, "dram_gb_per_second": dram, "host_threads": speeds.threads}
-    text = f"AdamW {step:.2f} G parameters/s, memory {dram:.0f} GB/s, with {speeds.threads} threads"
+def host_finding(step_parameters: float, probe_bytes: float, threads: int, has_gpu: bool) -> Finding:
+    share = STEP_BYTES * step_parameters / probe_bytes
+    step, dram = step_parameters / 1e9, probe_bytes / GB
+    values = {"host_step_g_parameters_per_second": step, "dram_gb_per_second": dram, "host_threads": threads}
+    text = f"AdamW {step:.2f} G parameters/s, memory {dram:.0f} GB/s, with {threads} threads"
     if has_gpu and share < SLOW_STEP_SHARE:
         remedy = "more cores would help: lift limits on them, set megatrain_config.host_threads, end what else runs on them"
         return Finding("host speed", "slow", f"{text}: the cores bound AdamW, not the memory", remedy, values)
     return Finding("host speed", "ok", text, values=values)
 
 
-def plan_finding(machine: Machine, speeds: LinkSpeeds, step_parameters: float, path: str, count: int) -> Finding:
+def plan_finding(machine: Machine, link_bytes: float, step_parameters: float, path: str, count: int) -> Finding:
     """Whether the speeds that the plan goes by (``machine``) still hold.
 
-    ``step_parameters`` is what the host's AdamW steps a second with nothing beside it, now;
-    ``count`` that of the measurements in the file at ``path``, 0 if none could be kept.
+    Now the link moves ``link_bytes`` a second in its slower direction, and the host's AdamW steps ``step_parameters`` with
+    nothing beside it. ``count`` is that of the measurements in the file at ``path``, 0 if none could be kept.
     """
     values = {f"plan_{name}": value for name, value in dataclasses.asdict(machine).items()} | {"speeds_file": path}
     pairs = (
-        ("GB/s over the link", min(machine.h2d_bytes, machine.d2h_bytes), min(speeds.h2d, speeds.d2h)),
+        ("GB/s over the link", min(machine.h2d_bytes, machine.d2h_bytes), link_bytes),
         ("G parameters/s of AdamW", machine.host_step_parameters / SHARE_IN_A_STEP, step_parameters),
     )
     changed = [

@@ -26,7 +26,6 @@ from megatrain_accelerate.estimate.report import Estimate, Limits
 from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 from megatrain_accelerate.planning.layer_discovery import active_parameters
-from megatrain_accelerate.planning.plan_table import experts_text
 from megatrain_accelerate.units import GB, GIB, KIB, MIB
 
 logger = logging.getLogger(__name__)
@@ -59,10 +58,9 @@ def parse_size(text: str) -> int:
 
 def _speed(unit: float) -> Callable[[str], float]:
     def speed(text: str) -> float:
-        try:
+        value = 0.0
+        with contextlib.suppress(ValueError):
             value = float(text)
-        except ValueError:
-            value = 0.0
         if not 0 < value < math.inf:
             raise argparse.ArgumentTypeError(f"{text!r} isn't a finite number above 0")
         return unit * value
@@ -196,24 +194,15 @@ def _estimated(options: argparse.Namespace, forecaster: Forecaster, machine: Mac
         batches = options.batch or _batches(limits.batch if limits else 1)
         rows = [forecaster.forecast(count, length) for count in batches]
     text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
-    runtime = forecaster.engine.runtime
     return Estimate(
         model=options.model,
-        model_class=type(forecaster.model).__name__,
-        parameters=forecaster.parameters,
-        active_parameters=forecaster.active_parameters,
-        layers=len(runtime.layers),
-        layer_parameters=max(layer.parameter_count for layer in runtime.layers),
-        experts=experts_text(runtime) if runtime.experts else None,
+        forecaster=forecaster,
         stated_positions=getattr(text, "max_position_embeddings", None),
         table=table,
         machine=machine,
         length=length,
-        host_store_bytes=forecaster.host_store_bytes,
-        host_budget_bytes=forecaster.host_bytes,
         least_gpu_bytes=least,
         token_gpu_bytes=of_a_token,
-        config=forecaster.config,
         limits=limits,
         rows=rows,
     )
@@ -260,9 +249,8 @@ def longest_context(needs: Callable[[int], int], budget: int, most: int) -> int:
 def largest(needs: Callable[[int], int], budget: int, most: int, tolerance: float = 0.0) -> int:
     """The largest number from 1 to ``most`` whose need is within the budget; 0 if that of 1 isn't.
 
-    Needs grow with the number, nearly in proportion for most models, so that the next to be tried
-    is interpolated: each is a run without data. The result may be too small by the share
-    ``tolerance``.
+    Needs grow with the number, nearly in proportion for most models, so that the next to be tried is interpolated: each is a
+    run without data. The result may be too small by the share ``tolerance``.
     """
     low, low_needs = 1, needs(1)
     if low_needs > budget:

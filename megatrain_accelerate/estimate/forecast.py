@@ -30,6 +30,7 @@ from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine, 
 from megatrain_accelerate.integrations.joined_batches import steps_of
 from megatrain_accelerate.loss.products import standing_for_a_gpu
 from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES
+from megatrain_accelerate.planning.fake_runs import replaced
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.other_batches import outside_seconds_of
 from megatrain_accelerate.planning.placement import require_layers, sent_bytes
@@ -111,26 +112,18 @@ class _Call:
     compiles: bool
     split: BatchSplit
 
-    def extended(self, twice: _Call, times: float) -> _Call:
-        """The call on ``times`` as many sequences; ``twice`` is of two times as many."""
-        dry, graph = extended(self.dry, twice.dry, times), extended(self.graph, twice.graph, times)
-        return dataclasses.replace(twice, dry=dry, graph=graph)
-
 
 _Calls = tuple[Sequence[Hashable], dict[Hashable, _Call]]
 """The kinds of the layers' calls in order, and what calls of a kind cost."""
 
 
 class Forecaster:
-    """Predicts steps of one model under one machine's speeds and memories.
+    """Predicts steps of one model, on the meta device, under one machine's speeds and memories.
 
     Args:
-        model: on the meta device.
-        gpu_bytes: GPU memory that a step may take.
-        host_bytes: host memory that the process may take; None for as much as the model's states need.
-        micro_batches: backwards before a step.
+        gpu_bytes: that a step may take.
+        host_bytes: that the process may take; None for as much as the model's states need.
         active_parameters: those that a token meets; by default all.
-        recorder: what collects side outputs of layers.
 
     Raises:
         UnsupportedError: the model can't stream; the message says why.
@@ -149,10 +142,7 @@ class Forecaster:
         active_parameters: int | None = None,
         recorder: OutputRecorder | None = None,
     ) -> None:
-        self.model = model.train()
-        self.config = config
-        self.machine = machine
-        self.gpu_bytes = gpu_bytes
+        self.model, self.config, self.machine = model.train(), config, machine
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.active_parameters = self.parameters if active_parameters is None else active_parameters
         self.engine = MetaEngine(model, config, recorder, gpu_bytes)
@@ -195,11 +185,8 @@ class Forecaster:
     def _least_bytes(self, batch: int, length: int) -> int:
         """With the tiles that the plan would try."""
         setting = self.config.token_tile
-        tiles = [0, AUTO_TILE_TOKENS] if batch * length > AUTO_TILE_TOKENS else [0]
-        return min(
-            self.plan.least_bytes(self._outline_by(batch, length, tile))
-            for tile in (tiles if setting == "auto" else [int(setting)])
-        )
+        tiles = [0, AUTO_TILE_TOKENS][: 1 + (batch * length > AUTO_TILE_TOKENS)] if setting == "auto" else [int(setting)]
+        return min(self.plan.least_bytes(self._outline_by(batch, length, tile)) for tile in tiles)
 
     def forecast(self, batch: int, length: int) -> Forecast:
         """The fastest step on ``batch`` sequences of ``length`` tokens; the leanest where nothing fits.
@@ -228,7 +215,7 @@ class Forecaster:
         kept = [event.kind for event in outline.forward_calls if event.layer in chosen.placement.kept]
         sent = sum(sent_bytes(outline, chosen.placement))
         # All units are adopted on the host; then some move, and activations take their place.
-        moved = self.plan.moved_bytes(chosen.placement)
+        moved = self.plan.model_sizes().moved_bytes(chosen.placement)
         return Forecast(
             batch=batch,
             length=length,
@@ -254,7 +241,6 @@ class Forecaster:
         return outline_with_tiles(runtime, self.config.token_tile, run, self.plan.search)
 
     def _outline_by(self, batch: int, length: int, token_tile: int) -> StepOutline:
-        """The outline with layers that run by tiles of so many tokens."""
         self.engine.runtime.token_tile = token_tile
         with standing_for_a_gpu(), self._attention:
             return self._once("outline", batch, length, make=lambda: self._reckoned(batch, length))
@@ -264,8 +250,7 @@ class Forecaster:
         key = (*what, self.engine.runtime.token_tile, self.engine.runtime.micro_batch_size)
         if key not in self._found:
             self._found[key] = make()
-        made: _Made = self._found[key]
-        return made
+        return self._found[key]  # type: ignore[no-any-return]
 
     def _reckoned(self, batch: int, length: int) -> StepOutline:
         kinds, calls = self._layers(batch, length)
@@ -289,7 +274,7 @@ class Forecaster:
             return self._traced_layers(batch, length)
         (few_kinds, few), (many_kinds, many) = (self._traced_layers(count, length) for count in (fewest, 2 * fewest))
         pairs = dict(zip(many_kinds, few_kinds, strict=True))
-        return many_kinds, {kind: few[other].extended(many[kind], batch / fewest) for kind, other in pairs.items()}
+        return many_kinds, {kind: extended(few[other], many[kind], batch / fewest) for kind, other in pairs.items()}
 
     def _traced_layers(self, batch: int, length: int) -> _Calls:
         def trace() -> _Calls:
@@ -349,15 +334,13 @@ class Forecaster:
             return None  # runs as it is, and parts of it run again in backward
         key = (kind, self.engine.runtime.micro_batch_size)
         if key not in self._graphs:
-            tile, layer.tiles.tile_tokens = layer.tiles.tile_tokens, 0
             try:
-                self._graphs[key] = trace_layer(layer, args, kwargs)
+                with replaced(layer.tiles, "tile_tokens", 0):
+                    self._graphs[key] = trace_layer(layer, args, kwargs)
             except Exception as error:  # a layer that looks at its data can't be traced without any
                 name = type(layer.module).__name__
                 logger.warning("megatrain: %s can't be traced, its costs are those of single operations (%s)", name, error)
                 self._graphs[key] = None
-            finally:
-                layer.tiles.tile_tokens = tile
         return self._graphs[key]
 
 

@@ -70,7 +70,6 @@ def is_kernel(node: fx.Node) -> bool:
 
 
 def values(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors that the node makes, without data."""
     return tensors_in(node.meta.get("val"))
 
 

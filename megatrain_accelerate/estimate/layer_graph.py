@@ -4,9 +4,8 @@ The layer is traced by AOTAutograd on tensors without data and cut in forward an
 ``torch.compile`` uses (torch/_functorch/partitioners.py), so what a compiled layer keeps for backward is known without
 compiling it. Which kernels run is guessed by ``fused_kernels.py``.
 
-Seconds are those of operations at shares of the machine's speeds. The shares were fitted to a few
-measured trainings on one H200 (docs/estimate.md lists them, and those left out of the fit). They
-say how far a training stays behind what ``planning/machine.py`` measures: a large product, a copy.
+Seconds are those of operations at shares of the machine's speeds, fitted to a few measured trainings on one H200
+(docs/estimate.md lists them). They say how far a training stays behind what ``planning/machine.py`` measures.
 """
 
 from __future__ import annotations
@@ -82,12 +81,10 @@ class GraphCosts:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is alive above what is there when it begins."""
         return max(self.alive_bytes, default=0)
 
     @property
     def product_flops(self) -> float:
-        """Of all products."""
         return sum(product.flops for product in self.products)
 
 
@@ -106,9 +103,8 @@ class LayerGraph:
 class WithoutAttentionDropout(TorchFunctionMode):
     """Calls of torch's attention drop nothing out while the body runs.
 
-    A GPU's attention kernels drop out as they go, and keep no scores. The CPU's, which stand for
-    them here, can't: with dropout torch takes products and a softmax there, with the scores of all
-    pairs of tokens in memory.
+    A GPU's attention kernels drop out as they go, and keep no scores. The CPU's, which stand for them here, can't: with
+    dropout torch takes products and a softmax there, with the scores of all pairs of tokens in memory.
     """
 
     def __init__(self) -> None:
@@ -128,10 +124,7 @@ class WithoutAttentionDropout(TorchFunctionMode):
 
 
 def trace_layer(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerGraph:
-    """Traces one call of a layer of an engine on the meta device.
-
-    Args:
-        layer, args, kwargs: the call, with tensors of the meta device.
+    """Traces one call of a layer of an engine, with tensors of the meta device.
 
     Raises:
         Exception: whatever the layer or the tracer raises if its code can't be traced without data.
@@ -152,25 +145,26 @@ def trace_layer(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, A
         traced.append((forward.graph, backward.graph, options["num_fwd_outputs"]))
         return forward, backward
 
-    def interpreted(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return make_boxed_func(gm.forward)
-
     def call(weights: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
         with layer.bound(weights):
             return layer.run(args, kwargs)
 
     function = aot_function(
-        call, fw_compiler=interpreted, partition_fn=partition, decompositions=select_decomp_table(), dynamic=False
+        call,
+        fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+        dynamic=False,
     )
 
-    def without_data(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+    def without_data(like: Any) -> torch.Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, requires_grad=like.requires_grad)
 
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         named_buffers = layer.module.named_buffers(remove_duplicate=False)
         buffers = {name: torch.empty_like(buffer, device="cpu") for name, buffer in named_buffers if buffer.is_meta}
-        entries = [entry.spec for entry in layer.unit.layout.entries]
-        weights = [torch.empty(spec.shape, dtype=spec.dtype, requires_grad=spec.trainable) for spec in entries]
+        specs = [entry.spec for entry in layer.unit.layout.entries]
+        weights = [torch.empty(spec.shape, dtype=spec.dtype, requires_grad=spec.trainable) for spec in specs]
         with _reparametrize_module(layer.module, buffers):
             function(weights, *tree_map_only(torch.Tensor, without_data, (args, kwargs)))
     return _measured_graphs(*traced[0])
@@ -243,16 +237,9 @@ def _attention_flops(node: fx.Node) -> float:
 def extended(once: Any, twice: Any, times: float) -> Any:
     """What ``times`` the sequences of ``once`` cost; ``twice`` is of two times as many.
 
-    Bytes and operations lie on a line. Seconds needn't: they are reckoned afterwards, since a
-    product of few tokens may be bound by its weights' bytes.
-
-    Args:
-        once, twice: dataclasses, tuples and numbers of the same structure, or None. What is no
-            number is taken from ``twice``.
-        times: how many times as many.
-
-    Returns:
-        The same structure; None if either is None.
+    Both are dataclasses, tuples and numbers of one structure; what is no number is taken from ``twice``, and what is None in
+    either is None. Bytes and operations lie on a line. Seconds needn't: they are reckoned afterwards, since a product of few
+    tokens may be bound by its weights' bytes.
     """
     if once is None or twice is None:
         return None
@@ -272,7 +259,7 @@ def extended(once: Any, twice: Any, times: float) -> Any:
 
 
 def graph_seconds(costs: GraphCosts, machine: Machine) -> float:
-    """Seconds of a compiled layer's forward or backward."""
+    """Of a compiled layer's forward or backward."""
     return _products_seconds(costs, machine) + _attention_seconds(costs, machine) + costs.traffic_bytes / machine.device_bytes
 
 
@@ -316,10 +303,8 @@ def uncompiled_profile(
     """The profile of a call that runs as it is written: each operation reads and writes memory.
 
     Args:
-        dry: of the call.
-        graph: of the call's first piece, for its products and attention; None where the layer
-            can't be traced, and attention isn't counted.
-        pieces: how often the graph runs.
+        graph: of the call's first piece, which runs ``pieces`` times; None where the layer can't be traced, and attention
+            isn't counted.
         by_tiles: whether the call runs by tiles of tokens, and its parts once more in backward.
     """
 

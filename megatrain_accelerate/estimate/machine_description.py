@@ -1,15 +1,15 @@
 """The machine that is estimated for: this one, as measured, or one that is described.
 
-Public figures are what makers state, which no training reaches. Sources: NVIDIA's data sheets of
-H200, H100, A100, L40S, B200 (DGX B200) and GH200, and the architecture white papers of GeForce RTX
-3090 (GA102), 4090 (AD102) and 5090 (GB202). bf16 products are dense, added up in fp32. The memory
-is what the driver reports as the device's, which is less than the name says.
+Public figures are what makers state, which no training reaches. Sources: NVIDIA's data sheets of H200, H100, A100, L40S, B200
+(DGX B200) and GH200, and the architecture white papers of GeForce RTX 3090 (GA102), 4090 (AD102) and 5090 (GB202). bf16
+products are dense, added up in fp32. The memory is what the driver reports, which is less than the name says.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator
 
 import psutil
@@ -167,9 +167,7 @@ def known_gpu(name: str) -> KnownGpu | None:
     """The GPU of a name, in whatever case, with or without spaces, makers and ``GB``; or None."""
 
     def plain(name: str) -> str:
-        kept = "".join(character for character in name.upper() if character.isalnum())
-        for word in ("NVIDIA", "GEFORCE", "GB"):
-            kept = kept.replace(word, "")
+        kept = re.sub("NVIDIA|GEFORCE|GB", "", re.sub("[^A-Z0-9]", "", name.upper()))
         return "A10080" if kept == "A100" else kept
 
     return next((gpu for gpu in KNOWN_GPUS if plain(gpu.name) == plain(name)), None)
@@ -181,10 +179,8 @@ def at_the_power_limit(machine: Machine, gpu: str) -> Machine:
     A large product is timed for a few ms; in a training the clock is what the power limit leaves. Seen on H200, where that
     product reaches 716 to 795 TFLOPS, by the machine, and trainings are equally fast.
     """
-    known = known_gpu(gpu)
-    if known is None or known.sustained_flops is None:
-        return machine
-    return dataclasses.replace(machine, device_flops=min(machine.device_flops, known.sustained_flops))
+    most = getattr(known_gpu(gpu), "sustained_flops", None) or machine.device_flops
+    return dataclasses.replace(machine, device_flops=min(machine.device_flops, most))
 
 
 def _described(options: MachineOptions, config: MegatrainConfig) -> MachineDescription:
@@ -257,8 +253,7 @@ def _unknown_gpu(options: MachineOptions) -> KnownGpu:
         "--memory-gb-per-second": options.device_bytes,
         "--link-gb-per-second": options.link_bytes,
     }
-    missing = [name for name, value in needed.items() if value is None]
-    if missing:
+    if missing := [name for name, value in needed.items() if value is None]:
         raise ConfigError(f"a GPU that isn't in the table needs {', '.join(missing)} too; or name a known one by --gpu")
     memory, dense, device, link = (value or 0.0 for value in needed.values())
     speeds = (dense / DENSE_SHARE, device / MEMORY_SHARE, link / H2D_SHARE)

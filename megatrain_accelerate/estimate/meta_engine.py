@@ -6,28 +6,26 @@ The engine is the real one, on a model of the meta device; its store is as large
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.memory.host_memory import DeviceMemory
 from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
-from megatrain_accelerate.planning.adoption import Adoption
 from megatrain_accelerate.planning.device_plan import DevicePlan
 from megatrain_accelerate.planning.layer_discovery import Discovery, wants_whole_layers
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Model, Placement
 from megatrain_accelerate.planning.placement_search import Candidate
 from megatrain_accelerate.planning.step_profile import StepOutline
-from megatrain_accelerate.streaming.model_hook import ModelHook
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.units import GIB
 
@@ -42,9 +40,7 @@ _STAGING_BUFFERS = 2
 
 
 def load_config(name: str, trust_remote_code: bool = False) -> Any:
-    """The configuration of a model: an id of the Hub, a local folder, or a ``config.json``.
-
-    Nothing else is read or fetched, but for the code that comes with it if that is trusted.
+    """The configuration of a model: an id of the Hub, a local folder, or a ``config.json``. Code comes with it if trusted.
 
     Raises:
         ConfigError: there is none.
@@ -114,24 +110,15 @@ def shortest_table(model: nn.Module, run: Callable[[], object]) -> PositionTable
         if name.rpartition(".")[2] == _BUFFER and buffer.dim() == 2
     ]
     if tables:
-        used: set[str] = set()
-        hooks = {name: ModelHook(functools.partial(used.add, name), runs_dry=True) for name in tables}
-        handles = [tables[name].register_forward_pre_hook(hook) for name, hook in hooks.items()]
-        try:
+        used: set[nn.Module] = set()
+        with register_module_forward_pre_hook(lambda module, _: used.add(module)):
             run()
-        finally:
-            for handle in handles:
-                handle.remove()
-        found += [PositionTable(name, _positions(module)) for name, module in tables.items() if name in used]
+        for name, module in tables.items():
+            # Before the first position lie rows of RoBERTa's padding, or of BART's and OPT's offset.
+            padding, offset = module.padding_idx, getattr(module, "offset", 0)
+            before = padding + 1 if padding is not None else offset if isinstance(offset, int) else 0
+            found += [PositionTable(name, module.num_embeddings - before)] * (module in used)
     return min(found, key=lambda table: table.positions, default=None)
-
-
-def _positions(table: nn.Embedding) -> int:
-    """The rows without those before the first position: BART's and OPT's offset, or RoBERTa's padding."""
-    if table.padding_idx is not None:
-        return table.num_embeddings - table.padding_idx - 1
-    offset = getattr(table, "offset", 0)
-    return table.num_embeddings - (offset if isinstance(offset, int) else 0)
 
 
 class _MetaMemory(DeviceMemory):
@@ -147,42 +134,22 @@ class _MetaUnit(HostUnit):
         pass
 
 
-class _MetaAdoption(Adoption):
-    """Makes the units; there are no values to take over."""
-
-    def __init__(self, model: nn.Module, discovery: Discovery, make_unit: Callable[..., HostUnit], **_: Any) -> None:
-        self._make_unit = make_unit
-
-    def unit(self, name: str, parameters: Sequence[tuple[str, nn.Parameter]], dtypes: Sequence[torch.dtype]) -> HostUnit:
-        return self._make_unit(name, parameters, dtypes)
-
-    def __exit__(self, kind: Any, *error: Any) -> None:
-        pass
-
-
 class MetaEngine(Engine):
-    """The engine of a model on the meta device, in training mode, for one process with bf16.
+    """The engine of a model on the meta device, in training mode, for one process with bf16; raises as the engine does.
 
-    What the settings place is left to :class:`ForecastPlan`. Experts are cut into parts by
-    ``gpu_bytes``, the device memory that a step may take; None leaves them whole.
-
-    Raises:
-        UnsupportedError: the model can't stream; the message says why.
+    What the settings place is left to :class:`ForecastPlan`. Experts are cut into parts by ``gpu_bytes``, the device memory
+    that a step may take; None leaves them whole.
     """
 
     unit_class = _MetaUnit
-    adoption_class = _MetaAdoption
 
     def __init__(
         self, model: nn.Module, config: MegatrainConfig, recorder: OutputRecorder | None = None, gpu_bytes: int | None = None
     ) -> None:
         # What the settings place says whether experts are cut.
-        whole = config.expert_parts == "auto" and wants_whole_layers(config)
-        parts = 1 if whole else config.expert_parts
-        gpu_memory_gib = None if gpu_bytes is None else gpu_bytes / GIB
-        nothing_placed = dataclasses.replace(
-            config, **_NOTHING_PLACED, expert_parts=parts, host_threads=1, gpu_memory_gib=gpu_memory_gib
-        )
+        parts = 1 if config.expert_parts == "auto" and wants_whole_layers(config) else config.expert_parts
+        others: dict[str, Any] = {"host_threads": 1, "gpu_memory_gib": None if gpu_bytes is None else gpu_bytes / GIB}
+        nothing_placed = dataclasses.replace(config, **_NOTHING_PLACED, expert_parts=parts, **others)
         super().__init__(
             model, META, nothing_placed, bf16=True, training=True, show_progress=False, show_plan=False, recorder=recorder
         )
@@ -214,10 +181,7 @@ class MetaEngine(Engine):
 class ForecastPlan(DevicePlan):
     """The plan for a machine that needn't be here: it finds placements and moves nothing.
 
-    Args:
-        gpu_bytes: device memory that a step may take.
-        host_bytes: host memory for the store and offloaded activations; None for the store alone.
-        micro_batches: backwards before a step.
+    A step may take ``gpu_bytes``; ``host_bytes`` are for the store and offloaded activations, None for the store alone.
     """
 
     search = DevicePlan._search_for
@@ -252,12 +216,6 @@ class ForecastPlan(DevicePlan):
 
     def _place(self, placement: Placement) -> None:
         self.placement = placement
-
-    def moved_bytes(self, placement: Placement) -> int:
-        """Host memory that units give up which the placement moves to the device, bytes."""
-        sizes = self.model_sizes()
-        groups = [*sizes.groups_before, *sizes.groups_after] if placement.groups_on_device else []
-        return sum(unit.host_bytes for unit in [*(sizes.layers[i] for i in placement.on_device), *groups])
 
     def leanest(self, outline: StepOutline) -> Candidate:
         """The placement that takes the least device memory, whether it fits or not: what the settings ask for and nothing

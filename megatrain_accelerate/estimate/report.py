@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import ConfigError, UnsupportedError
-from megatrain_accelerate.estimate.forecast import Forecast
+from megatrain_accelerate.errors import ConfigError
+from megatrain_accelerate.estimate.forecast import Forecast, Forecaster
 from megatrain_accelerate.estimate.machine_description import MachineDescription
 from megatrain_accelerate.estimate.meta_engine import PositionTable
+from megatrain_accelerate.memory.host_limits import settings_that_take_less
+from megatrain_accelerate.planning.plan_table import experts_text
+from megatrain_accelerate.tracing import empty_figure
 from megatrain_accelerate.units import GB, GIB
 
 
@@ -36,15 +38,8 @@ class Estimate:
     """All that is found out about one model on one machine. Bytes; speeds a second."""
 
     model: str
-    model_class: str
-    parameters: int
-    active_parameters: int
-    """Those that a token meets: fewer where there are experts."""
-    layers: int
-    layer_parameters: int
-    """Of the largest layer."""
-    experts: str | None
-    """How they stream in parts; None if they don't."""
+    """As the command names it."""
+    forecaster: Forecaster
     stated_positions: int | None
     """The longest sequence that the configuration names."""
     table: PositionTable | None
@@ -52,34 +47,48 @@ class Estimate:
     machine: MachineDescription
     length: int
     """Tokens of each sequence in the rows."""
-    host_store_bytes: int
-    host_budget_bytes: int
     least_gpu_bytes: int
     """GPU memory of one sequence where it takes the least."""
     token_gpu_bytes: int | None
     """The same of a sequence of a single token; None if the GPU has room for the longer one."""
-    config: MegatrainConfig
     limits: Limits | None
-    """None if nobody asked for them."""
     rows: Sequence[Forecast]
 
     @property
     def fits(self) -> bool:
         """Whether the model trains at all: its states fit the host memory, and one sequence the GPU."""
-        return self.host_store_bytes <= self.host_budget_bytes and self.least_gpu_bytes <= self.machine.gpu_bytes
+        return self.missing_host_bytes <= 0 and self.least_gpu_bytes <= self.machine.gpu_bytes
+
+    @property
+    def missing_host_bytes(self) -> int:
+        return self.forecaster.host_store_bytes - self.forecaster.host_bytes
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        forecaster, runtime = self.forecaster, self.forecaster.engine.runtime
+        return {
+            "model": self.model,
+            "model_class": type(forecaster.model).__name__,
+            "parameters": forecaster.parameters,
+            "active_parameters": forecaster.active_parameters,
+            "layers": len(runtime.layers),
+            "layer_parameters": max(layer.parameter_count for layer in runtime.layers),
+            "experts": experts_text(runtime) if runtime.experts else None,
+            "stated_positions": self.stated_positions,
+            "table_positions": self.table and self.table.positions,
+        }
 
 
 def table(estimate: Estimate) -> str:
-    """The whole estimate in lines of text."""
-    machine, speeds = estimate.machine, estimate.machine.machine
-    per_parameter = estimate.host_store_bytes / estimate.parameters
-    budget = "(--host-memory isn't given)" if machine.host_bytes is None else f"of {estimate.host_budget_bytes / GIB:,.1f} GiB"
-    is_sparse = estimate.active_parameters < estimate.parameters
-    active = f", {estimate.active_parameters / 1e9:.2f} G of them active" if is_sparse else ""
+    machine, speeds, model = estimate.machine, estimate.machine.machine, estimate.facts
+    needed_bytes, budget_bytes = estimate.forecaster.host_store_bytes, estimate.forecaster.host_bytes
+    parameters, active = model["parameters"], model["active_parameters"]
+    budget = "(--host-memory isn't given)" if machine.host_bytes is None else f"of {budget_bytes / GIB:,.1f} GiB"
+    of_them = f", {active / 1e9:.2f} G of them active" if active < parameters else ""
     facts = [
-        ("model", f"{estimate.model}: {estimate.model_class}, {estimate.parameters / 1e9:.2f} G parameters{active}"),
-        ("layers", f"{estimate.layers}, the largest of {estimate.layer_parameters / 1e6:,.0f} M parameters"),
-        *([("experts", estimate.experts)] if estimate.experts else []),
+        ("model", f"{estimate.model}: {model['model_class']}, {parameters / 1e9:.2f} G parameters{of_them}"),
+        ("layers", f"{model['layers']}, the largest of {model['layer_parameters'] / 1e6:,.0f} M parameters"),
+        *([("experts", model["experts"])] if model["experts"] else []),
         ("GPU", f"{machine.gpu}, {machine.gpu_total_bytes / GIB:.1f} GiB, planned with {machine.gpu_bytes / GIB:.1f}"),
         (
             "speeds",
@@ -88,7 +97,7 @@ def table(estimate: Estimate) -> str:
             f"{speeds.host_step_parameters / 1e9:.1f} G parameters/s",
         ),
         *(("", note) for note in machine.notes),
-        ("host memory", f"needs {estimate.host_store_bytes / GIB:,.1f} GiB ({per_parameter:.1f} bytes a parameter) {budget}"),
+        ("host memory", f"needs {needed_bytes / GIB:,.1f} GiB ({needed_bytes / parameters:.1f} bytes a parameter) {budget}"),
         ("GPU memory", f"from {estimate.least_gpu_bytes / GIB:.1f} GiB, for one sequence of {estimate.length:,} tokens"),
     ]
     rows = [*estimate.rows]
@@ -145,11 +154,11 @@ def _row(row: Forecast) -> tuple[str, ...]:
 
 
 def _verdict(estimate: Estimate) -> list[str]:
-    if estimate.host_store_bytes > estimate.host_budget_bytes:
-        missing = (estimate.host_store_bytes - estimate.host_budget_bytes) / GIB
-        less = _less_host_memory(estimate)
-        remedy = f"; what takes less, by --set: {', '.join(less)}" if less else ""
-        return [f"It doesn't fit: {missing:,.1f} GiB of host memory are missing{remedy}"]
+    if estimate.missing_host_bytes > 0:
+        accumulates = any(row.micro_batches > 1 for row in estimate.rows)
+        less = settings_that_take_less(estimate.forecaster.config, accumulates=accumulates)
+        remedy = f". {less}Try them by --set KEY=VALUE" if less else ""
+        return [f"It doesn't fit: {estimate.missing_host_bytes / GIB:,.1f} GiB of host memory are missing{remedy}"]
     if estimate.fits:
         return []
     planned = estimate.machine.gpu_bytes
@@ -161,34 +170,18 @@ def _verdict(estimate: Estimate) -> list[str]:
     return [f"It doesn't fit: {what} takes {more} more than the {there} that are planned with{why}"]
 
 
-def _less_host_memory(estimate: Estimate) -> list[str]:
-    """Settings by which the states take less than they do."""
-    config = estimate.config
-    less = []
-    accumulates = any(row.micro_batches > 1 for row in estimate.rows)
-    if not config.passes_gradients and not accumulates and config.step_schedule in ("auto", "backward"):
-        less.append("host_gradients=passing (2 bytes a parameter of a layer, without gradient clipping)")
-    if config.moments_dtype == "fp32":
-        less.append("moments_dtype=bf16 (4 bytes a parameter)")
-    if config.moments_dtype != "int8" and config.device_layers in ("auto", 0):
-        less.append(f"moments_dtype=int8 ({5.9 if config.moments_dtype == 'fp32' else 1.9})")
-    return less
-
-
 def as_json(estimate: Estimate) -> dict[str, Any]:
     """The estimate as plain data; units are in the names."""
     machine, limits, token_bytes = estimate.machine, estimate.limits, estimate.token_gpu_bytes
-    names = ("model", "model_class", "parameters", "active_parameters", "layers", "layer_parameters", "experts")
     return {
-        **{name: getattr(estimate, name) for name in (*names, "stated_positions")},
-        "table_positions": estimate.table and estimate.table.positions,
+        **estimate.facts,
         "gpu": machine.gpu,
         "gpu_memory_gib": machine.gpu_total_bytes / GIB,
         "gpu_planned_gib": machine.gpu_bytes / GIB,
         "speeds": dataclasses.asdict(machine.machine),
         "notes": list(machine.notes),
-        "host_needed_gib": estimate.host_store_bytes / GIB,
-        "host_memory_gib": None if machine.host_bytes is None else estimate.host_budget_bytes / GIB,
+        "host_needed_gib": estimate.forecaster.host_store_bytes / GIB,
+        "host_memory_gib": None if machine.host_bytes is None else estimate.forecaster.host_bytes / GIB,
         "gpu_least_gib": estimate.least_gpu_bytes / GIB,
         "gpu_token_gib": None if token_bytes is None else token_bytes / GIB,
         "fits": estimate.fits,
@@ -233,15 +226,7 @@ def plot(estimate: Estimate, path: Path) -> None:
         UnsupportedError: matplotlib isn't installed.
         ConfigError: nothing can be written there, or not in that format.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UnsupportedError(
-            f"--plot needs matplotlib, which can't be imported ({error}): pip install matplotlib, or take --json"
-        ) from error
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = empty_figure((8, 5), "--plot", "take --json")
     axes = figure.add_subplot()
     rows = sorted(estimate.rows, key=lambda row: row.batch)
     batches = [row.batch for row in rows]

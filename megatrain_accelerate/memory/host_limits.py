@@ -115,7 +115,7 @@ def settings_that_take_less(config: MegatrainConfig, *, accumulates: bool) -> st
     ``accumulates``: whether several backwards come before a step, which gradients that pass don't allow.
     """
     found = []
-    if not config.passes_gradients and not accumulates:
+    if not config.passes_gradients and not accumulates and config.step_schedule in ("auto", "backward"):
         found.append("host_gradients: passing (2 bytes a parameter less; needs max_grad_norm=0)")
     # AdamW's moments take 8 bytes a parameter in fp32, 4 in bf16, and 2.06 in 8 bits.
     smaller = {"fp32": {"bf16": "4", "int8": "5.9"}, "bf16": {"int8": "1.9"}}.get(config.moments_dtype, {})

@@ -5,6 +5,7 @@ With it, in which dtype each parameter computes, and the values of models that w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import operator
@@ -42,8 +43,8 @@ class Adoption:
     Weights in mapped files are read ahead by one unit. Their cache is given back, unit by unit, where the store would
     otherwise have to be made in memory that the cache takes: the system would give it back by itself, but not in huge pages.
 
-    A model that was built without weights gets them here. Units are asked for in the order of the
-    discovery; ``make_unit`` makes one from its name, its parameters and their dtypes.
+    A model that was built without weights gets them here, but on the meta device. Units are asked for in the order of the
+    discovery; ``make_unit`` makes one from its name, its parameters and their dtypes, which ``dtypes`` has by parameters' ids.
     """
 
     def __init__(
@@ -51,13 +52,15 @@ class Adoption:
         model: nn.Module,
         discovery: Discovery,
         make_unit: Callable[..., HostUnit],
+        dtypes: Mapping[int, torch.dtype],
         *,
         device: torch.device,
         store_bytes: int,
     ) -> None:
         expand_segments(device)  # before the first of the engine's tensors there
-        self._make_unit = make_unit
-        self._meta_weights = _MetaWeights(model, discovery, device) if is_without_weights(model) else None
+        self._make_unit, self._dtypes = make_unit, dtypes
+        wants_weights = is_without_weights(model) and device.type != "meta"
+        self._meta_weights = _MetaWeights(model, discovery, device) if wants_weights else None
         groups = [[parameter for _, parameter in group] for group in discovery.parameter_groups()]
         files = FileMappings()
         self._pages = [files.pages(group) for group in groups]
@@ -65,7 +68,7 @@ class Adoption:
         self._gives_cache_back = unused_host_bytes() < store_bytes + mapped
         self._made = self._freed_bytes = 0
 
-    def unit(self, name: str, parameters: Sequence[tuple[str, nn.Parameter]], dtypes: Sequence[torch.dtype]) -> HostUnit:
+    def unit(self, name: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> HostUnit:
         """The next unit, with the parameters' values. The caller makes them show the store's."""
         if self._freed_bytes >= TRIM_BYTES:
             trim_heap()
@@ -74,11 +77,11 @@ class Adoption:
             read_ahead(pages)
         if self._meta_weights is not None:
             self._meta_weights.fill_unit(self._made, (parameter for _, parameter in parameters))
-        unit = self._make_unit(name, parameters, dtypes)
+        unit = self._make_unit(name, parameters, [self._dtypes[id(parameter)] for _, parameter in parameters])
         if self._gives_cache_back:
             page_out(self._pages[self._made])
         self._made += 1
-        self._freed_bytes += sum(parameter.nbytes for _, parameter in parameters)
+        self._freed_bytes += sum(parameter.nbytes for _, parameter in parameters if not parameter.is_meta)
         return unit
 
     def __enter__(self) -> Adoption:
@@ -93,7 +96,6 @@ class Adoption:
 def adopt_experts(
     specs: Iterable[ExpertsSpec],
     adoption: Adoption,
-    dtypes: Mapping[int, torch.dtype],
     layers: Sequence[StreamedLayer],
     run: Callable[[int, tuple[Any, ...], dict[str, Any]], Any],
     before_copy: Callable[[], None],
@@ -102,8 +104,7 @@ def adopt_experts(
     whose forward calls ``run`` with the number of the experts among the model's."""
     for spec in specs:
         earlier = [experts for layer in layers for experts in layer.experts]
-        parameters = list(spec.module.named_parameters())
-        unit = adoption.unit(spec.name, parameters, [dtypes[id(parameter)] for _, parameter in parameters])
+        unit = adoption.unit(spec.name, list(spec.module.named_parameters()))
         forward = install_proxy(spec.module, functools.partial(run, len(earlier)), before_copy)
         first = sum(len(experts.parts) for experts in earlier)
         at = (spec.layer, spec.name, spec.module, forward, unit)
@@ -166,7 +167,10 @@ def _own_precision(model: nn.Module) -> set[int]:
         found |= {id(parameter) for parameter in parameters.values() if parameter.requires_grad}
         for module in model.modules():
             for name in getattr(module, "adapter_layer_names", ()):
-                found |= _ids_in(module, name)
+                with contextlib.suppress(AttributeError):
+                    holder = operator.attrgetter(name)(module)
+                    held = holder.parameters() if isinstance(holder, nn.Module) else [holder]
+                    found |= {id(parameter) for parameter in held}
     # An output head whose forward somebody replaced (TRL's cast_lm_head_to_fp32).
     try:
         head: Any = model.get_output_embeddings()  # type: ignore[operator]
@@ -179,17 +183,6 @@ def _own_precision(model: nn.Module) -> set[int]:
     if 2 * in_bf16 > sum(p.numel() for p in parameters.values()):
         found |= {id(p) for p in parameters.values() if _loaded_dtype(p) == torch.float32}
     return found
-
-
-def _ids_in(module: nn.Module, name: str) -> set[int]:
-    """Ids of the parameters that a module's attribute holds, or is."""
-    try:
-        holder = operator.attrgetter(name)(module)
-    except AttributeError:
-        return set()
-    if isinstance(holder, nn.Module):
-        return {id(parameter) for parameter in holder.parameters()}
-    return {id(holder)} if isinstance(holder, nn.Parameter) else set()
 
 
 def is_without_weights(model: nn.Module) -> bool:
@@ -277,8 +270,7 @@ class _MetaWeights:
             made += [(f"parameter {self._names[id(module)]}.{key}", p) for key, p in module.named_parameters(recurse=False)]
         with torch.no_grad():
             for module in modules:
-                rule = self._rules[id(module)]
-                if rule is not None:
+                if (rule := self._rules[id(module)]) is not None:
                     rule(module)
                 elif callable(reset := getattr(module, "reset_parameters", None)):
                     reset()

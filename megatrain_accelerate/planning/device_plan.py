@@ -17,6 +17,7 @@ from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES, ava
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.optim.device_kernel import can_step_on
 from megatrain_accelerate.planning.evaluation_weights import EvaluationWeights, has_cache
+from megatrain_accelerate.planning.fake_runs import replaced
 from megatrain_accelerate.planning.layer_measurement import measure_layers
 from megatrain_accelerate.planning.machine import (
     SEGMENT_BYTES,
@@ -70,9 +71,7 @@ class DevicePlan:
     """
 
     def __init__(self, runtime: StreamingRuntime, config: MegatrainConfig, device: torch.device, show: bool = False) -> None:
-        self._runtime = runtime
-        self._config = config
-        self._device = device
+        self._runtime, self._config, self._device = runtime, config, device
         self.show = show
         """Whether this process shows the table."""
         self._seen, self._planned, self._plans = BatchExtent(), BatchExtent(), 0
@@ -95,10 +94,7 @@ class DevicePlan:
         count = len(runtime.layers)
         self._choices = Choices.of_settings(config, count)
         runtime.token_tile = 0 if config.token_tile == "auto" else int(config.token_tile)
-        every = self._choices.on_device == -1
-        asked: dict[str, Any] = {kind: wanted or 0 for kind, wanted in dataclasses.asdict(self._choices).items()}
-        asked["on_device"] = count if every else asked["on_device"]
-        self._asked = Placement.of_counts(count, **asked, groups_on_device=every)
+        self._asked = Placement.of_counts(count, **self._choices.fewest(count))
         runtime.keep_states_on_host = self._keep_states_on_host
         self._place(self._asked)
 
@@ -129,11 +125,6 @@ class DevicePlan:
             "resident": sum(group.device_bytes for group in runtime.groups),
             **({"gradient_sums": sums.planned_bytes} if has_sums else {}),
         }
-
-    @property
-    def _measures(self) -> bool:
-        """Whether layers are measured: elsewhere their costs are reckoned."""
-        return self._device.type == "cuda"
 
     @functools.cached_property
     def _machine(self) -> Machine:
@@ -272,11 +263,8 @@ class DevicePlan:
         key = self._key(inputs)
         if key not in self._foreseen:
             self._runtime.refresh_if_written()
-            token_tile = self._runtime.token_tile
-            try:
+            with replaced(self._runtime, "token_tile", self._runtime.token_tile):
                 self._foreseen[key] = self._predicted(model, inputs)
-            finally:
-                self._runtime.token_tile = token_tile
         return self._foreseen[key]
 
     def weigh(self, model: nn.Module, inputs: Mapping[str, Any]) -> Candidate | None:
@@ -315,8 +303,9 @@ class DevicePlan:
         return self._runtime.micro_batch_size, frozenset(inputs)
 
     def _in_proportion(self, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline | None:
-        """The outline scaled from the measured step, None if there is none to scale it from; itself where none is measured."""
-        if not (self._measures and self.has_budget):
+        """The outline scaled from the measured step, None if there is none to scale it from. Itself without a GPU or a budget,
+        where none is measured."""
+        if self._device.type != "cuda" or not self.has_budget:
             return outline
         steps = self._measured_steps.get(self._way_of(inputs))
         return None if steps is None else extrapolated_outline(outline, *steps, self._machine)
@@ -379,8 +368,8 @@ class DevicePlan:
     def _place(self, placement: Placement) -> None:
         before, self.placement = self.placement, placement
         self._treat_activations()
-        where = (placement.resident, placement.on_device, placement.groups_on_device)
-        if self._is_interrupted or where != (before.resident, before.on_device, before.groups_on_device):
+        were, where = ((at.resident, at.on_device, at.groups_on_device) for at in (before, placement))
+        if self._is_interrupted or where != were:
             self._is_interrupted = True  # until all have moved
             self._runtime.place(*where)
             self._is_interrupted = False
@@ -403,7 +392,6 @@ class DevicePlan:
         self._place(_on_host(self.placement))
 
     def model_sizes(self) -> Model:
-        """What the simulation has to know of the engine."""
         runtime, config, sizes = self._runtime, self._config, self._unit_sizes
         return Model(
             layers=[sizes(layer.unit) for layer in runtime.layers],

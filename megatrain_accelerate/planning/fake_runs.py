@@ -1,19 +1,18 @@
 """What runs of a model on tensors without data need besides ``FakeTensorMode``.
 
-Values, since many forwards look at small integers: the longest position, whether a mask is full, the
-sizes of images. And care for code that torch's dispatcher doesn't see. Compiled functions and Triton
-kernels go by the addresses of their arguments, which are zero: what is written there ends the CUDA
-context, and with it the run. Caches of functions would keep tensors without data, which the next real
-forward would find.
+Values, since many forwards look at small integers: the longest position, whether a mask is full, the sizes of images. And care
+for code that torch's dispatcher doesn't see. Compiled functions and Triton kernels go by the addresses of their arguments,
+which are zero: what is written there ends the CUDA context, and with it the run. Caches of functions would keep tensors
+without data, which the next real forward would find.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 import sys
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,14 +33,12 @@ _MOST_ELEMENTS = 1 << 22
 
 _RANDOM = ("rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "uniform", "dropout", "empty")
 _ATEN = torch.ops.aten
-_Cache = functools._lru_cache_wrapper
 _NOT_OF_MODELS = ("torch", "builtins", "typing", "abc")
 
 
 class KnownValues(TorchDispatchMode):
-    """Computes for real, beside the run, what follows from the batch's integers and truth values, from
-    single numbers beside it and from what the model makes itself, and answers with it. Enter it inside
-    ``FakeTensorMode``."""
+    """Computes for real what follows from the batch's integers and truth values, from single numbers beside it and from what
+    the model makes itself, and answers with it. Enter it inside ``FakeTensorMode``."""
 
     supports_higher_order_operators = True
 
@@ -211,11 +208,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 def compiled_functions_as_python() -> Iterator[None]:
     """While the body runs, in every thread, compiled functions call the Python that they were made of.
 
-    TorchScript (DeBERTa's relative positions) launches what it fused itself. A function under
-    ``torch.compile`` that is called under modes (flex attention) isn't traced, and torch 2.11 doesn't
-    trace it afterwards either: its first real call fails. A scripted function whose original isn't
-    known (``torch.jit.script`` leaves it there for TorchDynamo) runs as it is; so does any under
-    ``torch.compile`` before torch 2.6, which has no way to switch them off.
+    TorchScript (DeBERTa's relative positions) launches what it fused itself. A function under ``torch.compile`` that is called
+    under modes (flex attention) isn't traced, and torch 2.11 doesn't trace it afterwards either: its first real call fails.
+    Scripted functions whose original isn't known run as they are, and so does any under ``torch.compile`` before torch 2.6.
     """
     call: Any = torch.jit.ScriptFunction.__call__
 
@@ -233,10 +228,9 @@ def compiled_functions_as_python() -> Iterator[None]:
 def launches_without_data() -> Iterator[None]:
     """While the body runs, Triton kernels launched under ``FakeTensorMode`` return at once; others run.
 
-    Outputs (of Liger's layers, of many linear attentions) are allocated by torch before a launch, so
-    that shapes and memory are right without it. Autotuners run nothing either, and choose when the
-    first real call comes. A mode that is *made* in the body raises where other code asks a tensor
-    for its address, instead of answering zero (``torch/_functorch/config.py``).
+    Outputs (of Liger's layers, of many linear attentions) are allocated by torch before a launch, so that shapes and memory
+    are right without it. Autotuners run nothing either, and choose when the first real call comes. A mode that is *made* in
+    the body raises where other code asks a tensor for its address, instead of answering zero (``torch/_functorch/config.py``).
     """
     with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
         if not has_triton_package():
@@ -261,12 +255,8 @@ def launches_without_data() -> Iterator[None]:
 
 @contextlib.contextmanager
 def caches_emptied_after(model: nn.Module) -> Iterator[None]:
-    """Empties the caches (``functools.lru_cache``) to which the body added an entry.
-
-    Those that the code of the model's classes can name are looked at: decorated functions and
-    methods in the Python modules that define them, also below transformers'
-    ``compile_compatible_method_lru_cache``, and attributes of the model's modules.
-    """
+    """Empties those caches (``functools.lru_cache``) to which the body added an entry: of functions and methods, also below
+    other decorators, that the Python modules which define the model's classes define or import."""
     caches = [(cache, cache.cache_info().misses) for cache in _caches_of(model)]
     try:
         yield
@@ -277,29 +267,9 @@ def caches_emptied_after(model: nn.Module) -> Iterator[None]:
 
 
 def _caches_of(model: nn.Module) -> list[Any]:
-    # Values, each with the name of the Python module that defines the classes to be looked into.
-    todo = [(value, "") for module in model.modules() for value in vars(module).values()]
-    for name in {cls.__module__ for module in model.modules() for cls in type(module).__mro__}:
-        if name.split(".")[0] not in _NOT_OF_MODELS and name in sys.modules:
-            todo += [(value, name) for value in vars(sys.modules[name]).values()]
-    found: dict[int, Any] = {}
-    seen: set[tuple[int, str]] = set()
-    while todo:
-        value, home = todo.pop()
-        if isinstance(value, (staticmethod, classmethod)):
-            value = value.__func__
-        elif isinstance(value, property):
-            value = value.fget
-        if (id(value), home) in seen:
-            continue
-        seen.add((id(value), home))
-        if isinstance(value, _Cache):
-            found[id(value)] = value
-        elif isinstance(value, types.FunctionType):
-            for cell in value.__closure__ or ():
-                with contextlib.suppress(ValueError):  # the cell is still empty
-                    if isinstance(cell.cell_contents, (_Cache, types.FunctionType)):
-                        todo.append((cell.cell_contents, home))
-        elif isinstance(value, type) and value.__module__ == home:
-            todo += [(attribute, home) for attribute in vars(value).values()]
-    return list(found.values())
+    defining = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    homes = {name for name in defining if name.split(".")[0] not in _NOT_OF_MODELS}
+    imported = {id(value) for name in homes & sys.modules.keys() for value in vars(sys.modules[name]).values()}
+    # A proxy of another library's may do anything when it is asked for its class.
+    caches = [found for found in gc.get_objects() if type(found) is functools._lru_cache_wrapper]
+    return [cache for cache in caches if cache.__module__ in homes or id(cache) in imported]

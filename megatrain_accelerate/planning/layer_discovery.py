@@ -32,7 +32,6 @@ _LITTLE_MORE = 1.05
 _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts", "config")
 """What ``use_experts_implementation`` of transformers (integrations/moe.py) leaves on a module of experts."""
 
-
 _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 _PRESENT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What configurations of transformers call the experts that a token is sent to, and those of a layer."""
@@ -369,9 +368,8 @@ def split_experts(
 def active_parameters(model: nn.Module, config: Any) -> int:
     """Parameters that a token meets, frozen ones too: all, but for the experts that it isn't sent to.
 
-    Experts are the parameters with ``.experts.`` in their names, adapters on them among them, as
-    transformers has them. Shared experts, which every token is sent to, count whole. ``config`` is the
-    model's, or None.
+    Experts are the parameters with ``.experts.`` in their names, adapters on them among them, as transformers has them. Shared
+    experts, which every token is sent to, count whole. ``config`` is the model's, or None.
     """
     total = sum(parameter.numel() for parameter in model.parameters())
     # One that isn't of transformers, or has several texts, speaks for itself.

@@ -73,22 +73,15 @@ class _Spans:
 
 
 class _Stopwatch:
-    """Seconds on the device, and the most bytes that were alive meanwhile above those at the start, of a body that is run
-    again and again.
-
-    Args:
-        device: a GPU.
-        limit_bytes: of the process' tensors; None for what is free.
-    """
+    """Seconds on a GPU, and the most bytes that were alive meanwhile above those at the start, of a body that is run again and
+    again. ``limit_bytes`` is that of the process' tensors; None for what is free."""
 
     def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
-        self._device = device
-        self._limit_bytes = limit_bytes
+        self._device, self._limit_bytes = device, limit_bytes
         self._spans = _Spans()
         self.counts_bytes = True
         """Whether the last body's bytes are counted, between waits for the device."""
-        self.peak_bytes = 0
-        self.left_bytes = 0
+        self.peak_bytes = self.left_bytes = 0
 
     @contextlib.contextmanager
     def running(self, chooses_kernels: bool = False) -> Iterator[None]:
@@ -117,14 +110,9 @@ class _Stopwatch:
 def measure_layers(
     model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], outline: StepOutline, budget_bytes: int
 ) -> StepOutline:
-    """The outline with measured profiles.
+    """The outline with measured profiles, of a prepared model on a CUDA device, between steps.
 
-    Args:
-        model: the prepared model, on a CUDA device.
-        runtime: its engine, between steps.
-        inputs: the keyword arguments of the real call.
-        outline: of the same call.
-        budget_bytes: of the device, for a step.
+    ``inputs`` are the keyword arguments of the real call that the outline is of; a step may take ``budget_bytes``.
 
     Raises:
         torch.OutOfMemoryError: the working set of one layer doesn't fit.
@@ -157,9 +145,7 @@ class _MeasuredLayers:
         self.kinds = [event.kind for event in outline.forward_calls]
         self.position = 0
         """Of the next call in the model's forward."""
-        self._runtime = runtime
-        self._outline = outline
-        self._budget_bytes = budget_bytes
+        self._runtime, self._outline, self._budget_bytes = runtime, outline, budget_bytes
         self._outputs: dict[Hashable, tuple[Any, Recorded]] = {}
 
     def __call__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -256,15 +242,7 @@ def _measure(
 
 class _Measurement:
     """Forward, forward with a graph and backward, over and over; of a compiled layer that may be recomputed also the backward
-    that does it.
-
-    Args:
-        runtime: the engine.
-        layer: the layer.
-        slot: with its weights, which stay there.
-        inputs: makes its arguments, as leaves.
-        times_attention: whether attention's kernels are timed too.
-    """
+    that does it. The layer's weights stay in ``slot``; ``inputs`` makes its arguments, as leaves."""
 
     def __init__(
         self,
@@ -283,8 +261,7 @@ class _Measurement:
         self._attention = _Spans() if times_attention else None
         """Of the last forward."""
         self._layer, self._slot, self._inputs = layer, slot, inputs
-        self._recorder = runtime.recorder
-        self._compiled = runtime.compiled
+        self._recorder, self._compiled = runtime.recorder, runtime.compiled
         self._captures = None if layer.experts else self._compiled.wants(layer)
 
     def slot(self) -> WeightSlot:

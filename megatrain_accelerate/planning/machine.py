@@ -1,7 +1,7 @@
 """How fast this machine moves and computes, and what is free of its GPU's memory.
 
-Speeds are measured in about two seconds, and kept in the user's cache folder. The first processes
-measure anew, and the plan counts with the median: something else may run at one time.
+Speeds are measured in about two seconds, and kept in the user's cache folder. The first processes measure anew, and the plan
+counts with the median: something else may run at one time.
 """
 
 from __future__ import annotations
@@ -145,7 +145,9 @@ def _keep(path: Path, measured: Sequence[Machine]) -> None:
         os.replace(file.name, path)
 
 
-def _seconds(device: torch.device, work: Callable[[], object]) -> float:
+def seconds_of(
+    device: torch.device, work: Callable[[], object], chosen: Callable[[list[float]], float] = statistics.median
+) -> float:
     """The median of a few rounds after one that doesn't count, since it touches memory and loads kernels."""
     rounds = []
     for _ in range(_ROUNDS + 1):
@@ -156,7 +158,7 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         rounds.append(time.perf_counter() - start)
-    return statistics.median(rounds[1:])
+    return chosen(rounds[1:])
 
 
 def _measure(device: torch.device, kernels: HostKernels, register: bool) -> Machine:
@@ -171,19 +173,19 @@ def _measure(device: torch.device, kernels: HostKernels, register: bool) -> Mach
         host_memory.register()
         on_device = torch.empty(size, dtype=torch.uint8, device=device)
         other = torch.empty_like(on_device)
-        h2d = _seconds(device, lambda: on_device.copy_(host, non_blocking=True))
-        d2h = _seconds(device, lambda: host.copy_(on_device, non_blocking=True))
+        h2d = seconds_of(device, lambda: on_device.copy_(host, non_blocking=True))
+        d2h = seconds_of(device, lambda: host.copy_(on_device, non_blocking=True))
         step_work = _host_step(kernels, elements)
-        step = _seconds(torch.device("cpu"), step_work)
+        step = seconds_of(torch.device("cpu"), step_work)
         h2d_in_step, d2h_in_step = h2d, d2h
         if is_gpu:
             with _repeated(step_work):
                 h2d_in_step, d2h_in_step = _seconds_of_both(on_device, host)
-        within = _seconds(device, lambda: other.copy_(on_device))
+        within = seconds_of(device, lambda: other.copy_(on_device))
         host_memory.close()
         # Products of zeros take less power and are faster.
         left = torch.randn(side, side, dtype=torch.bfloat16, device=device)
-        product = _seconds(device, lambda: left @ left)
+        product = seconds_of(device, lambda: left @ left)
     return Machine(
         h2d_bytes=size / h2d,
         d2h_bytes=size / d2h,

@@ -20,11 +20,7 @@ only a second plan shows that the sizes of batches vary."""
 
 @dataclasses.dataclass(frozen=True)
 class BatchExtent:
-    """The size of a batch, as far as the memory of a step depends on it.
-
-    Of two batches of text with equally many tokens, the one with longer sequences can need more memory: that of attention
-    grows with the number of tokens times the sequence length.
-    """
+    """The size of a batch, as far as the memory of a step depends on it: attention's grows with tokens times length."""
 
     elements: int = 0
     """Number of elements of all input tensors together; labels and masks count as well, single numbers don't."""
@@ -57,10 +53,8 @@ class BatchExtent:
 def enlarged_batch(model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, growth: float) -> dict[str, Any] | None:
     """The keyword arguments of a batch of text of ``growth`` times ``extent``, tokens and length: ``inputs`` over and over.
 
-    Where the model bounds the length (``max_position_embeddings``), the batch has more sequences instead.
-
-    Returns:
-        None if any of the batches is more than text: an image can't be repeated apart from its tokens.
+    Where the model bounds the length (``max_position_embeddings``), the batch has more sequences instead. None if any of the
+    batches is more than text: an image can't be repeated apart from its tokens.
     """
     text = _text(inputs)
     if not text or not extent.length:
@@ -91,10 +85,8 @@ def extrapolated_outline(
 
     A layer call's measured seconds are multiplied by the ratio of the two calls' estimated operation times, its measured bytes
     by the ratio of their estimated bytes. So most costs grow linearly with the tokens, and those of attention with the
-    sequence length too. Both estimates are made from shapes only (:mod:`.step_outline`).
-
-    Returns:
-        None if the two steps call other layers or tile tokens differently, so that no ratio holds.
+    sequence length too. Both estimates are made from shapes only (:mod:`.step_outline`). None if the two steps call other
+    layers or tile tokens differently, so that no ratio holds.
     """
     calls, measured_calls = estimate.forward_calls, measured_estimate.forward_calls
     calls_others = [call.layer for call in calls] != [call.layer for call in measured_calls]

@@ -96,8 +96,6 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class UnitSizes:
-    """What a unit moves and holds."""
-
     weight_bytes: int
     gradient_bytes: int
     parameters: int
@@ -118,7 +116,6 @@ class UnitSizes:
 
     @property
     def step_traffic(self) -> int:
-        """Bytes that its step reads and writes."""
         return self.parameters * self.step_bytes
 
 
@@ -144,6 +141,11 @@ class Model:
     @property
     def groups(self) -> list[UnitSizes]:
         return [*self.groups_before, *self.groups_after]
+
+    def moved_bytes(self, placement: Placement) -> int:
+        """Host memory that units give up which the placement moves to the device."""
+        moved = [*(self.layers[i] for i in placement.on_device), *(self.groups if placement.groups_on_device else ())]
+        return sum(unit.host_bytes for unit in moved)
 
 
 def sent_bytes(outline: StepOutline, placement: Placement) -> list[int]:

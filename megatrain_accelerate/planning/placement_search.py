@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -60,6 +61,12 @@ class Choices:
             inputs_offloaded=None if config.offload_inputs == "auto" else layers * bool(config.offload_inputs),
         )
 
+    def fewest(self, layers: int) -> dict[str, Any]:
+        """What is fixed and nothing more, as arguments of :meth:`Placement.of_counts`."""
+        counts: dict[str, Any] = {kind: count or 0 for kind, count in vars(self).items()}
+        every = self.on_device == -1
+        return {**counts, "on_device": layers if every else counts["on_device"], "groups_on_device": every}
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -76,6 +83,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class _Counts:
+    kept: int
     attention_kept: int
     inputs_offloaded: int
     offloaded: int
@@ -107,13 +115,11 @@ def _varied(at: _Counts, **values: Iterable[int]) -> Iterator[_Counts]:
 class PlacementSearch:
     """Finds the fastest placement within a budget.
 
+    Where the outline's layers can be compiled with several memory budgets, all neighbouring pairs are tried, unless the
+    settings say how many layers are kept or offloaded.
+
     Args:
-        outline: of the step on the batch to plan for. Where its layers can be compiled with several memory budgets, all
-            neighbouring pairs are tried, unless the settings say how many layers are kept or offloaded.
-        model: the engine's sizes.
-        machine: its speeds.
         budget_bytes: device memory that the step may take besides what the engine holds in any case.
-        choices: what is fixed.
         host_budget_bytes: host memory that offloaded activations could take if all units lived on the host; what moves to
             the device makes room.
     """
@@ -127,11 +133,10 @@ class PlacementSearch:
         choices: Choices,
         host_budget_bytes: int = 0,
     ) -> None:
-        self._outline, self._model, self._machine = outline, model, machine
-        self._budget, self._choices = budget_bytes, choices
-        self._host_budget = host_budget_bytes
+        self._outline, self._model, self._machine, self._choices = outline, model, machine, choices
+        self._budget, self._host_budget = budget_bytes, host_budget_bytes
         self._count = len(model.layers)
-        self._seen: dict[_Counts, Candidate | None] = {}
+        self._try = functools.cache(self._evaluate)
         is_free = choices.kept is None and not choices.offloaded
         self._budget_pairs = dict.fromkeys([*(outline.budget_pairs if is_free else ()), _WHOLE])
         # Layers without tiles are compiled, and attention is part of their graph.
@@ -145,8 +150,8 @@ class PlacementSearch:
             (choices.resident, self._resident),
         ]
         self._variations = [variation for choice, variation in variations if choice is None]
-        of_offloaded = [self._offloaded, *([] if choices.on_device is not None else [self._offloaded_for_layers])]
-        self._offloading = of_offloaded if choices.offloaded is None else []
+        of_offloaded = [(None, self._offloaded), (choices.on_device, self._offloaded_for_layers)]
+        self._offloading = [way for choice, way in of_offloaded if choices.offloaded is None and choice is None]
 
     @property
     def something_fits(self) -> bool:
@@ -181,18 +186,8 @@ class PlacementSearch:
 
         One more may be too many for the host, one less for the device.
         """
-        choices = self._choices
-        on_device = choices.on_device or 0
-        start = _Counts(
-            attention_kept=choices.attention_kept or 0,
-            inputs_offloaded=choices.inputs_offloaded or 0,
-            offloaded=choices.offloaded or 0,
-            resident=choices.resident or 0,
-            on_device=on_device if on_device >= 0 else self._count,
-            groups_on_device=on_device < 0,
-            budgets=budgets,
-        )
-        inputs = [start.inputs_offloaded] if choices.inputs_offloaded is not None else range(self._count + 1)
+        start = _Counts(**self._choices.fewest(self._count), budgets=budgets)
+        inputs = range(self._count + 1) if self._choices.inputs_offloaded is None else [start.inputs_offloaded]
         return next((counts for counts in _varied(start, inputs_offloaded=inputs) if self._try(counts) is not None), None)
 
     def leanest(self, settled: Placement) -> Candidate:
@@ -204,7 +199,7 @@ class PlacementSearch:
             placements += [placement for placement in leaving if self._has_host_room(placement)]
         peaks = {placement: peak_bytes(self._outline, self._model, placement) for placement in placements}
         chosen = min(placements, key=peaks.__getitem__)
-        return Candidate(chosen, peaks[chosen], simulate_step(self._outline, self._model, chosen, self._machine))
+        return self._candidate(chosen, peaks[chosen])
 
     def _filled(self, at: _Counts, found: Candidate) -> Candidate:
         """The same with as much on the device as there is room for: it takes load off the host and the link."""
@@ -257,32 +252,26 @@ class PlacementSearch:
         ):
             yield from _varied(counts, groups_on_device={at.groups_on_device, counts.on_device > 0})
 
-    def _try(self, counts: _Counts) -> Candidate | None:
-        """The candidate with as many kept layers as fit; None if it doesn't fit with any."""
-        if counts not in self._seen:
-            self._seen[counts] = self._evaluate(counts)
-        return self._seen[counts]
-
     def _evaluate(self, counts: _Counts) -> Candidate | None:
-        def placement(kept: int) -> Placement:
-            return Placement.of_counts(self._count, kept=kept, **vars(counts))
+        """The candidate with as many kept layers as fit; None if it doesn't fit with any."""
 
-        def peak(kept: int) -> int:
-            return peak_bytes(self._outline, self._model, placement(kept))
+        def placement(kept: int) -> Placement:
+            return Placement.of_counts(self._count, **{**vars(counts), "kept": kept})
+
+        def fits_without(others: int) -> bool:
+            return peak_bytes(self._outline, self._model, placement(self._count - others)) <= self._budget
 
         kept = self._choices.kept
         if kept is None:
             # If some number fits, so do smaller ones: the fewest that aren't kept.
-            others = range(self._count + 1)
-            kept = self._count - bisect.bisect_left(others, True, key=lambda other: peak(self._count - other) <= self._budget)
+            kept = self._count - bisect.bisect_left(range(self._count + 1), True, key=fits_without)
         chosen = placement(max(0, kept))
         taken_bytes = peak_bytes(self._outline, self._model, chosen)
-        if taken_bytes > self._budget or not self._has_host_room(chosen):
-            return None
-        return Candidate(chosen, taken_bytes, simulate_step(self._outline, self._model, chosen, self._machine))
+        return self._candidate(chosen, taken_bytes) if taken_bytes <= self._budget and self._has_host_room(chosen) else None
+
+    def _candidate(self, placement: Placement, peak: int) -> Candidate:
+        return Candidate(placement, peak, simulate_step(self._outline, self._model, placement, self._machine))
 
     def _has_host_room(self, placement: Placement) -> bool:
-        moved = [self._model.layers[i] for i in placement.on_device]
-        moved += self._model.groups if placement.groups_on_device else []
-        room_bytes = self._host_budget + sum(unit.host_bytes for unit in moved)
+        room_bytes = self._host_budget + self._model.moved_bytes(placement)
         return sum(sent_bytes(self._outline, placement)) <= max(0, room_bytes)

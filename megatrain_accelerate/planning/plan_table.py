@@ -17,14 +17,9 @@ _COLUMNS = 80
 def plan_table(
     chosen: Candidate, runtime: StreamingRuntime, predicted_bytes: int, budget_bytes: int, outline: StepOutline
 ) -> str:
-    """What lies where, the predicted memory and step, and what bounds it.
+    """What lies where once the placement is applied, the predicted memory and step, and what bounds it.
 
-    Args:
-        chosen: the placement with its prediction.
-        runtime: the engine, with the placement applied.
-        predicted_bytes: predicted peak of the device's memory, what the engine holds included.
-        budget_bytes: what may be taken.
-        outline: of the step.
+    ``predicted_bytes`` is the peak of the device's memory, what the engine holds included.
     """
     placement, time = chosen.placement, chosen.time
     outline = outline.at(*placement.budgets)
@@ -76,7 +71,6 @@ def plan_table(
 
 
 def experts_text(runtime: StreamingRuntime) -> str:
-    """How the experts of layers stream in parts."""
     counts = sorted({len(experts.parts) for experts in runtime.experts})
     largest = max(part.unit.layout.weight_bytes for experts in runtime.experts for part in experts.parts)
     parts = " or ".join(str(count) for count in counts)

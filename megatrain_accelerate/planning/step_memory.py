@@ -60,17 +60,14 @@ class OpCosts:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Adds up the bytes of storages that are made and die while it is active, and the costs of what runs.
-
-    Tensors that are ``present`` already don't count.
-    """
+    """Adds up the bytes of storages that are made and die while it is active, and the costs of what runs. Tensors that are
+    ``present`` already don't count."""
 
     supports_higher_order_operators = True
 
     def __init__(self, present: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.live_bytes = 0
-        self.peak_bytes = 0
+        self.live_bytes = self.peak_bytes = 0
         self.costs = OpCosts()
         # Their storages come back in views, and aren't new.
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in present)

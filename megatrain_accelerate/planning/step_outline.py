@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,10 +34,7 @@ from megatrain_accelerate.streaming.token_tiles import tokens_of
 FirstCall = Callable[[Hashable, StreamedLayer, tuple[Any, ...], dict[str, Any]], None]
 
 _KNOWN_PACKAGES = ("transformers", "peft")
-
-
 _Mode = contextlib.AbstractContextManager[Any]
-_Results = TypeVar("_Results", AttentionResults, ExpertResults)
 
 _kinds: dict[Hashable, int] = {}
 """The kinds of calls so far, numbered: a search looks their profiles up some million times."""
@@ -147,7 +144,6 @@ class _Outliner:
         return output
 
     def _run(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recorded]:
-        """What the layer returns, and what it records on the side."""
         with self._recorder.apart() as recorded:
             output = layer.run(args, kwargs)
         return output, recorded
@@ -200,14 +196,13 @@ class _Outliner:
             with torch.enable_grad(), without_saving():
                 self._run(layer, *as_leaves(args, kwargs, needs))
 
-        attention, attention_bytes = self._spared_by(
-            AttentionResults(), lambda results: (results.recording(), results.replaying()), run_again
-        )
+        of_attention, of_experts = AttentionResults(), ExpertResults()
+        modes: tuple[_Mode, _Mode] = (of_attention.recording(), of_attention.replaying())
+        attention, attention_bytes = self._spared_by(of_attention, modes, run_again)
         experts, expert_bytes = OpCosts(), 0
         if layer.experts:
-            experts, expert_bytes = self._spared_by(
-                ExpertResults(), lambda results: (results.at_work(layer, False), results.at_work(layer, True)), run_again
-            )
+            modes = (of_experts.at_work(layer, False), of_experts.at_work(layer, True))
+            experts, expert_bytes = self._spared_by(of_experts, modes, run_again)
         self.profiles[kind] = LayerProfile(
             forward=forward,
             backward=backward,
@@ -229,10 +224,10 @@ class _Outliner:
         self._costs_before = live.costs
 
     def _spared_by(
-        self, results: _Results, modes: Callable[[_Results], tuple[_Mode, _Mode]], run: Callable[[], None]
+        self, results: AttentionResults | ExpertResults, modes: tuple[_Mode, _Mode], run: Callable[[], None]
     ) -> tuple[OpCosts, int]:
         """What a forward costs less that has the results of another one, and the bytes of those."""
-        recording, replaying = modes(results)
+        recording, replaying = modes
         before = self._live.costs
         with recording:
             run()

@@ -92,26 +92,21 @@ class LayerProfile:
             return self
         share = sum(split.sizes) / split.sizes[0]
         kept_bytes = round(share * self.kept_bytes)
+        costs = {name: getattr(self, name).times(share) for name in ("forward", "backward", "attention", "experts")}
+        sizes = {name: round(share * getattr(self, name)) for name in ("offloaded_bytes", "attention_bytes", "expert_bytes")}
         names = ("forward_seconds", "kept_forward_seconds", "recompute_seconds", "backward_seconds", "attention_seconds")
-        measured = {name: getattr(self, name) for name in names}
-        times: dict[str, Any] = {name: None if taken is None else share * taken for name, taken in measured.items()}
+        times = {name: share * taken for name in names if (taken := getattr(self, name)) is not None}
+        in_proportion: dict[str, Any] = {**costs, **sizes, **times}
         return dataclasses.replace(
             self,
-            forward=self.forward.times(share),
-            backward=self.backward.times(share),
             kept_bytes=kept_bytes,
-            offloaded_bytes=round(share * self.offloaded_bytes),
             # The pieces' outputs wait until they are joined.
             forward_bytes=output_bytes + max(output_bytes, self.forward_bytes),
             kept_forward_bytes=kept_bytes + output_bytes + max(output_bytes, self.kept_forward_bytes - self.kept_bytes),
             kept_backward_bytes=output_bytes + max(output_bytes, self.kept_backward_bytes),
             recomputed_bytes=output_bytes + max(output_bytes, self.recomputed_bytes),
-            attention=self.attention.times(share),
-            attention_bytes=round(share * self.attention_bytes),
-            experts=self.experts.times(share),
-            expert_bytes=round(share * self.expert_bytes),
             pieces=split.count,
-            **times,
+            **in_proportion,
         )
 
 

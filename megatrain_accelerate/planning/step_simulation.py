@@ -41,8 +41,6 @@ class Resource:
 
 
 class HostOptimizer(Resource):
-    """A resource that remembers when it was at work."""
-
     def __init__(self) -> None:
         super().__init__()
         self._spans: collections.deque[tuple[float, float]] = collections.deque()
@@ -124,7 +122,6 @@ class Slots:
         self._users.extend([*others, (holder, until)])
 
     def forget(self) -> None:
-        """All slots are stale."""
         self._users.clear()
 
 
@@ -269,7 +266,6 @@ class _Pipeline:
         return out
 
     def gradient_slot_at(self) -> float:
-        """When a gradient slot is free."""
         return self.gradients_out[0] if len(self.gradients_out) == self.model.gradient_slots else 0.0
 
     def step_unit(self, unit: UnitSizes, not_before: float) -> float:

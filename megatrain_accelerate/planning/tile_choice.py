@@ -35,11 +35,8 @@ def outline_with_tiles(
 ) -> StepOutline:
     """The outline of a step, with the tiles that it should have; the runtime is left with them.
 
-    ``setting`` is ``megatrain_config.token_tile``; ``outline`` makes the outline of a step as the
-    runtime would run it now. There is no ``search`` where there is no budget to fit.
-
-    Raises:
-        Exception: whatever ``outline`` raises; the runtime has the tiles that it had then.
+    ``setting`` is ``megatrain_config.token_tile``; ``outline`` makes the outline of a step as the runtime would run it now.
+    What it raises leaves the runtime with the tiles that it had. There is no ``search`` where there is no budget to fit.
     """
     with _tiles_put_back_on_failure(runtime):
         runtime.token_tile = 0 if setting == "auto" else int(setting)
@@ -72,9 +69,7 @@ def measured_to_fit(
     """The measured outline; by tiles if whole layers turn out to take more than they were predicted to, and don't fit.
 
     Kernels have workspaces that a run without data doesn't see; those of attention's backward are several times the hidden
-    states.
-
-    The runtime has the tiles of ``outline``; ``again`` makes one of the step as it would run now.
+    states. The runtime has the tiles of ``outline``; ``again`` makes one of the step as it would run now.
 
     Raises:
         torch.OutOfMemoryError: a layer's working set doesn't fit, nor by tiles if there is a choice.

@@ -438,7 +438,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 def test_the_search_is_the_plans_own() -> None:
     found = forecaster()
     outline = found.outline(2, 64)
-    budget = found.gpu_bytes - found.plan.fixed_bytes(outline)
+    budget = found.plan._budget_bytes() - found.plan.fixed_bytes(outline)
     search = PlacementSearch(
         outline,
         found.plan.model_sizes(),

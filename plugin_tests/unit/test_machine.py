@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(measured: list[int], monkey
 
 def test_a_kernel_on_more_memory_takes_longer(measured: list[int]) -> None:
     kernels = HostKernels(1)
-    small, large = (machine._seconds(CPU, machine._host_step(kernels, count)) for count in (2**19, 2**22))
+    small, large = (machine.seconds_of(CPU, machine._host_step(kernels, count)) for count in (2**19, 2**22))
     assert large > 2 * small
 
 
