@@ -241,7 +241,10 @@ def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
             # As at the begin of a training: which layers' weights get gradients from elsewhere isn't known yet.
             driver.set_schedule("deferred", then="backward")
     engine.expect_accumulation(before.device_plan.micro_batches)
-    engine.go_on_counting(before)
+    # What the engine before counted and expects is this one's.
+    engine.device_plan.expect_steps(*before.device_plan.expected)
+    engine.runtime.meter.counters = before.runtime.meter.counters
+    engine.plan_seconds += before.plan_seconds
 
 
 def prepare_optimizer(

@@ -54,8 +54,6 @@ class StepWorker:
         self._failure: BaseException | None = None
         self._closed = False
         self._last_ticket: Ticket | None = None
-        self.busy_seconds = 0.0
-        """Time spent in work since the start."""
         self.on_work_done: Callable[[str, int, int], None] | None = None
         """Called by the thread with the name of each piece of work, its begin and its end (``perf_counter_ns``)."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -72,10 +70,8 @@ class StepWorker:
                         work()
                     except BaseException as error:
                         self._failure = error
-                    end_ns = time.perf_counter_ns()
-                    self.busy_seconds += (end_ns - start_ns) / 1e9
                     if (observer := self.on_work_done) is not None:
-                        observer(ticket.name, start_ns, end_ns)
+                        observer(ticket.name, start_ns, time.perf_counter_ns())
                 ticket.finish(self._failure)
                 del item, ticket, work  # a closure may hold device memory
 
