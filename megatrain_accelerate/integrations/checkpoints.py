@@ -218,14 +218,6 @@ def checkpoint_staging(run_dir: Path, what: str = "checkpoints") -> contextlib.A
     return staging_folder(run_dir, STAGING_PREFIX, what, _SPACE_REMEDY)
 
 
-def _folder_bytes(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # files come and go while they are written
-            total += path.stat().st_size
-    return total
-
-
 @contextlib.contextmanager
 def _saving_progress(folder: Path, expected_bytes: int, show: bool) -> Iterator[None]:
     """Draws a bar of what has been written under ``folder`` while the body runs."""
@@ -238,7 +230,11 @@ def _saving_progress(folder: Path, expected_bytes: int, show: bool) -> Iterator[
     def draw() -> None:
         with bar:
             while not done.wait(_POLL_SECONDS):
-                bar.update(min(_folder_bytes(folder), expected_bytes) - bar.n)
+                written = 0
+                for path in folder.rglob("*"):
+                    with contextlib.suppress(OSError):  # files come and go while they are written
+                        written += path.stat().st_size
+                bar.update(min(written, expected_bytes) - bar.n)
 
     thread = threading.Thread(target=draw, name="megatrain-saving-progress", daemon=True)
     thread.start()
@@ -338,7 +334,15 @@ def write_masters(model: nn.Module, engine: Engine, folder: Path, max_shard_gib:
 
 def _write_shards(model: nn.Module, engine: Engine, folder: Path, max_shard_bytes: int) -> list[str]:
     homes = {id(state.parameter): (unit, state) for unit in engine.runtime.units for state in unit.states}
-    shards = _shards(model, max_shard_bytes)
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    held = 0
+    for name, tensor in _saved_tensors(model):
+        size = _fp32_bytes(tensor)
+        if held and held + size > max_shard_bytes:
+            shards.append({})
+            held = 0
+        shards[-1][name] = tensor
+        held += size
     names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = ["model.safetensors"]
@@ -367,20 +371,6 @@ def _write_shards(model: nn.Module, engine: Engine, folder: Path, max_shard_byte
 
 def _fp32_bytes(tensor: torch.Tensor) -> int:
     return (4 if tensor.is_floating_point() else tensor.element_size()) * tensor.numel()
-
-
-def _shards(model: nn.Module, max_shard_bytes: int) -> list[dict[str, torch.Tensor]]:
-    """What each file is to hold, in the order of the model."""
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    held = 0
-    for name, tensor in _saved_tensors(model):
-        size = _fp32_bytes(tensor)
-        if held and held + size > max_shard_bytes:
-            shards.append({})
-            held = 0
-        shards[-1][name] = tensor
-        held += size
-    return shards
 
 
 def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

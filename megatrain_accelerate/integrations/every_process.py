@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from megatrain_accelerate.activation import activate_from_arguments, read_settings
+from megatrain_accelerate.activation import activate, read_settings
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.integrations import import_hook
 from megatrain_accelerate.integrations.wrapping import ARGUMENTS, is_active
@@ -32,13 +32,11 @@ _REFUSED_OF_TRL = {
 }
 """By training argument of TRL that is a bool, why it can't be honoured."""
 
-
 PREFIX = "megatrain/"
 """Begins the engine's entries in the Trainer's logs."""
 
 _SHOWN = {"tokens_per_second": "tokens_per_second", "gpu_peak_gib": "gpu_gib", "host_peak_gib": "host_gib"}
 """Maps an entry to its name on the console."""
-
 
 _trainer_arguments: Any = None
 """Those of the Trainer that makes an Accelerator at this moment."""
@@ -46,7 +44,18 @@ _trainer_arguments: Any = None
 
 def post_init(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
     """Activates, and checks the arguments of an active process."""
-    _activate(arguments)
+    given = getattr(arguments, "megatrain_config", None)
+    asks = bool(getattr(arguments, "megatrain", False))
+    if given is not None and not asks and not is_active():
+        raise ConfigError(
+            "megatrain_config is given but megatrain is off; add --megatrain (megatrain=True), or remove megatrain_config"
+        )
+    if asks or given is not None:
+        settings = read_settings(given)
+        if isinstance(given, str) and given.lstrip().startswith("{"):
+            arguments.megatrain_config = dict(settings)
+        import_hook.ensure_ready()
+        activate(arguments=settings)
     active = is_active(arguments)
     if active:
         _refuse_unsupported(arguments)
@@ -54,22 +63,6 @@ def post_init(original: Callable[..., None], arguments: Any, *args: Any, **kwarg
     if active:
         # Before somebody reads the private attribute.
         _ = arguments.n_gpu
-
-
-def _activate(arguments: Any) -> None:
-    given = getattr(arguments, "megatrain_config", None)
-    if not getattr(arguments, "megatrain", False):
-        if given is None:
-            return
-        if not is_active():
-            raise ConfigError(
-                "megatrain_config is given but megatrain is off; add --megatrain (megatrain=True), or remove megatrain_config"
-            )
-    settings = read_settings(given)
-    if isinstance(given, str) and given.lstrip().startswith("{"):
-        arguments.megatrain_config = dict(settings)
-    import_hook.ensure_ready()
-    activate_from_arguments(settings)
 
 
 def _refuse_unsupported(arguments: Any) -> None:

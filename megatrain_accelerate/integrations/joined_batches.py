@@ -25,7 +25,6 @@ from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.integrations.trainer import has_users_callback, record_choice, recorded_choice
 from megatrain_accelerate.planning.step_outline import what_sees_a_batch
-from megatrain_accelerate.planning.step_profile import StepOutline
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,13 @@ class JoinedBatch:
                 raise CannotJoinError(f"a micro-batch is a {type(batch).__name__} and not a mapping")
             if batch.keys() != first.keys():
                 raise CannotJoinError(f"micro-batches hold different things ({sorted(first)} and {sorted(batch)})")
-            _require_samples(batch)
+            for name, value in batch.items():
+                # Positions of multimodal models have their three axes in front.
+                if not isinstance(value, torch.Tensor) or value.dim() == 0 or (name == "position_ids" and value.dim() != 2):
+                    raise CannotJoinError(f"{name} isn't a tensor with one row for each sample")
+            if len({len(tensor) for tensor in batch.values()}) != 1:
+                shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in batch.items())
+                raise CannotJoinError(f"its tensors don't have one row for each sample ({shapes})")
             for name, tensor in batch.items():
                 if tensor.shape[1:] != first[name].shape[1:]:
                     shapes = f"{tuple(first[name].shape)} and {tuple(tensor.shape)}"
@@ -70,18 +75,6 @@ class JoinedBatch:
                     raise CannotJoinError(f"{name} differs in dtype or device between micro-batches")
         joined = {name: torch.cat([batch[name] for batch in micro_batches]) for name in first}
         return cls(joined, max(len(next(iter(batch.values()))) for batch in micro_batches))
-
-
-def _require_samples(batch: Mapping[str, Any]) -> None:
-    counts = set()
-    for name, value in batch.items():
-        # Positions of multimodal models have their three axes in front.
-        if not isinstance(value, torch.Tensor) or value.dim() == 0 or (name == "position_ids" and value.dim() != 2):
-            raise CannotJoinError(f"{name} isn't a tensor with one row for each sample")
-        counts.add(value.shape[0])
-    if len(counts) != 1:
-        shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items())
-        raise CannotJoinError(f"its tensors don't have one row for each sample ({shapes})")
 
 
 def _require_exact(trainer: Any, model: nn.Module, num_items: torch.Tensor | int | None) -> None:
@@ -99,14 +92,6 @@ def _require_exact(trainer: Any, model: nn.Module, num_items: torch.Tensor | int
             raise CannotJoinError(f"{type(trainer).__name__} has a {name} of its own, which is to see each micro-batch")
     if (reason := what_sees_a_batch(model)) is not None:
         raise CannotJoinError(reason)
-
-
-def _is_sum(trainer: Any, outline: StepOutline) -> bool:
-    """Whether the loss is one of transformers' own sums over tokens."""
-    smoother = trainer.label_smoother
-    if smoother is None:
-        return outline.sums_loss
-    return type(smoother) is LabelSmoother and "num_items_in_batch" in inspect.signature(type(smoother).__call__).parameters
 
 
 def _model_inputs(trainer: Any, batch: Any, num_items: Any) -> dict[str, Any]:
@@ -236,7 +221,11 @@ class Joiner:
         together = None
         with steps_of(engine, joined.samples):
             try:
-                if not _is_sum(trainer, plan.foresee(model, inputs)):
+                is_sum, smoother = plan.foresee(model, inputs).sums_loss, trainer.label_smoother
+                if smoother is not None:
+                    is_known = type(smoother) is LabelSmoother
+                    is_sum = is_known and "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters
+                if not is_sum:
                     raise CannotJoinError("the loss isn't transformers' own sum over tokens divided by num_items_in_batch")
                 if not self._is_asked_for:
                     together = plan.weigh(model, inputs)

@@ -118,8 +118,15 @@ def parse_args(original: Callable[..., Any], parser: Any, *args: Any, **kwargs: 
 
 def _prepare_launch(arguments: Any) -> None:
     """Checks the settings before anything is started, and exports them to the processes."""
-    _withdraw_exports()
-    file = _config_file(arguments)
+    from accelerate.commands.config.config_args import default_config_file
+
+    for name, value in _exported.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    _exported.clear()
+    file = arguments.config_file  # which accelerate is going to read
+    if file is None and not arguments.cpu:
+        file = default_config_file
     content = _read_file(file)
     section = _section_of(content)
     flag_settings = getattr(arguments, SECTION, None)
@@ -140,22 +147,6 @@ def _prepare_launch(arguments: Any) -> None:
         # Accelerate exports 1, fatal for work on the host.
         _exported["OMP_NUM_THREADS"] = str(usable_cpu_count())
     os.environ.update(_exported)
-
-
-def _withdraw_exports() -> None:
-    for name, value in _exported.items():
-        if os.environ.get(name) == value:
-            del os.environ[name]
-    _exported.clear()
-
-
-def _config_file(arguments: Any) -> str | None:
-    """The file that accelerate is going to read: the one given, else the user's default if there is one."""
-    if arguments.config_file is not None:
-        return arguments.config_file
-    from accelerate.commands.config.config_args import default_config_file
-
-    return default_config_file if os.path.isfile(default_config_file) and not arguments.cpu else None
 
 
 def _read_file(file: str | None) -> Mapping[str, Any]:
