@@ -56,20 +56,13 @@ def is_on_for(arguments: Any) -> bool:
     """Whether the plugin is on for a Trainer with these training arguments; with None, for code without a Trainer.
 
     The launcher and ``enable()`` switch it on for all Trainers; arguments do so for those that they are given to.
-
-    Raises:
-        ConfigError: the launcher's settings are malformed.
     """
     is_on = active_config() is not None
     return is_on and (arguments is None or _base_config is not None or bool(getattr(arguments, "megatrain", False)))
 
 
 def config_for(arguments: Any) -> MegatrainConfig:
-    """The settings of a Trainer for which the plugin is on; with None, those of code without a Trainer.
-
-    Raises:
-        ConfigError: an unknown key or a value out of range.
-    """
+    """The settings of a Trainer for which the plugin is on; with None, those of code without a Trainer."""
     config = active_config()
     assert config is not None, "called without an active plugin"
     return config if arguments is None else _over_base(read_settings(getattr(arguments, "megatrain_config", None)))
@@ -130,11 +123,7 @@ def deactivate() -> None:
 
 
 def active_config() -> MegatrainConfig | None:
-    """The settings of this process, or None where the plugin is off.
-
-    Raises:
-        ConfigError: the launcher's settings are malformed.
-    """
+    """The settings of this process, or None where it is off. Raises ``ConfigError`` where the launcher's are malformed."""
     if _active_config is not None:
         return _active_config
     if is_disabled() or os.environ.get(ENV_ACTIVE) != "1":

@@ -222,8 +222,7 @@ class MegatrainConfig:
     def from_mapping(cls, settings: Mapping[str, Any] | None) -> MegatrainConfig:
         """Builds the settings from a yaml section or a dict.
 
-        Raises:
-            ConfigError: a key is unknown (the message names the nearest one) or a value is out of range.
+        Raises ``ConfigError`` where a key is unknown (the message names the nearest one) or a value is out of range.
         """
         if settings is None:
             return cls()
@@ -243,11 +242,7 @@ class MegatrainConfig:
 
     @classmethod
     def from_json(cls, text: str) -> MegatrainConfig:
-        """Reverse of :meth:`to_json`.
-
-        Raises:
-            ConfigError: the text isn't JSON, or :meth:`from_mapping` refuses its content.
-        """
+        """Reverse of :meth:`to_json`; raises ``ConfigError`` where the text isn't JSON or its content is refused."""
         try:
             settings = json.loads(text)
         except json.JSONDecodeError as error:

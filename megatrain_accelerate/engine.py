@@ -195,8 +195,7 @@ class Engine:
     def enable_training(self) -> None:
         """Makes what gradients need, on the host and on the device. Does nothing the second time.
 
-        Raises:
-            HostMemoryError: it doesn't fit; nothing is allocated then.
+        Raises ``HostMemoryError`` where it doesn't fit; nothing is allocated then.
         """
         if not self.training:
             parts = self._planned_bytes([unit.layout for unit in self.runtime.units])
@@ -311,8 +310,7 @@ class Engine:
     def adopt_unfrozen(self, model: nn.Module) -> bool:
         """Prepares the model anew if parameters are trained that were frozen; says whether it did.
 
-        Raises:
-            HostMemoryError: what is trained now doesn't fit.
+        Raises ``HostMemoryError`` where what is trained now doesn't fit.
         """
         if self.prepare_anew is None or not self.training or not any(parameter.requires_grad for parameter in self._frozen):
             return False
@@ -343,10 +341,9 @@ class Engine:
         return None
 
     def _refuse_replaced(self, model: nn.Module) -> None:
-        """The model must compute with what was adopted. Parameters inside layers are checked when the layer runs.
+        """Raises ``StateError`` where a layer, or a parameter outside the layers, was replaced or removed.
 
-        Raises:
-            StateError: a layer, or a parameter outside the layers, was replaced or removed.
+        Parameters inside layers are checked when the layer runs.
         """
         for owner, held in self._places.items():
             module = find_module(model, owner)

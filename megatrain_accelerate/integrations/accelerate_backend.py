@@ -216,9 +216,7 @@ def _moment_bytes(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module)
 def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
     """Gives a model in training an engine that trains what was unfrozen; the training goes on as it was.
 
-    Raises:
-        StateError: the Accelerator is gone.
-        HostMemoryError: what is trained now doesn't fit.
+    Raises ``StateError`` where the Accelerator is gone, ``HostMemoryError`` where what is trained now doesn't fit.
     """
     found, before = accelerator(), engine_of(model)
     if found is None or before is None:
@@ -255,9 +253,7 @@ def prepare_optimizer(
     """Makes the optimizer step on the host store of its model, now or when the model is prepared.
 
     One that was prepared before is left alone, unless its engine was closed or another optimizer took over since.
-
-    Raises:
-        UnsupportedError: it holds trained parameters of two models that stream.
+    Raises ``UnsupportedError`` where it holds trained parameters of two models that stream.
     """
     is_prepared = getattr(optimizer, "_is_accelerate_prepared", False)
     own = optimizer.optimizer if is_prepared and isinstance(optimizer, AcceleratedOptimizer) else optimizer
@@ -323,11 +319,9 @@ def _adopt(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
 def require_steps_in_backward_possible(
     config: MegatrainConfig, accumulation: int, clips: bool = False, tries_again: bool = False
 ) -> None:
-    """Checks that layers can be stepped in backward where the settings ask for it.
+    """Raises ``ConfigError`` where the settings want steps in backward and gradients are clipped.
 
-    Raises:
-        ConfigError: gradients are clipped; or, where they pass (``host_gradients: passing``), also accumulated, or a backward
-            that failed is to be tried again.
+    Or, where gradients pass (``host_gradients: passing``), accumulated, or a backward that failed is to be tried again.
     """
     if config.passes_gradients and accumulation > 1:
         raise ConfigError(

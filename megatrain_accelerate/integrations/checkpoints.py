@@ -190,21 +190,16 @@ def checkpoint_bytes(model: nn.Module, optimizer: Any, engine: Engine, save_only
 
 
 def _require_room(run_dir: Path, model: nn.Module, optimizer: Any, engine: Engine, args: Any) -> int:
-    """Checks that the disk has room for a checkpoint, and returns the bytes that it will take.
-
-    Raises:
-        DiskError: with what is needed, what is free, and where.
-    """
+    """Raises ``DiskError`` where the disk has no room for a checkpoint; returns the bytes that it will take."""
     parts = checkpoint_bytes(model, optimizer, engine, args.save_only_model)
     require_free_bytes(run_dir, parts, "a checkpoint", _SPACE_REMEDY)
     return sum(parts.values())
 
 
 def require_saving_possible(args: Any, model: nn.Module, optimizer: Any, engine: Engine) -> None:
-    """Checks that the first checkpoint can be saved, if any will be. Removes what killed runs left in the output folder.
+    """Raises ``DiskError`` where checkpoints are wanted and the output folder can't be written to, or has no room.
 
-    Raises:
-        DiskError: the output folder can't be written to, or the disk has no room.
+    Removes what killed runs left in it.
     """
     if not args.should_save or getattr(args.save_strategy, "value", args.save_strategy) == "no":
         return

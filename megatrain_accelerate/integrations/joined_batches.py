@@ -51,8 +51,7 @@ class JoinedBatch:
     def of(cls, micro_batches: Sequence[Any]) -> JoinedBatch:
         """Joins mappings of names to tensors of shape (samples, ...) along dimension 0.
 
-        Raises:
-            CannotJoinError: they differ in more than the number of samples, or hold something else.
+        Raises ``CannotJoinError`` where they differ in more than the number of samples, or hold something else.
         """
         first = micro_batches[0]
         for batch in micro_batches:
@@ -78,11 +77,7 @@ class JoinedBatch:
 
 
 def _require_exact(trainer: Any, model: nn.Module, num_items: torch.Tensor | int | None) -> None:
-    """Refuses what may make the joined batch's loss another number than the sum of the micro-batches'.
-
-    Raises:
-        CannotJoinError: with the reason.
-    """
+    """Raises ``CannotJoinError`` for what may make the joined batch's loss another number than the micro-batches' sum."""
     if trainer.compute_loss_func is not None:
         raise CannotJoinError("compute_loss_func may compare the tokens of a micro-batch with each other")
     if num_items is None:
@@ -208,11 +203,7 @@ class Joiner:
         record_choice(self.training, "joining", {**decision, "apart_because": apart_because})
 
     def _weigh(self, trainer: Any, engine: Engine, model: nn.Module, joined: JoinedBatch, num_items: Any) -> None:
-        """Looks at the plan for batches larger than all before.
-
-        Raises:
-            CannotJoinError: the batch can't be cut, or the plan is against it.
-        """
+        """Raises ``CannotJoinError`` for a batch larger than all before that can't be cut, or that the plan is against."""
         elements = sum(tensor.numel() for tensor in joined.inputs.values())
         if elements <= self._weighed_elements:
             return

@@ -68,8 +68,7 @@ def _section_of(config_dict: Mapping[str, Any]) -> YamlSection | None:
 def process_config(original: Callable[..., dict[str, Any]], config_dict: dict[str, Any]) -> dict[str, Any]:
     """Translates a loaded accelerate config into one that stock accelerate accepts, and a :class:`YamlSection`.
 
-    Raises:
-        ConfigError: the section has an unknown key or a value out of range, or it or the type is misspelt.
+    Raises ``ConfigError`` where the section has an unknown key or a value out of range, or it or the type is misspelt.
     """
     section = _section_of(config_dict)
     if section is not None:

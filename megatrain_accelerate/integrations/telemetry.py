@@ -60,8 +60,7 @@ def counters_of(engine: Engine) -> Counters:
 
 def difference(now: Counters, before: Counters) -> Counters:
     """What was counted between two states of the counters."""
-    names = (field.name for field in dataclasses.fields(Counters))
-    return Counters(**{name: getattr(now, name) - getattr(before, name) for name in names})
+    return Counters(**{name: count - getattr(before, name) for name, count in vars(now).items()})
 
 
 def wait_ms_by_cause(counters: Counters) -> dict[str, float]:
@@ -98,12 +97,10 @@ class TokenCounter:
         return int(count)
 
 
-RESOURCES = ("compute", "h2d", "d2h", "host_step")
-"""What can bound a step. The rest of a step, launching and the data loader among it, counts as compute."""
-
-
 def bound_shares(wait_ms: dict[str, float], step_ms: float) -> dict[str, float]:
     """Shares of a step in which the GPU worked (``compute``) and in which it stood still for each other resource.
+
+    The rest of a step, launching and the data loader among it, counts as compute.
 
     Args:
         wait_ms: by what the GPU stood still for; the end of backward is the d2h link's.
@@ -118,12 +115,12 @@ def bound_shares(wait_ms: dict[str, float], step_ms: float) -> dict[str, float]:
 
 def bound_by(shares: dict[str, float]) -> str:
     """The resource with the largest share of a step."""
-    return max(RESOURCES, key=lambda name: shares[name])
+    return max(shares, key=lambda name: shares[name])
 
 
 def describe_bound(shares: dict[str, float]) -> str:
     """The shares in words: ``is bound by h2d (h2d 61%, compute 30%, d2h 9%)``."""
-    ordered = sorted((name for name in RESOURCES if shares[name] >= 0.005), key=lambda name: -shares[name])
+    ordered = sorted((name for name in shares if shares[name] >= 0.005), key=lambda name: -shares[name])
     return f"is bound by {bound_by(shares)} ({', '.join(f'{name} {shares[name]:.0%}' for name in ordered)})"
 
 
@@ -231,11 +228,7 @@ _current: StepTrace | None = None
 
 
 def trace_if_asked(optimizer: Optimizer, engine: Engine) -> None:
-    """Traces a step of this optimizer, if the process was asked to; the one that was prepared last counts.
-
-    Raises:
-        ConfigError: the request is malformed.
-    """
+    """Traces a step of this optimizer, if the process was asked to; the one that was prepared last counts."""
     global _current
     request = TraceRequest.from_environment()
     if request is None or (_current is not None and _current.has_begun):

@@ -25,11 +25,7 @@ class UnknownShapeError(Exception):
 
 
 def is_active(arguments: Any = None) -> bool:
-    """:func:`.activation.is_on_for`, with all patches in place.
-
-    Raises:
-        PatchError: it is on and a patch couldn't be applied.
-    """
+    """:func:`.activation.is_on_for`; raises ``PatchError`` where it is on and a patch couldn't be applied."""
     if not is_on_for(arguments):
         return False
     import_hook.ensure_ready()
@@ -50,11 +46,7 @@ _ARGUMENTS_OF: dict[str, Callable[[Any], Any]] = {
 
 
 def apply(patch: Patch, module: ModuleType) -> None:
-    """Puts a patch in place.
-
-    Raises:
-        UnknownShapeError: the target isn't what the patch was written for.
-    """
+    """Puts a patch in place; raises ``UnknownShapeError`` where the target isn't what it was written for."""
     class_name, _, name = patch.target.partition(":")[2].partition(".")
     owner = getattr(module, class_name, None)
     if not inspect.isclass(owner):
@@ -81,10 +73,8 @@ def _load(module: str, name: str) -> Any:
 def wrap_always(owner: Any, name: str, replacement: Callable[..., Any], needs: Sequence[str] = ()) -> None:
     """Replaces a method or a property's getter by ``replacement(original, *args, **kwargs)``.
 
-    ``original`` is the plain function, which stays reachable as ``__wrapped__``.
-
-    Raises:
-        UnknownShapeError: it is missing, isn't a function, or lacks a parameter of ``needs``.
+    ``original`` is the plain function, which stays reachable as ``__wrapped__``. Raises ``UnknownShapeError`` where it is
+    missing, isn't a function, or lacks a parameter of ``needs``.
     """
     try:
         stored = inspect.getattr_static(owner, name)
@@ -157,8 +147,7 @@ def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any]) -
 def add_fields(owner: Any, additions: dict[str, tuple[Any, Any]]) -> None:
     """Adds fields to a dataclass and its subclasses: by name, type and ``field()`` with a default.
 
-    Raises:
-        UnknownShapeError: it isn't a dataclass, or has a field of that name.
+    Raises ``UnknownShapeError`` where it isn't a dataclass, or has a field of that name.
     """
     existing = getattr(owner, "__dataclass_fields__", None)
     if existing is None:

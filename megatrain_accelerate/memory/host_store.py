@@ -156,8 +156,7 @@ class HostUnit:
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
         """Sets a parameter's master (and so its weight) from ``value``: same shape, any floating dtype and device.
 
-        Raises:
-            StateError: ``value`` has another shape, or isn't a floating tensor with data.
+        Raises ``StateError`` where ``value`` has another shape, or isn't a floating tensor with data.
         """
         if value.shape != state.weight.shape or not value.is_floating_point() or value.is_meta:
             raise StateError(

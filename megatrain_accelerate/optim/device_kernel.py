@@ -36,11 +36,7 @@ class ParameterStep(NamedTuple):
 
 
 def device_kernels(device: torch.device, host_kernels: HostKernels) -> StepKernels:
-    """The kernels for units that live on ``device``: on the CPU stand-in the host's own.
-
-    Raises:
-        KernelError: Triton is missing.
-    """
+    """The kernels for units that live on ``device``: on the CPU stand-in the host's own. ``KernelError`` without Triton."""
     if device.type == "cpu":
         return host_kernels
     if not can_step_on(device):

@@ -29,11 +29,7 @@ class Ticket:
         self._done.set()
 
     def wait(self) -> None:
-        """Blocks until the work is over.
-
-        Raises:
-            StepWorkerError: the work, or work before it, failed; ``__cause__`` is the original exception.
-        """
+        """Blocks until the work is over. Raises ``StepWorkerError``, by its cause, where it or work before it failed."""
         self._done.wait()
         if self._cause is not None:
             raise StepWorkerError(
@@ -84,11 +80,7 @@ class StepWorker:
         return self._thread.native_id or 0
 
     def submit(self, name: str, work: Callable[[], None]) -> Ticket:
-        """Queues ``work`` behind everything submitted before.
-
-        Raises:
-            StepWorkerError: earlier work failed, or the worker is closed.
-        """
+        """Queues ``work`` behind everything before; raises ``StepWorkerError`` where that failed or the worker is closed."""
         self.raise_if_failed()
         if self._closed:
             raise StepWorkerError(f"the host optimizer's thread was closed; {name!r} can't be run")
