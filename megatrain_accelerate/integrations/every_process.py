@@ -24,7 +24,7 @@ FIELDS = {
 }
 """Of ``TrainingArguments``."""
 
-_FP16 = "fp16 needs loss scaling, which the fused deferred step doesn't do, and weights are kept as bf16 halves of fp32 masters"
+_FP16 = "fp16 needs loss scaling, which the fused step doesn't do, and weights are kept as bf16 halves of fp32 masters"
 _REFUSED = {
     "fp16": f"{_FP16}. Use bf16=True",
     "fp16_full_eval": f"{_FP16}. Use bf16_full_eval=True",
