@@ -9,12 +9,11 @@ number of substeps, the sum of the losses.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,8 +37,7 @@ class CannotJoinError(Exception):
     """Micro-batches can't run as one batch; the message completes "because"."""
 
 
-@dataclasses.dataclass(frozen=True)
-class JoinedBatch:
+class JoinedBatch(NamedTuple):
     """Several micro-batches as one."""
 
     inputs: dict[str, torch.Tensor]

@@ -119,10 +119,7 @@ def _prepare_launch(arguments: Any) -> None:
     """Checks the settings before anything is started, and exports them to the processes."""
     from accelerate.commands.config.config_args import default_config_file
 
-    for name, value in _exported.items():
-        if os.environ.get(name) == value:
-            del os.environ[name]
-    _exported.clear()
+    _withdraw_exports()
     file = arguments.config_file  # which accelerate is going to read
     if file is None and not arguments.cpu:
         file = default_config_file
@@ -146,6 +143,13 @@ def _prepare_launch(arguments: Any) -> None:
         # Accelerate exports 1, fatal for work on the host.
         _exported["OMP_NUM_THREADS"] = str(usable_cpu_count())
     os.environ.update(_exported)
+
+
+def _withdraw_exports() -> None:
+    for name, value in _exported.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    _exported.clear()
 
 
 def _read_file(file: str | None) -> Mapping[str, Any]:

@@ -96,7 +96,7 @@ class DeviceKernels:
         self._triton.adamw[(chunks,)](
             table,
             row_of_chunk,
-            *(getattr(constants, name) for name, _ in AdamConstants._fields_),
+            *(getattr(constants, name) for name, *_ in AdamConstants._fields_),
             ctypes.c_int32(first.arguments.rounding_seed).value,  # signed: one type for the kernel, whatever the number
             SPLIT=first.residual is not None,
             GRAD_SPLIT=first.grad_residual is not None,
