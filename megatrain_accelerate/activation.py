@@ -27,51 +27,42 @@ def is_disabled() -> bool:
     return os.environ.get(ENV_DISABLE, "").lower() in ("1", "true", "yes")
 
 
-def activate(settings: MegatrainConfig | Mapping[str, Any] | None = None) -> MegatrainConfig:
-    """Switches the plugin on for this process. A second call replaces the settings.
+def activate(
+    settings: MegatrainConfig | Mapping[str, Any] | None = None, arguments: Mapping[str, Any] | None = None
+) -> MegatrainConfig:
+    """Switches the plugin on for this process, with settings that replace earlier ones.
+
+    With ``arguments``, those of training arguments, it is switched on with these on top of the settings in force.
 
     Raises:
         ConfigError: an unknown key or a value out of range, or the off switch is set.
     """
     from megatrain_accelerate.config import MegatrainConfig
+    from megatrain_accelerate.errors import ConfigError
 
     global _active_config, _base_config
-    _refuse_if_disabled()
-    config = settings if isinstance(settings, MegatrainConfig) else MegatrainConfig.from_mapping(settings)
-    _active_config = _base_config = config
-    return config
-
-
-def activate_from_arguments(settings: Mapping[str, Any]) -> None:
-    """Switches the plugin on with a script's own settings, on top of those of the launcher or of ``enable()``.
-
-    Raises:
-        ConfigError: an unknown key or a value out of range, or the off switch is set.
-    """
-    global _active_config
-    _refuse_if_disabled()
-    active_config()  # The launcher's settings may not have been read yet.
-    _active_config = _over_base(settings)
+    if is_disabled():
+        raise ConfigError(f"megatrain_accelerate was asked for but {ENV_DISABLE} is set; unset it to train with the plugin")
+    if arguments is not None:
+        active_config()  # The launcher's settings may not have been read yet.
+        _active_config = _over_base(arguments)
+    else:
+        config = settings if isinstance(settings, MegatrainConfig) else MegatrainConfig.from_mapping(settings)
+        _active_config = _base_config = config
+    return _active_config
 
 
 def is_on_for(arguments: Any) -> bool:
     """Whether the plugin is on for a Trainer with these training arguments; with None, for code without a Trainer.
 
     The launcher and ``enable()`` switch it on for all Trainers; arguments do so for those that they are given to.
-
-    Raises:
-        ConfigError: the launcher's settings are malformed.
     """
     is_on = active_config() is not None
     return is_on and (arguments is None or _base_config is not None or bool(getattr(arguments, "megatrain", False)))
 
 
 def config_for(arguments: Any) -> MegatrainConfig:
-    """The settings of a Trainer for which the plugin is on; with None, those of code without a Trainer.
-
-    Raises:
-        ConfigError: an unknown key or a value out of range.
-    """
+    """The settings of a Trainer for which the plugin is on; with None, those of code without a Trainer."""
     config = active_config()
     assert config is not None, "called without an active plugin"
     return config if arguments is None else _over_base(read_settings(getattr(arguments, "megatrain_config", None)))
@@ -84,13 +75,6 @@ def _over_base(settings: Mapping[str, Any]) -> MegatrainConfig:
 
     base = dataclasses.asdict(_base_config) if _base_config is not None else {}
     return MegatrainConfig.from_mapping({**base, **settings})
-
-
-def _refuse_if_disabled() -> None:
-    from megatrain_accelerate.errors import ConfigError
-
-    if is_disabled():
-        raise ConfigError(f"megatrain_accelerate was asked for but {ENV_DISABLE} is set; unset it to train with the plugin")
 
 
 def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -139,11 +123,7 @@ def deactivate() -> None:
 
 
 def active_config() -> MegatrainConfig | None:
-    """The settings of this process, or None where the plugin is off.
-
-    Raises:
-        ConfigError: the launcher's settings are malformed.
-    """
+    """The settings of this process, or None where it is off. Raises ``ConfigError`` where the launcher's are malformed."""
     if _active_config is not None:
         return _active_config
     if is_disabled() or os.environ.get(ENV_ACTIVE) != "1":

@@ -7,6 +7,7 @@ import functools
 import logging
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatrain_accelerate.errors import StateError, StepWorkerError
 from megatrain_accelerate.loss.lazy_logits import TiledHead, find_head
 from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_limits import anonymous_bytes, require_host_bytes, settings_that_take_less
-from megatrain_accelerate.memory.host_store import HostUnit, held_host_bytes, planned_host_bytes
+from megatrain_accelerate.memory.host_store import HostUnit, planned_host_bytes
 from megatrain_accelerate.optim.host_step import ENGINE_CLOSED, HostStep
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
@@ -172,7 +173,11 @@ class Engine:
             self.device_plan = DevicePlan(self.runtime, config, device, show_plan)
             if training:
                 self._allocate_for_training()
-            self._move_buffers(model)
+            moved: dict[int, torch.Tensor] = {}
+            for owner in model.modules():
+                for key, buffer in owner._buffers.items():
+                    if buffer is not None:
+                        owner._buffers[key] = moved.setdefault(id(buffer), buffer.to(self.device))
             self._hook(model, discovery)
             self._make_logits_wait(model)
         except BaseException:
@@ -188,8 +193,7 @@ class Engine:
     def enable_training(self) -> None:
         """Makes what gradients need, on the host and on the device. Does nothing the second time.
 
-        Raises:
-            HostMemoryError: it doesn't fit; nothing is allocated then.
+        Raises ``HostMemoryError`` where it doesn't fit; nothing is allocated then.
         """
         if not self.training:
             parts = self._planned_bytes([unit.layout for unit in self.runtime.units])
@@ -205,13 +209,6 @@ class Engine:
             unit.allocate_masters()
             unit.allocate_gradients()
         self.runtime.offloader.allocate_slots(self.runtime.gradients_leave, self.config.passes_gradients)
-
-    def _move_buffers(self, model: nn.Module) -> None:
-        moved: dict[int, torch.Tensor] = {}
-        for module in model.modules():
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[key] = moved.setdefault(id(buffer), buffer.to(self.device))
 
     def _make_logits_wait(self, model: nn.Module) -> None:
         head = find_head(model, (layer.module for layer in self.runtime.layers)) if self.config.tiled_loss else None
@@ -311,8 +308,7 @@ class Engine:
     def adopt_unfrozen(self, model: nn.Module) -> bool:
         """Prepares the model anew if parameters are trained that were frozen; says whether it did.
 
-        Raises:
-            HostMemoryError: what is trained now doesn't fit.
+        Raises ``HostMemoryError`` where what is trained now doesn't fit.
         """
         if self.prepare_anew is None or not self.training or not any(parameter.requires_grad for parameter in self._frozen):
             return False
@@ -343,10 +339,9 @@ class Engine:
         return None
 
     def _refuse_replaced(self, model: nn.Module) -> None:
-        """The model must compute with what was adopted. Parameters inside layers are checked when the layer runs.
+        """Raises ``StateError`` where a layer, or a parameter outside the layers, was replaced or removed.
 
-        Raises:
-            StateError: a layer, or a parameter outside the layers, was replaced or removed.
+        Parameters inside layers are checked when the layer runs.
         """
         for owner, held in self._places.items():
             module = find_module(model, owner)
@@ -360,18 +355,11 @@ class Engine:
     def expect_accumulation(self, micro_batches: int) -> None:
         """Prepares for this many backwards before each step: makes buffers, so that none is made within a step.
 
-        Raises:
-            HostMemoryError: the fp32 sums of the gradients don't fit, and weren't counted when the model was adopted.
+        Raises ``HostMemoryError`` where the fp32 sums of the gradients don't fit and weren't counted at adoption.
         """
         self.device_plan.micro_batches = micro_batches
         if micro_batches > 1:
             self.runtime.offloader.prepare_accumulation()
-
-    def go_on_counting(self, before: Engine) -> None:
-        """What an earlier engine of the same training counted and expects is this one's."""
-        self.device_plan.expect_steps(*before.device_plan.expected)
-        self.runtime.meter.counters = before.runtime.meter.counters
-        self.plan_seconds += before.plan_seconds
 
     def drain(self) -> None:
         """Blocks until all weights are those of the last step, and takes over weights written from outside."""
@@ -379,12 +367,14 @@ class Engine:
         self.runtime.refresh_if_written()
 
     def host_bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of the host store now, by what they hold."""
-        held = held_host_bytes(self.runtime.units)
-        held["gradients"] = held.get("gradients", 0) + self.runtime.offloader.passing_bytes
+        """Bytes of the host store now, by what they hold; nothing for units that live on the device."""
+        held = Counter(gradients=self.runtime.offloader.passing_bytes)
+        for unit in self.runtime.units:
+            if not unit.is_on_device:
+                held.update(unit.bytes_by_kind())
         if self.runtime.activations.pool.size_bytes:
             held["activations"] = self.runtime.activations.pool.size_bytes
-        return held
+        return dict(held)
 
     def device_bytes_by_kind(self) -> dict[str, int]:
         """Bytes that the engine holds on the device, by what they hold."""

@@ -148,17 +148,18 @@ def prepare_model(
 def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluation_mode: bool) -> None:
     """Gives a model the engine that it needs. Optimizers of engines that are closed for it wait to be adopted."""
     engine, bf16 = engine_of(model), accelerator.mixed_precision == "bf16"
-    changed = None
     left_behind: list[torch.optim.Optimizer] = []
-    if engine is not None and not engine.matches(model):
-        changed = "parameters were added, replaced, frozen or unfrozen since the model was prepared"
-    elif engine is not None and not evaluation_mode and (engine.config, engine.bf16) != (config, bf16):
-        changed = "the model was prepared with other settings, or another mixed precision"
-    if engine is not None and changed is not None:
-        logger.warning("megatrain: %s; adopting it anew", changed)
-        left_behind = engine.optimizers
-        engine.close()
-        engine = None
+    if engine is not None:
+        changed = None
+        if not engine.matches(model):
+            changed = "parameters were added, replaced, frozen or unfrozen since the model was prepared"
+        elif not evaluation_mode and (engine.config, engine.bf16) != (config, bf16):
+            changed = "the model was prepared with other settings, or another mixed precision"
+        if changed is not None:
+            logger.warning("megatrain: %s; adopting it anew", changed)
+            left_behind = engine.optimizers
+            engine.close()
+            engine = None
     if not evaluation_mode:
         require_steps_in_backward_possible(config, accelerator.gradient_accumulation_steps)
         refuse_sparse_gradients(model)
@@ -168,7 +169,7 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
                 "the model was loaded with a device_map and is spread over devices; megatrain places weights itself: "
                 "load it with from_pretrained without device_map"
             )
-        taken = take_over(model, config)
+        earlier_models, earlier_optimizers, was_trained = take_over(model, config)
         for optimizer in (one for other in _engines(accelerator) for one in other.optimizers):
             _refuse_two_models(optimizer, model)
         engine = Engine(
@@ -176,20 +177,21 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
             accelerator.device,
             config,
             bf16=bf16,
-            training=taken.trained or not evaluation_mode,
+            training=was_trained or not evaluation_mode,
             accumulates=accelerator.gradient_accumulation_steps > 1,
             show_progress=accelerator.is_local_main_process and not getattr(arguments_of(accelerator), "disable_tqdm", False),
             show_plan=accelerator.is_local_main_process,
-            freed_bytes=_moment_bytes([*left_behind, *taken.optimizers], model),
+            freed_bytes=_moment_bytes([*left_behind, *earlier_optimizers], model),
             recorder=CapturedOutputs.for_installed_transformers(),
         )
         # Not the Accelerator: it holds the model, and the model's engine would hold both for ever.
         gradient_state = accelerator.gradient_state
         engine.runtime.gradients_complete = lambda: bool(gradient_state.sync_gradients)
         engine.prepare_anew = functools.partial(_attach_unfrozen, weakref.ref(accelerator))
-        for earlier in taken.models:
-            refuse_calls(earlier)
-        left_behind += [optimizer for optimizer in taken.optimizers if _trains_any_of(optimizer, engine)]
+        for earlier_model in earlier_models:
+            refuse_calls(earlier_model)
+        row = engine.runtime.norms.row
+        left_behind += [one for one in earlier_optimizers if any(row(p) is not None for p in _parameters(one))]
     elif not evaluation_mode:
         engine.enable_training()
     if not evaluation_mode and accelerator.gradient_accumulation_steps > 1:
@@ -214,9 +216,7 @@ def _moment_bytes(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module)
 def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
     """Gives a model in training an engine that trains what was unfrozen; the training goes on as it was.
 
-    Raises:
-        StateError: the Accelerator is gone.
-        HostMemoryError: what is trained now doesn't fit.
+    Raises ``StateError`` where the Accelerator is gone, ``HostMemoryError`` where what is trained now doesn't fit.
     """
     found, before = accelerator(), engine_of(model)
     if found is None or before is None:
@@ -241,7 +241,10 @@ def _attach_unfrozen(accelerator: weakref.ref[Any], model: nn.Module) -> None:
             # As at the begin of a training: which layers' weights get gradients from elsewhere isn't known yet.
             driver.set_schedule("deferred", then="backward")
     engine.expect_accumulation(before.device_plan.micro_batches)
-    engine.go_on_counting(before)
+    # What the engine before counted and expects is this one's.
+    engine.device_plan.expect_steps(*before.device_plan.expected)
+    engine.runtime.meter.counters = before.runtime.meter.counters
+    engine.plan_seconds += before.plan_seconds
 
 
 def prepare_optimizer(
@@ -250,9 +253,7 @@ def prepare_optimizer(
     """Makes the optimizer step on the host store of its model, now or when the model is prepared.
 
     One that was prepared before is left alone, unless its engine was closed or another optimizer took over since.
-
-    Raises:
-        UnsupportedError: it holds trained parameters of two models that stream.
+    Raises ``UnsupportedError`` where it holds trained parameters of two models that stream.
     """
     is_prepared = getattr(optimizer, "_is_accelerate_prepared", False)
     own = optimizer.optimizer if is_prepared and isinstance(optimizer, AcceleratedOptimizer) else optimizer
@@ -292,10 +293,6 @@ def _holds_any_of(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
     return any(engine.runtime.state_of(parameter) is not None for parameter in _parameters(optimizer))
 
 
-def _trains_any_of(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
-    return any(engine.runtime.norms.row(parameter) is not None for parameter in _parameters(optimizer))
-
-
 def _refuse_two_models(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raises where an optimizer of one model holds trained parameters of another one."""
     own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
@@ -322,11 +319,9 @@ def _adopt(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
 def require_steps_in_backward_possible(
     config: MegatrainConfig, accumulation: int, clips: bool = False, tries_again: bool = False
 ) -> None:
-    """Checks that layers can be stepped in backward where the settings ask for it.
+    """Raises ``ConfigError`` where the settings want steps in backward and gradients are clipped.
 
-    Raises:
-        ConfigError: gradients are clipped; or, where they pass (``host_gradients: passing``), also accumulated, or a backward
-            that failed is to be tried again.
+    Or, where gradients pass (``host_gradients: passing``), accumulated, or a backward that failed is to be tried again.
     """
     if config.passes_gradients and accumulation > 1:
         raise ConfigError(

@@ -190,21 +190,16 @@ def checkpoint_bytes(model: nn.Module, optimizer: Any, engine: Engine, save_only
 
 
 def _require_room(run_dir: Path, model: nn.Module, optimizer: Any, engine: Engine, args: Any) -> int:
-    """Checks that the disk has room for a checkpoint, and returns the bytes that it will take.
-
-    Raises:
-        DiskError: with what is needed, what is free, and where.
-    """
+    """Raises ``DiskError`` where the disk has no room for a checkpoint; returns the bytes that it will take."""
     parts = checkpoint_bytes(model, optimizer, engine, args.save_only_model)
     require_free_bytes(run_dir, parts, "a checkpoint", _SPACE_REMEDY)
     return sum(parts.values())
 
 
 def require_saving_possible(args: Any, model: nn.Module, optimizer: Any, engine: Engine) -> None:
-    """Checks that the first checkpoint can be saved, if any will be. Removes what killed runs left in the output folder.
+    """Raises ``DiskError`` where checkpoints are wanted and the output folder can't be written to, or has no room.
 
-    Raises:
-        DiskError: the output folder can't be written to, or the disk has no room.
+    Removes what killed runs left in it.
     """
     if not args.should_save or getattr(args.save_strategy, "value", args.save_strategy) == "no":
         return
@@ -216,14 +211,6 @@ def require_saving_possible(args: Any, model: nn.Module, optimizer: Any, engine:
 def checkpoint_staging(run_dir: Path, what: str = "checkpoints") -> contextlib.AbstractContextManager[Path]:
     """:func:`.disk.staging_folder` among the checkpoints; entering it shows that they can be saved."""
     return staging_folder(run_dir, STAGING_PREFIX, what, _SPACE_REMEDY)
-
-
-def _folder_bytes(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # files come and go while they are written
-            total += path.stat().st_size
-    return total
 
 
 @contextlib.contextmanager
@@ -238,7 +225,11 @@ def _saving_progress(folder: Path, expected_bytes: int, show: bool) -> Iterator[
     def draw() -> None:
         with bar:
             while not done.wait(_POLL_SECONDS):
-                bar.update(min(_folder_bytes(folder), expected_bytes) - bar.n)
+                written = 0
+                for path in folder.rglob("*"):
+                    with contextlib.suppress(OSError):  # files come and go while they are written
+                        written += path.stat().st_size
+                bar.update(min(written, expected_bytes) - bar.n)
 
     thread = threading.Thread(target=draw, name="megatrain-saving-progress", daemon=True)
     thread.start()
@@ -338,7 +329,15 @@ def write_masters(model: nn.Module, engine: Engine, folder: Path, max_shard_gib:
 
 def _write_shards(model: nn.Module, engine: Engine, folder: Path, max_shard_bytes: int) -> list[str]:
     homes = {id(state.parameter): (unit, state) for unit in engine.runtime.units for state in unit.states}
-    shards = _shards(model, max_shard_bytes)
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    held = 0
+    for name, tensor in _saved_tensors(model):
+        size = _fp32_bytes(tensor)
+        if held and held + size > max_shard_bytes:
+            shards.append({})
+            held = 0
+        shards[-1][name] = tensor
+        held += size
     names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = ["model.safetensors"]
@@ -367,20 +366,6 @@ def _write_shards(model: nn.Module, engine: Engine, folder: Path, max_shard_byte
 
 def _fp32_bytes(tensor: torch.Tensor) -> int:
     return (4 if tensor.is_floating_point() else tensor.element_size()) * tensor.numel()
-
-
-def _shards(model: nn.Module, max_shard_bytes: int) -> list[dict[str, torch.Tensor]]:
-    """What each file is to hold, in the order of the model."""
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    held = 0
-    for name, tensor in _saved_tensors(model):
-        size = _fp32_bytes(tensor)
-        if held and held + size > max_shard_bytes:
-            shards.append({})
-            held = 0
-        shards[-1][name] = tensor
-        held += size
-    return shards
 
 
 def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

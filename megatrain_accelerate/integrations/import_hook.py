@@ -33,26 +33,20 @@ class PatchFinder:
             _settle()
         if fullname not in _targets:
             return None
-        for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None:
-                _patch_after_execution(spec)
-                return spec
-        return None
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
 
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _apply_patches(module)
 
-def _patch_after_execution(spec: ModuleSpec) -> None:
-    loader: Any = spec.loader
-    execute = loader.exec_module
-
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        _apply_patches(module)
-
-    # On the instance: the loader keeps its class, which inspect, pkgutil and importlib.resources look at.
-    loader.exec_module = exec_module
+            # On the instance: the loader keeps its class, which inspect, pkgutil and importlib.resources look at.
+            loader.exec_module = exec_module
+        return spec
 
 
 class _WatchedSpec(ModuleSpec):
@@ -71,11 +65,7 @@ class _WatchedSpec(ModuleSpec):
 
 
 def install() -> None:
-    """Installs the finder and patches what is imported already. Does nothing the second time.
-
-    Raises:
-        PatchError: the plugin is active and a patch can't be applied.
-    """
+    """Installs the finder, once, and patches what is imported already; see :func:`_apply_patches`."""
     if not is_installed():
         sys.meta_path.insert(0, PatchFinder())
         _pending.update(_targets & sys.modules.keys())
@@ -117,6 +107,7 @@ def _settle() -> None:
 
 
 def _apply_patches(module: ModuleType) -> None:
+    """Raises ``PatchError`` where the plugin is active and a patch can't be applied."""
     for patch in PATCHES:
         if patch.module != module.__name__:
             continue

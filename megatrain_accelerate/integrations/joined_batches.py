@@ -9,12 +9,11 @@ number of substeps, the sum of the losses.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,7 +24,6 @@ from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.integrations.trainer import has_users_callback, record_choice, recorded_choice
 from megatrain_accelerate.planning.step_outline import what_sees_a_batch
-from megatrain_accelerate.planning.step_profile import StepOutline
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +37,7 @@ class CannotJoinError(Exception):
     """Micro-batches can't run as one batch; the message completes "because"."""
 
 
-@dataclasses.dataclass(frozen=True)
-class JoinedBatch:
+class JoinedBatch(NamedTuple):
     """Several micro-batches as one."""
 
     inputs: dict[str, torch.Tensor]
@@ -52,8 +49,7 @@ class JoinedBatch:
     def of(cls, micro_batches: Sequence[Any]) -> JoinedBatch:
         """Joins mappings of names to tensors of shape (samples, ...) along dimension 0.
 
-        Raises:
-            CannotJoinError: they differ in more than the number of samples, or hold something else.
+        Raises ``CannotJoinError`` where they differ in more than the number of samples, or hold something else.
         """
         first = micro_batches[0]
         for batch in micro_batches:
@@ -61,7 +57,13 @@ class JoinedBatch:
                 raise CannotJoinError(f"a micro-batch is a {type(batch).__name__} and not a mapping")
             if batch.keys() != first.keys():
                 raise CannotJoinError(f"micro-batches hold different things ({sorted(first)} and {sorted(batch)})")
-            _require_samples(batch)
+            for name, value in batch.items():
+                # Positions of multimodal models have their three axes in front.
+                if not isinstance(value, torch.Tensor) or value.dim() == 0 or (name == "position_ids" and value.dim() != 2):
+                    raise CannotJoinError(f"{name} isn't a tensor with one row for each sample")
+            if len({len(tensor) for tensor in batch.values()}) != 1:
+                shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in batch.items())
+                raise CannotJoinError(f"its tensors don't have one row for each sample ({shapes})")
             for name, tensor in batch.items():
                 if tensor.shape[1:] != first[name].shape[1:]:
                     shapes = f"{tuple(first[name].shape)} and {tuple(tensor.shape)}"
@@ -72,24 +74,8 @@ class JoinedBatch:
         return cls(joined, max(len(next(iter(batch.values()))) for batch in micro_batches))
 
 
-def _require_samples(batch: Mapping[str, Any]) -> None:
-    counts = set()
-    for name, value in batch.items():
-        # Positions of multimodal models have their three axes in front.
-        if not isinstance(value, torch.Tensor) or value.dim() == 0 or (name == "position_ids" and value.dim() != 2):
-            raise CannotJoinError(f"{name} isn't a tensor with one row for each sample")
-        counts.add(value.shape[0])
-    if len(counts) != 1:
-        shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items())
-        raise CannotJoinError(f"its tensors don't have one row for each sample ({shapes})")
-
-
 def _require_exact(trainer: Any, model: nn.Module, num_items: torch.Tensor | int | None) -> None:
-    """Refuses what may make the joined batch's loss another number than the sum of the micro-batches'.
-
-    Raises:
-        CannotJoinError: with the reason.
-    """
+    """Raises ``CannotJoinError`` for what may make the joined batch's loss another number than the micro-batches' sum."""
     if trainer.compute_loss_func is not None:
         raise CannotJoinError("compute_loss_func may compare the tokens of a micro-batch with each other")
     if num_items is None:
@@ -99,14 +85,6 @@ def _require_exact(trainer: Any, model: nn.Module, num_items: torch.Tensor | int
             raise CannotJoinError(f"{type(trainer).__name__} has a {name} of its own, which is to see each micro-batch")
     if (reason := what_sees_a_batch(model)) is not None:
         raise CannotJoinError(reason)
-
-
-def _is_sum(trainer: Any, outline: StepOutline) -> bool:
-    """Whether the loss is one of transformers' own sums over tokens."""
-    smoother = trainer.label_smoother
-    if smoother is None:
-        return outline.sums_loss
-    return type(smoother) is LabelSmoother and "num_items_in_batch" in inspect.signature(type(smoother).__call__).parameters
 
 
 def _model_inputs(trainer: Any, batch: Any, num_items: Any) -> dict[str, Any]:
@@ -223,11 +201,7 @@ class Joiner:
         record_choice(self.training, "joining", {**decision, "apart_because": apart_because})
 
     def _weigh(self, trainer: Any, engine: Engine, model: nn.Module, joined: JoinedBatch, num_items: Any) -> None:
-        """Looks at the plan for batches larger than all before.
-
-        Raises:
-            CannotJoinError: the batch can't be cut, or the plan is against it.
-        """
+        """Raises ``CannotJoinError`` for a batch larger than all before that can't be cut, or that the plan is against."""
         elements = sum(tensor.numel() for tensor in joined.inputs.values())
         if elements <= self._weighed_elements:
             return
@@ -236,7 +210,11 @@ class Joiner:
         together = None
         with steps_of(engine, joined.samples):
             try:
-                if not _is_sum(trainer, plan.foresee(model, inputs)):
+                is_sum, smoother = plan.foresee(model, inputs).sums_loss, trainer.label_smoother
+                if smoother is not None:
+                    is_known = type(smoother) is LabelSmoother
+                    is_sum = is_known and "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters
+                if not is_sum:
                     raise CannotJoinError("the loss isn't transformers' own sum over tokens divided by num_items_in_batch")
                 if not self._is_asked_for:
                     together = plan.weigh(model, inputs)

@@ -68,8 +68,7 @@ def _section_of(config_dict: Mapping[str, Any]) -> YamlSection | None:
 def process_config(original: Callable[..., dict[str, Any]], config_dict: dict[str, Any]) -> dict[str, Any]:
     """Translates a loaded accelerate config into one that stock accelerate accepts, and a :class:`YamlSection`.
 
-    Raises:
-        ConfigError: the section has an unknown key or a value out of range, or it or the type is misspelt.
+    Raises ``ConfigError`` where the section has an unknown key or a value out of range, or it or the type is misspelt.
     """
     section = _section_of(config_dict)
     if section is not None:
@@ -118,8 +117,12 @@ def parse_args(original: Callable[..., Any], parser: Any, *args: Any, **kwargs: 
 
 def _prepare_launch(arguments: Any) -> None:
     """Checks the settings before anything is started, and exports them to the processes."""
+    from accelerate.commands.config.config_args import default_config_file
+
     _withdraw_exports()
-    file = _config_file(arguments)
+    file = arguments.config_file  # which accelerate is going to read
+    if file is None and not arguments.cpu:
+        file = default_config_file
     content = _read_file(file)
     section = _section_of(content)
     flag_settings = getattr(arguments, SECTION, None)
@@ -147,15 +150,6 @@ def _withdraw_exports() -> None:
         if os.environ.get(name) == value:
             del os.environ[name]
     _exported.clear()
-
-
-def _config_file(arguments: Any) -> str | None:
-    """The file that accelerate is going to read: the one given, else the user's default if there is one."""
-    if arguments.config_file is not None:
-        return arguments.config_file
-    from accelerate.commands.config.config_args import default_config_file
-
-    return default_config_file if os.path.isfile(default_config_file) and not arguments.cpu else None
 
 
 def _read_file(file: str | None) -> Mapping[str, Any]:

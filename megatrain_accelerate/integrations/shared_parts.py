@@ -7,7 +7,6 @@ its weights back, and the model that is prepared now adopts them. PEFT and TRL r
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -22,16 +21,6 @@ from megatrain_accelerate.planning.layer_discovery import discover_layers
 from megatrain_accelerate.streaming.model_hook import ModelHook
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class TakenOver:
-    """What earlier engines left that held some of a model's parameters."""
-
-    models: list[nn.Module] = dataclasses.field(default_factory=list)
-    optimizers: list[torch.optim.Optimizer] = dataclasses.field(default_factory=list)
-    trained: bool = False
-    """Whether one of the engines was made for training."""
 
 
 def refuse_calls(earlier: nn.Module) -> None:
@@ -56,25 +45,26 @@ def refuse_calls(earlier: nn.Module) -> None:
     handle = earlier.register_forward_pre_hook(ModelHook(refuse, with_arguments=True))
 
 
-def take_over(model: nn.Module, config: MegatrainConfig) -> TakenOver:
+def take_over(model: nn.Module, config: MegatrainConfig) -> tuple[list[nn.Module], list[torch.optim.Optimizer], bool]:
     """Closes the engines of all other models that stream layers of this one, or train parameters with it.
 
     Frozen parameters alone (a teacher's embedding) may lie in both stores. What the engines held is the model's again.
 
+    Returns:
+        Those models, the optimizers that stepped them, and whether one of the engines was made for training.
+
     Raises:
         UnsupportedError: the model has no layers that could stream; nothing is closed then.
     """
-    taken = TakenOver()
     sharing = [engine for engine in all_engines() if engine is not engine_of(model) and _conflicts(model, engine)]
+    models = [other for other, engine in prepared_models() if engine in sharing]
+    optimizers = [optimizer for engine in sharing for optimizer in engine.optimizers]
     if sharing:
         discover_layers(model, config.layer_classes)
     for engine in sharing:
         logger.info("megatrain: a model that shares parameters with this one isn't streamed any more; this one has them now")
-        taken.models += [other for other, its_engine in prepared_models() if its_engine is engine]
-        taken.optimizers += engine.optimizers
-        taken.trained |= engine.training
         engine.close()
-    return taken
+    return models, optimizers, any(engine.training for engine in sharing)
 
 
 def engines_with(part: nn.Module) -> list[Engine]:

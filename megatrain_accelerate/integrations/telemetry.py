@@ -23,11 +23,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.integrations.every_process import PREFIX
+from megatrain_accelerate.memory.host_limits import process_bytes
 from megatrain_accelerate.planning.layer_discovery import active_parameters
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.streaming.meter import Cause, Counters
 from megatrain_accelerate.tracing import CLOCK_MARK, LAUNCHER, RAW_INFO, RAW_TRACE, WORKER, TraceRequest
-from megatrain_accelerate.units import GB, GIB, KIB
+from megatrain_accelerate.units import GB, GIB
 
 _A_PLAN_SECONDS = 0.01
 """Less isn't a plan, but the sum of looks at batches that need none."""
@@ -59,19 +60,12 @@ def counters_of(engine: Engine) -> Counters:
 
 def difference(now: Counters, before: Counters) -> Counters:
     """What was counted between two states of the counters."""
-    names = (field.name for field in dataclasses.fields(Counters))
-    return Counters(**{name: getattr(now, name) - getattr(before, name) for name in names})
+    return Counters(**{name: count - getattr(before, name) for name, count in vars(now).items()})
 
 
 def wait_ms_by_cause(counters: Counters) -> dict[str, float]:
     """The time for which the compute stream stood still, by :class:`.meter.Cause`."""
     return {cause.value: getattr(counters, f"{cause.value}_wait_ms") for cause in Cause}
-
-
-def _host_peak_bytes() -> int:
-    """Largest resident set of this process so far, registered memory included."""
-    with open("/proc/self/status") as file:
-        return next((int(line.split()[1]) * KIB for line in file if line.startswith("VmHWM:")), 0)
 
 
 class TokenCounter:
@@ -103,12 +97,10 @@ class TokenCounter:
         return int(count)
 
 
-RESOURCES = ("compute", "h2d", "d2h", "host_step")
-"""What can bound a step. The rest of a step, launching and the data loader among it, counts as compute."""
-
-
 def bound_shares(wait_ms: dict[str, float], step_ms: float) -> dict[str, float]:
     """Shares of a step in which the GPU worked (``compute``) and in which it stood still for each other resource.
+
+    The rest of a step, launching and the data loader among it, counts as compute.
 
     Args:
         wait_ms: by what the GPU stood still for; the end of backward is the d2h link's.
@@ -123,27 +115,13 @@ def bound_shares(wait_ms: dict[str, float], step_ms: float) -> dict[str, float]:
 
 def bound_by(shares: dict[str, float]) -> str:
     """The resource with the largest share of a step."""
-    return max(RESOURCES, key=lambda name: shares[name])
+    return max(shares, key=lambda name: shares[name])
 
 
 def describe_bound(shares: dict[str, float]) -> str:
     """The shares in words: ``is bound by h2d (h2d 61%, compute 30%, d2h 9%)``."""
-    ordered = sorted((name for name in RESOURCES if shares[name] >= 0.005), key=lambda name: -shares[name])
+    ordered = sorted((name for name in shares if shares[name] >= 0.005), key=lambda name: -shares[name])
     return f"is bound by {bound_by(shares)} ({', '.join(f'{name} {shares[name]:.0%}' for name in ordered)})"
-
-
-def _rates(since: Counters) -> dict[str, float]:
-    """GB/s of the link while it copied and G parameters/s of the host step while it computed, where they did."""
-    rates = {}
-    for name, copied_bytes, copy_ms in (
-        ("h2d", since.h2d_copied_bytes, since.h2d_copy_ms),
-        ("d2h", since.d2h_copied_bytes, since.d2h_copy_ms),
-    ):
-        if copy_ms > 0:
-            rates[f"{name}_gb_per_second"] = copied_bytes / GB / (1e-3 * copy_ms)
-    if since.step_seconds > 0:
-        rates["host_step_gparams_per_second"] = 1e-9 * since.stepped_parameters / since.step_seconds
-    return rates
 
 
 class Telemetry:
@@ -204,11 +182,15 @@ class Telemetry:
             "copy_wait_ms": since.copy_wait_ms / steps,
             "optimizer_wait_ms": since.optimizer_wait_ms / steps,
             "skipped_steps": float(now.skipped_steps),
-            "host_peak_gib": _host_peak_bytes() / GIB,
+            "host_peak_gib": process_bytes("VmHWM") / GIB,  # the largest resident set so far, registered memory included
         }
         wait_ms = {name: waited / steps for name, waited in wait_ms_by_cause(since).items()}
         values |= {f"gpu_wait_{name}_ms": waited for name, waited in wait_ms.items()}
-        values |= _rates(since)
+        for link in ("h2d", "d2h"):  # while it copied
+            if (copy_ms := getattr(since, f"{link}_copy_ms")) > 0:
+                values[f"{link}_gb_per_second"] = getattr(since, f"{link}_copied_bytes") / GB / (1e-3 * copy_ms)
+        if since.step_seconds > 0:
+            values["host_step_gparams_per_second"] = 1e-9 * since.stepped_parameters / since.step_seconds
         planned, self._plan_seconds = self.engine.plan_seconds - self._plan_seconds, self.engine.plan_seconds
         if planned > _A_PLAN_SECONDS:
             values["plan_seconds"] = planned
@@ -246,11 +228,7 @@ _current: StepTrace | None = None
 
 
 def trace_if_asked(optimizer: Optimizer, engine: Engine) -> None:
-    """Traces a step of this optimizer, if the process was asked to; the one that was prepared last counts.
-
-    Raises:
-        ConfigError: the request is malformed.
-    """
+    """Traces a step of this optimizer, if the process was asked to; the one that was prepared last counts."""
     global _current
     request = TraceRequest.from_environment()
     if request is None or (_current is not None and _current.has_begun):
@@ -313,15 +291,9 @@ class StepTrace:
         folder.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(folder / RAW_TRACE))
         self._profile = None
-        partial = folder / f"{RAW_INFO}.partial"
-        partial.write_text(json.dumps(self._info(end_ns)))
-        partial.rename(folder / RAW_INFO)
-
-    def _info(self, end_ns: int) -> dict[str, Any]:
-        engine = self._engine
         wait_ms = wait_ms_by_cause(difference(counters_of(engine), self._counters))
         shares = bound_shares(wait_ms, (end_ns - self._begin_ns) / 1e6)
-        return {
+        info = {
             "step": self._request.step,
             "device": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "the CPU",
             "layers": [layer.name for layer in engine.runtime.layers],
@@ -336,3 +308,6 @@ class StepTrace:
             "bound": describe_bound(shares),
             "torch": torch.__version__,
         }
+        partial = folder / f"{RAW_INFO}.partial"
+        partial.write_text(json.dumps(info))
+        partial.rename(folder / RAW_INFO)

@@ -157,12 +157,6 @@ def has_users_callback(trainer: Any, event: str) -> bool:
     return any(_is_a_users(callback, event, _CALLBACKS_THAT_DO_NOT_LOOK) for callback in trainer.callback_handler.callbacks)
 
 
-def _looks_before_step(trainer: Any) -> bool:
-    """Whether code of the user's, which may see gradients or weights, runs just before the step."""
-    is_own = _is_a_users(trainer, "training_step", _TRAINERS_THAT_DO_NOT_LOOK)
-    return is_own or has_users_callback(trainer, "on_pre_optimizer_step")
-
-
 class MegatrainCallback(TrainerCallback):
     """Follows a training: chooses the step schedule, adds the engine's numbers to the logs, drains at the end."""
 
@@ -186,7 +180,9 @@ class MegatrainCallback(TrainerCallback):
             engine.device_plan.expect_steps(state.max_steps, recorded_choice(state, "compiles"))
             require_saving_possible(args, kwargs["model"], kwargs.get("optimizer"), engine)
             trainer = self.trainer()
-            looks = trainer is None or _looks_before_step(trainer)
+            # Whether code of the user's, which may see gradients or weights, runs just before the step.
+            looks = trainer is None or _is_a_users(trainer, "training_step", _TRAINERS_THAT_DO_NOT_LOOK)
+            looks = looks or has_users_callback(trainer, "on_pre_optimizer_step")
             begin_training(engine, steps_in_backward=not (clips or tries_again or looks))
             self._telemetry = Telemetry(engine, kwargs["model"])
 

@@ -20,16 +20,8 @@ ARGUMENTS = "_megatrain_arguments"
 """The attribute of an Accelerator with the training arguments of the Trainer that made it."""
 
 
-class UnknownShapeError(Exception):
-    """The target isn't what the patch was written for."""
-
-
 def is_active(arguments: Any = None) -> bool:
-    """:func:`.activation.is_on_for`, with all patches in place.
-
-    Raises:
-        PatchError: it is on and a patch couldn't be applied.
-    """
+    """:func:`.activation.is_on_for`; raises ``PatchError`` where it is on and a patch couldn't be applied."""
     if not is_on_for(arguments):
         return False
     import_hook.ensure_ready()
@@ -50,15 +42,11 @@ _ARGUMENTS_OF: dict[str, Callable[[Any], Any]] = {
 
 
 def apply(patch: Patch, module: ModuleType) -> None:
-    """Puts a patch in place.
-
-    Raises:
-        UnknownShapeError: the target isn't what the patch was written for.
-    """
+    """Puts a patch in place; raises ``TypeError`` where the target isn't what it was written for."""
     class_name, _, name = patch.target.partition(":")[2].partition(".")
     owner = getattr(module, class_name, None)
     if not inspect.isclass(owner):
-        raise UnknownShapeError(f"{module.__name__} has no class {class_name}")
+        raise TypeError(f"{module.__name__} has no class {class_name}")
     place, _, needs = patch.replacement.rstrip(")").partition("(")
     home, _, function = place.partition(":")
     if function == "FIELDS":
@@ -81,23 +69,21 @@ def _load(module: str, name: str) -> Any:
 def wrap_always(owner: Any, name: str, replacement: Callable[..., Any], needs: Sequence[str] = ()) -> None:
     """Replaces a method or a property's getter by ``replacement(original, *args, **kwargs)``.
 
-    ``original`` is the plain function, which stays reachable as ``__wrapped__``.
-
-    Raises:
-        UnknownShapeError: it is missing, isn't a function, or lacks a parameter of ``needs``.
+    ``original`` is the plain function, which stays reachable as ``__wrapped__``. Raises ``TypeError`` where it is
+    missing, isn't a function, or lacks a parameter of ``needs``.
     """
     try:
         stored = inspect.getattr_static(owner, name)
     except AttributeError:
-        raise UnknownShapeError(f"{owner.__name__} has no attribute {name}") from None
+        raise TypeError(f"{owner.__name__} has no attribute {name}") from None
     original = stored.fget if isinstance(stored, property) else getattr(stored, "__func__", stored)
     if hasattr(original, _MARK):
         return
     if not callable(original):
-        raise UnknownShapeError(f"{name} is a {type(original).__name__}, not a function")
+        raise TypeError(f"{name} is a {type(original).__name__}, not a function")
     signature = inspect.signature(original)
     if missing := [parameter for parameter in needs if parameter not in signature.parameters]:
-        raise UnknownShapeError(f"it has no parameter {', '.join(missing)}; its signature is {signature}")
+        raise TypeError(f"it has no parameter {', '.join(missing)}; its signature is {signature}")
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -157,16 +143,15 @@ def wrap_in_subclasses(owner: Any, name: str, replacement: Callable[..., Any]) -
 def add_fields(owner: Any, additions: dict[str, tuple[Any, Any]]) -> None:
     """Adds fields to a dataclass and its subclasses: by name, type and ``field()`` with a default.
 
-    Raises:
-        UnknownShapeError: it isn't a dataclass, or has a field of that name.
+    Raises ``TypeError`` where it isn't a dataclass, or has a field of that name.
     """
     existing = getattr(owner, "__dataclass_fields__", None)
     if existing is None:
-        raise UnknownShapeError(f"{owner.__name__} is not a dataclass")
+        raise TypeError(f"{owner.__name__} is not a dataclass")
     if hasattr(owner.__init__, _MARK):
         return
     if taken := [name for name in additions if name in existing]:
-        raise UnknownShapeError(f"{owner.__name__} has a field {', '.join(taken)} of its own")
+        raise TypeError(f"{owner.__name__} has a field {', '.join(taken)} of its own")
     # Only dataclass() itself makes complete Field objects.
     donor = dataclasses.make_dataclass("donor", [(name, *entry) for name, entry in additions.items()], kw_only=True)
     fields = {field.name: field for field in dataclasses.fields(donor)}

@@ -57,6 +57,4 @@ def _settings() -> str | None:
 
 def _configure(settings: str) -> None:
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if configure is None:  # torch < 2.10
-        configure = torch.cuda.memory._set_allocator_settings
-    configure(settings)
+    (configure or torch.cuda.memory._set_allocator_settings)(settings)  # torch < 2.10 has only the latter

@@ -17,39 +17,24 @@ from megatrain_accelerate.units import GIB, KIB
 CONSTANT_OVERHEAD_BYTES = 2 * GIB
 """Host memory outside the store that a plan allows for: the interpreter, torch, CUDA's context and libraries."""
 
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
 
-
-def _read_number(path: Path) -> int | None:
+def _read(path: Path) -> str:
+    """The text of a file of the kernel's; nothing where it can't be read."""
     try:
-        text = path.read_text().strip()
+        return path.read_text().strip()
     except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _reclaimable_bytes(stat: Path) -> int:
-    """Page cache that the kernel gives up before it refuses memory, from a cgroup's ``memory.stat``."""
-    try:
-        fields = dict(line.split() for line in stat.read_text().splitlines())
-    except (OSError, ValueError):
-        return 0
-    return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
+        return ""
 
 
 def cgroup_available_bytes(
-    root: Path = _CGROUP_ROOT, membership: Path = Path("/proc/self/cgroup"), *, counts_cache: bool = True
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup"), *, counts_cache: bool = True
 ) -> int | None:
     """Free memory of the tightest cgroup above this process (version 2 or 1), or None without a limit.
 
     ``counts_cache``: whether page cache, which is given back when memory is needed, counts as free.
     """
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return None
     free: list[int] = []
-    for line in lines:
+    for line in _read(membership).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             base, limit_name, usage_name = root, "memory.max", "memory.current"
@@ -60,23 +45,20 @@ def cgroup_available_bytes(
         group = base / path.strip("/")
         # Inside a container the path may name a group of the host that isn't mounted; its root is then ours.
         for folder in (group, *group.parents):
-            limit, usage = _read_number(folder / limit_name), _read_number(folder / usage_name)
-            if limit is not None and usage is not None and limit < 1 << 60:
-                cache = _reclaimable_bytes(folder / "memory.stat") if counts_cache else 0
-                free.append(limit - usage + cache)
+            limit, usage = _read(folder / limit_name), _read(folder / usage_name)
+            if limit.isdigit() and usage.isdigit() and int(limit) < 1 << 60:
+                statistics = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+                cache = [int(statistics.get(name, 0)) for name in ("inactive_file", "active_file") if counts_cache]
+                free.append(int(limit) - int(usage) + sum(cache))
             if folder == base:
                 break
     return max(0, min(free)) if free else None
 
 
-def _own_bytes() -> int:
-    """Memory that this process holds, without the pages of files that it maps: these are cache."""
-    resident: int = psutil.Process().memory_info().rss
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        return resident - KIB * int(fields["RssFile"].split()[0])
-    except (OSError, KeyError, ValueError):
-        return resident
+def process_bytes(field: str) -> int:
+    """A size of this process in /proc/self/status; 0 where there is none."""
+    fields = dict(line.split(":", 1) for line in _read(Path("/proc/self/status")).splitlines())
+    return KIB * int(fields.get(field, "0").split()[0])
 
 
 def available_host_bytes(host_memory_gib: float | None = None) -> int:
@@ -86,7 +68,8 @@ def available_host_bytes(host_memory_gib: float | None = None) -> int:
     overrides what the machine reports, since some virtual machines grow their memory as it is used.
     """
     if host_memory_gib is not None:
-        return max(0, int(host_memory_gib * GIB) - _own_bytes())
+        # Pages of files that the process maps are cache.
+        return max(0, int(host_memory_gib * GIB) - psutil.Process().memory_info().rss + process_bytes("RssFile"))
     available = psutil.virtual_memory().available
     if (cgroup := cgroup_available_bytes()) is not None:
         available = min(available, cgroup)

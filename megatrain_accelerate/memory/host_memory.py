@@ -65,10 +65,9 @@ class HostMemory:
         return self._finalizer is not None and self._finalizer.alive
 
     def register(self) -> None:
-        """Page-locks the mapping if that was asked for. Call it after first touch, which is faster with all threads.
+        """Page-locks the mapping if that was asked for; raises ``HostMemoryError`` where the driver refuses.
 
-        Raises:
-            HostMemoryError: the driver refused.
+        Call it after first touch, which is faster with all threads.
         """
         if not self._register_wanted or self.is_registered:
             return

@@ -80,8 +80,7 @@ class HostPool:
     def take(self, size_bytes: int) -> HostBlock:
         """A block of ``size_bytes`` (at least 1). Grows the pool only if what is free is too small.
 
-        Raises:
-            HostMemoryError: the pool would have to grow beyond the host memory that this process may use.
+        Raises ``HostMemoryError`` where it would have to grow beyond the host memory that this process may use.
         """
         wanted = round_up(size_bytes, GRANULE_BYTES)
         for wait in (False, True):
@@ -89,21 +88,18 @@ class HostPool:
                 self._reclaim(wait)
         if self._free_bytes < wanted:
             self._grow(wanted - self._free_bytes)
-        ranges: list[_Range] = []
+        block = HostBlock([], [])
         while wanted:
             free = self._free.pop(0)
             end = min(free.end, free.start + wanted)
-            ranges.append(_Range(free.segment, free.start, end))
+            block.ranges.append(_Range(free.segment, free.start, end))
+            block.parts.append(self._buffers[free.segment][free.start : end][:size_bytes])
+            size_bytes -= block.parts[-1].numel()
             if end < free.end:
                 self._free.insert(0, _Range(free.segment, end, free.end))
             wanted -= end - free.start
             self._free_bytes -= end - free.start
-        parts = []
-        for place in ranges:
-            part = self._buffers[place.segment][place.start : place.end][:size_bytes]
-            parts.append(part)
-            size_bytes -= part.numel()
-        return HostBlock(ranges, parts)
+        return block
 
     def give_back(self, block: HostBlock, event: Any) -> None:
         """The block may be taken again once ``event`` is over."""

@@ -7,7 +7,6 @@ A bf16 weight's fp32 master is split: the bf16 half that streams to the GPU and 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -96,14 +95,16 @@ class HostUnit:
         weight_memory.register()
 
     def _size_of(self, kind: str) -> int:
-        layout = self.layout
-        return {
-            "weights": layout.weight_bytes,
-            "residuals": 2 * layout.split_elements,
-            "moments": self.moment_bytes,
-            "gradients": layout.gradient_bytes,
-            "gradient_residuals": 2 * layout.split_elements,
-        }[kind]
+        if kind == "moments":
+            return self.moment_bytes
+        elements, dtype = self._flat(kind)
+        return dtype.itemsize * elements
+
+    def _flat(self, kind: str) -> tuple[int, torch.dtype]:
+        """Length and dtype of the flat tensor of a kind that isn't the moments."""
+        if kind.endswith("residuals"):
+            return self.layout.split_elements, torch.int16
+        return self.layout.weight_bytes if kind == "weights" else self.layout.gradient_bytes, torch.uint8
 
     def _allocate(self, kind: str, touch: bool = True) -> HostMemory | DeviceMemory:
         size_bytes = self._size_of(kind)
@@ -122,18 +123,12 @@ class HostUnit:
 
     def _bind(self, kind: str) -> None:
         """Makes the unit's views of one kind of its memory, and its parameters'."""
-        tensor, layout = self._memory[kind].tensor, self.layout
-        split, elements, dtype = layout.split_elements, layout.state_elements, self._moments_dtype
-        if kind == "weights":
-            self.weights = tensor(0, (layout.weight_bytes,), torch.uint8)
-        elif kind == "residuals":
-            self.residuals = tensor(0, (split,), torch.int16)
-        elif kind == "gradients":
-            self.gradients = tensor(0, (layout.gradient_bytes,), torch.uint8)
-        elif kind == "gradient_residuals":
-            self.gradient_residuals = tensor(0, (split,), torch.int16)
+        tensor, elements, moments_dtype = self._memory[kind].tensor, self.layout.state_elements, self._moments_dtype
+        if kind == "moments":
+            self.moments = moments_within(tensor, elements, 0, (elements,), moments_dtype)
         else:
-            self.moments = moments_within(tensor, elements, 0, (elements,), dtype)
+            length, dtype = self._flat(kind)
+            setattr(self, kind, tensor(0, (length,), dtype))
         for state in self.states:
             spec, weight_offset, offset = state.entry.spec, state.entry.weight_offset, state.entry.state_offset
             if kind == "weights":
@@ -143,7 +138,7 @@ class HostUnit:
             elif kind == "gradients":
                 state.gradient = tensor(weight_offset, spec.shape, spec.dtype)
             elif kind == "moments":
-                state.moments = moments_within(tensor, elements, offset, spec.shape, dtype)
+                state.moments = moments_within(tensor, elements, offset, spec.shape, moments_dtype)
             elif state.entry.has_residual and kind == "residuals":
                 state.residual = tensor(2 * offset, spec.shape, torch.int16)
             elif state.entry.has_residual:
@@ -161,8 +156,7 @@ class HostUnit:
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
         """Sets a parameter's master (and so its weight) from ``value``: same shape, any floating dtype and device.
 
-        Raises:
-            StateError: ``value`` has another shape, or isn't a floating tensor with data.
+        Raises ``StateError`` where ``value`` has another shape, or isn't a floating tensor with data.
         """
         if value.shape != state.weight.shape or not value.is_floating_point() or value.is_meta:
             raise StateError(
@@ -223,7 +217,8 @@ class HostUnit:
     def move_to_device(self, device: torch.device, kernels: StepKernels) -> None:
         """The unit lives on ``device`` from now on: weights, residuals, moments; gradients are autograd's own there.
 
-        Nothing may be pending on the unit: no step, no copy. The parameters' data and gradients move along.
+        Nothing may be pending on the unit: no step, no copy. The parameters' data and gradients move along. If it doesn't fit
+        (``torch.OutOfMemoryError``, ``HostMemoryError`` on the way back) the unit stays as it was.
         """
         self._move(device, kernels)
 
@@ -243,8 +238,18 @@ class HostUnit:
         had_gradients = "gradients" in old_memory or self.device is not None
         if device is None and had_gradients and self.layout.gradient_bytes and not self.passes_gradients:
             kinds.append("gradients")
-        self._memory = self._all_made(device, kinds)
-        self.kernels = kernels
+        before, self.device = self.device, device
+        made: dict[str, HostMemory | DeviceMemory] = {}
+        try:
+            for kind in kinds:
+                made[kind] = self._allocate(kind)
+                made[kind].register()
+        except BaseException:  # all memory of the new home, or none: a move isn't left half-way
+            self.device = before
+            for memory in made.values():
+                memory.close()
+            raise
+        self._memory, self.kernels = made, kernels
         for kind in {"weights", "residuals", "moments"} & old_memory.keys():
             everything = (0, (self._size_of(kind),), torch.uint8)
             self._memory[kind].tensor(*everything).copy_(old_memory[kind].tensor(*everything))
@@ -268,25 +273,6 @@ class HostUnit:
             memory.close()
         self.version += 1
 
-    def _all_made(self, device: torch.device | None, kinds: Iterable[str]) -> dict[str, HostMemory | DeviceMemory]:
-        """All memory of the new home, or none: a move isn't left half-way.
-
-        Raises:
-            torch.OutOfMemoryError, HostMemoryError: it doesn't fit; the unit is as it was.
-        """
-        before, self.device = self.device, device
-        made: dict[str, HostMemory | DeviceMemory] = {}
-        try:
-            for kind in kinds:
-                made[kind] = self._allocate(kind)
-                made[kind].register()
-        except BaseException:
-            self.device = before
-            for memory in made.values():
-                memory.close()
-            raise
-        return made
-
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes that the unit holds now at its home, by what they hold."""
         always = dict.fromkeys(("weights", "gradients", "residuals", "moments"), 0)
@@ -300,17 +286,13 @@ class HostUnit:
                 continue  # resized by somebody, in memory of its own
             master = self.read_master(state) if state.residual is not None else state.weight.to("cpu", copy=True)
             state.handle.give_back(master)
-        self.close()
+        for memory in self._memory.values():
+            memory.close()
         self.version += 1
         # The mapping goes with the last view of it.
         self.states, self._memory = [], {}
         self.weights = self.residuals = torch.empty(0)
         self.gradients = self.gradient_residuals = self.moments = None
-
-    def close(self) -> None:
-        """Unregisters the memory; it is unmapped when the last view of it dies."""
-        for memory in self._memory.values():
-            memory.close()
 
 
 def planned_host_bytes(
@@ -333,12 +315,3 @@ def planned_host_bytes(
         parts["gradients"] = sum(layout.gradient_bytes for layout in layouts[passing:])
         parts["gradients"] += PASSING_BUFFERS * max((layout.gradient_bytes for layout in layouts[:passing]), default=0)
     return {**parts, "gradient_residuals": residuals} if fp32_sums else parts
-
-
-def held_host_bytes(units: Iterable[HostUnit]) -> dict[str, int]:
-    """Bytes of host memory that the units hold now, by kind; nothing for those that live on the device."""
-    total: Counter[str] = Counter()
-    for unit in units:
-        if not unit.is_on_device:
-            total.update(unit.bytes_by_kind())
-    return dict(total)

@@ -31,16 +31,12 @@ class ParameterStep(NamedTuple):
     moments: Moments
     grad: torch.Tensor
     arguments: AdamArguments
-    grad_residual: torch.Tensor | None
-    first_element: int
+    grad_residual: torch.Tensor | None = None
+    first_element: int = 0
 
 
 def device_kernels(device: torch.device, host_kernels: HostKernels) -> StepKernels:
-    """The kernels for units that live on ``device``: on the CPU stand-in the host's own.
-
-    Raises:
-        KernelError: Triton is missing.
-    """
+    """The kernels for units that live on ``device``: on the CPU stand-in the host's own. ``KernelError`` without Triton."""
     if device.type == "cpu":
         return host_kernels
     if not can_step_on(device):
@@ -67,17 +63,9 @@ class DeviceKernels:
 
         self._triton: Any = triton_adamw
 
-    def adamw(
-        self,
-        weight: torch.Tensor,
-        residual: torch.Tensor | None,
-        moments: Moments,
-        grad: torch.Tensor,
-        arguments: AdamArguments,
-        grad_residual: torch.Tensor | None = None,
-        first_element: int = 0,
-    ) -> None:
-        self.adamw_of_many([ParameterStep(weight, residual, moments, grad, arguments, grad_residual, first_element)])
+    def adamw(self, *step: Any, **others: Any) -> None:
+        """Takes what a :class:`ParameterStep` is made of."""
+        self.adamw_of_many([ParameterStep(*step, **others)])
 
     def adamw_of_many(self, steps: Sequence[ParameterStep]) -> None:
         """Steps all parameters by one kernel for each set of constants and dtypes: a launch takes longer than most steps."""
@@ -108,8 +96,8 @@ class DeviceKernels:
         self._triton.adamw[(chunks,)](
             table,
             row_of_chunk,
-            *(getattr(constants, name) for name, _ in AdamConstants._fields_),
-            _as_signed(first.arguments.rounding_seed),
+            *(getattr(constants, name) for name, *_ in AdamConstants._fields_),
+            ctypes.c_int32(first.arguments.rounding_seed).value,  # signed: one type for the kernel, whatever the number
             SPLIT=first.residual is not None,
             GRAD_SPLIT=first.grad_residual is not None,
             BF16_MOMENTS=first.moments.exp_avg.dtype == torch.bfloat16,
@@ -124,7 +112,7 @@ class DeviceKernels:
 
     def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
         if count := hi.numel():
-            tensors = (_bits(hi), residual, _bits(src))
+            tensors = (hi.view(torch.int16), residual, src.view(torch.int16))
             blocks = (-(-count // _BLOCK),)
             with torch.cuda.device_of(hi):
                 self._triton.accumulate_split[blocks](*tensors, count, HAS_RESIDUAL=has_residual, BLOCK=_BLOCK)
@@ -151,16 +139,6 @@ class DeviceKernels:
     def join(self, hi: torch.Tensor, residual: torch.Tensor, master_fp32_out: torch.Tensor) -> None:
         bits = (hi.view(torch.int16).to(torch.int32) << 16) + residual.to(torch.int32)
         master_fp32_out.view(torch.int32).copy_(bits)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A bf16 tensor as the bits that the kernels work on; an fp32 one as it is."""
-    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-
-
-def _as_signed(number: int) -> int:
-    """The 32-bit integer of the same bits: one type for the kernel, whatever the number."""
-    return ctypes.c_int32(number).value
 
 
 StepKernels = HostKernels | DeviceKernels

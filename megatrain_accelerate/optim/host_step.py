@@ -67,9 +67,7 @@ class HostStep:
 
         Trained ones that aren't the model's go to the device, where they are stepped. The model's own that were frozen when
         it was prepared wait for that to be done anew; those that have left the model wait on the host for a gradient.
-
-        Raises:
-            UnsupportedError: some are trained ones of another streamed model; none is held then.
+        Raises ``UnsupportedError`` where some are trained ones of another streamed model; none is held then.
         """
         outside = [p for p in parameters if self.is_outside(p) and p.requires_grad and id(p) not in self._trained_before]
         self._refuse_another_models(outside)
@@ -110,9 +108,7 @@ class HostStep:
     def begin_step(self) -> None:
         """Brings weights that somebody wrote to and gradients on their way where a step finds them.
 
-        Raises:
-            StateError: nobody may step from here after :meth:`retire`.
-            StepWorkerError: an earlier step failed.
+        Raises ``StateError`` after :meth:`retire`, and ``StepWorkerError`` where an earlier step failed.
         """
         if self._why_retired is not None:
             raise StateError(self._why_retired)
@@ -132,8 +128,7 @@ class HostStep:
     def with_gradients(self, optimizer: Optimizer) -> list[tuple[ParameterState, dict[str, Any]]]:
         """(place, group) of every parameter of the model that has a gradient; brings foreign gradient tensors into the store.
 
-        Raises:
-            UnsupportedError: a parameter that was frozen when the model was prepared has a gradient.
+        Raises ``UnsupportedError`` where a parameter that was frozen when the model was prepared has a gradient.
         """
         found = []
         for group in optimizer.param_groups:
@@ -155,8 +150,7 @@ class HostStep:
     def outside_with_gradients(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
         """The parameters of other modules that have a gradient, in group order, with their states beside them.
 
-        Raises:
-            UnsupportedError: some are another streamed model's.
+        Raises ``UnsupportedError`` where some are another streamed model's.
         """
         found = []
         for group in optimizer.param_groups:
@@ -186,8 +180,7 @@ class HostStep:
     def allows(self, norm: float) -> bool:
         """Whether a step with this global norm may be taken; counts and warns where not.
 
-        Raises:
-            NonFiniteGradientError: too many steps in a row had a non-finite norm.
+        Raises ``NonFiniteGradientError`` where too many steps in a row had a non-finite norm.
         """
         if math.isfinite(norm):
             self._nonfinite_in_a_row = 0

@@ -48,16 +48,12 @@ _REBUILD = "build it with `pip install --force-reinstall --no-deps .` in a check
 class AdamConstants(ctypes.Structure):
     """Mirror of ``AdamConstants`` in ``csrc/adamw.h``; ctypes rounds each double to float."""
 
-    _fields_ = (
-        ("gradient_factor", ctypes.c_float),
-        ("decay", ctypes.c_float),
-        ("l2", ctypes.c_float),
-        ("one_minus_beta1", ctypes.c_float),
-        ("beta2", ctypes.c_float),
-        ("one_minus_beta2", ctypes.c_float),
-        ("correction2_sqrt", ctypes.c_float),
-        ("eps", ctypes.c_float),
-        ("negative_step_size", ctypes.c_float),
+    _fields_ = tuple(
+        (name, ctypes.c_float)
+        for name in (
+            *("gradient_factor", "decay", "l2", "one_minus_beta1", "beta2", "one_minus_beta2"),
+            *("correction2_sqrt", "eps", "negative_step_size"),
+        )
     )
 
 
@@ -182,11 +178,7 @@ class HostKernels:
         grad_residual: torch.Tensor | None = None,
         first_element: int = 0,
     ) -> None:
-        """One AdamW (or Adam) step in place, in one pass.
-
-        On split masters it has 26 bytes of memory traffic a parameter with fp32 moments, 18 with
-        bf16 and 14.1 with 8-bit ones, and 2 more with ``grad_residual``; on fp32 weights 28 with
-        fp32 moments.
+        """One AdamW (or Adam) step in place, in one pass; ``csrc/adamw.h`` has its memory traffic.
 
         Args:
             weight, grad: (N) bfloat16 with ``residual``, else (N) float32.
@@ -203,13 +195,23 @@ class HostKernels:
         if isinstance(moments, Int8Moments):
             moment_dtypes = torch.int8, torch.uint8
             scales = [moments.exp_avg_scale.data_ptr(), moments.exp_avg_sq_scale.data_ptr()]
-            self._check_blocks(moments, first_element)
-        constants = arguments.to_constants(), first_element & 0xFFFFFFFF, arguments.rounding_seed
+            if first_element % BLOCK_ELEMENTS:
+                raise KernelError(
+                    f"first_element is {first_element}; runs of 8-bit moments begin at multiples of {BLOCK_ELEMENTS}"
+                )
+            of_blocks = {name: (getattr(moments, name), torch.float32) for name in ("exp_avg_scale", "exp_avg_sq_scale")}
+            count, found = exp_avg.numel(), self._check(**of_blocks)
+            if found != block_count(count):
+                raise KernelError(
+                    f"8-bit moments of {count:,} elements have {found:,} scales; they need {block_count(count):,}"
+                )
         self._call(
             "adamw",
             *scales,
             8 * exp_avg.itemsize,
-            *constants,
+            arguments.to_constants(),
+            first_element & 0xFFFFFFFF,
+            arguments.rounding_seed,
             weight=(weight, dtype),
             residual=(residual, torch.int16),
             exp_avg=(exp_avg, moment_dtypes[0]),
@@ -245,12 +247,9 @@ class HostKernels:
         """
         if values.dtype not in (torch.bfloat16, torch.float32):
             raise KernelError(f"square_sum: values must be torch.bfloat16 or torch.float32, got {values.dtype}")
-        result: float
         if values.dtype == torch.float32 and residual is None:
-            result = self._call("square_sum_fp32", values=(values, torch.float32))
-        else:
-            result = self._call("square_sum_bf16", values=(values, torch.bfloat16), residual=(residual, torch.int16))
-        return result
+            return float(self._call("square_sum_fp32", values=(values, torch.float32)))
+        return float(self._call("square_sum_bf16", values=(values, torch.bfloat16), residual=(residual, torch.int16)))
 
     def split(self, master_fp32: torch.Tensor, hi: torch.Tensor, residual: torch.Tensor) -> None:
         """Writes the split of (N) float32 masters to (N) bfloat16 ``hi`` and (N) int16 ``residual``."""
@@ -282,17 +281,6 @@ class HostKernels:
             exp_avg_sq=(exp_avg_sq, torch.float32),
             grad=(grad, torch.bfloat16),
         )
-
-    def _check_blocks(self, moments: Int8Moments, first_element: int) -> None:
-        if first_element % BLOCK_ELEMENTS:
-            raise KernelError(
-                f"first_element is {first_element}; runs of 8-bit moments begin at multiples of {BLOCK_ELEMENTS}"
-            )
-        single = torch.float32
-        found = self._check(exp_avg_scale=(moments.exp_avg_scale, single), exp_avg_sq_scale=(moments.exp_avg_sq_scale, single))
-        count = moments.exp_avg.numel()
-        if found != block_count(count):
-            raise KernelError(f"8-bit moments of {count:,} elements have {found:,} scales; they need {block_count(count):,}")
 
     def _call(self, function: str, *others: Any, **tensors: tuple[torch.Tensor | None, torch.dtype]) -> Any:
         """Hands over the tensors, null for what there isn't, their common length and the other arguments."""
@@ -327,8 +315,7 @@ class HostKernels:
 def _load_library() -> Any:
     """Opens the library and declares its functions; the loader keeps one copy a process.
 
-    Raises:
-        KernelError: the file is missing, can't be loaded, or is of another version than this file.
+    Raises ``KernelError`` where the file is missing, can't be loaded, or is of another version than this file.
     """
     if not LIBRARY_PATH.exists():
         raise KernelError(f"the compiled host kernels are missing: no file {LIBRARY_PATH}. Remedy: {_REBUILD}")
@@ -344,26 +331,25 @@ def _load_library() -> Any:
             f"they are from another build. Remedy: {_REBUILD}"
         )
     pointer, count, number, bits = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint32
-    library.megatrain_best_instruction_set.argtypes = []
-    library.megatrain_best_instruction_set.restype = number
-    library.megatrain_create.argtypes = [number, number]
-    library.megatrain_create.restype = pointer
-    library.megatrain_destroy.argtypes = [pointer]
-    library.megatrain_destroy.restype = None
-    others: dict[str, tuple[int, list[Any]]] = {
-        "adamw": (6, [pointer, pointer, number, AdamConstants, bits, bits]),
-        "stream_probe": (5, []),
-        "accumulate_bf16": (3, [number]),
-        "accumulate_fp32": (2, []),
-        "square_sum_bf16": (2, []),
-        "square_sum_fp32": (1, []),
-        "split": (3, []),
-        "join": (3, []),
-        "copy": (2, [count]),
-        "zero": (1, [count]),
+    arguments: dict[str, list[Any]] = {
+        "best_instruction_set": [],
+        "create": [number, number],
+        "destroy": [pointer],
+        # The kernels, tensors, their length and other arguments.
+        "adamw": [pointer, *[pointer] * 6, count, pointer, pointer, number, AdamConstants, bits, bits],
+        "stream_probe": [pointer, *[pointer] * 5, count],
+        "accumulate_bf16": [pointer, *[pointer] * 3, count, number],
+        "accumulate_fp32": [pointer, *[pointer] * 2, count],
+        "square_sum_bf16": [pointer, *[pointer] * 2, count],
+        "square_sum_fp32": [pointer, pointer, count],
+        "split": [pointer, *[pointer] * 3, count],
+        "join": [pointer, *[pointer] * 3, count],
+        "copy": [pointer, *[pointer] * 2, count, count],
+        "zero": [pointer, pointer, count, count],
     }
-    for name, (tensors, types) in others.items():
+    results = {"best_instruction_set": number, "create": pointer}
+    results |= dict.fromkeys(("square_sum_bf16", "square_sum_fp32"), ctypes.c_double)
+    for name, types in arguments.items():
         function = getattr(library, f"megatrain_{name}")
-        function.argtypes = [pointer, *[pointer] * tensors, count, *types]
-        function.restype = ctypes.c_double if name.startswith("square_sum") else None
+        function.argtypes, function.restype = types, results.get(name)
     return library

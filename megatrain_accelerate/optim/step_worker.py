@@ -29,11 +29,7 @@ class Ticket:
         self._done.set()
 
     def wait(self) -> None:
-        """Blocks until the work is over.
-
-        Raises:
-            StepWorkerError: the work, or work before it, failed; ``__cause__`` is the original exception.
-        """
+        """Blocks until the work is over. Raises ``StepWorkerError``, by its cause, where it or work before it failed."""
         self._done.wait()
         if self._cause is not None:
             raise StepWorkerError(
@@ -54,8 +50,6 @@ class StepWorker:
         self._failure: BaseException | None = None
         self._closed = False
         self._last_ticket: Ticket | None = None
-        self.busy_seconds = 0.0
-        """Time spent in work since the start."""
         self.on_work_done: Callable[[str, int, int], None] | None = None
         """Called by the thread with the name of each piece of work, its begin and its end (``perf_counter_ns``)."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -72,10 +66,8 @@ class StepWorker:
                         work()
                     except BaseException as error:
                         self._failure = error
-                    end_ns = time.perf_counter_ns()
-                    self.busy_seconds += (end_ns - start_ns) / 1e9
                     if (observer := self.on_work_done) is not None:
-                        observer(ticket.name, start_ns, end_ns)
+                        observer(ticket.name, start_ns, time.perf_counter_ns())
                 ticket.finish(self._failure)
                 del item, ticket, work  # a closure may hold device memory
 
@@ -88,11 +80,7 @@ class StepWorker:
         return self._thread.native_id or 0
 
     def submit(self, name: str, work: Callable[[], None]) -> Ticket:
-        """Queues ``work`` behind everything submitted before.
-
-        Raises:
-            StepWorkerError: earlier work failed, or the worker is closed.
-        """
+        """Queues ``work`` behind everything before; raises ``StepWorkerError`` where that failed or the worker is closed."""
         self.raise_if_failed()
         if self._closed:
             raise StepWorkerError(f"the host optimizer's thread was closed; {name!r} can't be run")

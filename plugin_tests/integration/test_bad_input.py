@@ -238,7 +238,7 @@ def test_layers_that_share_a_weight_are_refused() -> None:
         ({"slots": "2"}, "slots must be a whole number, got '2'"),
         ({"slots": True}, "slots must be a whole number, got True"),
         ({"gradient_slots": 0}, "gradient_slots must be at least 1"),
-        ({"step_schedule": "eager"}, "step_schedule must be one of auto, deferred, backward, serial; got 'eager'"),
+        ({"step_schedule": "eager"}, "step_schedule must be auto, deferred, backward or serial; got 'eager'"),
         ({"host_memory_gib": 0}, "host_memory_gib must be above 0"),
         ({"layer_classes": "Block"}, "layer_classes must be a list"),
         ({"huge_pages": "yes"}, "huge_pages must be true or false"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_accelerate.config import STEP_SCHEDULES, MegatrainConfig
+from megatrain_accelerate.config import CHOICES, MegatrainConfig
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
@@ -30,4 +30,4 @@ def test_settings_table_lists_every_setting_in_order_with_its_default(
 
 def test_settings_table_names_every_step_schedule(settings_table: dict[str, tuple[str, str]]) -> None:
     _, effect = settings_table["step_schedule"]
-    assert [name for name in STEP_SCHEDULES if f"`{name}`" not in effect] == []
+    assert [name for name in CHOICES["step_schedule"] if f"`{name}`" not in effect] == []

@@ -149,13 +149,6 @@ def test_the_worker_lets_go_of_work_that_is_done(worker: StepWorker) -> None:
     assert gone() is None
 
 
-def test_busy_time_is_counted(worker: StepWorker) -> None:
-    worker.submit("sleep", lambda: time.sleep(0.05))
-    worker.drain()
-    worker.submit("mark", lambda: None).wait()
-    assert 0.05 <= worker.busy_seconds < 1.0
-
-
 def test_a_ticket_of_no_worker_waits_until_it_is_finished() -> None:
     ticket = Ticket("alone")
     threading.Timer(0.02, ticket.finish).start()
