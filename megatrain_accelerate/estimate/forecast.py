@@ -41,7 +41,7 @@ from megatrain_accelerate.planning.tile_choice import outline_with_tiles
 from megatrain_accelerate.streaming.compiled_layer import SMALLEST_LAYER_PARAMETERS
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
-from megatrain_accelerate.streaming.output_recorder import Captures, OutputRecorder
+from megatrain_accelerate.streaming.output_recorder import Captures
 from megatrain_accelerate.streaming.token_tiles import AUTO_TILE_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,6 @@ class Forecaster:
         host_bytes: host memory that the process may take; None for as much as the model's states need.
         micro_batches: backwards before a step.
         active_parameters: those that a token meets; by default all.
-        recorder: what collects side outputs of layers.
 
     Raises:
         UnsupportedError: the model can't stream; the message says why.
@@ -147,7 +146,6 @@ class Forecaster:
         *,
         micro_batches: int = 1,
         active_parameters: int | None = None,
-        recorder: OutputRecorder | None = None,
     ) -> None:
         self.model = model.train()
         self.config = config
@@ -155,7 +153,7 @@ class Forecaster:
         self.gpu_bytes = gpu_bytes
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.active_parameters = self.parameters if active_parameters is None else active_parameters
-        self.engine = MetaEngine(model, config, recorder, gpu_bytes)
+        self.engine = MetaEngine(model, config, gpu_bytes)
         require_layers(len(self.engine.runtime.layers), config.keep_layers, config.offload_layers)
         for_states = None if host_bytes is None else host_bytes - CONSTANT_OVERHEAD_BYTES
         self.plan = ForecastPlan(self.engine, config, machine, gpu_bytes, for_states, micro_batches)

@@ -94,7 +94,6 @@ class StreamingRuntime:
         streams, meter, kernels, worker: made by the engine.
         config: the settings.
         register: page-lock host buffers.
-        recorder: see :class:`OutputRecorder`.
     """
 
     def __init__(
@@ -108,7 +107,6 @@ class StreamingRuntime:
         worker: StepWorker,
         config: MegatrainConfig,
         register: bool,
-        recorder: OutputRecorder | None = None,
     ) -> None:
         self.layers = list(layers)
         self.experts = [experts for layer in self.layers for experts in layer.experts]
@@ -156,7 +154,7 @@ class StreamingRuntime:
         self.steps_on_host: set[int] = set()  # ids of optimizers without a kernel: their step works on masters on the host
         self.keep_states_on_host: Callable[[], None] = lambda: self.place((), (), groups_on_device=False)
         """Brings all states to the host; set by the plan."""
-        self.recorder = recorder or OutputRecorder()
+        self.recorder = OutputRecorder()
         self.compiled = CompiledLayers(config.compile_layers, streams.device, self.recorder)
         self._order = CallOrder(len(self.layers))
         self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])

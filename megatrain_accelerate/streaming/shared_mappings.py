@@ -8,22 +8,20 @@ Transformers uses ``collections.UserDict`` here, since wrappers that rebuild eve
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import MappingKey, register_pytree_node, tree_flatten
+from torch.utils._pytree import tree_flatten
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.streaming.nested_tensors import tensors_in
 
 
-@dataclasses.dataclass
-class _Handed:
-    """A copy of a mapping, as a layer's argument. It is a pytree node, so that pytree finds the tensors in it."""
+class _Handed(NamedTuple):
+    """A copy of a mapping, as a layer's argument in which pytree finds the tensors."""
 
     entries: dict[Any, Any]
 
@@ -34,17 +32,6 @@ class _Returned(NamedTuple):
     output: Any
     written: tuple[dict[Any, Any], ...]
     removed: tuple[Any, ...]
-
-
-register_pytree_node(
-    _Handed,
-    lambda handed: (list(handed.entries.values()), tuple(handed.entries)),
-    lambda values, keys: _Handed(dict(zip(keys, values, strict=True))),
-    flatten_with_keys_fn=lambda handed: (
-        [(MappingKey(key), value) for key, value in handed.entries.items()],
-        tuple(handed.entries),
-    ),
-)
 
 
 class SharedMappings:
