@@ -13,7 +13,6 @@ pairs (:class:`ExpertResults`).
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import inspect
@@ -117,8 +116,8 @@ class _Result:
     """What a call of experts gave, and what its backward has to know of it."""
 
     output_TD: torch.Tensor | None
+    """None, as the routing is, where it isn't kept."""
     routing: Routing | None
-    """Of the output: None where that isn't kept."""
     places: Places
     version: int
 
@@ -134,15 +133,16 @@ class ExpertResults:
         self.keeps = keeps
         self.is_last = is_last
         self.replays = False
-        self._results: dict[tuple[int, int], _Result] = {}
-        self._calls: collections.Counter[int] = collections.Counter()
+        self._results: dict[StreamedExperts, list[_Result]] = {}
+        """Of each call in forward."""
+        self._calls: dict[StreamedExperts, int] = {}
 
     @contextlib.contextmanager
     def at_work(self, layer: StreamedLayer, replays: bool) -> Iterator[None]:
         """The layer runs in the body: for the first time, or, with ``replays``, again."""
         self.replays = replays
-        self._calls.clear()
         for experts in layer.experts:
+            self._calls[experts] = 0
             experts.results = self
         try:
             yield
@@ -152,16 +152,16 @@ class ExpertResults:
 
     @property
     def size_bytes(self) -> int:
-        results = self._results.values()
+        results = [result for results in self._results.values() for result in results]
         of_outputs = sum(result.output_TD.nbytes for result in results if result.output_TD is not None)
         return of_outputs + sum(result.routing.size_bytes for result in results if result.routing is not None)
 
     def note(
-        self, experts: StreamedExperts, number: int, output_TD: torch.Tensor, routing: Routing, places: Places, version: int
+        self, experts: StreamedExperts, output_TD: torch.Tensor, routing: Routing, places: Places, version: int
     ) -> None:
-        """A call in forward gave this; whoever gets the original may write to it."""
-        kept = output_TD.clone() if self.keeps else None
-        self._results[id(experts), number] = _Result(kept, routing if self.keeps else None, places, version)
+        """The next call in forward gave this; whoever gets the original may write to it."""
+        kept = (output_TD.clone(), routing) if self.keeps else (None, None)
+        self._results.setdefault(experts, []).append(_Result(*kept, places, version))
 
     def begin(self, experts: StreamedExperts) -> tuple[int, _Result | None]:
         """A call of these experts begins: its number in this run, and where that replays, the
@@ -170,19 +170,19 @@ class ExpertResults:
         Raises:
             StateError: forward had no such call.
         """
-        number = self._calls[id(experts)]
-        self._calls[id(experts)] += 1
+        number = self._calls[experts]
+        self._calls[experts] += 1
         if not self.replays:
             return number, None
-        found = self._results.get((id(experts), number))
-        if found is None:
-            in_forward = sum(1 for key, _ in self._results if key == id(experts))
+        results = self._results.get(experts, [])
+        if number >= len(results):
             raise StateError(
                 f"experts {experts.name} are called {number + 1} times or more when their layer is computed again, and were "
-                f"called {in_forward} times in its forward; make the layer call them alike in both, or set "
+                f"called {len(results)} times in its forward; make the layer call them alike in both, or set "
                 "megatrain_config.expert_parts to 1"
             )
-        self._results[id(experts), number] = dataclasses.replace(found, output_TD=None, routing=None)
+        found = results[number]
+        results[number] = dataclasses.replace(found, output_TD=None, routing=None)
         return number, found
 
 
@@ -199,14 +199,14 @@ class _Call:
     ) -> None:
         self.experts = experts
         self._shown = shown_instead(experts)
-        self._streams_parts = self._shown is None and not streams.runs_dry()
+        self._streams_parts = self._shown is None and streams.runtime.dry_run is None
         """Whether the call is one of a step or an evaluation, and not a trial."""
-        self._number, self._found = (0, None) if results is None else results.begin(experts)
+        number, self._found = (0, None) if results is None else results.begin(experts)
         routing = None if self._found is None else self._found.routing
         # Sorted once: it waits for the device.
         self.routing = routing or Routing.of(experts, index_TK)
         self.version: int | None = None
-        self.is_last = self._number == 0 and (results is None or results.is_last)
+        self.is_last = number == 0 and (results is None or results.is_last)
         self.places: Places = []
         self._results = results
         self._streams = streams
@@ -227,7 +227,7 @@ class _Call:
             # Not before: the first fetch takes over what somebody wrote.
             self.version = self.experts.unit.version
             if self._results is not None:
-                self._results.note(self.experts, self._number, output_TD, self.routing, self.places, self.version)
+                self._results.note(self.experts, output_TD, self.routing, self.places, self.version)
         return output_TD
 
     def _weights(
@@ -373,7 +373,7 @@ def run_experts(streams: ExpertStreams, experts: StreamedExperts, args: tuple[An
         call = _Call(streams, experts, index_TK, experts.results)
     if not torch.is_grad_enabled():
         return call.forward((hidden_TD, weights_TK), None)
-    anchor = streams.anchor if experts.has_trainable else streams.anchor.detach()
+    anchor = streams.runtime.anchor if experts.has_trainable else streams.runtime.anchor.detach()
     return _ExpertsFunction.apply(call, anchor, hidden_TD, weights_TK)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,8 +13,11 @@ from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.streaming.call_order import CallOrder, Tape
 from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.expert_parts import ExpertPart, StreamedExperts
-from megatrain_accelerate.streaming.grad_offload import GradientOffloader, UnitGradients
+from megatrain_accelerate.streaming.grad_offload import UnitGradients
 from megatrain_accelerate.streaming.prefetch import Fetched, Prefetcher
+
+if TYPE_CHECKING:
+    from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 Places = list[tuple[Tape, int]]
 """Where on the tape of a forward each part of a layer's experts was called, in order."""
@@ -23,43 +26,21 @@ Places = list[tuple[Tape, int]]
 class _PartPrefetcher(Prefetcher):
     """Owner of the slots of parts: each takes a range of every parameter."""
 
-    def __init__(self, parts: Sequence[ExpertPart], slots: int, offloader: GradientOffloader) -> None:
-        self._parts = parts
-        super().__init__(parts, slots, offloader.streams, offloader.meter)
-
     def _copy(self, layer: Fetched, slot: WeightSlot) -> None:
-        unit = self._parts[layer.index].unit
+        assert isinstance(layer, ExpertPart)
+        unit = layer.unit
         for there, here in unit.pieces(unit.weights, slot.buffer, trainable_only=False):
             here.copy_(there, non_blocking=True)
 
 
 class ExpertStreams:
-    """All experts of a model that stream in parts.
+    """All experts of a model that stream in parts; maybe none. ``layers``: in which order the layers are called."""
 
-    Args:
-        experts: in the order of the forward; maybe none.
-        slots: weight slots for their parts.
-        offloader: the way of their gradients.
-        anchor: a number that requires grad, for calls none of whose inputs does.
-        runs_dry: whether layers run on trial, for a plan or a probe.
-        layers: in which order the layers are called.
-    """
-
-    def __init__(
-        self,
-        experts: Sequence[StreamedExperts],
-        slots: int,
-        offloader: GradientOffloader,
-        anchor: torch.Tensor,
-        runs_dry: Callable[[], bool],
-        layers: CallOrder,
-    ) -> None:
-        self.anchor = anchor
-        self.runs_dry = runs_dry
-        self._slots = slots
-        self._offloader = offloader
-        parts = [part for whole in experts for part in whole.parts]
-        self._prefetcher = _PartPrefetcher(parts, slots, offloader) if parts else None
+    def __init__(self, runtime: StreamingRuntime, layers: CallOrder) -> None:
+        self.runtime = runtime
+        self._slots = runtime.config.slots
+        parts = [part for whole in runtime.experts for part in whole.parts]
+        self._prefetcher = _PartPrefetcher(parts, self._slots, runtime.streams, runtime.meter) if parts else None
         self._order = CallOrder(len(parts), leader=layers)
 
     def close(self) -> None:
@@ -88,7 +69,7 @@ class ExpertStreams:
     def upcoming(self, place: tuple[Tape, int], in_backward: bool, backward_follows: bool) -> Sequence[int]:
         """The parts that are expected after that of the call at ``place``."""
         if in_backward:
-            return self._order.after_backward(*place, self._slots, not self._offloader.gradients_complete())
+            return self._order.after_backward(*place, self._slots, not self.runtime.gradients_complete())
         return self._order.after_forward(*place, self._slots, backward_follows)
 
     def gradients(self, experts: StreamedExperts, is_last: bool) -> UnitGradients | None:
@@ -97,8 +78,8 @@ class ExpertStreams:
         rows = [row for row, state in enumerate(experts.trainable) if state.parameter.requires_grad]
         if not rows:
             return None
-        self._offloader.require_training(experts)
-        return UnitGradients(self._offloader, experts, rows, len(experts.parts), is_last)
+        self.runtime.offloader.require_training(experts)
+        return UnitGradients(self.runtime.offloader, experts, rows, len(experts.parts), is_last)
 
 
 def shown_instead(experts: StreamedExperts) -> list[torch.Tensor] | None:

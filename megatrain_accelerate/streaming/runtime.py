@@ -175,15 +175,14 @@ class StreamingRuntime:
         self._handles: list[Any] = [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
         self._handles += self.sums.watch(residents)
         self.outside = OutsideGradients([part.unit for part in (*self.layers, *self.experts)], self.offloader)
-        self._dry_run: LayerRunner | None = None
+        self.dry_run: LayerRunner | None = None
+        """What runs the layers on trial, for a plan or a probe."""
         self._backward_task: int | None = None
         self._open_forwards: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         self._in_this_backward: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         self._backward_tape: Tape | None = None
         self._clipping = Clipping(self.norms, self.sums, self._states)
-        self.expert_streams = ExpertStreams(
-            self.experts, config.slots, self.offloader, self.anchor, lambda: self._dry_run is not None, self._order
-        )
+        self.expert_streams = ExpertStreams(self, self._order)
         _running.add(self)
 
     token_tile = TileOfLayers()
@@ -224,18 +223,18 @@ class StreamingRuntime:
     @contextlib.contextmanager
     def layers_run_by(self, runner: LayerRunner) -> Iterator[None]:
         """Proxies call ``runner(layer, args, kwargs)`` instead of streaming while the body runs."""
-        self._dry_run = runner
+        self.dry_run = runner
         try:
             with self.outside_tiles.at_work_anywhere():
                 yield
         finally:
-            self._dry_run = None
+            self.dry_run = None
 
     def run_layer(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a proxy's forward does."""
-        if self._dry_run is not None:
+        if self.dry_run is not None:
             shared = SharedMappings(*without_caches(args, kwargs))
-            return shared.take_back(self._dry_run(layer, shared.args, shared.kwargs))
+            return shared.take_back(self.dry_run(layer, shared.args, shared.kwargs))
         has_graph = torch.is_grad_enabled()
         self._scale_clipped(others_follow=has_graph)
         if has_graph:
@@ -337,7 +336,7 @@ class StreamingRuntime:
 
     def before_group_use(self, group: ResidentGroup) -> None:
         """Called before a module that reads the group's weights runs."""
-        if self._dry_run is None:
+        if self.dry_run is None:
             self._scale_clipped(others_follow=torch.is_grad_enabled())
             group.refresh_if_written()
             group.wait_for_step()
