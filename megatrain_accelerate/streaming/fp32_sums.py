@@ -14,7 +14,7 @@ import functools
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Variable
@@ -23,9 +23,10 @@ from megatrain_accelerate.errors import KernelError
 from megatrain_accelerate.memory.host_limits import require_host_bytes
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import DeviceKernels, StepKernels, can_step_on
-from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.streaming.model_hook import weakly
-from megatrain_accelerate.streaming.resident import Part
+
+if TYPE_CHECKING:
+    from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 
 def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -64,26 +65,13 @@ class RunningSum:
 
 
 class Fp32Sums:
-    """Decides which gradients are summed in fp32, and owns the way in which autograd's own are.
+    """Decides which gradients are summed in fp32, and owns the way in which autograd's own are."""
 
-    ``parts`` are all layers and groups; ``host_memory_gib`` is the user's figure, see
-    :func:`available_host_bytes`.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        *,
-        device: torch.device,
-        kernels: HostKernels,
-        is_wanted: bool,
-        host_memory_gib: float | None,
-    ) -> None:
-        self._parts = list(parts)
-        self._device = device
-        self._kernels = kernels
-        self._host_memory_gib = host_memory_gib
-        self.is_wanted = is_wanted
+    def __init__(self, runtime: StreamingRuntime) -> None:
+        self._parts = runtime.parts
+        self._device, self._kernels = runtime.streams.device, runtime.kernels
+        self._host_memory_gib = runtime.config.host_memory_gib
+        self.is_wanted = runtime.config.accumulation_dtype == "fp32"
         self.is_budgeted = False
         """Whether the residuals' memory was counted before the model was adopted."""
         self._device_kernels: DeviceKernels | None = None

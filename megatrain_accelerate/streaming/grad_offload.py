@@ -8,75 +8,59 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.memory.host_store import PASSING_BUFFERS
 from megatrain_accelerate.memory.parameter_state import ParameterState
-from megatrain_accelerate.optim.kernel import HostKernels
-from megatrain_accelerate.optim.step_worker import StepWorker, Ticket
-from megatrain_accelerate.streaming.clipping import NormTable
+from megatrain_accelerate.optim.step_worker import Ticket
 from megatrain_accelerate.streaming.device_slots import GradientSlot
 from megatrain_accelerate.streaming.expert_parts import ExpertPart
-from megatrain_accelerate.streaming.fp32_sums import Fp32Sums, gradient_norms
+from megatrain_accelerate.streaming.fp32_sums import gradient_norms
 from megatrain_accelerate.streaming.gradient_buffers import Addition, HostBuffers, not_stepped, of_their_own
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.meter import Cause, Meter, UpdateGate, named_range
+from megatrain_accelerate.streaming.meter import Cause, UpdateGate, named_range
 from megatrain_accelerate.streaming.resident import ResidentGroup
-from megatrain_accelerate.streaming.streams import Streams
+
+if TYPE_CHECKING:
+    from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 
 class GradientOffloader:
     """Owner of the gradient slots and of the way from a layer's backward to ``parameter.grad`` on the host.
 
-    Experts of the layers share the slots. For the last two arguments see :class:`HostMemory`.
+    Experts of the layers share the slots.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[StreamedLayer],
-        slots: int,
-        *,
-        streams: Streams,
-        worker: StepWorker,
-        kernels: HostKernels,
-        meter: Meter,
-        norms: NormTable,
-        sums: Fp32Sums,
-        huge_pages: bool,
-        register: bool,
-    ) -> None:
-        self.streams = streams
-        self.worker = worker
-        self.kernels = kernels
-        self.meter = meter
-        self.norms = norms
-        self.sums = sums
-        self._buffers_of = functools.partial(HostBuffers, huge_pages=huge_pages, register=register, meter=meter)
-        experts = [whole for layer in layers for whole in layer.experts]
-        layouts = [layer.unit.layout for layer in layers]
+    def __init__(self, runtime: StreamingRuntime) -> None:
+        self.runtime = runtime
+        self.streams, self.meter = runtime.streams, runtime.meter
+        self.norms, self.sums = runtime.norms, runtime.sums
+        self._buffers_of = functools.partial(
+            HostBuffers, huge_pages=runtime.config.huge_pages, register=runtime.register, meter=runtime.meter
+        )
+        layouts = [layer.unit.layout for layer in runtime.layers]
         # Those that pass through the host do so experts by experts, since that is how they are stepped.
-        self._largest_unit = max(layout.gradient_bytes for layout in [*layouts, *(whole.unit.layout for whole in experts)])
-        layouts += [part.unit.layout for whole in experts for part in whole.parts]
-        self._largest = max((layout.gradient_bytes for layout in layouts), default=0)
-        self._most_parameters = max((len(layout.trainable_entries) for layout in layouts), default=0)
-        self._slot_count = slots if self._largest else 0
+        whole = [*layouts, *(experts.unit.layout for experts in runtime.experts)]
+        self._largest_unit = max(layout.gradient_bytes for layout in whole)
+        layouts += [part.unit.layout for experts in runtime.experts for part in experts.parts]
+        self._largest = max(layout.gradient_bytes for layout in layouts)
+        self._most_parameters = max(len(layout.trainable_entries) for layout in layouts)
+        self._slot_count = runtime.config.gradient_slots if self._largest else 0
         self.slots: list[GradientSlot] = []
         self.takes_gradients = False
         """Whether the run trains."""
         self._next_slot = 0
         self._staging: HostBuffers | None = None
         """For gradients that are to be added to earlier ones."""
-        self.last_copied_event = streams.event()
+        self.last_copied_event = self.streams.event()
         """Complete when all gradients that were sent so far have arrived."""
         self.additions: dict[int, Ticket] = {}
         """The worker's last addition to each unit's gradients, by ``id``."""
-        self._fetched_event = streams.event()
+        self._fetched_event = self.streams.event()
         self._in_flight: list[torch.Tensor] = []
-        self.gradients_complete: Callable[[], bool] = lambda: True
-        """Whether the backward in progress is the last before a step; norms are needed only then."""
         self.passing: HostBuffers | None = None
         """For gradients that are consumed in backward."""
         self.layer_done_listeners: dict[int, Callable[[StreamedLayer, Callable[[], None]], bool]] = {}
@@ -142,7 +126,7 @@ class GradientOffloader:
             _refuse_hooked(layer, state)
             self.add_in_place(state, gradient)
             self.norms.forget(state.parameter)
-        if self.gradients_complete():
+        if self.runtime.gradients_complete():  # norms are needed only then
             self._send_from_device(layer, rows, states, [])
 
     def fetch(self, group: ResidentGroup, only: torch.Tensor | None = None) -> None:
@@ -319,7 +303,7 @@ class UnitGradients:
             return
         offloader = self._offloader
         # Fresh ones bring their norms; those of sums come with the last before a step.
-        has_norms = self._is_fresh or (self._is_last and offloader.gradients_complete())
+        has_norms = self._is_fresh or (self._is_last and offloader.runtime.gradients_complete())
         for state in self._states:
             _refuse_hooked(self._layer, state)
             gradient = state.parameter.grad
@@ -378,18 +362,18 @@ class UnitGradients:
             if addition.running is not None:
                 addition.state.handle.note_fp32_sum()  # of ``parameter.grad``, from now on
         norms = offloader.norms.of_unit(unit)
-        takes_norms = not self._left and self._is_last and offloader.gradients_complete()
+        takes_norms = not self._left and self._is_last and offloader.runtime.gradients_complete()
         of_part = part.experts.of if isinstance(part, ExpertPart) else lambda whole: whole
 
         def add() -> None:
             copied_event.synchronize()
             for addition, row in zip(self._additions, self._rows, strict=True):
-                addition.add(views[row], offloader.kernels, of_part)
+                addition.add(views[row], offloader.runtime.kernels, of_part)
                 if takes_norms:
                     total, norms[row] = addition.total_and_norm(offloader.sums)
                     offloader.norms.note(addition.state.parameter, total)
 
-        ticket = offloader.worker.submit(f"accumulate ({part.name})", add)
+        ticket = offloader.runtime.worker.submit(f"accumulate ({part.name})", add)
         reader.close_until(ticket)
         offloader.additions[id(unit)] = ticket
         return ticket.wait

@@ -119,24 +119,11 @@ class StreamingRuntime:
         self.config = config
         self.register = register
         self.norms = NormTable(self.units, register)
-        wanted, limit = config.accumulation_dtype == "fp32", config.host_memory_gib
-        self.sums = Fp32Sums(self.parts, device=streams.device, kernels=kernels, is_wanted=wanted, host_memory_gib=limit)
+        self.sums = Fp32Sums(self)
         self.prefetcher = Prefetcher(self.layers, config.slots, streams, meter)
-        self.offloader = GradientOffloader(
-            self.layers,
-            config.gradient_slots,
-            streams=streams,
-            worker=worker,
-            kernels=kernels,
-            meter=meter,
-            norms=self.norms,
-            sums=self.sums,
-            huge_pages=config.huge_pages,
-            register=register,
-        )
+        self.offloader = GradientOffloader(self)
         self.gradients_complete: Callable[[], bool] = lambda: True
         """Whether the backward in progress is the last before a step; set from Accelerate's gradient state."""
-        self.offloader.gradients_complete = lambda: self.gradients_complete()
         self.kept_layers: frozenset[int] = frozenset()
         """Indices of the layers whose activations stay on the device instead of being recomputed; set by the plan."""
         self.offloaded_layers: frozenset[int] = frozenset()
