@@ -39,7 +39,7 @@ quite even, least of all at the beginning."""
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The pairs of one part of the experts, n of them."""
+    """The n pairs of one part of the experts."""
 
     pairs_n: torch.Tensor
     tokens_n: torch.Tensor
@@ -64,8 +64,10 @@ class Routing:
 
     @classmethod
     def of(cls, experts: StreamedExperts, index_TK: torch.Tensor) -> Routing:
-        """Sorts the pairs. Waits for the device, to know how many go where; without data that is
-        supposed. ``index_TK`` is ``experts.count`` or more for a pair that goes to no expert."""
+        """Sorts the pairs. Waits for the device, to know how many go where; without data that is supposed.
+
+        ``index_TK`` is ``experts.count`` or more for a pair that goes to no expert.
+        """
         sorted_S, order_S = torch.sort(index_TK.reshape(-1), stable=True)
         if isinstance(index_TK, FakeTensor) or index_TK.is_meta:
             bounds = _supposed_bounds(order_S.numel(), experts)
@@ -156,19 +158,15 @@ class ExpertResults:
         of_outputs = sum(result.output_TD.nbytes for result in results if result.output_TD is not None)
         return of_outputs + sum(result.routing.size_bytes for result in results if result.routing is not None)
 
-    def note(
-        self, experts: StreamedExperts, output_TD: torch.Tensor, routing: Routing, places: Places, version: int
-    ) -> None:
+    def note(self, experts: StreamedExperts, output_TD: torch.Tensor, routing: Routing, places: Places, version: int) -> None:
         """The next call in forward gave this; whoever gets the original may write to it."""
         kept = (output_TD.clone(), routing) if self.keeps else (None, None)
         self._results.setdefault(experts, []).append(_Result(*kept, places, version))
 
     def begin(self, experts: StreamedExperts) -> tuple[int, _Result | None]:
-        """A call of these experts begins: its number in this run, and where that replays, the
-        result of forward's, whose output is for the first who asks.
+        """A call of these experts begins: its number in this run, and where that replays, the result of forward's.
 
-        Raises:
-            StateError: forward had no such call.
+        Its output is for the first who asks. Raises a StateError if forward had no such call.
         """
         number = self._calls[experts]
         self._calls[experts] += 1
@@ -187,11 +185,9 @@ class ExpertResults:
 
 
 class _Call:
-    """One call of the experts.
+    """One call of the experts. Raises what :meth:`ExpertResults.begin` and :func:`shown_instead` do.
 
-    ``index_TK`` is the expert of each pair; where the result waits, its order does. ``results`` are
-    those of the layer's run, if it has a graph. Raises what :meth:`ExpertResults.begin` and
-    :func:`shown_instead` do.
+    ``index_TK`` is the expert of each pair. ``results`` are those of the layer's run, if it has a graph.
     """
 
     def __init__(

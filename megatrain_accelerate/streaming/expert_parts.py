@@ -37,20 +37,16 @@ class PartOfUnit:
 
     @property
     def version(self) -> int:
-        """Changes whenever a copy of the part on the device becomes stale."""
         return self._whole.version
 
     @property
     def weights(self) -> torch.Tensor:
-        """Flat weights of all experts, uint8; :meth:`pieces` says which bytes are the part's."""
+        """Of all experts; :meth:`pieces` says which bytes are the part's."""
         return self._whole.weights
 
     def pieces(self, of_unit: torch.Tensor, of_slot: torch.Tensor, trainable_only: bool) -> list[tuple[torch.Tensor, ...]]:
-        """For each parameter, or each that is trained, views of the part's bytes in both.
-
-        ``of_unit``: flat weights or gradients of all experts; ``of_slot``: a slot's buffer; both
-        uint8.
-        """
+        """For each parameter, or each that is trained, views of the part's bytes in ``of_unit``, flat weights or gradients of
+        all experts, and ``of_slot``, a slot's buffer; both uint8."""
         return [
             (of_unit[there : there + size], of_slot[here : here + size])
             for trainable, there, here, size in self._places

@@ -1,10 +1,9 @@
 """Gradients of several backwards summed in fp32: the bf16 half is ``parameter.grad``, a 16-bit residual lies beside it.
 
-The pair is split as the masters are (``csrc/split_master.h``), so the sum has every bit of an fp32
-addition for 2 bytes a parameter more, and nothing more moves over the link but the residuals of resident parameters, once a
-step. A residual counts only while ``parameter.grad`` is the tensor, at the version, that it was made with
-(:attr:`ParamHandle.has_fp32_sum`): where somebody wrote to, replaced or dropped the gradient the sum goes on from what is
-there.
+The pair is split as the masters are (``csrc/split_master.h``), so the sum has every bit of an fp32 addition for 2 bytes a
+parameter more, and nothing more moves over the link but the residuals of resident parameters, once a step. A residual counts
+only while ``parameter.grad`` is the tensor, at the version, that it was made with (:attr:`ParamHandle.has_fp32_sum`): where
+somebody wrote to, replaced or dropped the gradient the sum goes on from what is there.
 """
 
 from __future__ import annotations
@@ -79,9 +78,7 @@ class Fp32Sums:
         self._set_aside: dict[int, RunningSum] = {}
 
     def prepare(self, staging_bytes: int = 0) -> None:
-        """Makes the residuals, 2 bytes a parameter, after their memory was counted. Does nothing when they exist.
-
-        Besides them ``staging_bytes`` are about to be taken.
+        """Makes the residuals, 2 bytes a parameter, if they don't exist; ``staging_bytes`` are about to be taken besides.
 
         Raises:
             HostMemoryError: they don't fit; nothing is allocated then.

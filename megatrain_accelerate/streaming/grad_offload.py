@@ -68,10 +68,7 @@ class GradientOffloader:
         steps may run in backward, by their id. Tells whether the layer was stepped."""
 
     def allocate_slots(self, needed: bool = True, passes: bool = False) -> None:
-        """Gets ready for gradients; a run that only evaluates needn't.
-
-        Slots are ``needed`` if any layer's gradients leave the device; else they are given back.
-        """
+        """Gets ready for gradients. Slots are ``needed`` if any layer's leave the device; else they are given back."""
         self.takes_gradients = True
         if passes and self.passing is None and self._largest:
             self.passing = self._buffers_of(PASSING_BUFFERS, self._largest_unit)
@@ -191,13 +188,10 @@ class GradientOffloader:
     def send(
         self, slot: GradientSlot, name: str, size: int, pieces: Sequence[tuple[torch.Tensor, ...]], norms: torch.Tensor | None
     ) -> Any:
-        """Issues the copies of a slot's gradients; returns an event of its own, since the slot's may be recorded again before
-        it is waited for.
+        """Issues the copies of a slot's gradients, ``size`` bytes: ``pieces`` are views of the host's memory, and those of the
+        slot's that go there; the slot's norms go to ``norms``.
 
-        Args:
-            slot, name, size: where they are, whose they are, and their bytes.
-            pieces: views of the host's memory, and those of the slot's that go there.
-            norms: where the slot's norms go; None if they stay.
+        Returns an event of its own, since the slot's may be recorded again before it is waited for.
         """
         d2h_stream = self.streams.d2h_stream
         with self.streams.on(d2h_stream), named_range(f"megatrain::copy_gradients ({name})"):
@@ -215,10 +209,7 @@ class GradientOffloader:
         return self.last_copied_event
 
     def prepare_accumulation(self) -> HostBuffers | None:
-        """Makes staging buffers, which it returns, and fp32 sums: none is made within a step.
-
-        Does nothing when they exist. Raises a HostMemoryError if the sums don't fit.
-        """
+        """Makes staging buffers, which it returns, and fp32 sums, once. Raises a HostMemoryError if the sums don't fit."""
         self.sums.prepare(0 if self._staging is not None else 2 * self._largest)
         if self._staging is None and self._largest:
             self._staging = self._buffers_of(2, self._largest)
@@ -242,13 +233,12 @@ class GradientOffloader:
 class UnitGradients:
     """The gradients of one backward of a layer, or of its experts part by part, to the host.
 
-    A parameter of experts has one gradient, of which each part brings a range. Whether they are
-    added to earlier ones is decided before the first part, and ``parameter.grad`` shows them behind
-    the last. A part's ranges lie apart on the host: they are one copy a parameter; what is added to
-    earlier gradients goes to a buffer in one.
+    A parameter of experts has one gradient, of which each part brings a range. Whether they are added to earlier ones is
+    decided before the first part, and ``parameter.grad`` shows them behind the last. A part's ranges lie apart on the host:
+    they are one copy a parameter; what is added to earlier gradients goes to a buffer in one.
 
-    ``rows``: which of the layer's trainable parameters get one. ``is_last``: no other backward of
-    the same call of the layer follows (of an earlier piece of its batch).
+    ``rows``: which of the layer's trainable parameters get one. ``is_last``: no other backward of the same call of the layer
+    follows (of an earlier piece of its batch).
     """
 
     def __init__(
@@ -322,10 +312,7 @@ class UnitGradients:
                 raise not_stepped(self._layer)
 
     def _copy_to_place(self, part: StreamedLayer | ExpertPart, slot: GradientSlot) -> Callable[[], None]:
-        """Sends what the slot holds to its place; returns what blocks until it is there.
-
-        A StateError where gradients pass and no step has consumed the last ones.
-        """
+        """Sends what the slot holds to its place; returns what blocks until it is there."""
         offloader, unit, size = self._offloader, self._layer.unit, part.unit.layout.gradient_bytes
         if self._target is None:
             if offloader.passing is not None:

@@ -135,7 +135,7 @@ class StreamingRuntime:
         self.outside_tiles = TokenTiles(())  # of norms outside the layers
         self.attention_layers: frozenset[int] = frozenset()
         """Indices of the layers whose attention isn't computed again if they are recomputed; set by the plan."""
-        self.activations = ActivationOffloader.for_engine(config, kernels, streams, meter, register)
+        self.activations = ActivationOffloader.of_runtime(self)
         self.moved_listeners: dict[int, Callable[[HostUnit], None]] = {}
         """Called with a unit that moved to or from the device; entered by optimizers, by their id."""
         self.steps_on_host: set[int] = set()  # ids of optimizers without a kernel: their step works on masters on the host
