@@ -24,10 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
-from megatrain_accelerate.streaming.ambient_state import Again, autocast_again, parameters_as
+from megatrain_accelerate.streaming.ambient_state import autocast_again, parameters_as
 from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache, without_saving
-from megatrain_accelerate.streaming.expert_parts import ExpertPart, StreamedExperts
-from megatrain_accelerate.streaming.expert_streams import ExpertStreams, Places, shown_instead
+from megatrain_accelerate.streaming.expert_parts import ExpertPart, ExpertStreams, Places, StreamedExperts, shown_instead
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import named_range
 from megatrain_accelerate.streaming.token_tiles import tiles
@@ -206,8 +205,7 @@ class _Call:
         self.places: Places = []
         self._results = results
         self._streams = streams
-        self.autocast: Again
-        """That of forward, for backward."""
+        self.autocast = autocast_again(index_TK.device.type)  # forward's, for backward
 
     def forward(self, inputs: _Inputs, needs: Sequence[bool] | None) -> torch.Tensor:
         """The output (T, D), computed or remembered; ``needs``: which inputs get a gradient."""
@@ -280,7 +278,8 @@ class _Call:
         gradients = None
         if self._streams_parts:
             self.experts.require_version(self.version)
-            gradients = self._streams.gradients(self.experts, self.is_last)
+            offloader = self._streams.runtime.offloader
+            gradients = offloader.begin(self.experts, parts=len(self.experts.parts), is_last=self.is_last)
         if gradients is None and not any(needs):
             return None, None  # all were frozen since the model was prepared
         hidden_SD = routing.pair_buffer(inputs[0], inputs[0].shape[1]) if needs[0] else None
@@ -328,7 +327,6 @@ class _ExpertsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, call: _Call, anchor: torch.Tensor, hidden_TD: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
-        call.autocast = autocast_again(hidden_TD.device.type)
         output_TD = call.forward((hidden_TD, weights_TK), ctx.needs_input_grad[2:])
         routing = call.routing
         del call.routing  # autograd holds it from now on: what isn't kept of a layer is to go

@@ -7,7 +7,7 @@ the global norm is known on the host when backward ends, without another pass ov
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,13 +77,22 @@ class GradientOffloader:
         elif not self.slots:
             self.slots = [GradientSlot(self._largest, self._most_parameters, self.streams) for _ in range(self._slot_count)]
 
-    def require_training(self, layer: StreamedLayer) -> None:
-        """Raises a StateError where a gradient came in a model prepared for evaluation only."""
-        if not self.takes_gradients:
+    def begin(
+        self, layer: StreamedLayer, found: Container[int] | None = None, parts: int = 1, is_last: bool = True
+    ) -> UnitGradients | None:
+        """What takes the gradients that one backward ``found`` (None: all), by place among a layer's trainable parameters.
+
+        None if nothing is trained. A StateError in a model prepared for evaluation only.
+        """
+        # One that was frozen since the forward takes no gradient.
+        every = [row for row, state in enumerate(layer.trainable) if state.parameter.requires_grad]
+        rows = [row for row in every if found is None or row in found]
+        if rows and not self.takes_gradients:
             raise StateError(
                 f"{layer.kind} {layer.name} got a gradient but the model was prepared for evaluation only; prepare it with "
                 "accelerator.prepare(model) (evaluation_mode=False) to train it"
             )
+        return UnitGradients(self, layer, rows, parts, is_last) if rows else None
 
     @property
     def slot_bytes(self) -> int:
@@ -99,16 +108,14 @@ class GradientOffloader:
 
     def offload(self, layer: StreamedLayer, found: dict[int, torch.Tensor]) -> None:
         """Sends gradients, by place among a layer's trainable parameters, to ``parameter.grad``."""
-        # One that was frozen since the forward takes no gradient.
-        rows = [row for row, state in enumerate(layer.trainable) if row in found and state.parameter.requires_grad]
-        if not rows:
+        taken = self.begin(layer, found)
+        if taken is None:
             return
-        self.require_training(layer)
-        gradients = [found[row] for row in rows]
+        gradients = [found[row] for row in taken.rows]
         if layer.unit.is_on_device:
-            self._leave_on_device(layer, rows, gradients)
+            self._leave_on_device(layer, taken.rows, gradients)
         else:
-            UnitGradients(self, layer, rows).take(layer, gradients)
+            taken.take(layer, gradients)
 
     def take_slot(self) -> GradientSlot:
         """The next slot; the compute stream must wait for its ``grads_copied_event`` before it is written."""
@@ -241,10 +248,8 @@ class UnitGradients:
     follows (of an earlier piece of its batch).
     """
 
-    def __init__(
-        self, offloader: GradientOffloader, layer: StreamedLayer, rows: list[int], parts: int = 1, is_last: bool = True
-    ) -> None:
-        self._offloader, self._layer, self._rows, self._is_last = offloader, layer, rows, is_last
+    def __init__(self, offloader: GradientOffloader, layer: StreamedLayer, rows: list[int], parts: int, is_last: bool) -> None:
+        self.rows, self._offloader, self._layer, self._is_last = rows, offloader, layer, is_last
         self._states = [layer.trainable[row] for row in rows]
         # Nothing to add to: they go straight to their place, with norms. So do those that pass.
         is_fresh = len(rows) == len(layer.trainable) and all(state.parameter.grad is None for state in layer.trainable)
@@ -271,11 +276,11 @@ class UnitGradients:
             # WAR: the copy of what used this slot last may still read it.
             offloader.meter.compute_waits_for(slot.grads_copied_event, Cause.D2H)
             views = slot.views(layout)
-            given = zip(self._rows, gradients or [None] * len(self._rows), strict=True)
+            given = zip(self.rows, gradients or [None] * len(self.rows), strict=True)
             arrived = {row: gradient for row, gradient in given if gradient is not None}
             if arrived:
                 torch._foreach_copy_([views[row] for row in arrived], list(arrived.values()))
-            for row in set(self._rows) - arrived.keys():
+            for row in set(self.rows) - arrived.keys():
                 views[row].zero_()
             if self._is_fresh:
                 norms = torch.stack(gradient_norms(views))
@@ -354,7 +359,7 @@ class UnitGradients:
 
         def add() -> None:
             copied_event.synchronize()
-            for addition, row in zip(self._additions, self._rows, strict=True):
+            for addition, row in zip(self._additions, self.rows, strict=True):
                 addition.add(views[row], offloader.runtime.kernels, of_part)
                 if takes_norms:
                     total, norms[row] = addition.total_and_norm(offloader.sums)

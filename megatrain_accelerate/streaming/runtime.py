@@ -23,7 +23,7 @@ from megatrain_accelerate.streaming.call_order import CallOrder, OpenForward, Ta
 from megatrain_accelerate.streaming.clipping import Clipping, NormTable
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
 from megatrain_accelerate.streaming.device_slots import WeightSlot
-from megatrain_accelerate.streaming.expert_streams import ExpertStreams
+from megatrain_accelerate.streaming.expert_parts import ExpertStreams
 from megatrain_accelerate.streaming.forward_order import UnitInOrder, in_forward_order
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader

@@ -88,12 +88,9 @@ def _replaced(
 
 @contextlib.contextmanager
 def no_writes_into(args: tuple[Any, ...], kwargs: dict[str, Any], layer: str) -> Iterator[None]:
-    """Refuses a layer that changes lists, dicts or objects among its arguments when it runs in the block.
+    """Raises an UnsupportedError for a layer that changes lists, dicts or objects among its arguments in the block.
 
     A recompute would change them again; and changes by pieces of a batch can't be joined.
-
-    Raises:
-        UnsupportedError: the layer did so.
     """
     leaves, structure = tree_flatten((args, kwargs))
     objects = [o for o in leaves if hasattr(o, "__dict__") and not isinstance(o, (torch.Tensor, nn.Module, type))]
@@ -119,12 +116,9 @@ def _held_tensors(value: Any) -> list[int]:
 def no_writes_to(
     tensors: Sequence[torch.Tensor], layer: str, torch_refuses: str = "leaf Variable that requires grad"
 ) -> Iterator[None]:
-    """Refuses a layer that writes to its input tensors in place when it runs in the block.
+    """Raises an UnsupportedError for a layer that writes to its input tensors in place when it runs in the block.
 
     ``torch_refuses`` is part of torch's error where it writes to what it is given of them.
-
-    Raises:
-        UnsupportedError: the layer did so.
     """
     versions = [tensor._version for tensor in tensors]
     cause: RuntimeError | None = None
