@@ -35,7 +35,6 @@ from megatrain_accelerate.streaming.fp32_sums import BF16_REMEDY
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Meter
 from megatrain_accelerate.streaming.model_hook import ModelHook, by_name, remove_hook, run_pre_hooks
-from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.proxy import install_proxy, leave_checkpointing_off, modules_that_checkpoint, remove_proxy
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
@@ -100,7 +99,6 @@ class Engine:
         show_progress: bool = True,
         show_plan: bool = True,
         freed_bytes: int = 0,
-        recorder: OutputRecorder | None = None,
     ) -> None:
         self.config = config
         self.device = device
@@ -163,7 +161,6 @@ class Engine:
                 worker=StepWorker(),
                 config=config,
                 register=register,
-                recorder=recorder,
             )
             self.runtime.sums.is_budgeted = counts_sums
             states = (state for unit in self.runtime.units for state in unit.states)

@@ -12,7 +12,6 @@ from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine
-from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.host_step import HostStep
 
@@ -21,8 +20,7 @@ def attach(model: nn.Module, *, bf16: bool = True, device: str = "cpu", training
     """An engine on ``model``, without a progress bar; it streams, though models as small as these would fit a GPU whole."""
     streamed = {"device_layers": 0, "resident_layers": 0, "offload_layers": 0}
     config = MegatrainConfig.from_mapping({**streamed, **settings})
-    recorder = CapturedOutputs.for_installed_transformers()
-    return Engine(model, torch.device(device), config, bf16=bf16, training=training, show_progress=False, recorder=recorder)
+    return Engine(model, torch.device(device), config, bf16=bf16, training=training, show_progress=False)
 
 
 def train_streamed(

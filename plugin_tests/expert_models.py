@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ KINDS = {"qwen3_moe": 2, "mixtral": 1, "gpt_oss": 1}
 """Of layers, each compiled once: Qwen3-MoE has a dense one."""
 ROUTER = {"qwen3_moe": "mlp.gate.weight", "mixtral": "mlp.gate.weight", "gpt_oss": "mlp.router.weight"}
 """What the names of the routers' weights end with."""
+
+HOOKS_RECORD = importlib.util.find_spec("transformers.utils.output_capturing") is not None
+"""Whether transformers collects router logits by hooks, which it does since version 5."""
 
 
 def of_experts(name: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:

@@ -24,7 +24,6 @@ from megatrain_accelerate.estimate.machine_description import MachineDescription
 from megatrain_accelerate.estimate.meta_engine import PositionTable, load_config, model_on_meta
 from megatrain_accelerate.estimate.report import Estimate, Limits
 from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
-from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 from megatrain_accelerate.planning.layer_discovery import active_parameters
 from megatrain_accelerate.units import GB, GIB, KIB, MIB
 
@@ -156,7 +155,6 @@ def estimate(options: argparse.Namespace) -> Estimate:
         machine.host_bytes,
         micro_batches=options.accumulation,
         active_parameters=active_parameters(model, settings),
-        recorder=CapturedOutputs.for_installed_transformers(),
     )
     return _estimated(options, forecaster, machine, settings)
 

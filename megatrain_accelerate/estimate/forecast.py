@@ -42,7 +42,7 @@ from megatrain_accelerate.planning.tile_choice import outline_with_tiles
 from megatrain_accelerate.streaming.compiled_layer import SMALLEST_LAYER_PARAMETERS
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
-from megatrain_accelerate.streaming.output_recorder import Captures, OutputRecorder
+from megatrain_accelerate.streaming.output_recorder import Captures
 from megatrain_accelerate.streaming.token_tiles import AUTO_TILE_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -140,12 +140,11 @@ class Forecaster:
         *,
         micro_batches: int = 1,
         active_parameters: int | None = None,
-        recorder: OutputRecorder | None = None,
     ) -> None:
         self.model, self.config, self.machine = model.train(), config, machine
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.active_parameters = self.parameters if active_parameters is None else active_parameters
-        self.engine = MetaEngine(model, config, recorder, gpu_bytes)
+        self.engine = MetaEngine(model, config, gpu_bytes)
         require_layers(len(self.engine.runtime.layers), config.keep_layers, config.offload_layers)
         for_states = None if host_bytes is None else host_bytes - CONSTANT_OVERHEAD_BYTES
         self.plan = ForecastPlan(self.engine, config, machine, gpu_bytes, for_states, micro_batches)

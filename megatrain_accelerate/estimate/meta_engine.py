@@ -26,7 +26,6 @@ from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Model, Placement
 from megatrain_accelerate.planning.placement_search import Candidate
 from megatrain_accelerate.planning.step_profile import StepOutline
-from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.units import GIB
 
 META = torch.device("meta")
@@ -143,16 +142,12 @@ class MetaEngine(Engine):
 
     unit_class = _MetaUnit
 
-    def __init__(
-        self, model: nn.Module, config: MegatrainConfig, recorder: OutputRecorder | None = None, gpu_bytes: int | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, config: MegatrainConfig, gpu_bytes: int | None = None) -> None:
         # What the settings place says whether experts are cut.
         parts = 1 if config.expert_parts == "auto" and wants_whole_layers(config) else config.expert_parts
         others: dict[str, Any] = {"host_threads": 1, "gpu_memory_gib": None if gpu_bytes is None else gpu_bytes / GIB}
         nothing_placed = dataclasses.replace(config, **_NOTHING_PLACED, expert_parts=parts, **others)
-        super().__init__(
-            model, META, nothing_placed, bf16=True, training=True, show_progress=False, show_plan=False, recorder=recorder
-        )
+        super().__init__(model, META, nothing_placed, bf16=True, training=True, show_progress=False, show_plan=False)
 
     def close(self) -> None:
         """Ends the threads. There are no weights to give back: the model is of no use afterwards."""

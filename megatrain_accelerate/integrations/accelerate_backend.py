@@ -18,7 +18,6 @@ from megatrain_accelerate.activation import config_for
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine, all_engines, engine_of
 from megatrain_accelerate.errors import ConfigError, StateError, UnsupportedError
-from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 from megatrain_accelerate.integrations.shared_parts import refuse_calls, take_over
 from megatrain_accelerate.integrations.telemetry import trace_if_asked
 from megatrain_accelerate.integrations.wrapping import arguments_of
@@ -182,7 +181,6 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
             show_progress=accelerator.is_local_main_process and not getattr(arguments_of(accelerator), "disable_tqdm", False),
             show_plan=accelerator.is_local_main_process,
             freed_bytes=_moment_bytes([*left_behind, *earlier_optimizers], model),
-            recorder=CapturedOutputs.for_installed_transformers(),
         )
         # Not the Accelerator: it holds the model, and the model's engine would hold both for ever.
         gradient_state = accelerator.gradient_state

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.loss.products import prepare_products
-from megatrain_accelerate.loss.tiled_cross_entropy import LossOptions, Operation, TiledCrossEntropy, strip_tokens
+from megatrain_accelerate.loss.tiled_cross_entropy import Operation, TiledCrossEntropy, strip_tokens
 from megatrain_accelerate.streaming.proxy import install_proxy, remove_proxy
 
 _aten = torch.ops.aten
@@ -70,11 +70,7 @@ class HeadCall:
         self._version_at_call = self.weights_version()
 
     def logits(self) -> torch.Tensor:
-        """All logits, (..., V), without a graph.
-
-        Raises:
-            StateError: the head's weights were changed since the call.
-        """
+        """All logits, (..., V), without a graph. A StateError if the head's weights were changed since the call."""
         if self.weights_version() != self._version_at_call:
             raise StateError(
                 "logits were read after the head's weights had changed (by optimizer.step() or a write). They are made when "
@@ -123,8 +119,7 @@ class LazyLogits(torch.Tensor):
     def _materialised(self) -> torch.Tensor:
         """The values, without a graph; made once, so that in-place writes are seen by all who share them.
 
-        Raises:
-            StateError: they can't be made any more.
+        A StateError if they can't be made any more.
         """
         value = self._cell[0] = self._computed()
         return value
@@ -218,11 +213,9 @@ class _Plain(torch.autograd.Function):
 def lazy_linear(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, weights_version: Callable[[], Any]
 ) -> LazyLogits:
-    """``torch.nn.functional.linear``, later.
+    """``torch.nn.functional.linear`` of (..., D), (V, D), and (V,) or None, in the dtype in which the head computes, later.
 
-    Args:
-        hidden, weight, bias: (..., D), (V, D), and (V,) or None, of the dtype in which the head computes.
-        weights_version: changes whenever the weights do; logits that are read after that can't be made.
+    ``weights_version`` changes whenever the weights do; logits that are read after that can't be made.
     """
     logits = _LazyLinear.apply(hidden, weight, bias, HeadCall(hidden, weight, bias, weights_version))
     assert isinstance(logits, LazyLogits)
@@ -264,10 +257,10 @@ def _rows(hidden: torch.Tensor, node: LazyLogits) -> torch.Tensor:
     assert operation is not None
     if operation.function in _RESHAPES:
         return hidden.reshape(*node.shape[:-1], hidden.shape[-1])
-    if operation.function is _aten.slice.Tensor:
-        dim = operation.args[0] if operation.args else 0
-        return hidden if dim % hidden.dim() == hidden.dim() - 1 else operation(hidden)
-    return hidden
+    if operation.function is not _aten.slice.Tensor:
+        return hidden
+    dim = operation.args[0] if operation.args else 0
+    return hidden if dim % hidden.dim() == hidden.dim() - 1 else operation(hidden)
 
 
 def _tiled(
@@ -287,10 +280,9 @@ def _tiled(
         return None
     if weight is not None or size_average is not None or reduce is not None or reduction not in ("mean", "sum"):
         return None
-    nodes = input._lineage()
-    if input._call.is_observed or any(node._version for node in nodes):
+    nodes, call = input._lineage(), input._call
+    if call.is_observed or any(node._version for node in nodes):
         return None
-    call = input._call
     hidden, head_weight, bias = call.hidden, call.weight, call.bias
     if not input.requires_grad or not torch.is_grad_enabled():
         hidden, head_weight, bias = hidden.detach(), head_weight.detach(), bias.detach() if bias is not None else None
@@ -302,7 +294,7 @@ def _tiled(
     chain = tuple(
         node._operation for node in nodes if node._operation is not None and node._operation.function in _ELEMENTWISE
     )
-    options = LossOptions(ignore_index, reduction, label_smoothing)
+    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
     return TiledCrossEntropy.apply(hidden, head_weight, bias, target, chain, options)
 
 
@@ -326,9 +318,8 @@ def find_head(model: nn.Module, layers: Iterable[nn.Module]) -> nn.Linear | None
 class TiledHead:
     """Makes a head return lazy logits in training, until :meth:`remove`.
 
-    The head changes class as streamed layers do, so copies and pickles of the model hold the plain one.
-    ``weights_version`` changes whenever its weights do; ``before_copy`` is called before the head is
-    copied or pickled.
+    The head changes class as streamed layers do, so copies and pickles of the model hold the plain one. ``weights_version``
+    changes whenever its weights do; ``before_copy`` is called before the head is copied or pickled.
     """
 
     def __init__(self, head: nn.Linear, weights_version: Callable[[], Any], before_copy: Callable[[], None]) -> None:

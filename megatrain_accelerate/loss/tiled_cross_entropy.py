@@ -44,14 +44,6 @@ class Operation(NamedTuple):
         return self.function(tensor, *self.args, **self.kwargs)
 
 
-class LossOptions(NamedTuple):
-    """The arguments of ``torch.nn.functional.cross_entropy`` that tiles can honour."""
-
-    ignore_index: int
-    reduction: str
-    label_smoothing: float
-
-
 def tile_tokens(vocabulary: int, itemsize: int) -> int:
     """Tokens of one tile for logits of ``itemsize`` bytes."""
     tokens = max(MIN_TILE_TOKENS, TILE_BYTES // (vocabulary * itemsize))
@@ -67,8 +59,8 @@ class TiledCrossEntropy(torch.autograd.Function):
     """``cross_entropy(chain(linear(hidden, weight, bias)), target)`` as one node.
 
     ``hidden`` is (N, D), ``weight`` (V, D) and ``bias`` (V,) or None, in the head's dtype; ``target``
-    (N,) token ids; ``chain`` the element-wise operations between head and loss, in order. The loss has
-    no dimensions, and the dtype that the untiled one has.
+    (N,) token ids; ``chain`` the element-wise operations between head and loss, in order; ``options`` has ``ignore_index``,
+    ``reduction`` and ``label_smoothing``. The loss has no dimensions, and the dtype that the untiled one has.
     """
 
     @staticmethod
@@ -79,7 +71,7 @@ class TiledCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         target: torch.Tensor,
         chain: tuple[Operation, ...],
-        options: LossOptions,
+        options: dict[str, Any],
     ) -> torch.Tensor:
         ctx.dtype = hidden.dtype
         sum_dtype = accumulator_dtype(hidden.dtype)
@@ -107,10 +99,10 @@ class TiledCrossEntropy(torch.autograd.Function):
                     tile_grad_hidden = grad_hidden[tile] if grad_hidden is not None else None
                     _add_gradients(logits, hidden[tile], weight, tile_grad_hidden, grad_weight, grad_bias)
         divisor = None
-        if options.reduction == "mean":
+        if options["reduction"] == "mean":
             # The sums are divided in backward: before that, the gradient of a logit is p - 1 or p, where rounding to bf16 is
             # small against 1; a divided one would carry the error of the rounded divisor in every token.
-            divisor = (target != options.ignore_index).sum().to(sum_dtype)
+            divisor = (target != options["ignore_index"]).sum().to(sum_dtype)
             # Without a token left the loss is 0 / 0 = nan, as torch's, and the gradients zero.
             total = total / divisor
             divisor = divisor.clamp(min=1)
@@ -133,12 +125,10 @@ def _loss_to_gradient(
     target: torch.Tensor,
     total: torch.Tensor,
     chain: tuple[Operation, ...],
-    options: LossOptions,
+    options: dict[str, Any],
     wanted: bool,
 ) -> torch.dtype:
-    """Adds the tile's summed loss to ``total``, and turns ``logits`` (n, V) into the sum's gradient if it is wanted.
-    Returns the loss's dtype.
-    """
+    """Adds the tile's summed loss to ``total``, turns ``logits`` (n, V) into its gradient if wanted; returns its dtype."""
     step = strip_tokens(logits.shape[1])
     dtype = logits.dtype
     for begin in token_tiles.tiles(range(0, len(logits), step)):
@@ -148,13 +138,7 @@ def _loss_to_gradient(
             values = leaf
             for operation in chain:
                 values = operation(values)
-            loss = functional.cross_entropy(
-                values,
-                target[strip],
-                ignore_index=options.ignore_index,
-                reduction="sum",
-                label_smoothing=options.label_smoothing,
-            )
+            loss = functional.cross_entropy(values, target[strip], **{**options, "reduction": "sum"})
         del values
         dtype = loss.dtype
         total += loss.detach()

@@ -13,23 +13,23 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.memory.host_pool import HostBlock, HostPool
-from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.meter import Cause, Meter, named_range
 from megatrain_accelerate.streaming.streams import Streams
 from megatrain_accelerate.units import MIB
 
+if TYPE_CHECKING:
+    from megatrain_accelerate.streaming.runtime import StreamingRuntime
+
 MIN_OFFLOADED_BYTES = 1 * MIB
 """Smaller storages stay on the device: their copies would cost more to issue than their memory is worth."""
-
 
 EVERY_RUN = -1
 """In the place of a run's number: what all runs of a call need."""
@@ -47,12 +47,7 @@ class _Parcel:
     """One storage on its way to the host and back.
 
     Owner: the :class:`ParcelPlace` objects that autograd holds in the place of tensors; with the last of them it gives its
-    host memory back. Writer of the host memory: the d2h stream; reader: the h2d stream.
-
-    Args:
-        source: a tensor over the storage.
-        label: for messages.
-        offloader: moves it.
+    host memory back. Writer of the host memory: the d2h stream; reader: the h2d stream. ``source`` is a tensor over it.
     """
 
     def __init__(self, source: torch.Tensor, label: str, offloader: ActivationOffloader) -> None:
@@ -98,11 +93,7 @@ class ParcelPlace:
     offset: int
 
     def tensor(self) -> torch.Tensor:
-        """The tensor, on the device again: same bits, dtype, shape and strides.
-
-        Raises:
-            UnsupportedError: it was written to after it was saved.
-        """
+        """The tensor, on the device again. Raises what :meth:`ActivationOffloader.on_device` does."""
         offloader = self.parcel.offloader
         storage = offloader.on_device(self.parcel)
         empty = torch.empty(0, dtype=self.dtype, device=offloader.device)
@@ -110,12 +101,9 @@ class ParcelPlace:
 
 
 class Recording:
-    """What one run of a layer saves for backward and may leave the device.
+    """What one run of a layer, which the ``label`` names, saves for backward and may leave the device.
 
-    Args:
-        offloader: moves it.
-        label: for traces and messages.
-        stay: tensors whose storages stay on the device, since others hold them anyway.
+    The storages of the tensors that ``stay`` don't, since others hold them anyway.
     """
 
     def __init__(self, offloader: ActivationOffloader, label: str, stay: Iterable[torch.Tensor]) -> None:
@@ -180,11 +168,6 @@ class ActivationOffloader:
     is made to wait for their copy and the references go, and so it is when another run's have come after them. So the peak,
     two runs' storages, doesn't depend on timing, and no kernel is issued into memory that a copy still reads. What is still
     there when backward comes isn't copied back. In backward storages come back ``spacing`` calls ahead.
-
-    Args:
-        pool: host memory.
-        streams: the engine's streams.
-        meter: counts bytes and stalls.
     """
 
     def __init__(self, pool: HostPool, streams: Streams, meter: Meter) -> None:
@@ -201,27 +184,19 @@ class ActivationOffloader:
         self._recordings: weakref.WeakKeyDictionary[Tape, dict[int, list[tuple[int, Recording]]]] = weakref.WeakKeyDictionary()
 
     @classmethod
-    def for_engine(
-        cls, config: MegatrainConfig, kernels: HostKernels, streams: Streams, meter: Meter, register: bool
-    ) -> ActivationOffloader:
+    def of_runtime(cls, runtime: StreamingRuntime) -> ActivationOffloader:
         """The offloader with a pool of its own, empty as yet."""
         pool = HostPool(
             # The stand-in's memory costs no registering, and its models are tiny.
-            256 * MIB if streams.is_cuda else MIB,
-            kernels=kernels,
-            huge_pages=config.huge_pages,
-            register=register,
-            host_memory_gib=config.host_memory_gib,
+            256 * MIB if runtime.streams.is_cuda else MIB,
+            kernels=runtime.kernels,
+            huge_pages=runtime.config.huge_pages,
+            register=runtime.register,
+            host_memory_gib=runtime.config.host_memory_gib,
         )
-        return cls(pool, streams, meter)
-
-    @property
-    def leaving_bytes(self) -> int:
-        """Bytes of the device that wait for their copy out."""
-        return sum(parcel.size_bytes for departure in self._leaving for parcel in departure.parcels)
+        return cls(pool, runtime.streams, runtime.meter)
 
     def record(self, label: str, stay: Iterable[torch.Tensor] = ()) -> Recording:
-        """A new recording for one run of a layer; see :class:`Recording`."""
         return Recording(self, label, stay)
 
     def run_begins(self) -> None:
@@ -256,15 +231,10 @@ class ActivationOffloader:
             arrival.is_waited_for = True
 
     def send(self, recording: Recording, tape: Tape, position: int, run: int = EVERY_RUN) -> None:
-        """Issues the copies of what was recorded.
+        """Issues the copies of what was recorded in a run whose kernels were all issued.
 
-        Args:
-            recording: of a run whose kernels were all issued.
-            tape, position: the call on its forward pass; backward asks for it by them.
-            run: which of the call's runs, in forward order.
-
-        Raises:
-            HostMemoryError: no host memory is left.
+        Backward asks for it by the call's place on its forward pass and the number of the run, in forward order. Raises a
+        HostMemoryError if no host memory is left.
         """
         parcels = recording.seal()
         self._recordings.setdefault(tape, {}).setdefault(position, []).append((run, recording))
@@ -294,11 +264,9 @@ class ActivationOffloader:
         self._meter.counters.d2h_bytes += sum(parcel.size_bytes for parcel in parcels)
 
     def bring_back(self, tape: Tape, position: int, run: int) -> None:
-        """Starts the copies back for one run of a call, and for what backward comes to next.
+        """Starts the copies back for one run of a call (see :meth:`send`), and for what backward comes to next.
 
-        Args:
-            tape, position: the call.
-            run: which of the call's runs, in forward order; backward takes them from the last.
+        Backward takes a call's runs from the last.
         """
         if not self._recordings:
             return
@@ -322,11 +290,7 @@ class ActivationOffloader:
                     self._bring_back(away)
 
     def on_device(self, parcel: _Parcel) -> torch.UntypedStorage:
-        """The parcel's storage, usable by kernels issued from now on.
-
-        Raises:
-            UnsupportedError: it was written to after it was saved.
-        """
+        """The parcel's storage, usable by kernels issued from now on. An UnsupportedError if it was written to since."""
         parcel.look_for_writes()
         if parcel.was_written:
             raise UnsupportedError(

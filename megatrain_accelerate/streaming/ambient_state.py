@@ -1,7 +1,5 @@
-"""Saves what a layer's forward depends on besides its inputs, and restores it when a part of the forward is recomputed.
-
-That is: the state of the random generators, autocast, the modes and forward hooks of the layer's
-modules, and the buffers that it writes.
+"""Saves what a layer's forward depends on besides its inputs, and restores it when a part of the forward is recomputed: random
+generators, autocast, the modes and forward hooks of the layer's modules, and the buffers that it writes.
 """
 
 from __future__ import annotations
@@ -95,7 +93,7 @@ def random_numbers_put_back(device: torch.device) -> Iterator[None]:
 
 
 def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
-    """Returns copies of the module's hook dicts that aren't empty, by attribute name."""
+    """Copies of the module's hook dicts that aren't empty, by attribute name."""
     own = module.__dict__
     return {name: dict(own[name]) for name in _HOOKS if own[name]}
 
@@ -103,9 +101,8 @@ def _hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
 def surroundings_again(device: torch.device, module: nn.Module) -> Again:
     """Saves random state, autocast, modes and hooks, to restore them when a layer's forward is recomputed.
 
-    After the block the caller's are as they were before it. All may have changed since: a script
-    may evaluate the model between a forward and its backward, and PEFT registers hooks for one
-    forward only. Hooks on the layer itself are ignored, since they run outside what is recomputed.
+    All may have changed since: a script may evaluate the model between a forward and its backward, and PEFT registers hooks
+    for one forward only. Hooks on the layer itself are ignored, since they run outside what is recomputed.
     """
     random_numbers, autocast = RandomState(device), autocast_again(device.type)
     modules = [(part, part.training, _hooks(part) if part is not module else None) for part in module.modules()]
@@ -134,10 +131,9 @@ def surroundings_again(device: torch.device, module: nn.Module) -> Again:
 class WrittenBuffers:
     """Buffers that a layer writes while it runs (running statistics, counters).
 
-    A recompute begins with those that its forward began with, and leaves no trace in them. Plain
-    activation checkpointing does neither (torch/utils/checkpoint.py): there a recomputed BatchNorm
-    counts each batch twice. Which of its buffers a layer writes is seen in its first forward, and
-    noted where others are written later.
+    A recompute begins with those that its forward began with, and leaves no trace in them. Plain activation checkpointing
+    does neither (torch/utils/checkpoint.py): there a recomputed BatchNorm counts each batch twice. Which of its buffers a
+    layer writes is seen in its first forward, and noted where others are written later.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -46,11 +46,7 @@ def _drops(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def require_attention_to_keep(model: nn.Module, keep_attention: int | str) -> None:
-    """Refuses to keep what can't be: flex attention is a compiled function, and can't be compiled while it is watched.
-
-    Raises:
-        UnsupportedError: with the remedy.
-    """
+    """Raises an UnsupportedError for flex attention, a compiled function that can't be compiled while it is watched."""
     kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if kind == "flex_attention" and keep_attention not in ("auto", 0):
         raise UnsupportedError(
@@ -62,10 +58,8 @@ def require_attention_to_keep(model: nn.Module, keep_attention: int | str) -> No
 class AttentionResults:
     """The results of one run's attention operations, in order.
 
-    Owner: the graph, by way of its checkpoint. Reader: the recompute.
-
-    Args:
-        leaving: takes those that wait in host memory, for whoever sends it when the run is over; None if all stay.
+    Owner: the graph, by way of its checkpoint. Reader: the recompute. ``leaving`` takes those that wait in host memory, for
+    whoever sends it when the run is over; None if all stay.
     """
 
     def __init__(self, leaving: Recording | None = None) -> None:

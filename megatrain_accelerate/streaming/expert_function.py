@@ -13,7 +13,6 @@ pairs (:class:`ExpertResults`).
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import inspect
@@ -25,10 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
-from megatrain_accelerate.streaming.ambient_state import Again, autocast_again, parameters_as
+from megatrain_accelerate.streaming.ambient_state import autocast_again, parameters_as
 from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache, without_saving
-from megatrain_accelerate.streaming.expert_parts import ExpertPart, StreamedExperts
-from megatrain_accelerate.streaming.expert_streams import ExpertStreams, Places, shown_instead
+from megatrain_accelerate.streaming.expert_parts import ExpertPart, ExpertStreams, Places, StreamedExperts, shown_instead
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import named_range
 from megatrain_accelerate.streaming.token_tiles import tiles
@@ -40,7 +38,7 @@ quite even, least of all at the beginning."""
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The pairs of one part of the experts, n of them."""
+    """The n pairs of one part of the experts."""
 
     pairs_n: torch.Tensor
     tokens_n: torch.Tensor
@@ -65,8 +63,10 @@ class Routing:
 
     @classmethod
     def of(cls, experts: StreamedExperts, index_TK: torch.Tensor) -> Routing:
-        """Sorts the pairs. Waits for the device, to know how many go where; without data that is
-        supposed. ``index_TK`` is ``experts.count`` or more for a pair that goes to no expert."""
+        """Sorts the pairs. Waits for the device, to know how many go where; without data that is supposed.
+
+        ``index_TK`` is ``experts.count`` or more for a pair that goes to no expert.
+        """
         sorted_S, order_S = torch.sort(index_TK.reshape(-1), stable=True)
         if isinstance(index_TK, FakeTensor) or index_TK.is_meta:
             bounds = _supposed_bounds(order_S.numel(), experts)
@@ -117,8 +117,8 @@ class _Result:
     """What a call of experts gave, and what its backward has to know of it."""
 
     output_TD: torch.Tensor | None
+    """None, as the routing is, where it isn't kept."""
     routing: Routing | None
-    """Of the output: None where that isn't kept."""
     places: Places
     version: int
 
@@ -134,15 +134,16 @@ class ExpertResults:
         self.keeps = keeps
         self.is_last = is_last
         self.replays = False
-        self._results: dict[tuple[int, int], _Result] = {}
-        self._calls: collections.Counter[int] = collections.Counter()
+        self._results: dict[StreamedExperts, list[_Result]] = {}
+        """Of each call in forward."""
+        self._calls: dict[StreamedExperts, int] = {}
 
     @contextlib.contextmanager
     def at_work(self, layer: StreamedLayer, replays: bool) -> Iterator[None]:
         """The layer runs in the body: for the first time, or, with ``replays``, again."""
         self.replays = replays
-        self._calls.clear()
         for experts in layer.experts:
+            self._calls[experts] = 0
             experts.results = self
         try:
             yield
@@ -152,46 +153,40 @@ class ExpertResults:
 
     @property
     def size_bytes(self) -> int:
-        results = self._results.values()
+        results = [result for results in self._results.values() for result in results]
         of_outputs = sum(result.output_TD.nbytes for result in results if result.output_TD is not None)
         return of_outputs + sum(result.routing.size_bytes for result in results if result.routing is not None)
 
-    def note(
-        self, experts: StreamedExperts, number: int, output_TD: torch.Tensor, routing: Routing, places: Places, version: int
-    ) -> None:
-        """A call in forward gave this; whoever gets the original may write to it."""
-        kept = output_TD.clone() if self.keeps else None
-        self._results[id(experts), number] = _Result(kept, routing if self.keeps else None, places, version)
+    def note(self, experts: StreamedExperts, output_TD: torch.Tensor, routing: Routing, places: Places, version: int) -> None:
+        """The next call in forward gave this; whoever gets the original may write to it."""
+        kept = (output_TD.clone(), routing) if self.keeps else (None, None)
+        self._results.setdefault(experts, []).append(_Result(*kept, places, version))
 
     def begin(self, experts: StreamedExperts) -> tuple[int, _Result | None]:
-        """A call of these experts begins: its number in this run, and where that replays, the
-        result of forward's, whose output is for the first who asks.
+        """A call of these experts begins: its number in this run, and where that replays, the result of forward's.
 
-        Raises:
-            StateError: forward had no such call.
+        Its output is for the first who asks. Raises a StateError if forward had no such call.
         """
-        number = self._calls[id(experts)]
-        self._calls[id(experts)] += 1
+        number = self._calls[experts]
+        self._calls[experts] += 1
         if not self.replays:
             return number, None
-        found = self._results.get((id(experts), number))
-        if found is None:
-            in_forward = sum(1 for key, _ in self._results if key == id(experts))
+        results = self._results.get(experts, [])
+        if number >= len(results):
             raise StateError(
                 f"experts {experts.name} are called {number + 1} times or more when their layer is computed again, and were "
-                f"called {in_forward} times in its forward; make the layer call them alike in both, or set "
+                f"called {len(results)} times in its forward; make the layer call them alike in both, or set "
                 "megatrain_config.expert_parts to 1"
             )
-        self._results[id(experts), number] = dataclasses.replace(found, output_TD=None, routing=None)
+        found = results[number]
+        results[number] = dataclasses.replace(found, output_TD=None, routing=None)
         return number, found
 
 
 class _Call:
-    """One call of the experts.
+    """One call of the experts. Raises what :meth:`ExpertResults.begin` and :func:`shown_instead` do.
 
-    ``index_TK`` is the expert of each pair; where the result waits, its order does. ``results`` are
-    those of the layer's run, if it has a graph. Raises what :meth:`ExpertResults.begin` and
-    :func:`shown_instead` do.
+    ``index_TK`` is the expert of each pair. ``results`` are those of the layer's run, if it has a graph.
     """
 
     def __init__(
@@ -199,19 +194,18 @@ class _Call:
     ) -> None:
         self.experts = experts
         self._shown = shown_instead(experts)
-        self._streams_parts = self._shown is None and not streams.runs_dry()
+        self._streams_parts = self._shown is None and streams.runtime.dry_run is None
         """Whether the call is one of a step or an evaluation, and not a trial."""
-        self._number, self._found = (0, None) if results is None else results.begin(experts)
+        number, self._found = (0, None) if results is None else results.begin(experts)
         routing = None if self._found is None else self._found.routing
         # Sorted once: it waits for the device.
         self.routing = routing or Routing.of(experts, index_TK)
         self.version: int | None = None
-        self.is_last = self._number == 0 and (results is None or results.is_last)
+        self.is_last = number == 0 and (results is None or results.is_last)
         self.places: Places = []
         self._results = results
         self._streams = streams
-        self.autocast: Again
-        """That of forward, for backward."""
+        self.autocast = autocast_again(index_TK.device.type)  # forward's, for backward
 
     def forward(self, inputs: _Inputs, needs: Sequence[bool] | None) -> torch.Tensor:
         """The output (T, D), computed or remembered; ``needs``: which inputs get a gradient."""
@@ -227,7 +221,7 @@ class _Call:
             # Not before: the first fetch takes over what somebody wrote.
             self.version = self.experts.unit.version
             if self._results is not None:
-                self._results.note(self.experts, self._number, output_TD, self.routing, self.places, self.version)
+                self._results.note(self.experts, output_TD, self.routing, self.places, self.version)
         return output_TD
 
     def _weights(
@@ -284,7 +278,8 @@ class _Call:
         gradients = None
         if self._streams_parts:
             self.experts.require_version(self.version)
-            gradients = self._streams.gradients(self.experts, self.is_last)
+            offloader = self._streams.runtime.offloader
+            gradients = offloader.begin(self.experts, parts=len(self.experts.parts), is_last=self.is_last)
         if gradients is None and not any(needs):
             return None, None  # all were frozen since the model was prepared
         hidden_SD = routing.pair_buffer(inputs[0], inputs[0].shape[1]) if needs[0] else None
@@ -332,7 +327,6 @@ class _ExpertsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, call: _Call, anchor: torch.Tensor, hidden_TD: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
-        call.autocast = autocast_again(hidden_TD.device.type)
         output_TD = call.forward((hidden_TD, weights_TK), ctx.needs_input_grad[2:])
         routing = call.routing
         del call.routing  # autograd holds it from now on: what isn't kept of a layer is to go
@@ -373,7 +367,7 @@ def run_experts(streams: ExpertStreams, experts: StreamedExperts, args: tuple[An
         call = _Call(streams, experts, index_TK, experts.results)
     if not torch.is_grad_enabled():
         return call.forward((hidden_TD, weights_TK), None)
-    anchor = streams.anchor if experts.has_trainable else streams.anchor.detach()
+    anchor = streams.runtime.anchor if experts.has_trainable else streams.runtime.anchor.detach()
     return _ExpertsFunction.apply(call, anchor, hidden_TD, weights_TK)
 
 

@@ -1,10 +1,9 @@
 """Gradients of several backwards summed in fp32: the bf16 half is ``parameter.grad``, a 16-bit residual lies beside it.
 
-The pair is split as the masters are (``csrc/split_master.h``), so the sum has every bit of an fp32
-addition for 2 bytes a parameter more, and nothing more moves over the link but the residuals of resident parameters, once a
-step. A residual counts only while ``parameter.grad`` is the tensor, at the version, that it was made with
-(:attr:`ParamHandle.has_fp32_sum`): where somebody wrote to, replaced or dropped the gradient the sum goes on from what is
-there.
+The pair is split as the masters are (``csrc/split_master.h``), so the sum has every bit of an fp32 addition for 2 bytes a
+parameter more, and nothing more moves over the link but the residuals of resident parameters, once a step. A residual counts
+only while ``parameter.grad`` is the tensor, at the version, that it was made with (:attr:`ParamHandle.has_fp32_sum`): where
+somebody wrote to, replaced or dropped the gradient the sum goes on from what is there.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import functools
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Variable
@@ -23,9 +22,10 @@ from megatrain_accelerate.errors import KernelError
 from megatrain_accelerate.memory.host_limits import require_host_bytes
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import DeviceKernels, StepKernels, can_step_on
-from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.streaming.model_hook import weakly
-from megatrain_accelerate.streaming.resident import Part
+
+if TYPE_CHECKING:
+    from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 
 def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -64,26 +64,13 @@ class RunningSum:
 
 
 class Fp32Sums:
-    """Decides which gradients are summed in fp32, and owns the way in which autograd's own are.
+    """Decides which gradients are summed in fp32, and owns the way in which autograd's own are."""
 
-    ``parts`` are all layers and groups; ``host_memory_gib`` is the user's figure, see
-    :func:`available_host_bytes`.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        *,
-        device: torch.device,
-        kernels: HostKernels,
-        is_wanted: bool,
-        host_memory_gib: float | None,
-    ) -> None:
-        self._parts = list(parts)
-        self._device = device
-        self._kernels = kernels
-        self._host_memory_gib = host_memory_gib
-        self.is_wanted = is_wanted
+    def __init__(self, runtime: StreamingRuntime) -> None:
+        self._parts = runtime.parts
+        self._device, self._kernels = runtime.streams.device, runtime.kernels
+        self._host_memory_gib = runtime.config.host_memory_gib
+        self.is_wanted = runtime.config.accumulation_dtype == "fp32"
         self.is_budgeted = False
         """Whether the residuals' memory was counted before the model was adopted."""
         self._device_kernels: DeviceKernels | None = None
@@ -91,9 +78,7 @@ class Fp32Sums:
         self._set_aside: dict[int, RunningSum] = {}
 
     def prepare(self, staging_bytes: int = 0) -> None:
-        """Makes the residuals, 2 bytes a parameter, after their memory was counted. Does nothing when they exist.
-
-        Besides them ``staging_bytes`` are about to be taken.
+        """Makes the residuals, 2 bytes a parameter, if they don't exist; ``staging_bytes`` are about to be taken besides.
 
         Raises:
             HostMemoryError: they don't fit; nothing is allocated then.

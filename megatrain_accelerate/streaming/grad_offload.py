@@ -7,76 +7,60 @@ the global norm is known on the host when backward ends, without another pass ov
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.memory.host_store import PASSING_BUFFERS
 from megatrain_accelerate.memory.parameter_state import ParameterState
-from megatrain_accelerate.optim.kernel import HostKernels
-from megatrain_accelerate.optim.step_worker import StepWorker, Ticket
-from megatrain_accelerate.streaming.clipping import NormTable
+from megatrain_accelerate.optim.step_worker import Ticket
 from megatrain_accelerate.streaming.device_slots import GradientSlot
 from megatrain_accelerate.streaming.expert_parts import ExpertPart
-from megatrain_accelerate.streaming.fp32_sums import Fp32Sums, gradient_norms
+from megatrain_accelerate.streaming.fp32_sums import gradient_norms
 from megatrain_accelerate.streaming.gradient_buffers import Addition, HostBuffers, not_stepped, of_their_own
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.meter import Cause, Meter, UpdateGate, named_range
+from megatrain_accelerate.streaming.meter import Cause, UpdateGate, named_range
 from megatrain_accelerate.streaming.resident import ResidentGroup
-from megatrain_accelerate.streaming.streams import Streams
+
+if TYPE_CHECKING:
+    from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 
 class GradientOffloader:
     """Owner of the gradient slots and of the way from a layer's backward to ``parameter.grad`` on the host.
 
-    Experts of the layers share the slots. For the last two arguments see :class:`HostMemory`.
+    Experts of the layers share the slots.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[StreamedLayer],
-        slots: int,
-        *,
-        streams: Streams,
-        worker: StepWorker,
-        kernels: HostKernels,
-        meter: Meter,
-        norms: NormTable,
-        sums: Fp32Sums,
-        huge_pages: bool,
-        register: bool,
-    ) -> None:
-        self.streams = streams
-        self.worker = worker
-        self.kernels = kernels
-        self.meter = meter
-        self.norms = norms
-        self.sums = sums
-        self._buffers_of = functools.partial(HostBuffers, huge_pages=huge_pages, register=register, meter=meter)
-        experts = [whole for layer in layers for whole in layer.experts]
-        layouts = [layer.unit.layout for layer in layers]
+    def __init__(self, runtime: StreamingRuntime) -> None:
+        self.runtime = runtime
+        self.streams, self.meter = runtime.streams, runtime.meter
+        self.norms, self.sums = runtime.norms, runtime.sums
+        self._buffers_of = functools.partial(
+            HostBuffers, huge_pages=runtime.config.huge_pages, register=runtime.register, meter=runtime.meter
+        )
+        layouts = [layer.unit.layout for layer in runtime.layers]
         # Those that pass through the host do so experts by experts, since that is how they are stepped.
-        self._largest_unit = max(layout.gradient_bytes for layout in [*layouts, *(whole.unit.layout for whole in experts)])
-        layouts += [part.unit.layout for whole in experts for part in whole.parts]
-        self._largest = max((layout.gradient_bytes for layout in layouts), default=0)
-        self._most_parameters = max((len(layout.trainable_entries) for layout in layouts), default=0)
-        self._slot_count = slots if self._largest else 0
+        whole = [*layouts, *(experts.unit.layout for experts in runtime.experts)]
+        self._largest_unit = max(layout.gradient_bytes for layout in whole)
+        layouts += [part.unit.layout for experts in runtime.experts for part in experts.parts]
+        self._largest = max(layout.gradient_bytes for layout in layouts)
+        self._most_parameters = max(len(layout.trainable_entries) for layout in layouts)
+        self._slot_count = runtime.config.gradient_slots if self._largest else 0
         self.slots: list[GradientSlot] = []
         self.takes_gradients = False
         """Whether the run trains."""
         self._next_slot = 0
         self._staging: HostBuffers | None = None
         """For gradients that are to be added to earlier ones."""
-        self.last_copied_event = streams.event()
+        self.last_copied_event = self.streams.event()
         """Complete when all gradients that were sent so far have arrived."""
         self.additions: dict[int, Ticket] = {}
         """The worker's last addition to each unit's gradients, by ``id``."""
-        self._fetched_event = streams.event()
+        self._fetched_event = self.streams.event()
         self._in_flight: list[torch.Tensor] = []
-        self.gradients_complete: Callable[[], bool] = lambda: True
-        """Whether the backward in progress is the last before a step; norms are needed only then."""
         self.passing: HostBuffers | None = None
         """For gradients that are consumed in backward."""
         self.layer_done_listeners: dict[int, Callable[[StreamedLayer, Callable[[], None]], bool]] = {}
@@ -84,10 +68,7 @@ class GradientOffloader:
         steps may run in backward, by their id. Tells whether the layer was stepped."""
 
     def allocate_slots(self, needed: bool = True, passes: bool = False) -> None:
-        """Gets ready for gradients; a run that only evaluates needn't.
-
-        Slots are ``needed`` if any layer's gradients leave the device; else they are given back.
-        """
+        """Gets ready for gradients. Slots are ``needed`` if any layer's leave the device; else they are given back."""
         self.takes_gradients = True
         if passes and self.passing is None and self._largest:
             self.passing = self._buffers_of(PASSING_BUFFERS, self._largest_unit)
@@ -96,13 +77,22 @@ class GradientOffloader:
         elif not self.slots:
             self.slots = [GradientSlot(self._largest, self._most_parameters, self.streams) for _ in range(self._slot_count)]
 
-    def require_training(self, layer: StreamedLayer) -> None:
-        """Raises a StateError where a gradient came in a model prepared for evaluation only."""
-        if not self.takes_gradients:
+    def begin(
+        self, layer: StreamedLayer, found: Container[int] | None = None, parts: int = 1, is_last: bool = True
+    ) -> UnitGradients | None:
+        """What takes the gradients that one backward ``found`` (None: all), by place among a layer's trainable parameters.
+
+        None if nothing is trained. A StateError in a model prepared for evaluation only.
+        """
+        # One that was frozen since the forward takes no gradient.
+        every = [row for row, state in enumerate(layer.trainable) if state.parameter.requires_grad]
+        rows = [row for row in every if found is None or row in found]
+        if rows and not self.takes_gradients:
             raise StateError(
                 f"{layer.kind} {layer.name} got a gradient but the model was prepared for evaluation only; prepare it with "
                 "accelerator.prepare(model) (evaluation_mode=False) to train it"
             )
+        return UnitGradients(self, layer, rows, parts, is_last) if rows else None
 
     @property
     def slot_bytes(self) -> int:
@@ -118,16 +108,14 @@ class GradientOffloader:
 
     def offload(self, layer: StreamedLayer, found: dict[int, torch.Tensor]) -> None:
         """Sends gradients, by place among a layer's trainable parameters, to ``parameter.grad``."""
-        # One that was frozen since the forward takes no gradient.
-        rows = [row for row, state in enumerate(layer.trainable) if row in found and state.parameter.requires_grad]
-        if not rows:
+        taken = self.begin(layer, found)
+        if taken is None:
             return
-        self.require_training(layer)
-        gradients = [found[row] for row in rows]
+        gradients = [found[row] for row in taken.rows]
         if layer.unit.is_on_device:
-            self._leave_on_device(layer, rows, gradients)
+            self._leave_on_device(layer, taken.rows, gradients)
         else:
-            UnitGradients(self, layer, rows).take(layer, gradients)
+            taken.take(layer, gradients)
 
     def take_slot(self) -> GradientSlot:
         """The next slot; the compute stream must wait for its ``grads_copied_event`` before it is written."""
@@ -142,7 +130,7 @@ class GradientOffloader:
             _refuse_hooked(layer, state)
             self.add_in_place(state, gradient)
             self.norms.forget(state.parameter)
-        if self.gradients_complete():
+        if self.runtime.gradients_complete():  # norms are needed only then
             self._send_from_device(layer, rows, states, [])
 
     def fetch(self, group: ResidentGroup, only: torch.Tensor | None = None) -> None:
@@ -207,13 +195,10 @@ class GradientOffloader:
     def send(
         self, slot: GradientSlot, name: str, size: int, pieces: Sequence[tuple[torch.Tensor, ...]], norms: torch.Tensor | None
     ) -> Any:
-        """Issues the copies of a slot's gradients; returns an event of its own, since the slot's may be recorded again before
-        it is waited for.
+        """Issues the copies of a slot's gradients, ``size`` bytes: ``pieces`` are views of the host's memory, and those of the
+        slot's that go there; the slot's norms go to ``norms``.
 
-        Args:
-            slot, name, size: where they are, whose they are, and their bytes.
-            pieces: views of the host's memory, and those of the slot's that go there.
-            norms: where the slot's norms go; None if they stay.
+        Returns an event of its own, since the slot's may be recorded again before it is waited for.
         """
         d2h_stream = self.streams.d2h_stream
         with self.streams.on(d2h_stream), named_range(f"megatrain::copy_gradients ({name})"):
@@ -231,10 +216,7 @@ class GradientOffloader:
         return self.last_copied_event
 
     def prepare_accumulation(self) -> HostBuffers | None:
-        """Makes staging buffers, which it returns, and fp32 sums: none is made within a step.
-
-        Does nothing when they exist. Raises a HostMemoryError if the sums don't fit.
-        """
+        """Makes staging buffers, which it returns, and fp32 sums, once. Raises a HostMemoryError if the sums don't fit."""
         self.sums.prepare(0 if self._staging is not None else 2 * self._largest)
         if self._staging is None and self._largest:
             self._staging = self._buffers_of(2, self._largest)
@@ -258,19 +240,16 @@ class GradientOffloader:
 class UnitGradients:
     """The gradients of one backward of a layer, or of its experts part by part, to the host.
 
-    A parameter of experts has one gradient, of which each part brings a range. Whether they are
-    added to earlier ones is decided before the first part, and ``parameter.grad`` shows them behind
-    the last. A part's ranges lie apart on the host: they are one copy a parameter; what is added to
-    earlier gradients goes to a buffer in one.
+    A parameter of experts has one gradient, of which each part brings a range. Whether they are added to earlier ones is
+    decided before the first part, and ``parameter.grad`` shows them behind the last. A part's ranges lie apart on the host:
+    they are one copy a parameter; what is added to earlier gradients goes to a buffer in one.
 
-    ``rows``: which of the layer's trainable parameters get one. ``is_last``: no other backward of
-    the same call of the layer follows (of an earlier piece of its batch).
+    ``rows``: which of the layer's trainable parameters get one. ``is_last``: no other backward of the same call of the layer
+    follows (of an earlier piece of its batch).
     """
 
-    def __init__(
-        self, offloader: GradientOffloader, layer: StreamedLayer, rows: list[int], parts: int = 1, is_last: bool = True
-    ) -> None:
-        self._offloader, self._layer, self._rows, self._is_last = offloader, layer, rows, is_last
+    def __init__(self, offloader: GradientOffloader, layer: StreamedLayer, rows: list[int], parts: int, is_last: bool) -> None:
+        self.rows, self._offloader, self._layer, self._is_last = rows, offloader, layer, is_last
         self._states = [layer.trainable[row] for row in rows]
         # Nothing to add to: they go straight to their place, with norms. So do those that pass.
         is_fresh = len(rows) == len(layer.trainable) and all(state.parameter.grad is None for state in layer.trainable)
@@ -297,11 +276,11 @@ class UnitGradients:
             # WAR: the copy of what used this slot last may still read it.
             offloader.meter.compute_waits_for(slot.grads_copied_event, Cause.D2H)
             views = slot.views(layout)
-            given = zip(self._rows, gradients or [None] * len(self._rows), strict=True)
+            given = zip(self.rows, gradients or [None] * len(self.rows), strict=True)
             arrived = {row: gradient for row, gradient in given if gradient is not None}
             if arrived:
                 torch._foreach_copy_([views[row] for row in arrived], list(arrived.values()))
-            for row in set(self._rows) - arrived.keys():
+            for row in set(self.rows) - arrived.keys():
                 views[row].zero_()
             if self._is_fresh:
                 norms = torch.stack(gradient_norms(views))
@@ -319,7 +298,7 @@ class UnitGradients:
             return
         offloader = self._offloader
         # Fresh ones bring their norms; those of sums come with the last before a step.
-        has_norms = self._is_fresh or (self._is_last and offloader.gradients_complete())
+        has_norms = self._is_fresh or (self._is_last and offloader.runtime.gradients_complete())
         for state in self._states:
             _refuse_hooked(self._layer, state)
             gradient = state.parameter.grad
@@ -338,10 +317,7 @@ class UnitGradients:
                 raise not_stepped(self._layer)
 
     def _copy_to_place(self, part: StreamedLayer | ExpertPart, slot: GradientSlot) -> Callable[[], None]:
-        """Sends what the slot holds to its place; returns what blocks until it is there.
-
-        A StateError where gradients pass and no step has consumed the last ones.
-        """
+        """Sends what the slot holds to its place; returns what blocks until it is there."""
         offloader, unit, size = self._offloader, self._layer.unit, part.unit.layout.gradient_bytes
         if self._target is None:
             if offloader.passing is not None:
@@ -378,18 +354,18 @@ class UnitGradients:
             if addition.running is not None:
                 addition.state.handle.note_fp32_sum()  # of ``parameter.grad``, from now on
         norms = offloader.norms.of_unit(unit)
-        takes_norms = not self._left and self._is_last and offloader.gradients_complete()
+        takes_norms = not self._left and self._is_last and offloader.runtime.gradients_complete()
         of_part = part.experts.of if isinstance(part, ExpertPart) else lambda whole: whole
 
         def add() -> None:
             copied_event.synchronize()
-            for addition, row in zip(self._additions, self._rows, strict=True):
-                addition.add(views[row], offloader.kernels, of_part)
+            for addition, row in zip(self._additions, self.rows, strict=True):
+                addition.add(views[row], offloader.runtime.kernels, of_part)
                 if takes_norms:
                     total, norms[row] = addition.total_and_norm(offloader.sums)
                     offloader.norms.note(addition.state.parameter, total)
 
-        ticket = offloader.worker.submit(f"accumulate ({part.name})", add)
+        ticket = offloader.runtime.worker.submit(f"accumulate ({part.name})", add)
         reader.close_until(ticket)
         offloader.additions[id(unit)] = ticket
         return ticket.wait

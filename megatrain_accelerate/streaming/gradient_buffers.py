@@ -1,8 +1,7 @@
 """Host buffers for gradients that are added to others, and for those that pass through.
 
-Where gradients pass (``step_schedule: backward``), a layer's are consumed by its step as soon as
-they have arrived, so that only those on their way need memory: 12 bytes a parameter of a layer
-instead of 14. What ``parameter.grad`` shows then is not-a-number.
+Where gradients pass (``step_schedule: backward``), a layer's are consumed by its step as soon as they have arrived, so that
+only those on their way need memory: 12 bytes a parameter of a layer instead of 14. ``parameter.grad`` shows not-a-number then.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ def of_their_own(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
 class HostBuffers:
     """Host buffers of uint8 that take turns.
 
-    Owner: the offloader. Writer of one: the d2h stream. Reader: the step worker, until the gate
-    opens for which it was taken.
+    Owner: the offloader. Writer of one: the d2h stream. Reader: the step worker, until the gate opens for which it was taken.
     """
 
     def __init__(self, count: int, size_bytes: int, *, huge_pages: bool, register: bool, meter: Meter) -> None:

@@ -39,8 +39,7 @@ class BatchCut:
         self._rows = frozenset(tensor.shape[0] for tensor in tensors_in(inputs) if tensor.dim() >= 2)
 
     def require_samples(self, layer: StreamedLayer, path: str, hidden: torch.Tensor) -> None:
-        """Raises an UnsupportedError unless dimension 0 of the hidden states is surely the batch,
-        of which the layer can take a part."""
+        """Raises an UnsupportedError unless dimension 0 is surely the batch, of which the layer can take a part."""
         shape, rows = tuple(hidden.shape), ", ".join(map(str, sorted(self._rows))) or "no"
         if hidden.dim() < 3:
             raise _cannot(layer.name, f"its hidden states have shape {shape}, in which samples can't be told apart")
@@ -111,12 +110,9 @@ class BatchSplit:
 
     @classmethod
     def of_call(cls, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], cut: BatchCut) -> BatchSplit:
-        """The split of a layer's call.
+        """The split of a layer's call. An UnsupportedError if it isn't certain how to cut a larger batch or some argument.
 
         The batch is dimension 0 of the call's first floating tensor of two dimensions or more, the hidden states (B, T, ...).
-
-        Raises:
-            UnsupportedError: the batch is larger, and it isn't certain how to cut it or some argument.
         """
         if cut.size is None:
             return _WHOLE
@@ -163,8 +159,7 @@ class BatchSplit:
         return made
 
     def whole(self, made: Any) -> Any:
-        """What a call returns or records (of samples, or of their tokens), zeros of the right shapes, from that of its first
-        piece."""
+        """What a call returns or records, zeros of the right shapes, from that of its first piece."""
         if not self.sizes:
             return made
         total, first = sum(self.sizes), self.sizes[0]
@@ -173,10 +168,8 @@ class BatchSplit:
     def joined(self, layer: str, pieces: Sequence[list[torch.Tensor]], outputs: int) -> list[torch.Tensor]:
         """What a call returns from what its pieces return: samples, or for recorded tensors the tokens of samples, in order.
 
-        The layer returned the first ``outputs`` of each piece's tensors; the rest was recorded.
-
-        Raises:
-            UnsupportedError: a tensor doesn't have the piece's samples along dimension 0.
+        The layer returned the first ``outputs`` of each piece's tensors; the rest was recorded. An UnsupportedError if a tensor
+        doesn't have the piece's samples along dimension 0.
         """
         for size, piece in zip(self.sizes, pieces, strict=True):
             for place, tensor in enumerate(piece):

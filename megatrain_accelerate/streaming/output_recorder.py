@@ -1,9 +1,9 @@
 """Side outputs of a layer's inner modules, such as router logits, and how a compiled layer returns them.
 
-The hooks of an :class:`OutputRecorder` can't be compiled, since they read its state. So while a
-compiled layer is traced and run, simpler hooks replace them, which only append the value to a list.
-The traced function returns that list beside the layer's output; its values then go to the recorder,
-in the same order.
+transformers 5 collects them with hooks in a context variable (transformers/utils/output_capturing.py). Those hooks can't be
+compiled, since they read it. So while a compiled layer is traced and run, simpler hooks replace them, which only append the
+value to a list. The traced function returns that list beside the layer's output; its values then go to the recorder, in the
+same order.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +19,12 @@ from typing import Any
 from torch import nn
 
 from megatrain_accelerate.streaming.model_hook import HOOKS, has_global_hooks
+
+_MODULE = "transformers.utils.output_capturing"
+_HOOK_VARIABLES = frozenset({"key", "index", "capture_initial_hidden_state", "append_hidden_state"})
+"""Of them ``append_hidden_state`` is called for hidden states only."""
+_HOOK_NAMES = frozenset({"_active_collector", "get", "keys", "len", "append", "isinstance", "tuple"})
+_HOOK_TEXTS = frozenset({"hidden_states", "_hidden_states_layers"})
 
 Hook = Callable[..., Any]
 
@@ -38,25 +45,64 @@ Recorded = list[tuple[str, Any]]
 """Pairs of channel and value, in order of recording within each channel; most values are tensors."""
 
 
+def _collector() -> Any:
+    """transformers' context variable; None in versions that hand such tensors through the layers' return values."""
+    return getattr(sys.modules.get(_MODULE), "_active_collector", None)  # whoever has such hooks has loaded it
+
+
 class OutputRecorder:
-    """Records side outputs of a layer's inner modules; this base class records nothing."""
+    """What transformers' capturing hooks record."""
+
+    def _collected(self) -> dict[str, Any]:
+        collector = _collector()
+        return (None if collector is None else collector.get()) or {}
 
     def channels(self) -> tuple[str, ...]:
-        return ()
+        return tuple(key for key, values in self._collected().items() if isinstance(values, list))
 
-    def apart(self, channels: Sequence[str] | None = None) -> contextlib.AbstractContextManager[Recorded]:
+    @contextlib.contextmanager
+    def apart(self, channels: Sequence[str] | None = None) -> Iterator[Recorded]:
         """Diverts what the block records into the list that it yields, which is filled when the block ends.
 
         In the block ``channels`` are recorded; None for those of now.
         """
-        return contextlib.nullcontext([])
+        recorded: Recorded = []
+        reset, collector = None, _collector()
+        if channels is not None and collector is not None:
+            reset = collector.set({key: [] for key in channels})
+        lists = [(key, self._collected()[key]) for key in self.channels()]
+        lengths = [len(values) for _, values in lists]
+        try:
+            yield recorded
+        finally:
+            if reset is not None:
+                collector.reset(reset)
+            for (key, values), length in zip(lists, lengths, strict=True):
+                recorded += [(key, value) for value in values[length:]]
+                del values[length:]
 
     def enter(self, recorded: Recorded) -> None:
         """Records these values in the place of a layer or a hook that isn't run now, as far as their channels are recorded."""
+        collected = self._collected()
+        for key, value in recorded:
+            if key in collected:
+                collected[key].append(value)
 
     def capture_of(self, hook: Hook) -> Capture | None:
-        """What a forward hook records; None if it isn't one of the recorder's."""
-        return None
+        """What a forward hook records; None if it isn't one of transformers'."""
+        if (getattr(hook, "__module__", None), getattr(hook, "__name__", None)) != (_MODULE, "output_capturing_hook"):
+            return None
+        code = hook.__code__
+        cells = zip(code.co_freevars, hook.__closure__ or (), strict=True)
+        variables = {name: cell.cell_contents for name, cell in cells}
+        texts = {constant for constant in code.co_consts[1:] if isinstance(constant, str)}  # the first may be a docstring
+        # One that knows or calls more does more than this class was written for.
+        if not {"key", "index"} <= variables.keys() <= _HOOK_VARIABLES:
+            return None
+        if not (set(code.co_names) <= _HOOK_NAMES and texts <= _HOOK_TEXTS):
+            return None
+        # Of hidden states it may take the module's input as well, or leave some out.
+        return Capture(variables["key"], variables["index"], is_plain=variables["key"] != "hidden_states")
 
 
 class Captures:

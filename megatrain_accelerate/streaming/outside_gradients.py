@@ -42,6 +42,8 @@ class OutsideGradients:
             self._watch(unit)
 
     def _watch(self, unit: HostUnit) -> None:
+        for _, handle in self._watched.get(id(unit), ()):
+            handle.remove()
         # On the device autograd's thread is the one that runs the layers.
         states = [] if unit.is_on_device else [state for state in unit.states if state.entry.spec.trainable]
         watched = self._watched[id(unit)] = []
@@ -53,8 +55,6 @@ class OutsideGradients:
     def moved(self, unit: HostUnit) -> None:
         """To be called when a unit has moved to or from the device: its weights' nodes are others then."""
         if id(unit) in self._watched:
-            for _, handle in self._watched[id(unit)]:
-                handle.remove()
             self._watch(unit)
 
     def close(self) -> None:
@@ -67,12 +67,9 @@ class OutsideGradients:
     def _take(
         self, of_unit: weakref.ref[HostUnit], of_state: weakref.ref[ParameterState], arrived: tuple[torch.Tensor | None, ...]
     ) -> tuple[None] | None:
-        """Before a weight's accumulation, by any thread of a backward: sets the gradient aside.
-
-        With ``create_graph`` it is autograd's. A StateError where gradients pass.
-        """
+        """Before a weight's accumulation, by any thread of a backward. A StateError where gradients pass."""
         unit, state, gradient = of_unit(), of_state(), arrived[0]
-        if unit is None or state is None or gradient is None or gradient.requires_grad:
+        if unit is None or state is None or gradient is None or gradient.requires_grad:  # of ``create_graph``: autograd's
             return None
         if self._offloader.passing is not None:
             raise StateError(
@@ -88,8 +85,8 @@ class OutsideGradients:
                 self._aside[backward] = {}
                 Variable._execution_engine.queue_callback(functools.partial(self._settle, backward))
             gradients = self._aside[backward]
-            _, earlier = gradients.get(id(state.parameter), (state, None))
-            gradients[id(state.parameter)] = state, gradient if earlier is None else earlier + gradient
+            found = gradients.get(id(state.parameter))
+            gradients[id(state.parameter)] = state, gradient if found is None else found[1] + gradient
             self.reached.add(id(unit))
         return (None,)
 

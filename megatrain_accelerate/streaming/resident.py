@@ -1,8 +1,7 @@
 """Resident groups: parameters outside the layers (embeddings, final norm, head). Weights stay on the device.
 
-Their masters and moments live on the host like everybody's, unless the plan moves the whole unit to
-the device (:func:`relocate`, of layers too). Their gradients are autograd's own, on the device, and
-leave it when the optimizer steps.
+Their masters and moments live on the host like everybody's, unless the plan moves the whole unit to the device
+(:func:`relocate`, of layers too). Their gradients are autograd's own, on the device, and leave it when the optimizer steps.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from megatrain_accelerate.streaming.streams import Streams
 class ResidentGroup:
     """One module's own parameters, outside all layers.
 
-    The unit's weights on the host are the source of the device's copy after each step, which comes
-    after that of the layers before it.
+    The unit's weights on the host are the source of the device's copy after each step, behind that of ``layers_before``.
     """
 
     def __init__(self, name: str, unit: HostUnit, layers_before: int, *, streams: Streams, meter: Meter) -> None:
@@ -42,9 +40,9 @@ class ResidentGroup:
         self._show_device_weights()
 
     def _show_device_weights(self) -> None:
+        on_device = self.unit.is_on_device
         for state in self.unit.states:
             # Clones also where the device is the CPU: the device's copies and the host's must not be one there either.
-            on_device = self.unit.is_on_device
             weight = state.weight if on_device else state.weight.to(self._streams.device, copy=True)
             self._device_weights[id(state)] = weight
             is_sum, gradient = state.handle.has_fp32_sum, state.parameter.grad
@@ -96,8 +94,7 @@ class ResidentGroup:
         return readers_finished_event
 
     def push_weights(self, readers_finished_event: Any) -> None:
-        """Issues the copies of the host's weights. Called by the step worker, after the step, with
-        the event of :meth:`announce_push`, behind all kernels that read the old weights."""
+        """Issues the copies of the host's weights. Called by the step worker, after the step."""
         h2d_stream = self._streams.h2d_stream
         with torch.no_grad(), self._streams.on(h2d_stream), named_range(f"megatrain::push_weights ({self.name})"):
             # WAR: kernels issued before the step read the old weights.
@@ -135,11 +132,8 @@ def relocate(
 ) -> None:
     """Moves units between the host and the device. Nothing may be in flight.
 
-    Args:
-        targets: each layer and resident group, and whether it is to live on the device.
-        resident: indices of layers that get a slot of their own.
-        prefetcher: owner of the slots.
-        moved: called with each unit that moved.
+    ``targets`` says of each layer and resident group whether it is to live on the device; ``resident`` are the indices of
+    layers that get a slot of their own; ``moved`` is called with each unit that moved.
 
     Raises:
         torch.OutOfMemoryError, HostMemoryError: a unit found no room. Those before it have moved, it and those after it not.

@@ -23,7 +23,7 @@ from megatrain_accelerate.streaming.call_order import CallOrder, OpenForward, Ta
 from megatrain_accelerate.streaming.clipping import Clipping, NormTable
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
 from megatrain_accelerate.streaming.device_slots import WeightSlot
-from megatrain_accelerate.streaming.expert_streams import ExpertStreams
+from megatrain_accelerate.streaming.expert_parts import ExpertStreams
 from megatrain_accelerate.streaming.forward_order import UnitInOrder, in_forward_order
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
@@ -94,7 +94,6 @@ class StreamingRuntime:
         streams, meter, kernels, worker: made by the engine.
         config: the settings.
         register: page-lock host buffers.
-        recorder: see :class:`OutputRecorder`.
     """
 
     def __init__(
@@ -108,7 +107,6 @@ class StreamingRuntime:
         worker: StepWorker,
         config: MegatrainConfig,
         register: bool,
-        recorder: OutputRecorder | None = None,
     ) -> None:
         self.layers = list(layers)
         self.experts = [experts for layer in self.layers for experts in layer.experts]
@@ -121,24 +119,11 @@ class StreamingRuntime:
         self.config = config
         self.register = register
         self.norms = NormTable(self.units, register)
-        wanted, limit = config.accumulation_dtype == "fp32", config.host_memory_gib
-        self.sums = Fp32Sums(self.parts, device=streams.device, kernels=kernels, is_wanted=wanted, host_memory_gib=limit)
+        self.sums = Fp32Sums(self)
         self.prefetcher = Prefetcher(self.layers, config.slots, streams, meter)
-        self.offloader = GradientOffloader(
-            self.layers,
-            config.gradient_slots,
-            streams=streams,
-            worker=worker,
-            kernels=kernels,
-            meter=meter,
-            norms=self.norms,
-            sums=self.sums,
-            huge_pages=config.huge_pages,
-            register=register,
-        )
+        self.offloader = GradientOffloader(self)
         self.gradients_complete: Callable[[], bool] = lambda: True
         """Whether the backward in progress is the last before a step; set from Accelerate's gradient state."""
-        self.offloader.gradients_complete = lambda: self.gradients_complete()
         self.kept_layers: frozenset[int] = frozenset()
         """Indices of the layers whose activations stay on the device instead of being recomputed; set by the plan."""
         self.offloaded_layers: frozenset[int] = frozenset()
@@ -150,13 +135,13 @@ class StreamingRuntime:
         self.outside_tiles = TokenTiles(())  # of norms outside the layers
         self.attention_layers: frozenset[int] = frozenset()
         """Indices of the layers whose attention isn't computed again if they are recomputed; set by the plan."""
-        self.activations = ActivationOffloader.for_engine(config, kernels, streams, meter, register)
+        self.activations = ActivationOffloader.of_runtime(self)
         self.moved_listeners: dict[int, Callable[[HostUnit], None]] = {}
         """Called with a unit that moved to or from the device; entered by optimizers, by their id."""
         self.steps_on_host: set[int] = set()  # ids of optimizers without a kernel: their step works on masters on the host
         self.keep_states_on_host: Callable[[], None] = lambda: self.place((), (), groups_on_device=False)
         """Brings all states to the host; set by the plan."""
-        self.recorder = recorder or OutputRecorder()
+        self.recorder = OutputRecorder()
         self.compiled = CompiledLayers(config.compile_layers, streams.device, self.recorder)
         self._order = CallOrder(len(self.layers))
         self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
@@ -177,15 +162,14 @@ class StreamingRuntime:
         self._handles: list[Any] = [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
         self._handles += self.sums.watch(residents)
         self.outside = OutsideGradients([part.unit for part in (*self.layers, *self.experts)], self.offloader)
-        self._dry_run: LayerRunner | None = None
+        self.dry_run: LayerRunner | None = None
+        """What runs the layers on trial, for a plan or a probe."""
         self._backward_task: int | None = None
         self._open_forwards: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         self._in_this_backward: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         self._backward_tape: Tape | None = None
         self._clipping = Clipping(self.norms, self.sums, self._states)
-        self.expert_streams = ExpertStreams(
-            self.experts, config.slots, self.offloader, self.anchor, lambda: self._dry_run is not None, self._order
-        )
+        self.expert_streams = ExpertStreams(self, self._order)
         _running.add(self)
 
     token_tile = TileOfLayers()
@@ -226,18 +210,18 @@ class StreamingRuntime:
     @contextlib.contextmanager
     def layers_run_by(self, runner: LayerRunner) -> Iterator[None]:
         """Proxies call ``runner(layer, args, kwargs)`` instead of streaming while the body runs."""
-        self._dry_run = runner
+        self.dry_run = runner
         try:
             with self.outside_tiles.at_work_anywhere():
                 yield
         finally:
-            self._dry_run = None
+            self.dry_run = None
 
     def run_layer(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a proxy's forward does."""
-        if self._dry_run is not None:
+        if self.dry_run is not None:
             shared = SharedMappings(*without_caches(args, kwargs))
-            return shared.take_back(self._dry_run(layer, shared.args, shared.kwargs))
+            return shared.take_back(self.dry_run(layer, shared.args, shared.kwargs))
         has_graph = torch.is_grad_enabled()
         self._scale_clipped(others_follow=has_graph)
         if has_graph:
@@ -339,7 +323,7 @@ class StreamingRuntime:
 
     def before_group_use(self, group: ResidentGroup) -> None:
         """Called before a module that reads the group's weights runs."""
-        if self._dry_run is None:
+        if self.dry_run is None:
             self._scale_clipped(others_follow=torch.is_grad_enabled())
             group.refresh_if_written()
             group.wait_for_step()

@@ -8,22 +8,20 @@ Transformers uses ``collections.UserDict`` here, since wrappers that rebuild eve
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import MappingKey, register_pytree_node, tree_flatten
+from torch.utils._pytree import tree_flatten
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.streaming.nested_tensors import tensors_in
 
 
-@dataclasses.dataclass
-class _Handed:
-    """A copy of a mapping, as a layer's argument. It is a pytree node, so that pytree finds the tensors in it."""
+class _Handed(NamedTuple):
+    """A copy of a mapping, as a layer's argument in which pytree finds the tensors."""
 
     entries: dict[Any, Any]
 
@@ -34,17 +32,6 @@ class _Returned(NamedTuple):
     output: Any
     written: tuple[dict[Any, Any], ...]
     removed: tuple[Any, ...]
-
-
-register_pytree_node(
-    _Handed,
-    lambda handed: (list(handed.entries.values()), tuple(handed.entries)),
-    lambda values, keys: _Handed(dict(zip(keys, values, strict=True))),
-    flatten_with_keys_fn=lambda handed: (
-        [(MappingKey(key), value) for key, value in handed.entries.items()],
-        tuple(handed.entries),
-    ),
-)
 
 
 class SharedMappings:
@@ -101,12 +88,9 @@ def _replaced(
 
 @contextlib.contextmanager
 def no_writes_into(args: tuple[Any, ...], kwargs: dict[str, Any], layer: str) -> Iterator[None]:
-    """Refuses a layer that changes lists, dicts or objects among its arguments when it runs in the block.
+    """Raises an UnsupportedError for a layer that changes lists, dicts or objects among its arguments in the block.
 
     A recompute would change them again; and changes by pieces of a batch can't be joined.
-
-    Raises:
-        UnsupportedError: the layer did so.
     """
     leaves, structure = tree_flatten((args, kwargs))
     objects = [o for o in leaves if hasattr(o, "__dict__") and not isinstance(o, (torch.Tensor, nn.Module, type))]
@@ -132,12 +116,9 @@ def _held_tensors(value: Any) -> list[int]:
 def no_writes_to(
     tensors: Sequence[torch.Tensor], layer: str, torch_refuses: str = "leaf Variable that requires grad"
 ) -> Iterator[None]:
-    """Refuses a layer that writes to its input tensors in place when it runs in the block.
+    """Raises an UnsupportedError for a layer that writes to its input tensors in place when it runs in the block.
 
     ``torch_refuses`` is part of torch's error where it writes to what it is given of them.
-
-    Raises:
-        UnsupportedError: the layer did so.
     """
     versions = [tensor._version for tensor in tensors]
     cause: RuntimeError | None = None

@@ -38,9 +38,8 @@ _times = 1
 def few_tiles() -> Iterator[None]:
     """Loops over tiles run few of them in the body, in every thread: autograd has its own.
 
-    An operation on tensors without data takes as long as launching a real one, and a sequence of a
-    million tokens has hundreds of tiles with hundreds of operations each. Tiles are alike, so one
-    can count for others.
+    An operation on tensors without data takes as long as launching a real one, and a sequence of a million tokens has
+    hundreds of tiles with hundreds of operations each. Tiles are alike, so one can count for others.
     """
     global _runs_few, _times
     before, _runs_few = _runs_few, True
@@ -58,8 +57,8 @@ def times() -> int:
 def tiles(every: Sequence[_Tile]) -> Iterator[_Tile]:
     """The tiles of a loop, or parts of experts, in order; under :func:`few_tiles` some of them.
 
-    Those are the first two and the last: the first may find things that the others find made (a sum
-    to add to), and the second counts for all between, which are of its size.
+    Those are the first two and the last: the first may find things that the others find made (a sum to add to), and the second
+    counts for all between, which are of its size.
     """
     global _times
     if not _runs_few or len(every) < 4:
@@ -75,10 +74,7 @@ def tiles(every: Sequence[_Tile]) -> Iterator[_Tile]:
 
 
 class TokenTiles:
-    """Runs the token-wise parts of one layer by tiles while the layer runs on more tokens than one tile has.
-
-    The ``parts`` that it is given, with names, are those that may be token-wise.
-    """
+    """Runs the token-wise ones among ``parts`` (of one layer, with names) by tiles of fewer tokens than the layer runs on."""
 
     def __init__(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
         self.tile_tokens = 0
@@ -96,8 +92,7 @@ class TokenTiles:
     def of_norms(cls, model: nn.Module, modules: Iterable[nn.Module]) -> TokenTiles:
         """Those of norms among modules outside the layers, which have weights but no matrix.
 
-        A last norm makes, in fp32, several tensors twice as large as its input. Of others the
-        output is.
+        A last norm makes, in fp32, several tensors twice as large as its input.
         """
         names = {module: name for name, module in model.named_modules()}
         parameters = {module: list(module.parameters()) for module in modules}
@@ -155,21 +150,18 @@ class TokenTiles:
         dim = call.token_dim(shape)
         if dim is None or self._reason_against(part, call, dim) is not None:
             return forward(*args, **kwargs)
-        samples = shape[0] if dim else 1
-        call.cut(dim, max(1, self.tile_tokens // samples))
+        call.cut(dim, max(1, self.tile_tokens // (shape[0] if dim else 1)))
         return _TiledFunction.apply(call, *call.tensors, *(owner._parameters[name] for owner, name in call.places))
 
     def _reason_against(self, part: nn.Module, call: _TiledCall, dim: int) -> str | None:
         reason: str | None
-        # Who watches modules within it should see whole tensors, and each once.
-        if has_hooks_inside(part):
+        if has_hooks_inside(part):  # who watches modules within it should see whole tensors, and each once
             reason = "hooks are registered inside it"
-        # A trial of theirs would be taken for a call of the layer's, whose result its recompute asks for.
         elif any(is_proxy(child) for child in part.modules()):
+            # A trial of theirs would be taken for a call of the layer's, whose result its recompute asks for.
             reason = "its experts stream in parts"
         else:
-            # Anew each time: a rate of dropout may have been set since.
-            kind = kind_of(part, call.signature(dim))
+            kind = kind_of(part, call.signature(dim))  # anew each time: a rate of dropout may have been set since
             if kind not in _verdicts:
                 _verdicts[kind] = examine(part, call.run, call.tensors, dim)
             reason = _verdicts[kind]
@@ -231,9 +223,7 @@ class _TiledCall:
 
     def signature(self, dim: int) -> Hashable:
         """How the part is called, but for the number of tokens."""
-        tensors = tuple(
-            ((*tensor.shape[1:dim], *tensor.shape[dim + 1 :]), tensor.dtype, tensor.device.type) for tensor in self.tensors
-        )
+        tensors = tuple(((*t.shape[1:dim], *t.shape[dim + 1 :]), t.dtype, t.device.type) for t in self.tensors)
         return (dim, tensors, tuple(self._rest), tuple(self._is_tensor), str(self._spec), torch.is_autocast_enabled())
 
     def cut(self, dim: int, length: int) -> None:

@@ -51,15 +51,10 @@ def kind_of(module: nn.Module, signature: Hashable) -> Hashable:
 def examine(
     module: nn.Module, call: Callable[[list[torch.Tensor]], Any], examples: Sequence[torch.Tensor], dim: int
 ) -> str | None:
-    """Tries a module on a few made-up tokens; returns why it isn't to run by tiles, else None.
+    """Tries a module on a few made-up tokens along ``dim``; returns why it isn't to run by tiles, else None.
 
-    A constant replaces its weights, random generators stay as they are, and no mode sees it.
-
-    Args:
-        module: the module.
-        call: calls it with these tensors in the places of those of a real call.
-        examples: those of the real call; only shapes, dtypes and the device count.
-        dim: the dimension of tokens.
+    A constant replaces its weights, random generators stay as they are, and no mode sees it. ``call`` runs it with other
+    tensors in the places of the ``examples`` of a real call, of which only shapes, dtypes and the device count.
     """
     if any(True for _ in module.buffers()):
         return "it has buffers"

@@ -8,16 +8,26 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import attach
-from expert_models import EXPERTS, KINDS, ROUTER, error_of, gradients_of, ids_of, of_experts, one_pass, true_gradients
+from expert_models import (
+    EXPERTS,
+    HOOKS_RECORD,
+    KINDS,
+    ROUTER,
+    error_of,
+    gradients_of,
+    ids_of,
+    of_experts,
+    one_pass,
+    true_gradients,
+)
 from torch import nn
 
 from megatrain_accelerate.engine import Engine
-from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(CapturedOutputs.for_installed_transformers() is None, reason="transformers records nothing by hooks"),
+    pytest.mark.skipif(not HOOKS_RECORD, reason="transformers records nothing by hooks"),
     # Of transformers' cached questions about torch's version, while it is traced.
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
 ]

@@ -35,13 +35,13 @@ from megatrain_accelerate.estimate.machine_description import (
     host_step_parameters,
 )
 from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
-from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 from megatrain_accelerate.loss.products import standing_for_a_gpu
 from megatrain_accelerate.planning import tile_choice
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement_search import PlacementSearch
 from megatrain_accelerate.planning.step_outline import outline_step
 from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
+from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.units import GIB, MIB
 
 MACHINE = Machine(h2d_bytes=5e10, d2h_bytes=5e10, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
@@ -196,9 +196,8 @@ def test_accumulation_does_several_batches_before_a_step() -> None:
 
 
 def of_experts(records_routing: bool, **settings: object) -> Forecaster:
-    recorder = CapturedOutputs.for_installed_transformers()
     settings_of = MegatrainConfig.from_mapping(settings)
-    return Forecaster(meta_experts(records_routing), settings_of, MACHINE, GIB, 4 * GIB, recorder=recorder)
+    return Forecaster(meta_experts(records_routing), settings_of, MACHINE, GIB, 4 * GIB)
 
 
 def layer_of_experts(batch: int, extrapolated: bool = True, records_routing: bool = True, **settings: object) -> LayerProfile:
@@ -212,7 +211,7 @@ def test_a_layer_whose_router_is_recorded_is_reckoned_compiled_if_the_hook_is_kn
     known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not known:  # as one of a later transformers that does more
-        monkeypatch.setattr(CapturedOutputs, "capture_of", lambda self, hook: None)
+        monkeypatch.setattr(OutputRecorder, "capture_of", lambda self, hook: None)
     wanted, not_wanted = (layer_of_experts(2, compile_layers=compiles) for compiles in (True, False))
     # transformers' hook, which records the router's logits for the auxiliary loss, is inside the layer.
     assert (wanted.backward_seconds < not_wanted.backward_seconds) is known

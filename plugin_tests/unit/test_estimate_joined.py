@@ -14,7 +14,6 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.estimate import forecast as forecast_module
 from megatrain_accelerate.estimate.forecast import Forecast, Forecaster
-from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchCut
@@ -35,9 +34,8 @@ def forecaster(
     **settings: object,
 ) -> Forecaster:
     config = MegatrainConfig.from_mapping({**STREAMED, **settings})
-    recorder = CapturedOutputs.for_installed_transformers()
     model = model or meta_model()
-    return Forecaster(model, config, machine, gpu_bytes, 4 * GIB, micro_batches=micro_batches, recorder=recorder)
+    return Forecaster(model, config, machine, gpu_bytes, 4 * GIB, micro_batches=micro_batches)
 
 
 def forecast(**options: object) -> Forecast:

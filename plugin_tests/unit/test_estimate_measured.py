@@ -20,7 +20,6 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.estimate import layer_graph
 from megatrain_accelerate.estimate.forecast import Forecaster
 from megatrain_accelerate.estimate.machine_description import at_the_power_limit
-from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.units import GIB
 
@@ -196,7 +195,6 @@ def assert_predicted(case: Measured) -> None:
         case.machine,
         int(case.gpu_planned_gib * GIB),
         int(case.host_memory_gib * GIB),
-        recorder=CapturedOutputs.for_installed_transformers(),
     )
     found = forecaster.forecast(case.batch, case.length)
     assert found.fits
