@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
@@ -38,7 +39,7 @@ from megatrain_accelerate.planning.placement_search import Candidate
 from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_outline import outline_layers, outline_step, what_sees_a_batch
 from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
-from megatrain_accelerate.planning.tile_choice import outline_with_tiles
+from megatrain_accelerate.planning.step_ways import WayChoice, may_cut, way_put_back
 from megatrain_accelerate.streaming.compiled_layer import SMALLEST_LAYER_PARAMETERS
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
@@ -182,10 +183,16 @@ class Forecaster:
         return needed
 
     def _least_bytes(self, batch: int, length: int) -> int:
-        """With the tiles that the plan would try."""
-        setting = self.config.token_tile
-        tiles = [0, AUTO_TILE_TOKENS][: 1 + (batch * length > AUTO_TILE_TOKENS)] if setting == "auto" else [int(setting)]
-        return min(self.plan.least_bytes(self._outline_by(batch, length, tile)) for tile in tiles)
+        """By the leanest of the ways that the plan would try."""
+        runtime, setting = self.engine.runtime, self.config.token_tile
+        tiles = [0, AUTO_TILE_TOKENS] if batch * length > AUTO_TILE_TOKENS else [0]
+        pieces = [None, 1] if batch > 1 and may_cut(runtime, self.config) else [None]
+        least = []
+        with way_put_back(runtime):
+            for way in itertools.product(pieces, tiles if setting == "auto" else [int(setting)]):
+                runtime.batch_cut.chosen, runtime.token_tile = way
+                least.append(self.plan.least_bytes(self._outline(batch, length)))
+        return min(least)
 
     def forecast(self, batch: int, length: int) -> Forecast:
         """The fastest step on ``batch`` sequences of ``length`` tokens; the leanest where nothing fits.
@@ -231,22 +238,18 @@ class Forecaster:
         )
 
     def outline(self, batch: int, length: int) -> StepOutline:
-        """The outline of a step with the tiles that suit it, with reckoned times."""
-        runtime = self.engine.runtime
+        """The outline of a step, by the way that suits it, with reckoned times."""
+        outline = functools.partial(self._outline, batch, length)
+        return WayChoice(self.engine.runtime, self.config, batch, outline, self.plan.search).best()
 
-        def run() -> StepOutline:
-            return self._outline_by(batch, length, runtime.token_tile)
-
-        return outline_with_tiles(runtime, self.config.token_tile, run, self.plan.search)
-
-    def _outline_by(self, batch: int, length: int, token_tile: int) -> StepOutline:
-        self.engine.runtime.token_tile = token_tile
+    def _outline(self, batch: int, length: int) -> StepOutline:
+        """By the way that the runtime has now."""
         with standing_for_a_gpu(), self._attention:
             return self._once("outline", batch, length, make=lambda: self._reckoned(batch, length))
 
     def _once(self, *what: Hashable, make: Callable[[], _Made]) -> _Made:
         """What was made before of the same, if layers ran in the same tiles and pieces."""
-        key = (*what, self.engine.runtime.token_tile, self.engine.runtime.micro_batch_size)
+        key = (*what, self.engine.runtime.token_tile, self.engine.runtime.batch_cut.size)
         if key not in self._found:
             self._found[key] = make()
         return self._found[key]  # type: ignore[no-any-return]
@@ -261,13 +264,14 @@ class Forecaster:
         return dataclasses.replace(
             outline,
             profiles=profiles,
+            samples=self.engine.runtime.batch_cut.chosen,
             events=_with_kinds(outline.events, kinds),
             outside_seconds=outside_seconds_of(outline, self.machine) / OUTSIDE,
         )
 
     def _layers(self, batch: int, length: int) -> _Calls:
         """The layers' calls: traced if they are few, else extrapolated from two smaller batches."""
-        pieces = self.engine.runtime.micro_batch_size
+        pieces = self.engine.runtime.batch_cut.size
         fewest = max(_TRACED_SEQUENCES, -(-_TRACED_TILES * self.engine.runtime.token_tile // length))
         if batch <= 2 * fewest or (pieces is not None and batch > pieces):
             return self._traced_layers(batch, length)
@@ -331,7 +335,7 @@ class Forecaster:
     def _graph(self, kind: Hashable, layer: StreamedLayer, args: Any, kwargs: Any) -> LayerGraph | None:
         if layer.experts:
             return None  # runs as it is, and parts of it run again in backward
-        key = (kind, self.engine.runtime.micro_batch_size)
+        key = (kind, self.engine.runtime.batch_cut.size)
         if key not in self._graphs:
             try:
                 with replaced(layer.tiles, "tile_tokens", 0):

@@ -17,7 +17,6 @@ from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES, ava
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.optim.device_kernel import can_step_on
 from megatrain_accelerate.planning.evaluation_weights import EvaluationWeights, has_cache
-from megatrain_accelerate.planning.fake_runs import replaced
 from megatrain_accelerate.planning.layer_measurement import measure_layers
 from megatrain_accelerate.planning.machine import (
     SEGMENT_BYTES,
@@ -35,9 +34,10 @@ from megatrain_accelerate.planning.plan_table import plan_table
 from megatrain_accelerate.planning.step_outline import outline_step
 from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.planning.step_simulation import StepTime
-from megatrain_accelerate.planning.tile_choice import measured_to_fit, outline_with_tiles
+from megatrain_accelerate.planning.step_ways import WayChoice, take_way_of, way_put_back
 from megatrain_accelerate.progress import say
 from megatrain_accelerate.streaming.expert_parts import ExpertPart
+from megatrain_accelerate.streaming.micro_batches import rows_of
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.units import GIB, MIB
 
@@ -108,18 +108,19 @@ class DevicePlan:
         return {
             "slots": runtime.prefetcher.device_bytes,
             "gradient_slots": runtime.offloader.device_bytes,
-            **self._fixed_bytes_by_kind(planned=False),
+            **self._fixed_bytes_by_kind(),
             "resident_layers": runtime.prefetcher.resident_bytes,
             "states": sum(2 * at.layout.split_elements + at.moment_bytes for at in runtime.units if at.is_on_device),
             "layers": sum(unit.layout.weight_bytes for unit in layers),
             **({"gradient_residuals": sum_bytes} if sum_bytes else {}),
         }
 
-    def _fixed_bytes_by_kind(self, planned: bool) -> dict[str, int]:
-        """Those under any placement: now, or ``planned`` for when the next step is under way."""
+    def _fixed_bytes_by_kind(self, outline: StepOutline | None = None) -> dict[str, int]:
+        """Those under any placement: now, or when a step of this outline is under way."""
         runtime, sums = self._runtime, self._runtime.gradient_sums
         part_slots = runtime.expert_streams.slot_bytes
-        has_sums = sums.is_made or (planned and runtime.micro_batch_size is not None)
+        is_cut = outline is not None and (outline.samples or runtime.batch_cut.asked) is not None
+        has_sums = sums.is_made or is_cut
         return {
             **({"expert_slots": part_slots} if part_slots else {}),
             "resident": sum(group.device_bytes for group in runtime.groups),
@@ -187,7 +188,7 @@ class DevicePlan:
             self._planned = seen
             return
         self._foreseen.clear()
-        self._runtime.token_tile = outline.token_tile
+        take_way_of(self._runtime, outline)
         if budget_bytes:
             self._plan(outline, budget_bytes)
         else:
@@ -208,7 +209,9 @@ class DevicePlan:
                 if batch is None:
                     break
                 try:
-                    outline = self._in_proportion(batch, self._outlined(model, batch))
+                    # Room for batches that never came isn't worth smaller pieces, or tiles.
+                    ways = self._ways(model, batch)
+                    outline = self._in_proportion(batch, ways.best() if growth == 1.0 else ways.as_before())
                 except Exception as error:  # the model bounds sequences in a way of its own
                     logger.info("megatrain: no larger batches can be planned for (%s)", error)
                     continue
@@ -222,7 +225,7 @@ class DevicePlan:
         every = Placement.of_counts(len(self._runtime.layers), resident=len(self._runtime.layers))
         sizes = dataclasses.replace(self.model_sizes(), gradient_slot_bytes=0)
         waiting = peak_bytes(outline, sizes, every) - sum(layer.weight_bytes for layer in sizes.layers)
-        held = sum(self._fixed_bytes_by_kind(planned=True).values()) + LIBRARY_WORKSPACE_BYTES
+        held = sum(self._fixed_bytes_by_kind(outline).values()) + LIBRARY_WORKSPACE_BYTES
         return held + (self._forwards_at_once - 1) * waiting
 
     def expect_steps(self, steps: int | None, compiles: bool | None = None) -> None:
@@ -251,7 +254,7 @@ class DevicePlan:
 
     def _key(self, inputs: Mapping[str, Any]) -> Hashable:
         shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
-        return (self._runtime.micro_batch_size, shapes)
+        return (self._runtime.batch_cut.asked, shapes)
 
     def foresee(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
         """The outline of a step on ``inputs``, without planning for it. :meth:`follow` on the like takes it over.
@@ -263,7 +266,7 @@ class DevicePlan:
         key = self._key(inputs)
         if key not in self._foreseen:
             self._runtime.refresh_if_written()
-            with replaced(self._runtime, "token_tile", self._runtime.token_tile):
+            with way_put_back(self._runtime):
                 self._foreseen[key] = self._predicted(model, inputs)
         return self._foreseen[key]
 
@@ -273,7 +276,8 @@ class DevicePlan:
 
     def _predicted(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
         """The outline of a step. The first is measured, later ones are scaled from it where they can be."""
-        outline = self._outlined(model, inputs)
+        ways = self._ways(model, inputs)
+        outline = ways.best()
         compiled, steps = self._runtime.compiled, self._expected[0]
         if compiled.is_optional and compiled.pays is None and steps is not None:
             # Backward takes twice the FLOPs of forward.
@@ -286,21 +290,13 @@ class DevicePlan:
         found = self._in_proportion(inputs, outline)
         if found is not None and (found is outline or self._search_for(found).something_fits):
             return found
-        measured = measured_to_fit(
-            self._runtime,
-            outline,
-            self._config.token_tile,
-            lambda: outline_step(model, self._runtime, inputs, self._device),
-            lambda made: self._measured(model, inputs, made),
-            self._search_for,
-        )
-        if measured.token_tile == outline.token_tile:
-            self._measured_steps[self._way_of(inputs)] = (outline, measured)
-        return measured
+        measured = ways.measured(outline, lambda made: self._measured(model, inputs, made))
+        self._measured_steps[self._way_of(inputs)] = measured
+        return measured[1]
 
     def _way_of(self, inputs: Mapping[str, Any]) -> Hashable:
         """What two steps must share for the costs of one to be scaled from the other's."""
-        return self._runtime.micro_batch_size, frozenset(inputs)
+        return self._runtime.batch_cut.asked, frozenset(inputs)
 
     def _in_proportion(self, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline | None:
         """The outline scaled from the measured step, None if there is none to scale it from. Itself without a GPU or a budget,
@@ -310,14 +306,10 @@ class DevicePlan:
         steps = self._measured_steps.get(self._way_of(inputs))
         return None if steps is None else extrapolated_outline(outline, *steps, self._machine)
 
-    def _outlined(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
-        """The outline of a step with the tiles that suit it, which the runtime has from then on."""
-        return outline_with_tiles(
-            self._runtime,
-            self._config.token_tile,
-            lambda: outline_step(model, self._runtime, inputs, self._device),
-            self._search_for if self.has_budget else None,
-        )
+    def _ways(self, model: nn.Module, inputs: Mapping[str, Any]) -> WayChoice:
+        outline = functools.partial(outline_step, model, self._runtime, inputs, self._device)
+        samples = max(rows_of(dict(inputs)), default=1)
+        return WayChoice(self._runtime, self._config, samples, outline, self._search_for if self.has_budget else None)
 
     def _search_for(self, outline: StepOutline, budget_bytes: int | None = None) -> PlacementSearch:
         choices = self._choices
@@ -350,7 +342,7 @@ class DevicePlan:
         if self.show:
             say(plan_table(found, self._runtime, self.predicted_bytes, budget_bytes, outline), file=sys.stderr)
         if self.predicted_bytes > budget_bytes:
-            held = {**self._fixed_bytes_by_kind(planned=True), "step": found.peak_bytes}
+            held = {**self._fixed_bytes_by_kind(outline), "step": found.peak_bytes}
             logger.warning(
                 "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s) and %.1f GiB are planned with; if it "
                 "runs out of memory, set megatrain_config.micro_batch_size, or lower per_device_train_batch_size or the "
@@ -414,7 +406,7 @@ class DevicePlan:
     def _adds_on_host(self) -> bool:
         """Whether gradients are added up on the host: those of several backwards, or of pieces of a batch, which experts in
         parts bring one by one."""
-        in_pieces = self._runtime.micro_batch_size is not None
+        in_pieces = self._runtime.batch_cut.asked is not None
         return self.micro_batches > 1 or (in_pieces and any(at.has_trainable for at in self._runtime.experts))
 
     def _unit_sizes(self, unit: HostUnit) -> UnitSizes:

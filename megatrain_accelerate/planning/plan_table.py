@@ -7,7 +7,7 @@ import textwrap
 from megatrain_accelerate.planning.placement import sent_bytes
 from megatrain_accelerate.planning.placement_search import Candidate
 from megatrain_accelerate.planning.step_profile import StepOutline
-from megatrain_accelerate.planning.tile_choice import tiles_text
+from megatrain_accelerate.planning.step_ways import tiles_text
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.units import GIB
 
@@ -53,6 +53,7 @@ def plan_table(
             + (f" (its results on the host for {both})" if both else "")
             + budgets,
         ),
+        *([("pieces", f"{outline.samples} samples of the batch at once in each layer")] if outline.samples else []),
         *([("tiles", tiles_text(runtime))] if runtime.token_tile else []),
         ("GPU memory", f"{predicted_bytes / GIB:.1f} of {budget_bytes / GIB:.1f} GiB"),
         ("host memory", f"{host / GIB:.1f} GiB"),

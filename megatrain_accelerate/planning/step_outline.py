@@ -267,7 +267,8 @@ def outline_step(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[st
             sums.clear()
             loss.backward()
             peak, costs = outliner.rest()
-    return StepOutline(tuple(outliner.events), peak, costs, outliner.profiles, runtime.token_tile, sums_loss=is_sum)
+    way = (runtime.token_tile, runtime.batch_cut.chosen)
+    return StepOutline(tuple(outliner.events), peak, costs, outliner.profiles, *way, sums_loss=is_sum)
 
 
 def evaluation_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> int:

@@ -136,6 +136,8 @@ class StepOutline:
     profiles: dict[Hashable, LayerProfile]
     token_tile: int = 0
     """Tokens of a tile in the layers; 0 for none."""
+    samples: int | None = None
+    """Samples of a piece of the batch, where the plan chose that layers run in pieces."""
     outside_seconds: float | None = None
     """Measured: all that runs outside the layers from the step's begin to the first layer's backward, the loss above all."""
     sums_loss: bool = False

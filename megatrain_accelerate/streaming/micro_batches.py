@@ -27,16 +27,24 @@ _PER_TOKEN_NAMES = ("cache_position",)
 class BatchCut:
     """How the layers of a model cut their calls into pieces. One object per engine."""
 
-    def __init__(self, size: int | None) -> None:
-        self.size = size
-        """Samples of a piece; None never cuts."""
+    def __init__(self, asked: int | None) -> None:
+        self.asked = asked
+        """Samples of a piece, as a setting or a joined step wants it; None: no need to cut. A batch that can't be cut is an
+        error then."""
+        self.chosen: int | None = None
+        """Samples of a piece by the plan's choice, fewer than are asked for; a batch that can't be cut stays whole."""
         self._rows: frozenset[int] = frozenset()
         self._cut_before: dict[tuple[str, str], bool] = {}
         self._looked_through: set[str] = set()
 
+    @property
+    def size(self) -> int | None:
+        """Samples of a piece; None for the whole batch."""
+        return self.asked if self.chosen is None else self.chosen
+
     def begin(self, inputs: Any) -> None:
         """A forward of the model begins. Tensors in ``inputs`` of two dimensions or more have the samples along the first."""
-        self._rows = frozenset(tensor.shape[0] for tensor in tensors_in(inputs) if tensor.dim() >= 2)
+        self._rows = rows_of(inputs)
 
     def require_samples(self, layer: StreamedLayer, path: str, hidden: torch.Tensor) -> None:
         """Raises an UnsupportedError unless dimension 0 is surely the batch, of which the layer can take a part."""
@@ -90,6 +98,11 @@ class BatchCut:
         return True
 
 
+def rows_of(inputs: Any) -> frozenset[int]:
+    """The lengths of dimension 0 of a batch's tensors of two dimensions or more: one of them is the number of samples."""
+    return frozenset(tensor.shape[0] for tensor in tensors_in(inputs) if tensor.dim() >= 2)
+
+
 def batch_norms(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules, by name, that take statistics of a batch while they train."""
     return ((name, norm) for name, norm in module.named_modules() if isinstance(norm, _BatchNorm))
@@ -121,7 +134,24 @@ class BatchSplit:
         found = next(((path, leaf) for path, leaf in tensors if leaf.is_floating_point() and leaf.dim() >= 2), None)
         if found is None or found[1].shape[0] <= cut.size:
             return _WHOLE
-        path, hidden = found
+        try:
+            return cls._of_batch(layer, paths, *found, tensors, cut)
+        except UnsupportedError:
+            if cut.asked is not None and found[1].shape[0] > cut.asked:
+                raise
+            return _WHOLE
+
+    @classmethod
+    def _of_batch(
+        cls,
+        layer: StreamedLayer,
+        paths: Sequence[tuple[Any, Any]],
+        path: str,
+        hidden: torch.Tensor,
+        tensors: Sequence[tuple[str, torch.Tensor]],
+        cut: BatchCut,
+    ) -> BatchSplit:
+        assert cut.size is not None
         batch = hidden.shape[0]
         cut.require_samples(layer, path, hidden)
         for at, leaf in paths:
@@ -168,8 +198,8 @@ class BatchSplit:
     def joined(self, layer: str, pieces: Sequence[list[torch.Tensor]], outputs: int) -> list[torch.Tensor]:
         """What a call returns from what its pieces return: samples, or for recorded tensors the tokens of samples, in order.
 
-        The layer returned the first ``outputs`` of each piece's tensors; the rest was recorded. An UnsupportedError if a tensor
-        doesn't have the piece's samples along dimension 0.
+        The layer returned the first ``outputs`` of each piece's tensors; the rest was recorded. An UnsupportedError if a
+        tensor doesn't have the piece's samples along dimension 0.
         """
         for size, piece in zip(self.sizes, pieces, strict=True):
             for place, tensor in enumerate(piece):

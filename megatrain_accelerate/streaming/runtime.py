@@ -175,15 +175,6 @@ class StreamingRuntime:
     token_tile = TileOfLayers()
 
     @property
-    def micro_batch_size(self) -> int | None:
-        """Samples that a layer computes at once in training forwards from now on; None for the whole batch."""
-        return self.batch_cut.size
-
-    @micro_batch_size.setter
-    def micro_batch_size(self, samples: int | None) -> None:
-        self.batch_cut.size = samples
-
-    @property
     def units(self) -> list[HostUnit]:
         """All host units: layers, experts that stream in parts, then resident groups."""
         return [part.unit for part in self.parts]

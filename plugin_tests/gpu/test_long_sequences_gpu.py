@@ -11,7 +11,7 @@ from engine_runs import Training, attach
 from plain_torch import tiny_model, token_batches
 
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.planning import tile_choice
+from megatrain_accelerate.planning import step_ways
 from megatrain_accelerate.planning.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.units import GIB
 
@@ -150,7 +150,7 @@ def test_attention_that_is_kept_takes_what_is_predicted() -> None:
 
 
 def test_inputs_leave_for_as_many_layers_as_must(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_choice, "LONG_TOKENS", 1 << 30)
+    monkeypatch.setattr(step_ways, "LONG_TOKENS", 1 << 30)
     length, hidden = 1 << 16, (1 << 16) * 512 * 2
     settings = {"keep_layers": 0, "keep_attention": 0, "token_tile": 8192}
     all_here, predicted, _ = peak_of_step(length, **settings, offload_inputs=False)

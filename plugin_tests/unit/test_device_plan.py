@@ -14,7 +14,7 @@ from plain_torch import tiny_model, token_batches
 from torch import nn
 
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.planning import device_plan, evaluation_weights, tile_choice
+from megatrain_accelerate.planning import device_plan, evaluation_weights, step_ways
 from megatrain_accelerate.planning.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Placement, peak_bytes
@@ -154,7 +154,7 @@ def test_tiles_take_what_is_predicted_and_less_than_whole_layers(kept: int) -> N
 def test_tiles_are_for_steps_that_do_not_fit_whole(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tile_choice, "AUTO_TILE_TOKENS", 128)
+    monkeypatch.setattr(step_ways, "AUTO_TILE_TOKENS", 128)
     run = planned(22, offload_layers=0, offload_inputs=False)
     run.engine.device_plan.show = True
     run.step(long_batch(512))
@@ -172,8 +172,8 @@ def test_tiles_are_for_steps_that_do_not_fit_whole(
 
 @pytest.mark.long
 def test_long_sequences_that_fit_whole_run_by_tiles_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_choice, "AUTO_TILE_TOKENS", 128)
-    monkeypatch.setattr(tile_choice, "LONG_TOKENS", 2048)
+    monkeypatch.setattr(step_ways, "AUTO_TILE_TOKENS", 128)
+    monkeypatch.setattr(step_ways, "LONG_TOKENS", 2048)
     fixed = {"device_layers": 0, "resident_layers": 0, "offload_layers": 0}
     seconds = {}
     for tile in (0, 128, "auto"):
@@ -206,7 +206,7 @@ class Frames(nn.Module):
 def test_how_long_a_sequence_is_counts_in_tokens_of_the_layers(
     monkeypatch: pytest.MonkeyPatch, samples: int, outlines: int
 ) -> None:
-    monkeypatch.setattr(tile_choice, "LONG_TOKENS", 1024)
+    monkeypatch.setattr(step_ways, "LONG_TOKENS", 1024)
     count = []
     run = device_plan.outline_step
     monkeypatch.setattr(device_plan, "outline_step", lambda *arguments: count.append(1) or run(*arguments))
@@ -220,7 +220,7 @@ def test_how_long_a_sequence_is_counts_in_tokens_of_the_layers(
 def test_what_does_not_fit_in_any_way_takes_the_least(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tile_choice, "AUTO_TILE_TOKENS", 128)
+    monkeypatch.setattr(step_ways, "AUTO_TILE_TOKENS", 128)
     run = planned(4)
     run.step(long_batch())
     assert run.engine.runtime.token_tile == 128
@@ -229,7 +229,7 @@ def test_what_does_not_fit_in_any_way_takes_the_least(
 
 @pytest.mark.long
 def test_a_plan_that_is_only_weighed_leaves_the_layers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_choice, "AUTO_TILE_TOKENS", 128)
+    monkeypatch.setattr(step_ways, "AUTO_TILE_TOKENS", 128)
     run = planned(22, offload_layers=0, offload_inputs=False)
     ids = long_batch()
     assert run.engine.device_plan.weigh(run.model, {"input_ids": ids, "labels": ids}) is not None
@@ -580,7 +580,7 @@ def test_forwards_that_wait_take_what_they_take_by_the_tiles_that_were_chosen_af
             raise torch.OutOfMemoryError("whole layers don't fit")
         return outline
 
-    monkeypatch.setattr(tile_choice, "AUTO_TILE_TOKENS", 128)
+    monkeypatch.setattr(step_ways, "AUTO_TILE_TOKENS", 128)
     monkeypatch.setattr(device_plan, "measure_layers", measures)
     monkeypatch.setattr(device_plan.DevicePlan, "_measures", True)
     ids = long_batch()

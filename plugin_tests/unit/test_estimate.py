@@ -36,7 +36,7 @@ from megatrain_accelerate.estimate.machine_description import (
 )
 from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
 from megatrain_accelerate.loss.products import standing_for_a_gpu
-from megatrain_accelerate.planning import tile_choice
+from megatrain_accelerate.planning import step_ways
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement_search import PlacementSearch
 from megatrain_accelerate.planning.step_outline import outline_step
@@ -173,7 +173,7 @@ def test_a_step_in_backward_hides_under_more_than_one_after_it(settings: dict[st
 @pytest.mark.parametrize("length", [128, pytest.param(96, marks=pytest.mark.long)])
 def test_sequences_of_a_batch_run_by_tiles_together(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     monkeypatch.setattr(forecast_module, "AUTO_TILE_TOKENS", 256)
-    monkeypatch.setattr(tile_choice, "AUTO_TILE_TOKENS", 256)
+    monkeypatch.setattr(step_ways, "AUTO_TILE_TOKENS", 256)
     found = forecaster(compile_layers=False)
     assert found.least_gpu_bytes(64, length) < found.plan.least_bytes(found._outline_by(64, length, 0))
     (guessed,) = found._outline_by(64, length, 256).profiles.values()

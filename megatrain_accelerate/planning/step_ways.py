@@ -1,0 +1,194 @@
+"""How the layers of a step run: on the whole batch, on pieces of it, or by tiles of tokens.
+
+What a layer computes at once decides how much memory it takes. A whole batch is the first choice. Where no step on it fits,
+each layer runs on the largest pieces that do, compiled as ever; tiles of tokens, which aren't compiled, are for sequences of
+which even one is too long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.planning.placement_search import Candidate, PlacementSearch
+from megatrain_accelerate.planning.step_profile import StepOutline
+from megatrain_accelerate.streaming.runtime import StreamingRuntime
+from megatrain_accelerate.streaming.token_tiles import AUTO_TILE_TOKENS
+
+LONG_TOKENS = 65536
+"""From a sequence of this length on tiles are weighed against whole sequences where both fit: what a layer keeps by tiles is
+little, so that more layers need no recompute. Of shorter ones a layer is compiled and faster whole."""
+
+_SAMPLES_APART = ("torch", "transformers", "peft", "liger_kernel")
+"""Packages whose layers are known to compute each sample of a batch for itself."""
+
+
+def take_way_of(runtime: StreamingRuntime, outline: StepOutline) -> None:
+    """Layers run from now on as they do in the outline."""
+    runtime.batch_cut.chosen, runtime.token_tile = outline.samples, outline.token_tile
+
+
+@contextlib.contextmanager
+def way_put_back(runtime: StreamingRuntime, also_on_success: bool = True) -> Iterator[None]:
+    """Layers run after the body as they did before it; with ``also_on_success`` False only if it raises."""
+    before = runtime.batch_cut.chosen, runtime.token_tile
+    succeeds = False
+    try:
+        yield
+        succeeds = True
+    finally:
+        if also_on_success or not succeeds:
+            runtime.batch_cut.chosen, runtime.token_tile = before
+
+
+class WayChoice:
+    """Chooses how the layers of one step run.
+
+    Args:
+        runtime: it is left with what was chosen; where outlining raises, with what it had.
+        config: whose ``micro_batch_size`` and ``token_tile`` may leave no choice.
+        samples: of the batch.
+        outline: makes the outline of the step as the runtime would run it now.
+        search: for the placement of an outline; None where there is no budget to fit.
+    """
+
+    def __init__(
+        self,
+        runtime: StreamingRuntime,
+        config: MegatrainConfig,
+        samples: int,
+        outline: Callable[[], StepOutline],
+        search: Callable[[StepOutline], PlacementSearch] | None,
+    ) -> None:
+        self._runtime, self._outline, self._search = runtime, outline, search
+        asked = runtime.batch_cut.asked
+        self._samples = samples if asked is None else min(samples, asked)
+        self._tile = None if config.token_tile == "auto" else int(config.token_tile)
+        self._may_cut = may_cut(runtime, config)
+
+    def as_before(self) -> StepOutline:
+        """The outline by the way that the runtime has."""
+        return self._outline()
+
+    def best(self) -> StepOutline:
+        """The outline of the fastest way that fits by the outlines' costs, or of the leanest."""
+        with way_put_back(self._runtime, also_on_success=False):
+            whole, by_whole = self._fastest(self._tile or 0)
+            is_short = whole.longest_sequence < LONG_TOKENS
+            if self._search is None or self._tile is not None or (by_whole is not None and is_short):
+                return self._taken(whole)
+            tiled, by_tiles = self._fastest(AUTO_TILE_TOKENS)
+            is_better = by_tiles is not None or tiled.largest_layer_bytes < whole.largest_layer_bytes
+            if by_whole is not None:
+                is_better = by_tiles is not None and by_tiles.time.seconds < by_whole.time.seconds
+            return self._taken(tiled if is_better else whole)
+
+    def measured(self, outline: StepOutline, measure: Callable[[StepOutline], StepOutline]) -> tuple[StepOutline, StepOutline]:
+        """The outline and what was measured of it; by a leaner way if it turns out to take more than it was predicted to, and
+        doesn't fit.
+
+        Kernels have workspaces that a run without data doesn't see; those of attention's backward are several times the hidden
+        states. The runtime runs by the way of ``outline``.
+
+        Raises:
+            torch.OutOfMemoryError: a layer's working set doesn't fit, nor by another way if there is a choice.
+        """
+        assert self._search is not None
+        found: tuple[StepOutline, StepOutline] | None = None
+        with way_put_back(self._runtime, also_on_success=False):
+            ways = self._ever_leaner(outline)
+            leaner: StepOutline | None = next(ways)
+            while leaner is not None:
+                made, error = None, None
+                try:
+                    made = measure(leaner)
+                except torch.OutOfMemoryError as raised:
+                    error = raised.with_traceback(None)  # whose frames hold tensors
+                if made is not None:
+                    found = leaner, made
+                    if self._search(made).something_fits:
+                        break
+                leaner = next(ways, None)
+                if leaner is None and found is None and error is not None:
+                    raise error
+        assert found is not None
+        self._taken(found[0])
+        return found
+
+    def _taken(self, outline: StepOutline) -> StepOutline:
+        take_way_of(self._runtime, outline)
+        return outline
+
+    def _outlined(self, samples: int | None, tile_tokens: int) -> StepOutline:
+        self._runtime.batch_cut.chosen, self._runtime.token_tile = samples, tile_tokens
+        return self._outline()
+
+    def _fastest(self, tile_tokens: int) -> tuple[StepOutline, Candidate | None]:
+        """The whole batch if that fits, else the fastest pieces that do and their placement, else the leanest pieces."""
+        found = self._outlined(None, tile_tokens)
+        best = None if self._search is None else self._search(found).best()
+        if best is not None or self._search is None:
+            return found, best
+        for pieces in self._in_pieces(found):
+            candidate = self._search(pieces).best()
+            if best is not None and (candidate is None or not candidate.is_worth_it(best)):
+                break
+            found, best = pieces, candidate
+        return found, best
+
+    def _in_pieces(self, outline: StepOutline) -> Iterator[StepOutline]:
+        """The step in pieces of half as many samples, of a quarter and so on, as long as that takes less memory."""
+        samples = outline.samples or self._samples
+        while self._may_cut and samples > 1:
+            samples = -(-samples // 2)
+            try:
+                pieces = self._outlined(samples, outline.token_tile)
+            except UnsupportedError:  # a batch that can't be cut
+                return
+            if pieces.largest_layer_bytes >= outline.largest_layer_bytes:
+                return
+            outline = pieces
+            yield pieces
+
+    def _ever_leaner(self, outline: StepOutline) -> Iterator[StepOutline]:
+        """The outline itself, then those of ways that take less memory each, by which the runtime runs meanwhile."""
+        yield outline
+        least_bytes = outline.largest_layer_bytes
+        for pieces in self._in_pieces(outline):
+            least_bytes = pieces.largest_layer_bytes
+            yield pieces
+        if self._tile is None and not outline.token_tile:
+            tiled = self._outlined(None, AUTO_TILE_TOKENS)
+            # Else no part is longer than a tile, or none is token-wise, and layers with tiles aren't compiled.
+            for leaner in (tiled, *self._in_pieces(tiled)):
+                if leaner.largest_layer_bytes < least_bytes:
+                    yield leaner
+
+
+def may_cut(runtime: StreamingRuntime, config: MegatrainConfig) -> bool:
+    """Whether layers may run on pieces of a batch that nobody asked for.
+
+    Every layer must be known to compute each sample for itself. Where experts have a capacity, all tokens of a batch compete
+    for it. Experts that stream in parts would be fetched for each piece.
+    """
+    if config.micro_batch_size is not None or runtime.experts:
+        return False
+    kinds = {type(module): module for layer in runtime.layers for module in layer.module.modules()}
+    known = all(kind.__module__.partition(".")[0] in _SAMPLES_APART for kind in kinds)
+    return known and not any(hasattr(module, "expert_capacity") for module in kinds.values())
+
+
+def tiles_text(runtime: StreamingRuntime) -> str:
+    """What runs by tiles, and which layers have nothing that does, for each class of layers."""
+    tiled: dict[str, list[str]] = {}
+    for layer in runtime.layers:
+        names = tiled.setdefault(type(layer.module).__name__, [])
+        names += [name for name in layer.tiles.tiled_names if name not in names]
+    parts = [f"{', '.join(names)} of {kind}" if names else f"nothing of {kind}, whole" for kind, names in tiled.items()]
+    outside = runtime.outside_tiles.tiled_names
+    parts += [f"{', '.join(outside)} outside the layers"] if outside else []
+    return f"{runtime.token_tile} tokens: {'; '.join(parts)}"
