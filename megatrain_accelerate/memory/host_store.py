@@ -56,7 +56,7 @@ class HostUnit:
         self.kernels: StepKernels = kernels
         """Those of the unit's home."""
         self.device: torch.device | None = None
-        """Where the unit lives if not on the host, see :meth:`move_to_device`."""
+        """Where the unit lives if not on the host, see :meth:`move`."""
         self._huge_pages = huge_pages
         self._register = register
         self._registered_kinds = {"weights", "gradients"}
@@ -214,23 +214,17 @@ class HostUnit:
         if self.moments is None:
             self._make("moments")
 
-    def move_to_device(self, device: torch.device, kernels: StepKernels) -> None:
-        """The unit lives on ``device`` from now on: weights, residuals, moments; gradients are autograd's own there.
-
-        Nothing may be pending on the unit: no step, no copy. The parameters' data and gradients move along. If it doesn't fit
-        (``torch.OutOfMemoryError``, ``HostMemoryError`` on the way back) the unit stays as it was.
-        """
-        self._move(device, kernels)
-
-    def move_to_host(self) -> None:
-        """Reverse of :meth:`move_to_device`: host memory is made and registered anew, and gradients get their place in it."""
-        self._move(None, self._host_kernels)
-
     @property
     def is_on_device(self) -> bool:
         return self.device is not None
 
-    def _move(self, device: torch.device | None, kernels: StepKernels) -> None:
+    def move(self, device: torch.device | None, kernels: StepKernels) -> None:
+        """Weights, residuals and moments live on ``device`` from now on, where gradients are autograd's own.
+
+        With None they are on the host again, in memory that is made and registered anew, and so are gradients. ``kernels``:
+        those of the new home. Nothing may be pending on the unit: no step, no copy. The parameters' data and gradients move
+        along. If it doesn't fit (``torch.OutOfMemoryError``, ``HostMemoryError``) the unit stays as it was.
+        """
         old_memory = self._memory
         gradients = [state.parameter.grad for state in self.states]
         sum_residuals = [state.sum_residual if state.handle.has_fp32_sum else None for state in self.states]

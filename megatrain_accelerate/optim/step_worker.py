@@ -29,7 +29,7 @@ class Ticket:
         self._done.set()
 
     def wait(self) -> None:
-        """Blocks until the work is over. Raises ``StepWorkerError``, by its cause, where it or work before it failed."""
+        """Blocks until the work is over; raises ``StepWorkerError`` from the exception that ended it or work before it."""
         self._done.wait()
         if self._cause is not None:
             raise StepWorkerError(

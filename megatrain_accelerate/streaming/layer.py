@@ -102,13 +102,9 @@ class StreamedLayer:
         for state in self.unit.states:
             state.handle.show(state.weight)
 
-    def move_to_device(self, device: torch.device, kernels: StepKernels) -> None:
-        """Weights, masters and moments live on the device from now on. Nothing may be pending on the layer."""
-        self.unit.move_to_device(device, kernels)
-
-    def move_to_host(self) -> None:
-        """Reverse of :meth:`move_to_device`."""
-        self.unit.move_to_host()
+    def move(self, device: torch.device | None, kernels: StepKernels) -> None:
+        """See :meth:`HostUnit.move`."""
+        self.unit.move(device, kernels)
 
     def allocate_gradient_residuals(self) -> None:
         """Makes what fp32 sums of the gradients take, where the unit lives."""

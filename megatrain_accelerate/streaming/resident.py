@@ -65,13 +65,9 @@ class ResidentGroup:
             for state in self.unit.states:
                 self._place_sum_residual(state)
 
-    def move_to_device(self, device: torch.device, kernels: StepKernels) -> None:
-        """Masters and moments live on the device from now on, too. Nothing may be pending on the group."""
-        self.unit.move_to_device(device, kernels)
-        self._show_device_weights()
-
-    def move_to_host(self) -> None:
-        self.unit.move_to_host()
+    def move(self, device: torch.device | None, kernels: StepKernels) -> None:
+        """See :meth:`HostUnit.move`; the weights that compute stay on the device."""
+        self.unit.move(device, kernels)
         self._show_device_weights()
 
     @property
@@ -144,12 +140,12 @@ def relocate(
         # First what leaves, so that there is room for what comes.
         for part, stays in targets:
             if part.unit.is_on_device and not stays:
-                part.move_to_host()
+                part.move(None, host_kernels)
                 moved(part.unit)
         arriving = [part for part, comes in targets if comes and not part.unit.is_on_device]
         kernels = device_kernels(device, host_kernels) if arriving else host_kernels
         for part in arriving:
-            part.move_to_device(device, kernels)
+            part.move(device, kernels)
             moved(part.unit)
     except BaseException:
         prefetcher.give_own_slots(())  # those that have moved are their own slots

@@ -134,8 +134,8 @@ def test_moments_come_along_when_a_unit_moves() -> None:
     unit = engine.runtime.layers[1].unit
     assert isinstance(unit.moments, Int8Moments)
     before = unit.moments.decode()
-    unit.move_to_device(torch.device("cpu"), engine.kernels)
-    unit.move_to_host()
+    unit.move(torch.device("cpu"), engine.kernels)
+    unit.move(None, engine.kernels)
     for ours, theirs in zip(unit.moments.decode(), before, strict=True):
         assert torch.equal(ours, theirs)
     engine.close()
