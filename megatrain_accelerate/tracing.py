@@ -166,9 +166,8 @@ def parse_name(name: str) -> tuple[str, str]:
 
 
 def clock_offset_us(events: Sequence[Event], marks_ns: Sequence[int]) -> float:
-    """What is to be added to the host's clock (``perf_counter_ns``, in microseconds) to get the trace's.
-
-    The clock was read within each mark's span, so that no span ends before its reading: the tightest counts.
+    """What is to be added to the host's clock (``perf_counter_ns``, in microseconds) to get the trace's. It was read within
+    each mark's span, so that no span ends before its reading: the tightest counts.
 
     Raises:
         StateError: the trace hasn't as many marks as were made.
@@ -236,9 +235,7 @@ def _device_lanes(
 def build(events: Sequence[Event], info: dict[str, Any]) -> tuple[Timeline, list[Event]]:
     """The timeline of the traced step, and the events for Perfetto: those of the period, streams and threads named.
 
-    Args:
-        events: ``traceEvents`` of the profiler.
-        info: see :class:`~megatrain_accelerate.integrations.step_trace.StepTrace`.
+    ``events`` are the profiler's ``traceEvents``; ``info`` is what :mod:`~megatrain_accelerate.integrations.telemetry` notes.
 
     Raises:
         StateError: the trace and the notes don't belong together.

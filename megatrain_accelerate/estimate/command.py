@@ -45,11 +45,7 @@ _UNITS = {"": GIB, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024 * GIB, "mb": 
 
 
 def parse_size(text: str) -> int:
-    """A memory in bytes: ``1.5TiB``, ``80GB``, or a number of GiB.
-
-    Raises:
-        argparse.ArgumentTypeError: it has another form, or isn't above 0.
-    """
+    """A memory in bytes: ``1.5TiB``, ``80GB``, or a number of GiB; argparse.ArgumentTypeError for another form, or none."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if found is None or found[2].lower() not in _UNITS or not 0 < float(found[1]) < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} isn't a size such as 1.5TiB, 125GiB or 80GB")
@@ -194,18 +190,8 @@ def _estimated(options: argparse.Namespace, forecaster: Forecaster, machine: Mac
         batches = options.batch or _batches(limits.batch if limits else 1)
         rows = [forecaster.forecast(count, length) for count in batches]
     text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
-    return Estimate(
-        model=options.model,
-        forecaster=forecaster,
-        stated_positions=getattr(text, "max_position_embeddings", None),
-        table=table,
-        machine=machine,
-        length=length,
-        least_gpu_bytes=least,
-        token_gpu_bytes=of_a_token,
-        limits=limits,
-        rows=rows,
-    )
+    stated: int | None = getattr(text, "max_position_embeddings", None)
+    return Estimate(options.model, forecaster, stated, table, machine, length, least, of_a_token, limits, rows)
 
 
 def _limits(forecaster: Forecaster, gpu_bytes: int, length: int, table: PositionTable | None) -> Limits:

@@ -193,7 +193,6 @@ def is_without_weights(model: nn.Module) -> bool:
 class _MetaWeights:
     """Initialises the parameters and buffers of a model that was built on the meta device, one unit at a time.
 
-    A model of any size is so built within seconds and without a second copy, for benchmarks and for training from scratch.
     transformers' models are initialised by ``_init_weights`` of the innermost model around each module, others by each
     module's ``reset_parameters``. The values are drawn from torch's generator of the device: the same for the same seed and
     device, but not those that the model would draw when it is built with weights on the CPU.

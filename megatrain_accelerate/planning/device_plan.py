@@ -131,11 +131,8 @@ class DevicePlan:
         return measured_machine(self._device, self._runtime.kernels, self._runtime.register)
 
     def make_room(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Before a forward without gradients: what lives on the device leaves it if the forward wouldn't fit beside it.
-
-        It comes back with the next training forward. Logits of an evaluation are made whole. Where there is room to spare,
-        layers that stream are held until then (:mod:`.evaluation_weights`).
-        """
+        """Before a forward without gradients: what lives on the device leaves it until the next training forward if this one
+        wouldn't fit beside it. Where there is room to spare, layers that stream are held (:mod:`.evaluation_weights`)."""
         moves = (self.placement.on_device or self.placement.resident) and self._device.type == "cuda"
         holds = self.evaluation_weights.may_be_held
         if self._runtime.open_forwards or not (moves or holds):

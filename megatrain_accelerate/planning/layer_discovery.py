@@ -324,8 +324,6 @@ def split_experts(
 ) -> Discovery:
     """The discovery with the experts that are to stream in parts; ``dtypes`` are those in which parameters compute, by ``id``.
 
-    Where GPU memory isn't planned with, ``expert_parts: auto`` cuts nothing.
-
     Raises:
         UnsupportedError: parts are asked for, and the model has no experts that can be cut, or others that can't.
         ConfigError: more parts are asked for than there are experts.

@@ -279,10 +279,8 @@ def raise_peak(device: torch.device, limit_bytes: int | None) -> None:
 
     To time kernels Inductor needs copies of what they overwrite. In a backward, copies that would raise the peak are made in
     pinned host memory, which torch keeps for good, and each trial crosses the link (``copy_args_to_cpu_if_needed`` in
-    torch/_inductor/runtime/triton_heuristics.py): 18 GiB for a layer of gpt-oss-120b on 32,768 tokens.
-
-    Nobody reads the device's memory statistics until they are reset. ``limit_bytes`` is that of the process' tensors; None for
-    what is free.
+    torch/_inductor/runtime/triton_heuristics.py). Nobody reads the device's memory statistics until they are reset.
+    ``limit_bytes`` is that of the process' tensors; None for what is free.
     """
     torch.cuda.empty_cache()
     room_bytes = int(USABLE_SHARE_OF_DEVICE * torch.cuda.mem_get_info(device)[0])

@@ -251,8 +251,7 @@ def as_leaves(
 def outline_step(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> StepOutline:
     """Runs the model's forward and backward once without data, as they will run on the device.
 
-    ``inputs`` are the keyword arguments of the real call; without labels among them the loss is the
-    sum over the output.
+    ``inputs`` are the keyword arguments of the real call; without labels among them the loss is the sum over the output.
 
     Raises:
         Exception: whatever the model raises when it looks at data (``FakeTensorMode`` has none).
@@ -283,8 +282,8 @@ def outline_layers(
 ) -> tuple[list[Hashable], dict[Hashable, LayerProfile]]:
     """Runs the model's forward alone, without data: the kinds of the layers' calls in order, and their profiles.
 
-    ``inputs`` have no labels. ``first_call`` is told of a call of a new kind before it is profiled: the
-    kind, the layer and its arguments, which have no data. Raises as :func:`outline_step` does.
+    ``first_call`` is told of a call of a new kind before it is profiled: the kind, the layer and its arguments, which have no
+    data. Raises as :func:`outline_step` does.
     """
     with dry_model(model, inputs, device) as (dry_inputs, live):
         runtime.batch_cut.begin(dict(inputs))
@@ -295,10 +294,8 @@ def outline_layers(
 
 
 def what_sees_a_batch(model: nn.Module) -> str | None:
-    """The part of a model that keeps its loss from being the sum over a batch's samples, or None if no such part is known.
-
-    The text follows the word "because" in a message.
-    """
+    """What keeps a model's loss from being the sum over a batch's samples, to follow "because" in a message; None if nothing
+    is known to."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     if any(getattr(config, "output_router_logits", False) for config in configs):
         return "the loss balances experts over the tokens of a micro-batch (output_router_logits)"
@@ -308,8 +305,7 @@ def what_sees_a_batch(model: nn.Module) -> str | None:
 def _has_own_loss_code(model: nn.Module) -> bool:
     """Whether a function outside transformers and PEFT may contribute to the model's loss, so that it may be no sum.
 
-    The value of a loss can't tell: a weight that compares the tokens of a batch may be 1 for all of
-    them in the first step, and a term of the model's own may be zero.
+    The value of a loss can't tell: a weight that compares the tokens of a batch may be 1 for all of them in the first step.
     """
     for module in model.modules():
         if module is model or hasattr(type(module), "loss_function"):
@@ -324,8 +320,8 @@ def _has_own_loss_code(model: nn.Module) -> bool:
 def _sums_divided_by(num_items: Any) -> Iterator[list[torch.Tensor]]:
     """Collects the losses that transformers' own functions make in the body as a sum over tokens, divided by ``num_items``.
 
-    Each of them (``ForCausalLMLoss`` and its like) returns what ``fixed_cross_entropy`` returned. The
-    model gets the very object ``num_items`` as ``num_items_in_batch``; None collects nothing.
+    Each of them (``ForCausalLMLoss`` and its like) returns what ``fixed_cross_entropy`` returned. The model gets the very
+    object ``num_items`` as ``num_items_in_batch``; None collects nothing.
     """
     module = sys.modules.get("transformers.loss.loss_utils")
     original = getattr(module, "fixed_cross_entropy", None)
