@@ -25,6 +25,7 @@ from megatrain_accelerate.estimate.meta_engine import PositionTable, load_config
 from megatrain_accelerate.estimate.report import Estimate, Limits
 from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
+from megatrain_accelerate.planning.fake_runs import replaced
 from megatrain_accelerate.planning.layer_discovery import active_parameters
 from megatrain_accelerate.units import GB, GIB, KIB, MIB
 
@@ -200,9 +201,9 @@ def _limits(forecaster: Forecaster, gpu_bytes: int, length: int, table: Position
     most_tokens = MOST_TOKENS if table is None else min(MOST_TOKENS, table.positions)
 
     def needs_of_one(tokens: int) -> int:
-        _TORCH_LOG.disabled = tokens > length  # it prints a traceback of what fails
         try:
-            return forecaster.least_gpu_bytes(1, tokens)
+            with replaced(_TORCH_LOG, "disabled", tokens > length):  # it prints a traceback of what fails
+                return forecaster.least_gpu_bytes(1, tokens)
         except MegatrainError:
             raise
         except Exception as error:  # the model's own code: it may take no longer sequences
@@ -210,8 +211,6 @@ def _limits(forecaster: Forecaster, gpu_bytes: int, length: int, table: Position
                 raise
             logger.debug("%s tokens are too many for the model's code: %s", tokens, error)
             return sys.maxsize
-        finally:
-            _TORCH_LOG.disabled = False
 
     batch = largest(lambda count: forecaster.least_gpu_bytes(count, length), gpu_bytes, MOST_BATCH, _TOLERANCE)
     context = longest_context(needs_of_one, gpu_bytes, most_tokens)
@@ -239,21 +238,16 @@ def largest(needs: Callable[[int], int], budget: int, most: int, tolerance: floa
     run without data. The result may be too small by the share ``tolerance``.
     """
     low, low_needs = 1, needs(1)
-    if low_needs > budget:
-        return 0
-    high, high_needs = min(2, most), 0
-    while low < most:
-        high_needs = needs(high)
-        if high_needs > budget:
-            break
+    if low_needs > budget or most == 1:
+        return int(low_needs <= budget)
+    high = 2
+    while (high_needs := needs(high)) <= budget:
         if high == most:
             return most
         slope = (high_needs - low_needs) / (high - low)
         low, low_needs = high, high_needs
         further = low + int((budget - low_needs) / slope) + 1 if slope > 0 else most
         high = min(most, max(further, low + 1))
-    else:
-        return low
     interpolates = True
     while high - low > max(1, int(tolerance * low)):
         guess = low + int((high - low) * (budget - low_needs) / (high_needs - low_needs))

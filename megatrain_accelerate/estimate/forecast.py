@@ -250,7 +250,7 @@ class Forecaster:
         key = (*what, self.engine.runtime.token_tile, self.engine.runtime.micro_batch_size)
         if key not in self._found:
             self._found[key] = make()
-        return self._found[key]  # type: ignore[no-any-return]
+        return self._found[key]
 
     def _reckoned(self, batch: int, length: int) -> StepOutline:
         kinds, calls = self._layers(batch, length)

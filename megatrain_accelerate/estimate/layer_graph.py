@@ -281,11 +281,8 @@ def _attention_seconds(costs: GraphCosts, machine: Machine) -> float:
 def compiled_profile(dry: LayerProfile, graph: LayerGraph, machine: Machine) -> LayerProfile:
     """The profile of a call that runs compiled; ``dry`` and ``graph`` may be of its first piece."""
     forward = graph_seconds(graph.forward, machine)
-    return dataclasses.replace(
-        dry,
-        # As layer_measurement.py takes it: the large tensors are the same share.
-        offloaded_bytes=round(graph.kept_bytes * min(1.0, dry.offloaded_bytes / max(1, dry.kept_bytes))),
-        kept_bytes=graph.kept_bytes,
+    return dry.keeping(
+        graph.kept_bytes,
         forward_bytes=graph.forward.peak_bytes,
         kept_forward_bytes=graph.forward.peak_bytes,
         kept_backward_bytes=graph.backward.peak_bytes,

@@ -220,11 +220,9 @@ def _measure(
     finally:
         runtime.prefetcher.release(slot)
     made = split.whole(made)
-    profile = dataclasses.replace(
-        dry,
-        # A compiled layer saves less than one that runs without data; its large tensors are the same share.
-        offloaded_bytes=round(kept_bytes * min(1.0, dry.offloaded_bytes / max(1, dry.kept_bytes))),
-        kept_bytes=kept_bytes,
+    # A compiled layer saves less than one that runs without data.
+    profile = dry.keeping(
+        kept_bytes,
         forward_bytes=forward.peak_bytes,
         kept_forward_bytes=kept_forward.peak_bytes,
         kept_backward_bytes=backward.peak_bytes,

@@ -111,9 +111,6 @@ def _scaled_profile(
         name: round(getattr(measured, name) * _ratio(getattr(estimate, name), getattr(measured_estimate, name)))
         for name in ("kept_bytes", "forward_bytes", "kept_forward_bytes", "kept_backward_bytes", "recomputed_bytes")
     }
-    # Only large tensors leave: there may have been none on the measured batch.
-    share = min(1.0, estimate.offloaded_bytes / max(1, estimate.kept_bytes))
-    changes["offloaded_bytes"] = round(share * changes["kept_bytes"])
     for costs, names in (
         ("forward", ("forward_seconds", "kept_forward_seconds", "recompute_seconds")),
         ("backward", ("backward_seconds",)),
@@ -122,7 +119,7 @@ def _scaled_profile(
         now, before = (getattr(profile, costs).seconds(machine) for profile in (estimate, measured_estimate))
         seconds = {name: getattr(measured, name) for name in names}
         changes |= {name: None if value is None else value * _ratio(now, before) for name, value in seconds.items()}
-    return dataclasses.replace(estimate, budgets=measured.budgets, **changes)
+    return estimate.keeping(budgets=measured.budgets, **changes)
 
 
 def _ratio(after: float, before: float) -> float:

@@ -47,8 +47,6 @@ class Choices:
 
     @classmethod
     def of_settings(cls, config: MegatrainConfig, layers: int) -> Choices:
-        """What the settings of a run leave open for a model of ``layers`` layers."""
-
         def fixed(setting: int | str) -> int | None:
             return setting if isinstance(setting, int) else None
 
@@ -148,10 +146,10 @@ class PlacementSearch:
             (choices.on_device, self._on_device),
             (choices.on_device, self._near),
             (choices.resident, self._resident),
+            (choices.offloaded, self._offloaded),
+            (choices.on_device if choices.offloaded is None else choices.offloaded, self._offloaded_for_layers),
         ]
         self._variations = [variation for choice, variation in variations if choice is None]
-        of_offloaded = [(None, self._offloaded), (choices.on_device, self._offloaded_for_layers)]
-        self._offloading = [way for choice, way in of_offloaded if choices.offloaded is None and choice is None]
 
     @property
     def something_fits(self) -> bool:
@@ -171,7 +169,7 @@ class PlacementSearch:
         assert found is not None
         for _ in range(3):
             before = best
-            for variation in [*self._variations, *(self._offloading if budgets == _WHOLE else ())]:
+            for variation in self._variations:
                 for counts in variation(best):
                     candidate = self._try(counts)
                     gain = INPUTS_WORTH_IT if counts.inputs_offloaded and not best.inputs_offloaded else WORTH_IT
@@ -243,14 +241,13 @@ class PlacementSearch:
         return _varied(at, resident=_spread(self._count - at.on_device))
 
     def _offloaded(self, at: _Counts) -> Iterable[_Counts]:
-        return _varied(at, offloaded=self._some_and_near(at.offloaded, 3))
+        return _varied(at, offloaded=self._some_and_near(at.offloaded, 3) if at.budgets == _WHOLE else ())
 
     def _offloaded_for_layers(self, at: _Counts) -> Iterable[_Counts]:
         # Activations that leave make room for layers, layers that leave for activations: one may be worth nothing by itself.
-        for counts in _varied(
-            at, offloaded=self._some_and_near(at.offloaded, 3), on_device=_spread(self._count)[:_FEW_ON_DEVICE]
-        ):
-            yield from _varied(counts, groups_on_device={at.groups_on_device, counts.on_device > 0})
+        for offloading in self._offloaded(at):
+            for counts in _varied(offloading, on_device=_spread(self._count)[:_FEW_ON_DEVICE]):
+                yield from _varied(counts, groups_on_device={at.groups_on_device, counts.on_device > 0})
 
     def _evaluate(self, counts: _Counts) -> Candidate | None:
         """The candidate with as many kept layers as fit; None if it doesn't fit with any."""

@@ -7,6 +7,7 @@ follow from it by arithmetic (:mod:`.step_simulation`), so that hundreds of plac
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -86,20 +87,18 @@ class _EmptyLayer(torch.autograd.Function):
     """A layer's node without the layer: keeps its inputs, makes outputs and input gradients of the right shapes."""
 
     @staticmethod
-    def forward(
-        ctx: Any, outline: _Outliner, layer: int, kind: Hashable, shapes: list[tuple[Any, ...]], *tensors: torch.Tensor
-    ) -> Any:
-        ctx.outline, ctx.layer, ctx.kind = outline, layer, kind
+    def forward(ctx: Any, note: Callable[[], None], shapes: list[tuple[Any, ...]], *tensors: torch.Tensor) -> Any:
+        ctx.note_backward = note
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         return tuple(torch.empty_strided(*shape, dtype=dtype, device=device) for *shape, dtype, device in shapes)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
-        ctx.outline.note(True, ctx.layer, ctx.kind)
+        ctx.note_backward()
         inputs = ctx.saved_tensors
-        gradients = [torch.empty_like(t) if need else None for t, need in zip(inputs, ctx.needs_input_grad[4:], strict=True)]
-        return (None, None, None, None, *gradients)
+        gradients = [torch.empty_like(t) if need else None for t, need in zip(inputs, ctx.needs_input_grad[2:], strict=True)]
+        return (None, None, *gradients)
 
 
 class _Outliner:
@@ -137,7 +136,8 @@ class _Outliner:
         put_together, shapes = self._outputs[kind]
         tensors = tensors_in((args, kwargs))
         # As in the real node: a trained layer is in the graph also above a frozen embedding.
-        made = _EmptyLayer.apply(self, layer.index, kind, shapes, *tensors, *([self._anchor] if layer.has_trainable else []))
+        anchors = [self._anchor] if layer.has_trainable else []
+        made = _EmptyLayer.apply(functools.partial(self.note, True, layer.index, kind), shapes, *tensors, *anchors)
         output, recorded = put_together(made)
         # Once a call, as in a real step: an auxiliary loss has one tensor a layer.
         self._recorder.enter(recorded)

@@ -58,6 +58,11 @@ class LayerProfile:
     lean_bytes: int = 0
     """What the graph of a layer holds that isn't kept: nothing but at a memory budget above 0.0."""
 
+    def keeping(self, kept_bytes: int, **changes: Any) -> LayerProfile:
+        """This profile with what was found out better. Only large tensors leave: they are the same share of what is kept."""
+        share = min(1.0, self.offloaded_bytes / max(1, self.kept_bytes))
+        return dataclasses.replace(self, kept_bytes=kept_bytes, offloaded_bytes=round(share * kept_bytes), **changes)
+
     def at(self, low: float, high: float) -> LayerProfile:
         """This profile for a step in which kept layers run at the budget ``high``, and those that aren't at ``low``."""
         if not self.budgets or self.recompute_seconds is None or self.backward_seconds is None:
