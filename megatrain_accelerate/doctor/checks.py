@@ -82,31 +82,30 @@ def versions() -> list[Finding]:
 
 
 def _version(package: str) -> str | None:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def _is_tested(version: str, tested: str) -> bool:
     """Whether a version lies within ``FIRST to LAST``, or is the only one."""
+
+    def numbers(version: str) -> list[int]:
+        return [int("".join(filter(str.isdigit, part)) or 0) for part in version.split("+")[0].split(".")[:3]]
+
     first, _, last = tested.partition(" to ")
-    return _numbers(first) <= _numbers(version) <= _numbers(last or first)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    parts = version.split("+")[0].split(".")[:3]
-    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
+    return numbers(first) <= numbers(version) <= numbers(last or first)
 
 
 def _driver_version() -> str | None:
     """The GPU driver's, as ``nvidia-smi`` says it; None without one."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return output.splitlines()[0].strip() if output.strip() else None
+    with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
+        return (
+            subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()[0].strip()
+            or None
+        )
+    return None
 
 
 def hooks() -> list[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -67,11 +68,10 @@ def gpu_numa_node(device: torch.device | None, root: Path = Path("/sys/bus/pci/d
     if device is None:
         return None
     found: Any = torch.cuda.get_device_properties(device)
-    try:
+    node = -1
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # older versions of torch don't name the place
         place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
         node = int((root / place / "numa_node").read_text())
-    except (AttributeError, OSError, ValueError):  # older versions of torch don't name the place
-        return None
     return node if node >= 0 else None
 
 

@@ -26,7 +26,6 @@ from megatrain_accelerate.estimate.report import Estimate, Limits
 from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
 from megatrain_accelerate.planning.fake_runs import replaced
-from megatrain_accelerate.planning.layer_discovery import active_parameters
 from megatrain_accelerate.units import GB, GIB, KIB, MIB
 
 logger = logging.getLogger(__name__)
@@ -152,7 +151,6 @@ def estimate(options: argparse.Namespace) -> Estimate:
         machine.gpu_bytes,
         machine.host_bytes,
         micro_batches=options.accumulation,
-        active_parameters=active_parameters(model, settings),
         recorder=CapturedOutputs.for_installed_transformers(),
     )
     return _estimated(options, forecaster, machine, settings)

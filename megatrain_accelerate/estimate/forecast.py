@@ -31,6 +31,7 @@ from megatrain_accelerate.integrations.joined_batches import steps_of
 from megatrain_accelerate.loss.products import standing_for_a_gpu
 from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES
 from megatrain_accelerate.planning.fake_runs import replaced
+from megatrain_accelerate.planning.layer_discovery import active_parameters
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.other_batches import outside_seconds_of
 from megatrain_accelerate.planning.placement import require_layers, sent_bytes
@@ -123,7 +124,6 @@ class Forecaster:
     Args:
         gpu_bytes: that a step may take.
         host_bytes: that the process may take; None for as much as the model's states need.
-        active_parameters: those that a token meets; by default all.
 
     Raises:
         UnsupportedError: the model can't stream; the message says why.
@@ -139,12 +139,11 @@ class Forecaster:
         host_bytes: int | None,
         *,
         micro_batches: int = 1,
-        active_parameters: int | None = None,
         recorder: OutputRecorder | None = None,
     ) -> None:
         self.model, self.config, self.machine = model.train(), config, machine
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.active_parameters = self.parameters if active_parameters is None else active_parameters
+        self.active_parameters = active_parameters(model, getattr(model, "config", None))
         self.engine = MetaEngine(model, config, recorder, gpu_bytes)
         require_layers(len(self.engine.runtime.layers), config.keep_layers, config.offload_layers)
         for_states = None if host_bytes is None else host_bytes - CONSTANT_OVERHEAD_BYTES

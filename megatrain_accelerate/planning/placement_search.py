@@ -142,10 +142,10 @@ class PlacementSearch:
         variations: list[tuple[int | None, Callable[[_Counts], Iterable[_Counts]]]] = [
             (choices.inputs_offloaded, self._inputs),
             (attention_kept, self._attention),
-            (choices.on_device, self._groups),
+            (choices.on_device, lambda at: _varied(at, groups_on_device=[not at.groups_on_device])),
             (choices.on_device, self._on_device),
             (choices.on_device, self._near),
-            (choices.resident, self._resident),
+            (choices.resident, lambda at: _varied(at, resident=_spread(self._count - at.on_device))),
             (choices.offloaded, self._offloaded),
             (choices.on_device if choices.offloaded is None else choices.offloaded, self._offloaded_for_layers),
         ]
@@ -226,9 +226,6 @@ class PlacementSearch:
         away = self._some_and_near(at.inputs_offloaded, 2) if may_leave else [at.inputs_offloaded]
         return _varied(at, attention_kept=self._some_and_near(at.attention_kept, 2), inputs_offloaded=away)
 
-    def _groups(self, at: _Counts) -> Iterable[_Counts]:
-        return [dataclasses.replace(at, groups_on_device=not at.groups_on_device)]
-
     def _on_device(self, at: _Counts) -> Iterable[_Counts]:
         return _varied(at, groups_on_device=(at.groups_on_device, not at.groups_on_device), on_device=_spread(self._count))
 
@@ -236,9 +233,6 @@ class PlacementSearch:
         for count in _around(at.on_device, 3, self._count):
             residents = {at.resident} if self._choices.resident is not None else {at.resident, 0, self._count - count}
             yield from _varied(dataclasses.replace(at, on_device=count), resident=residents, groups_on_device=(False, True))
-
-    def _resident(self, at: _Counts) -> Iterable[_Counts]:
-        return _varied(at, resident=_spread(self._count - at.on_device))
 
     def _offloaded(self, at: _Counts) -> Iterable[_Counts]:
         return _varied(at, offloaded=self._some_and_near(at.offloaded, 3) if at.budgets == _WHOLE else ())

@@ -70,11 +70,8 @@ class _LeavingStorages:
         stay = [*inputs, *layer.module.parameters(), *layer.module.buffers()]
         self._seen = {tensor.untyped_storage()._cdata for tensor in stay}
 
-    def counted(self) -> saved_tensors_hooks:
-        """Adds up what autograd saves in the body, each storage once."""
-        return saved_tensors_hooks(self._count, lambda tensor: tensor)
-
-    def _count(self, tensor: torch.Tensor) -> torch.Tensor:
+    def count(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Adds up what autograd saves, each storage once."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._seen and storage.nbytes() >= activation_offload.MIN_OFFLOADED_BYTES:
             self._seen.add(storage._cdata)
@@ -167,7 +164,7 @@ class _Outliner:
         forward = live.costs - costs
         with torch.enable_grad():
             cut_args, cut_kwargs = as_leaves(args, kwargs, needs)
-            with leaving.counted():
+            with saved_tensors_hooks(leaving.count, lambda tensor: tensor):
                 trial = self._run(layer, cut_args, cut_kwargs)
         kept_forward_bytes = live.take_peak() - base
         outputs = [tensor for tensor in tensors_in(trial) if tensor.requires_grad]

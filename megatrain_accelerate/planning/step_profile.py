@@ -168,10 +168,5 @@ class StepOutline:
         return max((profile.recomputed_bytes for profile in self.profiles.values()), default=0)
 
     @property
-    def longest_sequence(self) -> int:
-        """Tokens of the longest sequence that a layer sees."""
-        return max((profile.length for profile in self.profiles.values()), default=0)
-
-    @property
     def forward_calls(self) -> list[Event]:
         return [event for event in self.events if not event.is_backward]

@@ -44,7 +44,8 @@ def outline_with_tiles(
         if setting != "auto" or search is None:
             return whole
         whole_search = search(whole)
-        if whole.longest_sequence < LONG_TOKENS and whole_search.something_fits:
+        longest = max((profile.length for profile in whole.profiles.values()), default=0)
+        if longest < LONG_TOKENS and whole_search.something_fits:
             return whole
         runtime.token_tile = AUTO_TILE_TOKENS
         tiled = outline()
