@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.doctor import checks, speed_checks
+from megatrain_accelerate.doctor import checks
 from megatrain_accelerate.doctor.checks import Finding, found_by
 
 _WIDTH = 120
@@ -47,7 +47,7 @@ def examine(folder: Path, measures: bool) -> Iterator[Finding]:
     yield from found_by("versions", checks.versions)
     yield from found_by("hooks", checks.hooks)
     yield from found_by("host kernels", checks.kernels)
-    yield from found_by("GPU", functools.partial(speed_checks.gpu, device, error))
+    yield from found_by("GPU", functools.partial(checks.gpu, device, error))
     yield from found_by("layer compiler", checks.compilers)
     yield from found_by("cores", checks.cores)
     yield from found_by("NUMA", functools.partial(checks.numa, gpu_numa_node(device)))
@@ -58,9 +58,9 @@ def examine(folder: Path, measures: bool) -> Iterator[Finding]:
     yield from found_by("overcommit", checks.overcommit)
     yield from found_by("disk", functools.partial(checks.disk, folder))
     if measures:
-        yield from found_by("host speed", functools.partial(speed_checks.host_speeds, device is not None))
+        yield from found_by("host speed", functools.partial(checks.host_speeds, device is not None))
         if device is not None:
-            yield from found_by("link", functools.partial(speed_checks.link, device, MegatrainConfig()))
+            yield from found_by("link", functools.partial(checks.link, device, MegatrainConfig()))
 
 
 def gpu_numa_node(device: torch.device | None, root: Path = Path("/sys/bus/pci/devices")) -> int | None:

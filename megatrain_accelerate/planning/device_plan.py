@@ -126,6 +126,11 @@ class DevicePlan:
             **({"gradient_sums": sums.planned_bytes} if has_sums else {}),
         }
 
+    @property
+    def _measures(self) -> bool:
+        """Whether layers are measured: elsewhere their costs are reckoned."""
+        return self._device.type == "cuda"
+
     @functools.cached_property
     def _machine(self) -> Machine:
         return measured_machine(self._device, self._runtime.kernels, self._runtime.register)
@@ -300,9 +305,8 @@ class DevicePlan:
         return self._runtime.micro_batch_size, frozenset(inputs)
 
     def _in_proportion(self, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline | None:
-        """The outline scaled from the measured step, None if there is none to scale it from. Itself without a GPU or a budget,
-        where none is measured."""
-        if self._device.type != "cuda" or not self.has_budget:
+        """The outline scaled from the measured step, None if there is none to scale it from; itself where none is measured."""
+        if not (self._measures and self.has_budget):
             return outline
         steps = self._measured_steps.get(self._way_of(inputs))
         return None if steps is None else extrapolated_outline(outline, *steps, self._machine)
