@@ -95,11 +95,7 @@ class TraceRequest:
 
     @classmethod
     def from_environment(cls) -> TraceRequest | None:
-        """The request that was handed to this process, or None.
-
-        Raises:
-            ConfigError: the step isn't a number, or can't be traced.
-        """
+        """The request that was handed to this process, or None. A ConfigError for a step that can't be traced."""
         folder = os.environ.get(ENV_TRACE_DIR)
         if not folder:
             return None

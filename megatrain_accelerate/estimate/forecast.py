@@ -188,9 +188,8 @@ class Forecaster:
         return min(self.plan.least_bytes(self._outline_by(batch, length, tile)) for tile in tiles)
 
     def forecast(self, batch: int, length: int) -> Forecast:
-        """The fastest step on ``batch`` sequences of ``length`` tokens; the leanest where nothing fits.
-
-        Several micro-batches run as one batch where the Trainer's would (``integrations/joined_batches.py``).
+        """The fastest step on ``batch`` sequences of ``length`` tokens; the leanest where nothing fits. Several micro-batches
+        run as one batch where the Trainer's would (``integrations/joined_batches.py``).
 
         Raises:
             Exception: whatever the model raises when it looks at data, or at a length that it doesn't take.

@@ -67,8 +67,7 @@ class EvaluationWeights:
     """
 
     def __init__(self, runtime: StreamingRuntime, setting: str) -> None:
-        self._runtime = runtime
-        self._setting = setting
+        self._runtime, self._setting = runtime, setting
         self._forwards = self._tokens = self._cache_bytes = self._needed_bytes = 0
         self._evaluated = BatchExtent()
         self._is_full = self._is_warned = self._is_warned_of_experts = False

@@ -279,10 +279,8 @@ class _Measurement:
         return made
 
     def run_recomputes(self) -> dict[str, Any]:
-        """Runs rounds of a compiled layer whose backward computes the activations again; returns what its profile has of that.
-
-        Does nothing for another layer: its recompute is a forward that keeps its graph.
-        """
+        """Runs rounds of a compiled layer whose backward computes the activations again; returns what its profile has of that:
+        nothing for another layer, whose recompute is a forward that keeps its graph."""
         for chooses_kernels in (True, False):
             if self._captures is None or not self._compiled.recomputes(self._layer, self._captures):
                 torch.cuda.reset_peak_memory_stats()  # a first round has raised it

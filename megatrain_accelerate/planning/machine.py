@@ -103,10 +103,8 @@ def kept_speeds(path: Path) -> list[Machine]:
 
 
 def measured_machine(device: torch.device, kernels: HostKernels, register: bool) -> Machine:
-    """The speeds of this machine: medians of what up to :data:`MEASUREMENTS` processes found under the same circumstances.
-
-    A process measures once, and not at all where so many did before. ``register`` says whether host memory is page-locked.
-    """
+    """The speeds of this machine: medians of what up to :data:`MEASUREMENTS` processes found under the same circumstances,
+    each once. ``register`` says whether host memory is page-locked."""
     path = speeds_path(device, kernels, register)
     if path not in _of_this_process:
         measured = kept_speeds(path)

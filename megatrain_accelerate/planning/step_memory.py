@@ -235,11 +235,9 @@ def _without_full_masks(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_own_head(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs without TRL's request for its own head (``trl.trainer.utils.add_fused_lm_head``).
-
-    That one picks the labelled tokens, so it looks at data, and launches Triton kernels. The model's own head by tiles
-    takes about as much; in an evaluation one position stands for the tiles, since the own head would make all logits.
-    """
+    """The inputs without TRL's request for its own head (``trl.trainer.utils.add_fused_lm_head``), which picks the labelled
+    tokens, so that it looks at data, and launches Triton kernels. The model's own head by tiles takes about as much; in an
+    evaluation one position stands for the tiles, since the own head would make all logits."""
     own = {name: value for name, value in inputs.items() if name != "fused_lm_head"}
     if inputs.get("fused_lm_head") and not torch.is_grad_enabled():
         own.pop("labels", None)
