@@ -428,11 +428,9 @@ def host_finding(step_parameters: float, probe_bytes: float, threads: int, has_g
 
 
 def plan_finding(machine: Machine, link_bytes: float, step_parameters: float, path: str, count: int) -> Finding:
-    """Whether the speeds that the plan goes by (``machine``) still hold.
-
-    Now the link moves ``link_bytes`` a second in its slower direction, and the host's AdamW steps ``step_parameters`` with
-    nothing beside it. ``count`` is that of the measurements in the file at ``path``, 0 if none could be kept.
-    """
+    """Whether the speeds that the plan goes by (``machine``) still hold. Now the link moves ``link_bytes`` a second in its
+    slower direction, and the host's AdamW steps ``step_parameters`` with nothing beside it. ``count`` is that of the
+    measurements in the file at ``path``, 0 if none could be kept."""
     values = {f"plan_{name}": value for name, value in dataclasses.asdict(machine).items()} | {"speeds_file": path}
     pairs = (
         ("GB/s over the link", min(machine.h2d_bytes, machine.d2h_bytes), link_bytes),

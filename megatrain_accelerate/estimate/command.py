@@ -230,11 +230,9 @@ def longest_context(needs: Callable[[int], int], budget: int, most: int) -> int:
 
 
 def largest(needs: Callable[[int], int], budget: int, most: int, tolerance: float = 0.0) -> int:
-    """The largest number from 1 to ``most`` whose need is within the budget; 0 if that of 1 isn't.
-
-    Needs grow with the number, nearly in proportion for most models, so that the next to be tried is interpolated: each is a
-    run without data. The result may be too small by the share ``tolerance``.
-    """
+    """The largest number from 1 to ``most`` whose need is within the budget; 0 if that of 1 isn't. Needs grow with the
+    number, nearly in proportion for most models, so that the next to be tried is interpolated: each is a run without data.
+    The result may be too small by the share ``tolerance``."""
     low, low_needs = 1, needs(1)
     if low_needs > budget or most == 1:
         return int(low_needs <= budget)

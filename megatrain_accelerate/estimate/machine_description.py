@@ -174,11 +174,9 @@ def known_gpu(name: str) -> KnownGpu | None:
 
 
 def at_the_power_limit(machine: Machine, gpu: str) -> Machine:
-    """The speeds without what the GPU of a name (as torch gives it) reaches for a moment only.
-
-    A large product is timed for a few ms; in a training the clock is what the power limit leaves. Seen on H200, where that
-    product reaches 716 to 795 TFLOPS, by the machine, and trainings are equally fast.
-    """
+    """The speeds without what the GPU of a name (as torch gives it) reaches for a moment only. A large product is timed for
+    a few ms; in a training the clock is what the power limit leaves. Seen on H200, where that product reaches 716 to 795
+    TFLOPS, by the machine, and trainings are equally fast."""
     most = getattr(known_gpu(gpu), "sustained_flops", None) or machine.device_flops
     return dataclasses.replace(machine, device_flops=min(machine.device_flops, most))
 

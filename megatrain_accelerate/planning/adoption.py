@@ -113,7 +113,7 @@ def adopt_experts(
 
 def compute_dtypes(model: nn.Module, bf16: bool) -> dict[int, torch.dtype]:
     """The dtype in which each parameter computes, by ``id``: with ``bf16``, the run's mixed precision, fp32 weights are
-    rounded for compute and keep fp32 masters. Of a model that an earlier preparation's engine left the dtype of loading counts.
+    rounded for compute and keep fp32 masters. Of a model that an earlier engine left the dtype of loading counts.
 
     Raises:
         UnsupportedError: fp16, fp64, quantised or integer weights, or some without data.

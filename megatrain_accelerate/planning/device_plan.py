@@ -154,11 +154,9 @@ class DevicePlan:
                 torch.cuda.empty_cache()
 
     def follow(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Plans for a training forward on ``inputs``, keyword arguments of the model, if no plan covers it.
-
-        A forward that begins before the backward of another (a preference loss on two batches) is recomputed whole, and the
-        next plan leaves room for as many at once.
-        """
+        """Plans for a training forward on ``inputs``, keyword arguments of the model, if no plan covers it. A forward that
+        begins before the backward of another (a preference loss on two batches) is recomputed whole, and the next plan
+        leaves room for as many at once."""
         open_forwards = self._runtime.open_forwards
         if open_forwards:
             if open_forwards >= self._forwards_at_once:

@@ -165,11 +165,9 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def taken_for_data(values: KnownValues) -> contextlib.AbstractContextManager[None]:
-    """transformers doesn't take a tensor of known values for one of a trace while the body runs.
-
-    Under a trace it mustn't look at values, and makes an attention mask of all tokens by all that it leaves out otherwise
-    (transformers/masking_utils.py): larger than the device where a sequence is long.
-    """
+    """transformers doesn't take a tensor of known values for one of a trace while the body runs. Under a trace it mustn't
+    look at values, and makes an attention mask of all tokens by all that it leaves out otherwise
+    (transformers/masking_utils.py): larger than the device where a sequence is long."""
     module = sys.modules.get("transformers.utils.import_utils")
     is_fake_tensor = getattr(module, "is_fake_tensor", None)
     if is_fake_tensor is None:  # older ones don't ask

@@ -120,10 +120,8 @@ _of_this_process: dict[Path, Machine] = {}
 
 
 def _median(measured: Sequence[Machine]) -> Machine:
-    """Each speed's median; of an even number the faster of the two in the middle: what else runs makes a machine slower only.
-
-    A share's is that of what the link had while the host stepped: beside others it may be high, of a slow link.
-    """
+    """Each speed's median; of an even number the faster of the two in the middle: what else runs makes a machine slower
+    only. A share's is that of what the link had while the host stepped: beside others it may be high, of a slow link."""
     usual = Machine(*map(statistics.median_high, zip(*map(dataclasses.astuple, measured), strict=True)))
     h2d_in_step = statistics.median_high(at.h2d_bytes * at.h2d_share_in_step for at in measured)
     d2h_in_step = statistics.median_high(at.d2h_bytes * at.d2h_share_in_step for at in measured)
@@ -252,10 +250,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def whole_free_bytes(device: torch.device) -> int:
-    """:func:`free_bytes` without the fragments between tensors, which the allocator can't give back to the driver.
-
-    What is larger than any of them finds no room there. Of expandable segments free pages go back, of others whole segments.
-    """
+    """:func:`free_bytes` without the fragments between tensors, which the allocator can't give back to the driver. What is
+    larger than any of them finds no room there. Of expandable segments free pages go back, of others whole segments."""
     index = torch.cuda.current_device() if device.index is None else device.index
     segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
     return int(torch.cuda.mem_get_info(device)[0]) + sum(map(_returnable_bytes, segments))

@@ -52,10 +52,8 @@ class BatchExtent:
 
 def enlarged_batch(model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, growth: float) -> dict[str, Any] | None:
     """The keyword arguments of a batch of text of ``growth`` times ``extent``, tokens and length: ``inputs`` over and over.
-
-    Where the model bounds the length (``max_position_embeddings``), the batch has more sequences instead. None if any of the
-    batches is more than text: an image can't be repeated apart from its tokens.
-    """
+    Where the model bounds the length (``max_position_embeddings``), the batch has more sequences instead. None if any of
+    the batches is more than text: an image can't be repeated apart from its tokens."""
     text = _text(inputs)
     if not text or not extent.length:
         return None
@@ -128,9 +126,7 @@ def _ratio(after: float, before: float) -> float:
 
 
 def outside_seconds_of(outline: StepOutline, machine: Machine) -> float:
-    """Estimated, of what runs outside the layers from the start of the step to the first layer's backward.
-
-    The costs of an event are those of what runs between the event before and this one.
-    """
+    """Estimated, of what runs outside the layers from the start of the step to the first layer's backward. The costs of an
+    event are those of what runs between the event before and this one."""
     backward = [event for event in outline.events if event.is_backward]
     return sum(event.costs.seconds(machine) for event in [*outline.forward_calls, *backward[:1]])

@@ -180,10 +180,8 @@ class PlacementSearch:
         return self._filled(best, found)
 
     def _first_that_fits(self, budgets: tuple[float, float]) -> _Counts | None:
-        """The placement that takes the least, with as few inputs away as it must.
-
-        One more may be too many for the host, one less for the device.
-        """
+        """The placement that takes the least, with as few inputs away as it must. One more may be too many for the host,
+        one less for the device."""
         start = _Counts(**self._choices.fewest(self._count), budgets=budgets)
         inputs = range(self._count + 1) if self._choices.inputs_offloaded is None else [start.inputs_offloaded]
         return next((counts for counts in _varied(start, inputs_offloaded=inputs) if self._try(counts) is not None), None)

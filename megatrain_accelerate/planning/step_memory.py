@@ -225,10 +225,8 @@ def _fake_weights(model: nn.Module, device: torch.device, values: KnownValues) -
 
 
 def _without_full_masks(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Models skip an attention mask of ones; without data some couldn't know, and would take another kernel.
-
-    Beside positions it stays: without a mask transformers looks whether the positions are those of packed sequences.
-    """
+    """Models skip an attention mask of ones; without data some couldn't know, and would take another kernel. Beside
+    positions it stays: without a mask transformers looks whether the positions are those of packed sequences."""
     mask = inputs.get("attention_mask")
     is_full = isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all()) and inputs.get("position_ids") is None
     return {name: value for name, value in inputs.items() if not (is_full and name == "attention_mask")}
@@ -247,11 +245,9 @@ def _with_own_head(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device) -> Iterator[tuple[dict[str, Any], LiveBytes]]:
-    """Weights and inputs have no data while the body runs, gradients are on, and nothing counts as a real call.
-
-    Loops over tiles run few of them (:mod:`megatrain_accelerate.streaming.token_tiles`): a longer sequence takes no longer.
-    Yields the inputs without data, and the mode that counts while it is entered by the caller.
-    """
+    """Weights and inputs have no data while the body runs, gradients are on, and nothing counts as a real call. Loops over
+    tiles run few of them (:mod:`megatrain_accelerate.streaming.token_tiles`): a longer sequence takes no longer. Yields the
+    inputs without data, and the mode that counts while it is entered by the caller."""
     inputs = _with_own_head(_without_full_masks(inputs))
     with (
         random_numbers_put_back(torch.device("cpu")),

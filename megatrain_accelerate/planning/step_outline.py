@@ -278,10 +278,8 @@ def outline_layers(
     model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device, first_call: FirstCall
 ) -> tuple[list[Hashable], dict[Hashable, LayerProfile]]:
     """Runs the model's forward alone, without data: the kinds of the layers' calls in order, and their profiles.
-
-    ``first_call`` is told of a call of a new kind before it is profiled: the kind, the layer and its arguments, which have no
-    data. Raises as :func:`outline_step` does.
-    """
+    ``first_call`` is told of a call of a new kind before it is profiled: the kind, the layer and its arguments, which have
+    no data. Raises as :func:`outline_step` does."""
     with dry_model(model, inputs, device) as (dry_inputs, live):
         runtime.batch_cut.begin(dict(inputs))
         outliner = _Outliner(live, runtime, device, first_call)
@@ -300,10 +298,8 @@ def what_sees_a_batch(model: nn.Module) -> str | None:
 
 
 def _has_own_loss_code(model: nn.Module) -> bool:
-    """Whether a function outside transformers and PEFT may contribute to the model's loss, so that it may be no sum.
-
-    The value of a loss can't tell: a weight that compares the tokens of a batch may be 1 for all of them in the first step.
-    """
+    """Whether a function outside transformers and PEFT may contribute to the model's loss, so that it may be no sum. The
+    value of a loss can't tell: a weight that compares the tokens of a batch may be 1 for all of them in the first step."""
     for module in model.modules():
         if module is model or hasattr(type(module), "loss_function"):
             chosen = getattr(inspect.getattr_static(type(module), "loss_function", None), "fget", None)
@@ -316,10 +312,8 @@ def _has_own_loss_code(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def _sums_divided_by(num_items: Any) -> Iterator[list[torch.Tensor]]:
     """Collects the losses that transformers' own functions make in the body as a sum over tokens, divided by ``num_items``.
-
     Each of them (``ForCausalLMLoss`` and its like) returns what ``fixed_cross_entropy`` returned. The model gets the very
-    object ``num_items`` as ``num_items_in_batch``; None collects nothing.
-    """
+    object ``num_items`` as ``num_items_in_batch``; None collects nothing."""
     module = sys.modules.get("transformers.loss.loss_utils")
     original = getattr(module, "fixed_cross_entropy", None)
     made: list[torch.Tensor] = []

@@ -89,10 +89,8 @@ class LayerProfile:
         )
 
     def of_pieces(self, split: BatchSplit, output_bytes: int) -> LayerProfile:
-        """This profile of the first piece of a batch as that of the whole batch, which runs piece by piece.
-
-        The whole call returns ``output_bytes``; gradients of its inputs are as large.
-        """
+        """This profile of the first piece of a batch as that of the whole batch, which runs piece by piece. The whole call
+        returns ``output_bytes``; gradients of its inputs are as large."""
         if not split.sizes:
             return self
         share = sum(split.sizes) / split.sizes[0]

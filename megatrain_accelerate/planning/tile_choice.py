@@ -33,11 +33,9 @@ def outline_with_tiles(
     outline: Callable[[], StepOutline],
     search: Callable[[StepOutline], PlacementSearch] | None,
 ) -> StepOutline:
-    """The outline of a step, with the tiles that it should have; the runtime is left with them.
-
-    ``setting`` is ``megatrain_config.token_tile``; ``outline`` makes the outline of a step as the runtime would run it now.
-    What it raises leaves the runtime with the tiles that it had. There is no ``search`` where there is no budget to fit.
-    """
+    """The outline of a step, with the tiles that it should have; the runtime is left with them. ``setting`` is
+    ``megatrain_config.token_tile``; ``outline`` makes the outline of a step as the runtime would run it now. What it raises
+    leaves the runtime with the tiles that it had. There is no ``search`` where there is no budget to fit."""
     with _tiles_put_back_on_failure(runtime):
         runtime.token_tile = 0 if setting == "auto" else int(setting)
         whole = outline()
