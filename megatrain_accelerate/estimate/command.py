@@ -20,7 +20,7 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError, MegatrainError
 from megatrain_accelerate.estimate import report
 from megatrain_accelerate.estimate.forecast import Forecaster
-from megatrain_accelerate.estimate.machine_description import MachineDescription, MachineOptions, describe_machine
+from megatrain_accelerate.estimate.machine_description import MachineOptions, describe_machine
 from megatrain_accelerate.estimate.meta_engine import PositionTable, load_config, model_on_meta
 from megatrain_accelerate.estimate.report import Estimate, Limits
 from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
@@ -144,33 +144,9 @@ def estimate(options: argparse.Namespace) -> Estimate:
     machine = describe_machine(described, config)
     settings = load_config(options.model, options.trust_remote_code)
     model = model_on_meta(settings, options.trust_remote_code)
-    forecaster = Forecaster(
-        model,
-        config,
-        machine.machine,
-        machine.gpu_bytes,
-        machine.host_bytes,
-        micro_batches=options.accumulation,
-        recorder=CapturedOutputs.for_installed_transformers(),
-    )
-    return _estimated(options, forecaster, machine, settings)
-
-
-@contextlib.contextmanager
-def _without_data(model: nn.Module, length: int) -> Iterator[None]:
-    """Says which length the model failed at, and what to do."""
-    try:
-        yield
-    except MegatrainError:
-        raise
-    except Exception as error:  # the model's own code, on tensors without data
-        raise ConfigError(
-            f"{type(model).__name__} can't be run without data on token ids of {length:,} tokens and labels of the same "
-            f"shape ({type(error).__name__}: {error}); name a language model, or another --length"
-        ) from error
-
-
-def _estimated(options: argparse.Namespace, forecaster: Forecaster, machine: MachineDescription, settings: Any) -> Estimate:
+    recorder = CapturedOutputs.for_installed_transformers()
+    sizes = (machine.gpu_bytes, machine.host_bytes)
+    forecaster = Forecaster(model, config, machine.machine, *sizes, micro_batches=options.accumulation, recorder=recorder)
     asked: int | None = options.length
     if options.no_limits and not options.batch:
         raise ConfigError("--no-limits needs --batch: without limits it isn't known which batches to look at")
@@ -191,6 +167,20 @@ def _estimated(options: argparse.Namespace, forecaster: Forecaster, machine: Mac
     text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
     stated: int | None = getattr(text, "max_position_embeddings", None)
     return Estimate(options.model, forecaster, stated, table, machine, length, least, of_a_token, limits, rows)
+
+
+@contextlib.contextmanager
+def _without_data(model: nn.Module, length: int) -> Iterator[None]:
+    """Says which length the model failed at, and what to do."""
+    try:
+        yield
+    except MegatrainError:
+        raise
+    except Exception as error:  # the model's own code, on tensors without data
+        raise ConfigError(
+            f"{type(model).__name__} can't be run without data on token ids of {length:,} tokens and labels of the same "
+            f"shape ({type(error).__name__}: {error}); name a language model, or another --length"
+        ) from error
 
 
 def _limits(forecaster: Forecaster, gpu_bytes: int, length: int, table: PositionTable | None) -> Limits:

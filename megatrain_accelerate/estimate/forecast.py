@@ -8,7 +8,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,8 +59,6 @@ _FEW_TOKENS = 8
 _TRACED_SEQUENCES, _TRACED_TILES = 2, 8
 """Layers are traced on so many sequences, or as many as fill so many tiles, and on twice as many; on more they take more in
 proportion. Of one sequence, tensors may be laid out otherwise; of a few tiles, one tile is most of what is alive."""
-
-_Made = TypeVar("_Made")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,18 +230,16 @@ class Forecaster:
     def outline(self, batch: int, length: int) -> StepOutline:
         """The outline of a step with the tiles that suit it, with reckoned times."""
         runtime = self.engine.runtime
-
-        def run() -> StepOutline:
-            return self._outline_by(batch, length, runtime.token_tile)
-
-        return outline_with_tiles(runtime, self.config.token_tile, run, self.plan.search)
+        return outline_with_tiles(
+            runtime, self.config.token_tile, lambda: self._outline_by(batch, length, runtime.token_tile), self.plan.search
+        )
 
     def _outline_by(self, batch: int, length: int, token_tile: int) -> StepOutline:
         self.engine.runtime.token_tile = token_tile
         with standing_for_a_gpu(), self._attention:
             return self._once("outline", batch, length, make=lambda: self._reckoned(batch, length))
 
-    def _once(self, *what: Hashable, make: Callable[[], _Made]) -> _Made:
+    def _once(self, *what: Hashable, make: Callable[[], Any]) -> Any:
         """What was made before of the same, if layers ran in the same tiles and pieces."""
         key = (*what, self.engine.runtime.token_tile, self.engine.runtime.micro_batch_size)
         if key not in self._found:
@@ -299,8 +295,7 @@ class Forecaster:
             return self._run(batch, length)
         few, short = (-(-tokens // length), length) if length <= tokens else (1, tokens)
         twice = (2 * few, short) if length <= tokens else (1, 2 * tokens)
-        outline: StepOutline = extended(self._run(few, short), self._run(*twice), batch * length / (few * short))
-        return outline
+        return extended(self._run(few, short), self._run(*twice), batch * length / (few * short))
 
     def _run(self, batch: int, length: int, **more: torch.Tensor) -> StepOutline:
         ids = torch.zeros((batch, length), dtype=torch.long)

@@ -206,8 +206,7 @@ def _costs(graph: fx.Graph, freed: Collection[str] = ()) -> GraphCosts:
 
 def _numbers(node: fx.Node) -> tuple[Any, Any]:
     """The node's arguments with tensors without data in the place of nodes."""
-    made: tuple[Any, Any] = fx.map_arg((node.args, node.kwargs), lambda used: used.meta.get("val"))
-    return made
+    return fx.map_arg((node.args, node.kwargs), lambda used: used.meta.get("val"))
 
 
 def _is_product(node: fx.Node) -> bool:

@@ -121,13 +121,15 @@ def table(estimate: Estimate) -> str:
     lines += [
         "",
         "layers: on the GPU with their states / weights resident / activations kept / offloaded, of all",
-        *([_AS_ONE] if any(row.joined for row in rows) else []),
+        *(
+            ["as one: the stock Trainer's micro-batches run as one batch (join_micro_batches)"]
+            * any(row.joined for row in rows)
+        ),
         *_verdict(estimate),
     ]
     return "\n".join(lines)
 
 
-_AS_ONE = "as one: the stock Trainer's micro-batches run as one batch (join_micro_batches)"
 _HEADER = ("sequences", "tokens each", "step, s", "tokens/s", "TFLOPS", "GPU, GiB", "host, GiB", "layers", "bound by")
 
 

@@ -239,10 +239,7 @@ def as_leaves(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments, cut off from their graph; those tensors that ``needs_grad`` names require grad."""
     needs = iter(needs_grad)
-    made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
-        torch.Tensor, lambda tensor: tensor.detach().requires_grad_(next(needs)), (args, kwargs)
-    )
-    return made
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().requires_grad_(next(needs)), (args, kwargs))
 
 
 def outline_step(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> StepOutline:
