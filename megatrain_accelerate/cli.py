@@ -94,11 +94,8 @@ def _while_read(options: argparse.Namespace) -> int:
 
 
 def _run_traced(command: Sequence[str], request: TraceRequest) -> int:
-    """Runs a training, and writes the results as soon as the step was traced.
-
-    Returns:
-        The command's exit status; 1 if it ended well without a trace.
-    """
+    """Runs a training, and writes the results as soon as the step was traced. Returns its status; 1 if it ended well without a
+    trace."""
     folder = request.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -110,8 +107,7 @@ def _run_traced(command: Sequence[str], request: TraceRequest) -> int:
         process = subprocess.Popen(command, env={**os.environ, **request.environment()})
     except OSError as error:
         raise ConfigError(f"the command can't be started: {error}; write it behind -- as in the shell") from error
-    is_written = False
-    status = None
+    is_written, status = False, None
     try:
         while status is None:
             with contextlib.suppress(subprocess.TimeoutExpired):

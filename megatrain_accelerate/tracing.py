@@ -95,11 +95,7 @@ class TraceRequest:
 
     @classmethod
     def from_environment(cls) -> TraceRequest | None:
-        """The request that was handed to this process, or None.
-
-        Raises:
-            ConfigError: the step isn't a number, or can't be traced.
-        """
+        """The request that was handed to this process, or None. A ConfigError for a step that can't be traced."""
         folder = os.environ.get(ENV_TRACE_DIR)
         if not folder:
             return None
@@ -166,9 +162,8 @@ def parse_name(name: str) -> tuple[str, str]:
 
 
 def clock_offset_us(events: Sequence[Event], marks_ns: Sequence[int]) -> float:
-    """What is to be added to the host's clock (``perf_counter_ns``, in microseconds) to get the trace's.
-
-    The clock was read within each mark's span, so that no span ends before its reading: the tightest counts.
+    """What is to be added to the host's clock (``perf_counter_ns``, in microseconds) to get the trace's. It was read within
+    each mark's span, so that no span ends before its reading: the tightest counts.
 
     Raises:
         StateError: the trace hasn't as many marks as were made.
@@ -206,9 +201,8 @@ def _stream_names(work: Sequence[Event]) -> dict[_Place, str]:
             time_of[lane][event["pid"], event["tid"]] += event["dur"]
     names: dict[_Place, str] = {}
     for lane, times in time_of.items():
-        left = {stream: spent for stream, spent in times.items() if stream not in names}
-        if left:
-            names[max(left, key=lambda stream: left[stream])] = lane
+        if left := [stream for stream in times if stream not in names]:
+            names[max(left, key=times.__getitem__)] = lane
     return names
 
 
@@ -223,8 +217,7 @@ def _device_lanes(
     }
     lanes: dict[str, list[_Named]] = defaultdict(list)
     for event in work:
-        lane = streams.get((event["pid"], event["tid"]))
-        if lane is not None:
+        if (lane := streams.get((event["pid"], event["tid"]))) is not None:
             thread, launched = launches.get(event.get("args", {}).get("correlation"), (-1, 0.0))
             name = _innermost(annotations.get(thread, []), launched)
             # Residents' weights are pushed by a thread that the profiler doesn't follow.
@@ -236,9 +229,7 @@ def _device_lanes(
 def build(events: Sequence[Event], info: dict[str, Any]) -> tuple[Timeline, list[Event]]:
     """The timeline of the traced step, and the events for Perfetto: those of the period, streams and threads named.
 
-    Args:
-        events: ``traceEvents`` of the profiler.
-        info: see :class:`~megatrain_accelerate.integrations.step_trace.StepTrace`.
+    ``events`` are the profiler's ``traceEvents``; ``info`` is what :mod:`~megatrain_accelerate.integrations.telemetry` notes.
 
     Raises:
         StateError: the trace and the notes don't belong together.
@@ -276,8 +267,7 @@ def build(events: Sequence[Event], info: dict[str, Any]) -> tuple[Timeline, list
 
     def is_shown(event: Event) -> bool:
         if event.get("ph") == "M":
-            is_ours = event["name"] in ("thread_name", "thread_sort_index") and (event["pid"], event["tid"]) in names
-            return not is_ours
+            return event["name"] not in ("thread_name", "thread_sort_index") or (event["pid"], event["tid"]) not in names
         start = event.get("ts", 0.0)
         return event.get("name") != CLOCK_MARK and start < end and start + event.get("dur", 0.0) > begin
 
@@ -323,14 +313,6 @@ def merged(spans: Sequence[Span], gap_us: float) -> list[Span]:
     return joined
 
 
-def title(timeline: Timeline) -> str:
-    info, period_us = timeline.info, timeline.period_us
-    busy = {lane: length(timeline.busy(lane)) / period_us for lane in timeline.lanes}
-    shares = ", ".join(f"{lane} {share:.0%}" for lane, share in busy.items())
-    idle = f"; GPU idle {1 - busy[COMPUTE]:.0%}" if COMPUTE in busy else ""
-    return f"Step {info['step']} on {info['device']}: {period_us / 1e3:.1f} ms (profiled), {info['bound']}\n{shares}{idle}"
-
-
 def empty_figure(size: tuple[float, float], needs: str, remedy: str) -> Any:
     """A figure of matplotlib. Not of pyplot: that would choose a backend, and keep the figure.
 
@@ -356,18 +338,23 @@ def draw(timeline: Timeline, path: Path) -> None:
     from matplotlib.patches import Patch
 
     axes = figure.add_subplot()
+    info, period_us = timeline.info, timeline.period_us
+    busy = {lane: length(timeline.busy(lane)) / period_us for lane in timeline.lanes}
+    shares = ", ".join(f"{lane} {share:.0%}" for lane, share in busy.items())
+    idle = f"; GPU idle {1 - busy[COMPUTE]:.0%}" if COMPUTE in busy else ""
+    title = f"Step {info['step']} on {info['device']}: {period_us / 1e3:.1f} ms (profiled), {info['bound']}"
     for row, spans in enumerate(timeline.lanes.values()):
-        for span in merged(spans, SMALLEST_GAP * timeline.period_us):
+        for span in merged(spans, SMALLEST_GAP * period_us):
             times = [(span.start / 1e3, (span.end - span.start) / 1e3)]
             axes.broken_barh(times, (row - 0.4, 0.8), facecolors=COLOURS[span.kind])
-            if span.layer_number and span.end - span.start >= ROOM_FOR_A_NUMBER * timeline.period_us:
+            if span.layer_number and span.end - span.start >= ROOM_FOR_A_NUMBER * period_us:
                 middle = (span.start + span.end) / 2e3
                 axes.text(middle, row, span.layer_number, ha="center", va="center", fontsize=7, clip_on=True)
     axes.set_yticks(range(len(timeline.lanes)), list(timeline.lanes))
     axes.invert_yaxis()
-    axes.set_xlim(0, timeline.period_us / 1e3)
+    axes.set_xlim(0, period_us / 1e3)
     axes.set_xlabel("ms since optimizer.step() of the step before was called")
-    axes.set_title(title(timeline), fontsize=10)
+    axes.set_title(f"{title}\n{shares}{idle}", fontsize=10)
     used = {span.kind for spans in timeline.lanes.values() for span in spans}
     patches = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in used]
     figure.legend(handles=patches, loc="outside lower center", ncols=8)

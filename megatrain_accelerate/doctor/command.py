@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.doctor import checks, speed_checks
+from megatrain_accelerate.doctor import checks
 from megatrain_accelerate.doctor.checks import Finding, found_by
 
 _WIDTH = 120
@@ -46,7 +47,7 @@ def examine(folder: Path, measures: bool) -> Iterator[Finding]:
     yield from found_by("versions", checks.versions)
     yield from found_by("hooks", checks.hooks)
     yield from found_by("host kernels", checks.kernels)
-    yield from found_by("GPU", functools.partial(speed_checks.gpu, device, error))
+    yield from found_by("GPU", functools.partial(checks.gpu, device, error))
     yield from found_by("layer compiler", checks.compilers)
     yield from found_by("cores", checks.cores)
     yield from found_by("NUMA", functools.partial(checks.numa, gpu_numa_node(device)))
@@ -57,9 +58,9 @@ def examine(folder: Path, measures: bool) -> Iterator[Finding]:
     yield from found_by("overcommit", checks.overcommit)
     yield from found_by("disk", functools.partial(checks.disk, folder))
     if measures:
-        yield from found_by("host speed", functools.partial(speed_checks.host_speeds, device is not None))
+        yield from found_by("host speed", functools.partial(checks.host_speeds, device is not None))
         if device is not None:
-            yield from found_by("link", functools.partial(speed_checks.link, device, MegatrainConfig()))
+            yield from found_by("link", functools.partial(checks.link, device, MegatrainConfig()))
 
 
 def gpu_numa_node(device: torch.device | None, root: Path = Path("/sys/bus/pci/devices")) -> int | None:
@@ -67,11 +68,10 @@ def gpu_numa_node(device: torch.device | None, root: Path = Path("/sys/bus/pci/d
     if device is None:
         return None
     found: Any = torch.cuda.get_device_properties(device)
-    try:
+    node = -1
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # older versions of torch don't name the place
         place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
         node = int((root / place / "numa_node").read_text())
-    except (AttributeError, OSError, ValueError):  # older versions of torch don't name the place
-        return None
     return node if node >= 0 else None
 
 

@@ -20,11 +20,11 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError, MegatrainError
 from megatrain_accelerate.estimate import report
 from megatrain_accelerate.estimate.forecast import Forecaster
-from megatrain_accelerate.estimate.machine_description import MachineDescription, MachineOptions, describe_machine
+from megatrain_accelerate.estimate.machine_description import MachineOptions, describe_machine
 from megatrain_accelerate.estimate.meta_engine import PositionTable, load_config, model_on_meta
 from megatrain_accelerate.estimate.report import Estimate, Limits
 from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
-from megatrain_accelerate.planning.layer_discovery import active_parameters
+from megatrain_accelerate.planning.fake_runs import replaced
 from megatrain_accelerate.units import GB, GIB, KIB, MIB
 
 logger = logging.getLogger(__name__)
@@ -44,11 +44,7 @@ _UNITS = {"": GIB, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024 * GIB, "mb": 
 
 
 def parse_size(text: str) -> int:
-    """A memory in bytes: ``1.5TiB``, ``80GB``, or a number of GiB.
-
-    Raises:
-        argparse.ArgumentTypeError: it has another form, or isn't above 0.
-    """
+    """A memory in bytes: ``1.5TiB``, ``80GB``, or a number of GiB; argparse.ArgumentTypeError for another form, or none."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if found is None or found[2].lower() not in _UNITS or not 0 < float(found[1]) < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} isn't a size such as 1.5TiB, 125GiB or 80GB")
@@ -147,33 +143,8 @@ def estimate(options: argparse.Namespace) -> Estimate:
     machine = describe_machine(described, config)
     settings = load_config(options.model, options.trust_remote_code)
     model = model_on_meta(settings, options.trust_remote_code)
-    forecaster = Forecaster(
-        model,
-        config,
-        machine.machine,
-        machine.gpu_bytes,
-        machine.host_bytes,
-        micro_batches=options.accumulation,
-        active_parameters=active_parameters(model, settings),
-    )
-    return _estimated(options, forecaster, machine, settings)
-
-
-@contextlib.contextmanager
-def _without_data(model: nn.Module, length: int) -> Iterator[None]:
-    """Says which length the model failed at, and what to do."""
-    try:
-        yield
-    except MegatrainError:
-        raise
-    except Exception as error:  # the model's own code, on tensors without data
-        raise ConfigError(
-            f"{type(model).__name__} can't be run without data on token ids of {length:,} tokens and labels of the same "
-            f"shape ({type(error).__name__}: {error}); name a language model, or another --length"
-        ) from error
-
-
-def _estimated(options: argparse.Namespace, forecaster: Forecaster, machine: MachineDescription, settings: Any) -> Estimate:
+    sizes = (machine.gpu_bytes, machine.host_bytes)
+    forecaster = Forecaster(model, config, machine.machine, *sizes, micro_batches=options.accumulation)
     asked: int | None = options.length
     if options.no_limits and not options.batch:
         raise ConfigError("--no-limits needs --batch: without limits it isn't known which batches to look at")
@@ -192,18 +163,22 @@ def _estimated(options: argparse.Namespace, forecaster: Forecaster, machine: Mac
         batches = options.batch or _batches(limits.batch if limits else 1)
         rows = [forecaster.forecast(count, length) for count in batches]
     text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
-    return Estimate(
-        model=options.model,
-        forecaster=forecaster,
-        stated_positions=getattr(text, "max_position_embeddings", None),
-        table=table,
-        machine=machine,
-        length=length,
-        least_gpu_bytes=least,
-        token_gpu_bytes=of_a_token,
-        limits=limits,
-        rows=rows,
-    )
+    stated: int | None = getattr(text, "max_position_embeddings", None)
+    return Estimate(options.model, forecaster, stated, table, machine, length, least, of_a_token, limits, rows)
+
+
+@contextlib.contextmanager
+def _without_data(model: nn.Module, length: int) -> Iterator[None]:
+    """Says which length the model failed at, and what to do."""
+    try:
+        yield
+    except MegatrainError:
+        raise
+    except Exception as error:  # the model's own code, on tensors without data
+        raise ConfigError(
+            f"{type(model).__name__} can't be run without data on token ids of {length:,} tokens and labels of the same "
+            f"shape ({type(error).__name__}: {error}); name a language model, or another --length"
+        ) from error
 
 
 def _limits(forecaster: Forecaster, gpu_bytes: int, length: int, table: PositionTable | None) -> Limits:
@@ -212,9 +187,9 @@ def _limits(forecaster: Forecaster, gpu_bytes: int, length: int, table: Position
     most_tokens = MOST_TOKENS if table is None else min(MOST_TOKENS, table.positions)
 
     def needs_of_one(tokens: int) -> int:
-        _TORCH_LOG.disabled = tokens > length  # it prints a traceback of what fails
         try:
-            return forecaster.least_gpu_bytes(1, tokens)
+            with replaced(_TORCH_LOG, "disabled", tokens > length):  # it prints a traceback of what fails
+                return forecaster.least_gpu_bytes(1, tokens)
         except MegatrainError:
             raise
         except Exception as error:  # the model's own code: it may take no longer sequences
@@ -222,8 +197,6 @@ def _limits(forecaster: Forecaster, gpu_bytes: int, length: int, table: Position
                 raise
             logger.debug("%s tokens are too many for the model's code: %s", tokens, error)
             return sys.maxsize
-        finally:
-            _TORCH_LOG.disabled = False
 
     batch = largest(lambda count: forecaster.least_gpu_bytes(count, length), gpu_bytes, MOST_BATCH, _TOLERANCE)
     context = longest_context(needs_of_one, gpu_bytes, most_tokens)
@@ -245,27 +218,20 @@ def longest_context(needs: Callable[[int], int], budget: int, most: int) -> int:
 
 
 def largest(needs: Callable[[int], int], budget: int, most: int, tolerance: float = 0.0) -> int:
-    """The largest number from 1 to ``most`` whose need is within the budget; 0 if that of 1 isn't.
-
-    Needs grow with the number, nearly in proportion for most models, so that the next to be tried is interpolated: each is a
-    run without data. The result may be too small by the share ``tolerance``.
-    """
+    """The largest number from 1 to ``most`` whose need is within the budget; 0 if that of 1 isn't. Needs grow with the
+    number, nearly in proportion for most models, so that the next to be tried is interpolated: each is a run without data.
+    The result may be too small by the share ``tolerance``."""
     low, low_needs = 1, needs(1)
-    if low_needs > budget:
-        return 0
-    high, high_needs = min(2, most), 0
-    while low < most:
-        high_needs = needs(high)
-        if high_needs > budget:
-            break
+    if low_needs > budget or most == 1:
+        return int(low_needs <= budget)
+    high = 2
+    while (high_needs := needs(high)) <= budget:
         if high == most:
             return most
         slope = (high_needs - low_needs) / (high - low)
         low, low_needs = high, high_needs
         further = low + int((budget - low_needs) / slope) + 1 if slope > 0 else most
         high = min(most, max(further, low + 1))
-    else:
-        return low
     interpolates = True
     while high - low > max(1, int(tolerance * low)):
         guess = low + int((high - low) * (budget - low_needs) / (high_needs - low_needs))

@@ -9,7 +9,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from megatrain_accelerate.integrations.joined_batches import steps_of
 from megatrain_accelerate.loss.products import standing_for_a_gpu
 from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES
 from megatrain_accelerate.planning.fake_runs import replaced
+from megatrain_accelerate.planning.layer_discovery import active_parameters
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.other_batches import outside_seconds_of
 from megatrain_accelerate.planning.placement import require_layers, sent_bytes
@@ -59,8 +60,6 @@ _FEW_TOKENS = 8
 _TRACED_SEQUENCES, _TRACED_TILES = 2, 8
 """Layers are traced on so many sequences, or as many as fill so many tiles, and on twice as many; on more they take more in
 proportion. Of one sequence, tensors may be laid out otherwise; of a few tiles, one tile is most of what is alive."""
-
-_Made = TypeVar("_Made")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +123,6 @@ class Forecaster:
     Args:
         gpu_bytes: that a step may take.
         host_bytes: that the process may take; None for as much as the model's states need.
-        active_parameters: those that a token meets; by default all.
 
     Raises:
         UnsupportedError: the model can't stream; the message says why.
@@ -140,11 +138,10 @@ class Forecaster:
         host_bytes: int | None,
         *,
         micro_batches: int = 1,
-        active_parameters: int | None = None,
     ) -> None:
         self.model, self.config, self.machine = model.train(), config, machine
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.active_parameters = self.parameters if active_parameters is None else active_parameters
+        self.active_parameters = active_parameters(model, getattr(model, "config", None))
         self.engine = MetaEngine(model, config, gpu_bytes)
         require_layers(len(self.engine.runtime.layers), config.keep_layers, config.offload_layers)
         for_states = None if host_bytes is None else host_bytes - CONSTANT_OVERHEAD_BYTES
@@ -195,9 +192,8 @@ class Forecaster:
         return min(least)
 
     def forecast(self, batch: int, length: int) -> Forecast:
-        """The fastest step on ``batch`` sequences of ``length`` tokens; the leanest where nothing fits.
-
-        Several micro-batches run as one batch where the Trainer's would (``integrations/joined_batches.py``).
+        """The fastest step on ``batch`` sequences of ``length`` tokens; the leanest where nothing fits. Several micro-batches
+        run as one batch where the Trainer's would (``integrations/joined_batches.py``).
 
         Raises:
             Exception: whatever the model raises when it looks at data, or at a length that it doesn't take.
@@ -247,12 +243,12 @@ class Forecaster:
         with standing_for_a_gpu(), self._attention:
             return self._once("outline", batch, length, make=lambda: self._reckoned(batch, length))
 
-    def _once(self, *what: Hashable, make: Callable[[], _Made]) -> _Made:
+    def _once(self, *what: Hashable, make: Callable[[], Any]) -> Any:
         """What was made before of the same, if layers ran in the same tiles and pieces."""
         key = (*what, self.engine.runtime.token_tile, self.engine.runtime.batch_cut.size)
         if key not in self._found:
             self._found[key] = make()
-        return self._found[key]  # type: ignore[no-any-return]
+        return self._found[key]
 
     def _reckoned(self, batch: int, length: int) -> StepOutline:
         kinds, calls = self._layers(batch, length)
@@ -304,8 +300,7 @@ class Forecaster:
             return self._run(batch, length)
         few, short = (-(-tokens // length), length) if length <= tokens else (1, tokens)
         twice = (2 * few, short) if length <= tokens else (1, 2 * tokens)
-        outline: StepOutline = extended(self._run(few, short), self._run(*twice), batch * length / (few * short))
-        return outline
+        return extended(self._run(few, short), self._run(*twice), batch * length / (few * short))
 
     def _run(self, batch: int, length: int, **more: torch.Tensor) -> StepOutline:
         ids = torch.zeros((batch, length), dtype=torch.long)

@@ -192,10 +192,8 @@ class FusedKernels:
         return total
 
     def alive_bytes(self, freed: Collection[str]) -> tuple[int, ...]:
-        """What is alive above what is there when the graph begins, at each operation in order.
-
-        The memory of placeholders of the names ``freed`` is given back after their last use.
-        """
+        """What is alive above what is there when the graph begins, at each operation in order. The memory of placeholders
+        of the names ``freed`` is given back after their last use."""
         ends, last = self._lifetimes()
         dying: dict[int, set[fx.Node]] = {}
         for node, index in last.items():

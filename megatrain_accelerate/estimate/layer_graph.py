@@ -206,8 +206,7 @@ def _costs(graph: fx.Graph, freed: Collection[str] = ()) -> GraphCosts:
 
 def _numbers(node: fx.Node) -> tuple[Any, Any]:
     """The node's arguments with tensors without data in the place of nodes."""
-    made: tuple[Any, Any] = fx.map_arg((node.args, node.kwargs), lambda used: used.meta.get("val"))
-    return made
+    return fx.map_arg((node.args, node.kwargs), lambda used: used.meta.get("val"))
 
 
 def _is_product(node: fx.Node) -> bool:
@@ -281,11 +280,8 @@ def _attention_seconds(costs: GraphCosts, machine: Machine) -> float:
 def compiled_profile(dry: LayerProfile, graph: LayerGraph, machine: Machine) -> LayerProfile:
     """The profile of a call that runs compiled; ``dry`` and ``graph`` may be of its first piece."""
     forward = graph_seconds(graph.forward, machine)
-    return dataclasses.replace(
-        dry,
-        # As layer_measurement.py takes it: the large tensors are the same share.
-        offloaded_bytes=round(graph.kept_bytes * min(1.0, dry.offloaded_bytes / max(1, dry.kept_bytes))),
-        kept_bytes=graph.kept_bytes,
+    return dry.keeping(
+        graph.kept_bytes,
         forward_bytes=graph.forward.peak_bytes,
         kept_forward_bytes=graph.forward.peak_bytes,
         kept_backward_bytes=graph.backward.peak_bytes,

@@ -174,11 +174,9 @@ def known_gpu(name: str) -> KnownGpu | None:
 
 
 def at_the_power_limit(machine: Machine, gpu: str) -> Machine:
-    """The speeds without what the GPU of a name (as torch gives it) reaches for a moment only.
-
-    A large product is timed for a few ms; in a training the clock is what the power limit leaves. Seen on H200, where that
-    product reaches 716 to 795 TFLOPS, by the machine, and trainings are equally fast.
-    """
+    """The speeds without what the GPU of a name (as torch gives it) reaches for a moment only. A large product is timed for
+    a few ms; in a training the clock is what the power limit leaves. Seen on H200, where that product reaches 716 to 795
+    TFLOPS, by the machine, and trainings are equally fast."""
     most = getattr(known_gpu(gpu), "sustained_flops", None) or machine.device_flops
     return dataclasses.replace(machine, device_flops=min(machine.device_flops, most))
 
@@ -220,19 +218,14 @@ def _described(options: MachineOptions, config: MegatrainConfig) -> MachineDescr
 
 def _notes(gpu: KnownGpu, options: MachineOptions, cores: int, dram: float, config: MegatrainConfig) -> Iterator[str]:
     """Where the speeds are from: those that no option names are reckoned."""
-    reckoned = {
-        "products": f"{DENSE_SHARE:.0%} of {gpu.dense_flops / 1e12:.0f} dense bf16 TFLOPS",
-        "GPU memory": f"{MEMORY_SHARE:.0%} of {gpu.memory_bytes / 1e12:.2f} TB/s",
-        "link": f"{H2D_SHARE:.0%} of {gpu.link_bytes / GB:.0f} GB/s each way",
+    speeds = {
+        "products": (options.dense_flops, f"{DENSE_SHARE:.0%} of {gpu.dense_flops / 1e12:.0f} dense bf16 TFLOPS"),
+        "GPU memory": (options.device_bytes, f"{MEMORY_SHARE:.0%} of {gpu.memory_bytes / 1e12:.2f} TB/s"),
+        "link": (options.link_bytes, f"{H2D_SHARE:.0%} of {gpu.link_bytes / GB:.0f} GB/s each way"),
+        "host step": (options.host_step_parameters, ""),  # of which a note of its own says how it is reckoned
     }
-    given = {
-        "products": options.dense_flops,
-        "GPU memory": options.device_bytes,
-        "link": options.link_bytes,
-        "host step": options.host_step_parameters,
-    }
-    named = [name for name, value in given.items() if value is not None]
-    if shares := [text for name, text in reckoned.items() if name not in named]:
+    named = [name for name, (given, _) in speeds.items() if given is not None]
+    if shares := [share for given, share in speeds.values() if share and given is None]:
         yield f"sustained speeds reckoned from public figures by what one H200 reaches of its own: {', '.join(shares)}"
     if named:
         yield f"{', '.join(named)} as the options say"

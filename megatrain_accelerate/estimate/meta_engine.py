@@ -94,10 +94,8 @@ class PositionTable:
 
 
 def shortest_table(model: nn.Module, run: Callable[[], object]) -> PositionTable | None:
-    """The table with the fewest positions, of embeddings among those that a run looks into; None if there is none.
-
-    Towers for images and sounds have tables of their own, which a run on tokens leaves out.
-    """
+    """The table with the fewest positions, of embeddings among those that a run looks into: one on tokens leaves out those of
+    towers for images and sounds. None if there is none."""
     tables = {
         name: module
         for name, module in model.named_modules()
@@ -162,10 +160,8 @@ class MetaEngine(Engine):
         return 0
 
     def store_bytes(self, adds: bool) -> int:
-        """Host memory of the store if all units live on the host, where gradients are added up there or not.
-
-        With it the buffers in which gradients wait that are to be added to others, or pass through.
-        """
+        """Host memory of the store if all units live on the host, and, if gradients are added up there, of the buffers in
+        which they wait for that."""
         runtime = self.runtime
         planned = self._planned_bytes([unit.layout for unit in runtime.units], fp32_sums=adds and runtime.sums.is_wanted)
         staged = [layer.unit.layout.gradient_bytes for layer in runtime.layers]

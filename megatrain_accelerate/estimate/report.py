@@ -38,7 +38,6 @@ class Estimate:
     """All that is found out about one model on one machine. Bytes; speeds a second."""
 
     model: str
-    """As the command names it."""
     forecaster: Forecaster
     stated_positions: int | None
     """The longest sequence that the configuration names."""
@@ -107,9 +106,12 @@ def table(estimate: Estimate) -> str:
             f"at least {most:,}" if is_least else f"{most:,}"
             for most, is_least in ((limits.batch, limits.batch_is_least), (limits.context, limits.context_is_least))
         )
+        stated = f"; the configuration names {estimate.stated_positions:,}" if estimate.stated_positions else ""
+        if (positions := estimate.table) is not None:
+            stated = f"; the model has {positions.positions:,} positions ({positions.name})"
         facts += [
             ("largest batch", f"{batch} sequences of {estimate.length:,} tokens"),
-            ("longest context", f"{context} tokens, one sequence{_known_positions(estimate)}"),
+            ("longest context", f"{context} tokens, one sequence{stated}"),
         ]
     width = max(len(name) for name, _ in facts)
     lines = [f"{name:<{width}}  {text}" for name, text in facts]
@@ -119,19 +121,15 @@ def table(estimate: Estimate) -> str:
     lines += [
         "",
         "layers: on the GPU with their states / weights resident / activations kept / offloaded, of all",
-        *([_AS_ONE] if any(row.joined for row in rows) else []),
+        *(
+            ["as one: the stock Trainer's micro-batches run as one batch (join_micro_batches)"]
+            * any(row.joined for row in rows)
+        ),
         *_verdict(estimate),
     ]
     return "\n".join(lines)
 
 
-def _known_positions(estimate: Estimate) -> str:
-    if estimate.table is not None:
-        return f"; the model has {estimate.table.positions:,} positions ({estimate.table.name})"
-    return f"; the configuration names {estimate.stated_positions:,}" if estimate.stated_positions else ""
-
-
-_AS_ONE = "as one: the stock Trainer's micro-batches run as one batch (join_micro_batches)"
 _HEADER = ("sequences", "tokens each", "step, s", "tokens/s", "TFLOPS", "GPU, GiB", "host, GiB", "layers", "bound by")
 
 

@@ -112,10 +112,8 @@ def adopt_experts(
 
 
 def compute_dtypes(model: nn.Module, bf16: bool) -> dict[int, torch.dtype]:
-    """The dtype in which each parameter computes, by ``id``.
-
-    Of a model that an earlier preparation's engine left the dtype of loading counts. Where the run's
-    mixed precision is ``bf16``, fp32 weights are rounded for compute and keep fp32 masters.
+    """The dtype in which each parameter computes, by ``id``: with ``bf16``, the run's mixed precision, fp32 weights are
+    rounded for compute and keep fp32 masters. Of a model that an earlier engine left the dtype of loading counts.
 
     Raises:
         UnsupportedError: fp16, fp64, quantised or integer weights, or some without data.
@@ -150,10 +148,7 @@ def _loaded_dtype(parameter: nn.Parameter) -> torch.dtype:
 
 
 def _own_precision(model: nn.Module) -> set[int]:
-    """Ids of the parameters that keep their dtype, and so their values, their file format and their merges.
-
-    In a model that was loaded in fp32 all others compute in bf16, from fp32 masters.
-    """
+    """Ids of the parameters that keep their dtype, and so their values, their file format and their merges."""
     parameters = dict(model.named_parameters())
     # What the model itself wants in fp32.
     parts: set[str] = set()
@@ -193,7 +188,6 @@ def is_without_weights(model: nn.Module) -> bool:
 class _MetaWeights:
     """Initialises the parameters and buffers of a model that was built on the meta device, one unit at a time.
 
-    A model of any size is so built within seconds and without a second copy, for benchmarks and for training from scratch.
     transformers' models are initialised by ``_init_weights`` of the innermost model around each module, others by each
     module's ``reset_parameters``. The values are drawn from torch's generator of the device: the same for the same seed and
     device, but not those that the model would draw when it is built with weights on the CPU.

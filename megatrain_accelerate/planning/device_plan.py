@@ -127,16 +127,18 @@ class DevicePlan:
             **({"gradient_sums": sums.planned_bytes} if has_sums else {}),
         }
 
+    @property
+    def _measures(self) -> bool:
+        """Whether layers are measured: elsewhere their costs are reckoned."""
+        return self._device.type == "cuda"
+
     @functools.cached_property
     def _machine(self) -> Machine:
         return measured_machine(self._device, self._runtime.kernels, self._runtime.register)
 
     def make_room(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Before a forward without gradients: what lives on the device leaves it if the forward wouldn't fit beside it.
-
-        It comes back with the next training forward. Logits of an evaluation are made whole. Where there is room to spare,
-        layers that stream are held until then (:mod:`.evaluation_weights`).
-        """
+        """Before a forward without gradients: what lives on the device leaves it until the next training forward if this one
+        wouldn't fit beside it. Where there is room to spare, layers that stream are held (:mod:`.evaluation_weights`)."""
         moves = (self.placement.on_device or self.placement.resident) and self._device.type == "cuda"
         holds = self.evaluation_weights.may_be_held
         if self._runtime.open_forwards or not (moves or holds):
@@ -153,11 +155,9 @@ class DevicePlan:
                 torch.cuda.empty_cache()
 
     def follow(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Plans for a training forward on ``inputs``, keyword arguments of the model, if no plan covers it.
-
-        A forward that begins before the backward of another (a preference loss on two batches) is recomputed whole, and the
-        next plan leaves room for as many at once.
-        """
+        """Plans for a training forward on ``inputs``, keyword arguments of the model, if no plan covers it. A forward that
+        begins before the backward of another (a preference loss on two batches) is recomputed whole, and the next plan
+        leaves room for as many at once."""
         open_forwards = self._runtime.open_forwards
         if open_forwards:
             if open_forwards >= self._forwards_at_once:
@@ -299,9 +299,8 @@ class DevicePlan:
         return self._runtime.batch_cut.asked, frozenset(inputs)
 
     def _in_proportion(self, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline | None:
-        """The outline scaled from the measured step, None if there is none to scale it from. Itself without a GPU or a budget,
-        where none is measured."""
-        if self._device.type != "cuda" or not self.has_budget:
+        """The outline scaled from the measured step, None if there is none to scale it from; itself where none is measured."""
+        if not (self._measures and self.has_budget):
             return outline
         steps = self._measured_steps.get(self._way_of(inputs))
         return None if steps is None else extrapolated_outline(outline, *steps, self._machine)

@@ -67,8 +67,7 @@ class EvaluationWeights:
     """
 
     def __init__(self, runtime: StreamingRuntime, setting: str) -> None:
-        self._runtime = runtime
-        self._setting = setting
+        self._runtime, self._setting = runtime, setting
         self._forwards = self._tokens = self._cache_bytes = self._needed_bytes = 0
         self._evaluated = BatchExtent()
         self._is_full = self._is_warned = self._is_warned_of_experts = False
@@ -92,9 +91,7 @@ class EvaluationWeights:
 
     def before_forward(self, model: nn.Module, inputs: Mapping[str, Any], left_bytes: Callable[[], int | None]) -> None:
         """Before a forward without gradients: holds more layers if there is room, or gives some up if there is none.
-
-        ``left_bytes`` tells what is left of the budget beside all that the engine holds, None without one.
-        """
+        ``left_bytes`` tells what is left of the budget beside all that the engine holds, None without one."""
         self._forwards += 1
         if self._setting == "auto" and self._forwards < 2:
             return

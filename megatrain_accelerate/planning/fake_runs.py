@@ -165,11 +165,9 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def taken_for_data(values: KnownValues) -> contextlib.AbstractContextManager[None]:
-    """transformers doesn't take a tensor of known values for one of a trace while the body runs.
-
-    Under a trace it mustn't look at values, and makes an attention mask of all tokens by all that it leaves out otherwise
-    (transformers/masking_utils.py). That mask alone would be larger than the device where a sequence is long.
-    """
+    """transformers doesn't take a tensor of known values for one of a trace while the body runs. Under a trace it mustn't
+    look at values, and makes an attention mask of all tokens by all that it leaves out otherwise
+    (transformers/masking_utils.py): larger than the device where a sequence is long."""
     module = sys.modules.get("transformers.utils.import_utils")
     is_fake_tensor = getattr(module, "is_fake_tensor", None)
     if is_fake_tensor is None:  # older ones don't ask
@@ -257,19 +255,15 @@ def launches_without_data() -> Iterator[None]:
 def caches_emptied_after(model: nn.Module) -> Iterator[None]:
     """Empties those caches (``functools.lru_cache``) to which the body added an entry: of functions and methods, also below
     other decorators, that the Python modules which define the model's classes define or import."""
-    caches = [(cache, cache.cache_info().misses) for cache in _caches_of(model)]
-    try:
-        yield
-    finally:
-        for cache, misses in caches:
-            if cache.cache_info().misses != misses:
-                cache.cache_clear()
-
-
-def _caches_of(model: nn.Module) -> list[Any]:
     defining = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
     homes = {name for name in defining if name.split(".")[0] not in _NOT_OF_MODELS}
     imported = {id(value) for name in homes & sys.modules.keys() for value in vars(sys.modules[name]).values()}
     # A proxy of another library's may do anything when it is asked for its class.
     caches = [found for found in gc.get_objects() if type(found) is functools._lru_cache_wrapper]
-    return [cache for cache in caches if cache.__module__ in homes or id(cache) in imported]
+    before = [(at, at.cache_info().misses) for at in caches if at.__module__ in homes or id(at) in imported]
+    try:
+        yield
+    finally:
+        for cache, misses in before:
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()

@@ -324,8 +324,6 @@ def split_experts(
 ) -> Discovery:
     """The discovery with the experts that are to stream in parts; ``dtypes`` are those in which parameters compute, by ``id``.
 
-    Where GPU memory isn't planned with, ``expert_parts: auto`` cuts nothing.
-
     Raises:
         UnsupportedError: parts are asked for, and the model has no experts that can be cut, or others that can't.
         ConfigError: more parts are asked for than there are experts.
@@ -366,11 +364,9 @@ def split_experts(
 
 
 def active_parameters(model: nn.Module, config: Any) -> int:
-    """Parameters that a token meets, frozen ones too: all, but for the experts that it isn't sent to.
-
-    Experts are the parameters with ``.experts.`` in their names, adapters on them among them, as transformers has them. Shared
-    experts, which every token is sent to, count whole. ``config`` is the model's, or None.
-    """
+    """Parameters that a token meets, frozen ones too: all, but for the experts that it isn't sent to. Experts are the
+    parameters with ``.experts.`` in their names, adapters on them among them, as transformers has them. Shared experts,
+    which every token is sent to, count whole. ``config`` is the model's, or None."""
     total = sum(parameter.numel() for parameter in model.parameters())
     # One that isn't of transformers, or has several texts, speaks for itself.
     with contextlib.suppress(AttributeError, ValueError):

@@ -220,11 +220,9 @@ def _measure(
     finally:
         runtime.prefetcher.release(slot)
     made = split.whole(made)
-    profile = dataclasses.replace(
-        dry,
-        # A compiled layer saves less than one that runs without data; its large tensors are the same share.
-        offloaded_bytes=round(kept_bytes * min(1.0, dry.offloaded_bytes / max(1, dry.kept_bytes))),
-        kept_bytes=kept_bytes,
+    # A compiled layer saves less than one that runs without data.
+    profile = dry.keeping(
+        kept_bytes,
         forward_bytes=forward.peak_bytes,
         kept_forward_bytes=kept_forward.peak_bytes,
         kept_backward_bytes=backward.peak_bytes,
@@ -281,10 +279,8 @@ class _Measurement:
         return made
 
     def run_recomputes(self) -> dict[str, Any]:
-        """Runs rounds of a compiled layer whose backward computes the activations again; returns what its profile has of that.
-
-        Does nothing for another layer: its recompute is a forward that keeps its graph.
-        """
+        """Runs rounds of a compiled layer whose backward computes the activations again; returns what its profile has of that:
+        nothing for another layer, whose recompute is a forward that keeps its graph."""
         for chooses_kernels in (True, False):
             if self._captures is None or not self._compiled.recomputes(self._layer, self._captures):
                 torch.cuda.reset_peak_memory_stats()  # a first round has raised it

@@ -103,10 +103,8 @@ def kept_speeds(path: Path) -> list[Machine]:
 
 
 def measured_machine(device: torch.device, kernels: HostKernels, register: bool) -> Machine:
-    """The speeds of this machine: medians of what up to :data:`MEASUREMENTS` processes found under the same circumstances.
-
-    A process measures once, and not at all where so many did before. ``register`` says whether host memory is page-locked.
-    """
+    """The speeds of this machine: medians of what up to :data:`MEASUREMENTS` processes found under the same circumstances,
+    each once. ``register`` says whether host memory is page-locked."""
     path = speeds_path(device, kernels, register)
     if path not in _of_this_process:
         measured = kept_speeds(path)
@@ -122,10 +120,8 @@ _of_this_process: dict[Path, Machine] = {}
 
 
 def _median(measured: Sequence[Machine]) -> Machine:
-    """Each speed's median; of an even number the faster of the two in the middle: what else runs makes a machine slower only.
-
-    A share's is that of what the link had while the host stepped: beside others it may be high, of a slow link.
-    """
+    """Each speed's median; of an even number the faster of the two in the middle: what else runs makes a machine slower
+    only. A share's is that of what the link had while the host stepped: beside others it may be high, of a slow link."""
     usual = Machine(*map(statistics.median_high, zip(*map(dataclasses.astuple, measured), strict=True)))
     h2d_in_step = statistics.median_high(at.h2d_bytes * at.h2d_share_in_step for at in measured)
     d2h_in_step = statistics.median_high(at.d2h_bytes * at.d2h_share_in_step for at in measured)
@@ -254,10 +250,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def whole_free_bytes(device: torch.device) -> int:
-    """:func:`free_bytes` without the fragments between tensors, which the allocator can't give back to the driver.
-
-    What is larger than any of them finds no room there. Of expandable segments free pages go back, of others whole segments.
-    """
+    """:func:`free_bytes` without the fragments between tensors, which the allocator can't give back to the driver. What is
+    larger than any of them finds no room there. Of expandable segments free pages go back, of others whole segments."""
     index = torch.cuda.current_device() if device.index is None else device.index
     segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
     return int(torch.cuda.mem_get_info(device)[0]) + sum(map(_returnable_bytes, segments))
@@ -279,10 +273,8 @@ def raise_peak(device: torch.device, limit_bytes: int | None) -> None:
 
     To time kernels Inductor needs copies of what they overwrite. In a backward, copies that would raise the peak are made in
     pinned host memory, which torch keeps for good, and each trial crosses the link (``copy_args_to_cpu_if_needed`` in
-    torch/_inductor/runtime/triton_heuristics.py): 18 GiB for a layer of gpt-oss-120b on 32,768 tokens.
-
-    Nobody reads the device's memory statistics until they are reset. ``limit_bytes`` is that of the process' tensors; None for
-    what is free.
+    torch/_inductor/runtime/triton_heuristics.py). Nobody reads the device's memory statistics until they are reset.
+    ``limit_bytes`` is that of the process' tensors; None for what is free.
     """
     torch.cuda.empty_cache()
     room_bytes = int(USABLE_SHARE_OF_DEVICE * torch.cuda.mem_get_info(device)[0])

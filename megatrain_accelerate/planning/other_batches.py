@@ -52,10 +52,8 @@ class BatchExtent:
 
 def enlarged_batch(model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, growth: float) -> dict[str, Any] | None:
     """The keyword arguments of a batch of text of ``growth`` times ``extent``, tokens and length: ``inputs`` over and over.
-
-    Where the model bounds the length (``max_position_embeddings``), the batch has more sequences instead. None if any of the
-    batches is more than text: an image can't be repeated apart from its tokens.
-    """
+    Where the model bounds the length (``max_position_embeddings``), the batch has more sequences instead. None if any of
+    the batches is more than text: an image can't be repeated apart from its tokens."""
     text = _text(inputs)
     if not text or not extent.length:
         return None
@@ -111,9 +109,6 @@ def _scaled_profile(
         name: round(getattr(measured, name) * _ratio(getattr(estimate, name), getattr(measured_estimate, name)))
         for name in ("kept_bytes", "forward_bytes", "kept_forward_bytes", "kept_backward_bytes", "recomputed_bytes")
     }
-    # Only large tensors leave: there may have been none on the measured batch.
-    share = min(1.0, estimate.offloaded_bytes / max(1, estimate.kept_bytes))
-    changes["offloaded_bytes"] = round(share * changes["kept_bytes"])
     for costs, names in (
         ("forward", ("forward_seconds", "kept_forward_seconds", "recompute_seconds")),
         ("backward", ("backward_seconds",)),
@@ -122,7 +117,7 @@ def _scaled_profile(
         now, before = (getattr(profile, costs).seconds(machine) for profile in (estimate, measured_estimate))
         seconds = {name: getattr(measured, name) for name in names}
         changes |= {name: None if value is None else value * _ratio(now, before) for name, value in seconds.items()}
-    return dataclasses.replace(estimate, budgets=measured.budgets, **changes)
+    return estimate.keeping(budgets=measured.budgets, **changes)
 
 
 def _ratio(after: float, before: float) -> float:
@@ -131,9 +126,7 @@ def _ratio(after: float, before: float) -> float:
 
 
 def outside_seconds_of(outline: StepOutline, machine: Machine) -> float:
-    """Estimated, of what runs outside the layers from the start of the step to the first layer's backward.
-
-    The costs of an event are those of what runs between the event before and this one.
-    """
+    """Estimated, of what runs outside the layers from the start of the step to the first layer's backward. The costs of an
+    event are those of what runs between the event before and this one."""
     backward = [event for event in outline.events if event.is_backward]
     return sum(event.costs.seconds(machine) for event in [*outline.forward_calls, *backward[:1]])

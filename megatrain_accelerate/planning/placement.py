@@ -69,11 +69,8 @@ class Placement:
         groups_on_device: bool = False,
         budgets: tuple[float, float] = (0.0, 1.0),
     ) -> Placement:
-        """The placement with these many layers of each sort, out of ``layers``; more than there are mean all.
-
-        Attention is kept in the last layers that aren't kept (offloaded ones among them need nothing).
-        The first inputs are offloaded, since they are away longest.
-        """
+        """The placement with these many layers of each sort, out of ``layers``; more than there are mean all. Attention is
+        kept in the last layers that aren't kept; the first inputs are offloaded, since they are away longest."""
         on_device = min(on_device, layers)
         kept = min(kept, layers)
         offloaded = min(offloaded, layers - kept)
@@ -177,9 +174,9 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
     def extra_bytes(call: int, made: int) -> int:
         """What is there besides what the outline and kept layers hold; negative if more is away.
 
-        Of the calls whose activations or inputs go to the host those of two are on the device at a
-        time: in forward this one, if they are ``made`` (0 or 1), and, for as many calls as there are
-        from one offloaded layer to the next, the one before it; in backward the one that follows.
+        Of the calls whose activations or inputs go to the host those of two are on the device at a time: in forward this one,
+        if they are ``made`` (0 or 1), and, for as many calls as there are from one offloaded layer to the next, the one
+        before it; in backward the one that follows.
         """
         before = max(0, call - placement.offload_spacing)
         return sum(at_once[i] for i in range(before, call + made) if not is_input[i]) - inputs_before[before]

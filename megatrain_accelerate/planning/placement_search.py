@@ -47,8 +47,6 @@ class Choices:
 
     @classmethod
     def of_settings(cls, config: MegatrainConfig, layers: int) -> Choices:
-        """What the settings of a run leave open for a model of ``layers`` layers."""
-
         def fixed(setting: int | str) -> int | None:
             return setting if isinstance(setting, int) else None
 
@@ -144,14 +142,14 @@ class PlacementSearch:
         variations: list[tuple[int | None, Callable[[_Counts], Iterable[_Counts]]]] = [
             (choices.inputs_offloaded, self._inputs),
             (attention_kept, self._attention),
-            (choices.on_device, self._groups),
+            (choices.on_device, lambda at: _varied(at, groups_on_device=[not at.groups_on_device])),
             (choices.on_device, self._on_device),
             (choices.on_device, self._near),
-            (choices.resident, self._resident),
+            (choices.resident, lambda at: _varied(at, resident=_spread(self._count - at.on_device))),
+            (choices.offloaded, self._offloaded),
+            (choices.on_device if choices.offloaded is None else choices.offloaded, self._offloaded_for_layers),
         ]
         self._variations = [variation for choice, variation in variations if choice is None]
-        of_offloaded = [(None, self._offloaded), (choices.on_device, self._offloaded_for_layers)]
-        self._offloading = [way for choice, way in of_offloaded if choices.offloaded is None and choice is None]
 
     @property
     def something_fits(self) -> bool:
@@ -171,7 +169,7 @@ class PlacementSearch:
         assert found is not None
         for _ in range(3):
             before = best
-            for variation in [*self._variations, *(self._offloading if budgets == _WHOLE else ())]:
+            for variation in self._variations:
                 for counts in variation(best):
                     candidate = self._try(counts)
                     gain = INPUTS_WORTH_IT if counts.inputs_offloaded and not best.inputs_offloaded else WORTH_IT
@@ -182,10 +180,8 @@ class PlacementSearch:
         return self._filled(best, found)
 
     def _first_that_fits(self, budgets: tuple[float, float]) -> _Counts | None:
-        """The placement that takes the least, with as few inputs away as it must.
-
-        One more may be too many for the host, one less for the device.
-        """
+        """The placement that takes the least, with as few inputs away as it must. One more may be too many for the host,
+        one less for the device."""
         start = _Counts(**self._choices.fewest(self._count), budgets=budgets)
         inputs = range(self._count + 1) if self._choices.inputs_offloaded is None else [start.inputs_offloaded]
         return next((counts for counts in _varied(start, inputs_offloaded=inputs) if self._try(counts) is not None), None)
@@ -228,9 +224,6 @@ class PlacementSearch:
         away = self._some_and_near(at.inputs_offloaded, 2) if may_leave else [at.inputs_offloaded]
         return _varied(at, attention_kept=self._some_and_near(at.attention_kept, 2), inputs_offloaded=away)
 
-    def _groups(self, at: _Counts) -> Iterable[_Counts]:
-        return [dataclasses.replace(at, groups_on_device=not at.groups_on_device)]
-
     def _on_device(self, at: _Counts) -> Iterable[_Counts]:
         return _varied(at, groups_on_device=(at.groups_on_device, not at.groups_on_device), on_device=_spread(self._count))
 
@@ -239,18 +232,14 @@ class PlacementSearch:
             residents = {at.resident} if self._choices.resident is not None else {at.resident, 0, self._count - count}
             yield from _varied(dataclasses.replace(at, on_device=count), resident=residents, groups_on_device=(False, True))
 
-    def _resident(self, at: _Counts) -> Iterable[_Counts]:
-        return _varied(at, resident=_spread(self._count - at.on_device))
-
     def _offloaded(self, at: _Counts) -> Iterable[_Counts]:
-        return _varied(at, offloaded=self._some_and_near(at.offloaded, 3))
+        return _varied(at, offloaded=self._some_and_near(at.offloaded, 3) if at.budgets == _WHOLE else ())
 
     def _offloaded_for_layers(self, at: _Counts) -> Iterable[_Counts]:
         # Activations that leave make room for layers, layers that leave for activations: one may be worth nothing by itself.
-        for counts in _varied(
-            at, offloaded=self._some_and_near(at.offloaded, 3), on_device=_spread(self._count)[:_FEW_ON_DEVICE]
-        ):
-            yield from _varied(counts, groups_on_device={at.groups_on_device, counts.on_device > 0})
+        for offloading in self._offloaded(at):
+            for counts in _varied(offloading, on_device=_spread(self._count)[:_FEW_ON_DEVICE]):
+                yield from _varied(counts, groups_on_device={at.groups_on_device, counts.on_device > 0})
 
     def _evaluate(self, counts: _Counts) -> Candidate | None:
         """The candidate with as many kept layers as fit; None if it doesn't fit with any."""

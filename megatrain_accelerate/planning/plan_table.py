@@ -17,10 +17,8 @@ _COLUMNS = 80
 def plan_table(
     chosen: Candidate, runtime: StreamingRuntime, predicted_bytes: int, budget_bytes: int, outline: StepOutline
 ) -> str:
-    """What lies where once the placement is applied, the predicted memory and step, and what bounds it.
-
-    ``predicted_bytes`` is the peak of the device's memory, what the engine holds included.
-    """
+    """What lies where once the placement is applied, the predicted memory and step, and what bounds it. ``predicted_bytes``
+    is the peak of the device's memory, what the engine holds included."""
     placement, time = chosen.placement, chosen.time
     outline = outline.at(*placement.budgets)
     count = len(runtime.layers)

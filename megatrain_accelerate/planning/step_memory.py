@@ -225,21 +225,17 @@ def _fake_weights(model: nn.Module, device: torch.device, values: KnownValues) -
 
 
 def _without_full_masks(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Models skip an attention mask of ones; without data some couldn't know, and would take another kernel.
-
-    Beside positions it stays: without a mask transformers looks whether the positions are those of packed sequences.
-    """
+    """Models skip an attention mask of ones; without data some couldn't know, and would take another kernel. Beside
+    positions it stays: without a mask transformers looks whether the positions are those of packed sequences."""
     mask = inputs.get("attention_mask")
     is_full = isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all()) and inputs.get("position_ids") is None
     return {name: value for name, value in inputs.items() if not (is_full and name == "attention_mask")}
 
 
 def _with_own_head(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs without TRL's request for its own head (``trl.trainer.utils.add_fused_lm_head``).
-
-    That one picks the labelled tokens, so it looks at data, and launches Triton kernels. The model's own head by tiles
-    takes about as much; in an evaluation one position stands for the tiles, since the own head would make all logits.
-    """
+    """The inputs without TRL's request for its own head (``trl.trainer.utils.add_fused_lm_head``), which picks the labelled
+    tokens, so that it looks at data, and launches Triton kernels. The model's own head by tiles takes about as much; in an
+    evaluation one position stands for the tiles, since the own head would make all logits."""
     own = {name: value for name, value in inputs.items() if name != "fused_lm_head"}
     if inputs.get("fused_lm_head") and not torch.is_grad_enabled():
         own.pop("labels", None)
@@ -249,11 +245,9 @@ def _with_own_head(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device) -> Iterator[tuple[dict[str, Any], LiveBytes]]:
-    """Weights and inputs have no data while the body runs, gradients are on, and nothing counts as a real call.
-
-    Loops over tiles run few of them (:mod:`megatrain_accelerate.streaming.token_tiles`): a longer sequence takes no longer.
-    Yields the inputs without data, and the mode that counts while it is entered by the caller.
-    """
+    """Weights and inputs have no data while the body runs, gradients are on, and nothing counts as a real call. Loops over
+    tiles run few of them (:mod:`megatrain_accelerate.streaming.token_tiles`): a longer sequence takes no longer. Yields the
+    inputs without data, and the mode that counts while it is entered by the caller."""
     inputs = _with_own_head(_without_full_masks(inputs))
     with (
         random_numbers_put_back(torch.device("cpu")),

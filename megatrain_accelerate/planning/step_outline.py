@@ -7,6 +7,7 @@ follow from it by arithmetic (:mod:`.step_simulation`), so that hundreds of plac
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -69,11 +70,8 @@ class _LeavingStorages:
         stay = [*inputs, *layer.module.parameters(), *layer.module.buffers()]
         self._seen = {tensor.untyped_storage()._cdata for tensor in stay}
 
-    def counted(self) -> saved_tensors_hooks:
-        """Adds up what autograd saves in the body, each storage once."""
-        return saved_tensors_hooks(self._count, lambda tensor: tensor)
-
-    def _count(self, tensor: torch.Tensor) -> torch.Tensor:
+    def count(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Adds up what autograd saves, each storage once."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._seen and storage.nbytes() >= activation_offload.MIN_OFFLOADED_BYTES:
             self._seen.add(storage._cdata)
@@ -86,20 +84,18 @@ class _EmptyLayer(torch.autograd.Function):
     """A layer's node without the layer: keeps its inputs, makes outputs and input gradients of the right shapes."""
 
     @staticmethod
-    def forward(
-        ctx: Any, outline: _Outliner, layer: int, kind: Hashable, shapes: list[tuple[Any, ...]], *tensors: torch.Tensor
-    ) -> Any:
-        ctx.outline, ctx.layer, ctx.kind = outline, layer, kind
+    def forward(ctx: Any, note: Callable[[], None], shapes: list[tuple[Any, ...]], *tensors: torch.Tensor) -> Any:
+        ctx.note_backward = note
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         return tuple(torch.empty_strided(*shape, dtype=dtype, device=device) for *shape, dtype, device in shapes)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
-        ctx.outline.note(True, ctx.layer, ctx.kind)
+        ctx.note_backward()
         inputs = ctx.saved_tensors
-        gradients = [torch.empty_like(t) if need else None for t, need in zip(inputs, ctx.needs_input_grad[4:], strict=True)]
-        return (None, None, None, None, *gradients)
+        gradients = [torch.empty_like(t) if need else None for t, need in zip(inputs, ctx.needs_input_grad[2:], strict=True)]
+        return (None, None, *gradients)
 
 
 class _Outliner:
@@ -137,7 +133,8 @@ class _Outliner:
         put_together, shapes = self._outputs[kind]
         tensors = tensors_in((args, kwargs))
         # As in the real node: a trained layer is in the graph also above a frozen embedding.
-        made = _EmptyLayer.apply(self, layer.index, kind, shapes, *tensors, *([self._anchor] if layer.has_trainable else []))
+        anchors = [self._anchor] if layer.has_trainable else []
+        made = _EmptyLayer.apply(functools.partial(self.note, True, layer.index, kind), shapes, *tensors, *anchors)
         output, recorded = put_together(made)
         # Once a call, as in a real step: an auxiliary loss has one tensor a layer.
         self._recorder.enter(recorded)
@@ -167,7 +164,7 @@ class _Outliner:
         forward = live.costs - costs
         with torch.enable_grad():
             cut_args, cut_kwargs = as_leaves(args, kwargs, needs)
-            with leaving.counted():
+            with saved_tensors_hooks(leaving.count, lambda tensor: tensor):
                 trial = self._run(layer, cut_args, cut_kwargs)
         kept_forward_bytes = live.take_peak() - base
         outputs = [tensor for tensor in tensors_in(trial) if tensor.requires_grad]
@@ -242,17 +239,13 @@ def as_leaves(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments, cut off from their graph; those tensors that ``needs_grad`` names require grad."""
     needs = iter(needs_grad)
-    made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
-        torch.Tensor, lambda tensor: tensor.detach().requires_grad_(next(needs)), (args, kwargs)
-    )
-    return made
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().requires_grad_(next(needs)), (args, kwargs))
 
 
 def outline_step(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> StepOutline:
     """Runs the model's forward and backward once without data, as they will run on the device.
 
-    ``inputs`` are the keyword arguments of the real call; without labels among them the loss is the
-    sum over the output.
+    ``inputs`` are the keyword arguments of the real call; without labels among them the loss is the sum over the output.
 
     Raises:
         Exception: whatever the model raises when it looks at data (``FakeTensorMode`` has none).
@@ -283,10 +276,8 @@ def outline_layers(
     model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device, first_call: FirstCall
 ) -> tuple[list[Hashable], dict[Hashable, LayerProfile]]:
     """Runs the model's forward alone, without data: the kinds of the layers' calls in order, and their profiles.
-
-    ``inputs`` have no labels. ``first_call`` is told of a call of a new kind before it is profiled: the
-    kind, the layer and its arguments, which have no data. Raises as :func:`outline_step` does.
-    """
+    ``first_call`` is told of a call of a new kind before it is profiled: the kind, the layer and its arguments, which have
+    no data. Raises as :func:`outline_step` does."""
     with dry_model(model, inputs, device) as (dry_inputs, live):
         runtime.batch_cut.begin(dict(inputs))
         outliner = _Outliner(live, runtime, device, first_call)
@@ -296,10 +287,8 @@ def outline_layers(
 
 
 def what_sees_a_batch(model: nn.Module) -> str | None:
-    """The part of a model that keeps its loss from being the sum over a batch's samples, or None if no such part is known.
-
-    The text follows the word "because" in a message.
-    """
+    """What keeps a model's loss from being the sum over a batch's samples, to follow "because" in a message; None if nothing
+    is known to."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     if any(getattr(config, "output_router_logits", False) for config in configs):
         return "the loss balances experts over the tokens of a micro-batch (output_router_logits)"
@@ -307,11 +296,8 @@ def what_sees_a_batch(model: nn.Module) -> str | None:
 
 
 def _has_own_loss_code(model: nn.Module) -> bool:
-    """Whether a function outside transformers and PEFT may contribute to the model's loss, so that it may be no sum.
-
-    The value of a loss can't tell: a weight that compares the tokens of a batch may be 1 for all of
-    them in the first step, and a term of the model's own may be zero.
-    """
+    """Whether a function outside transformers and PEFT may contribute to the model's loss, so that it may be no sum. The
+    value of a loss can't tell: a weight that compares the tokens of a batch may be 1 for all of them in the first step."""
     for module in model.modules():
         if module is model or hasattr(type(module), "loss_function"):
             chosen = getattr(inspect.getattr_static(type(module), "loss_function", None), "fget", None)
@@ -324,10 +310,8 @@ def _has_own_loss_code(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def _sums_divided_by(num_items: Any) -> Iterator[list[torch.Tensor]]:
     """Collects the losses that transformers' own functions make in the body as a sum over tokens, divided by ``num_items``.
-
-    Each of them (``ForCausalLMLoss`` and its like) returns what ``fixed_cross_entropy`` returned. The
-    model gets the very object ``num_items`` as ``num_items_in_batch``; None collects nothing.
-    """
+    Each of them (``ForCausalLMLoss`` and its like) returns what ``fixed_cross_entropy`` returned. The model gets the very
+    object ``num_items`` as ``num_items_in_batch``; None collects nothing."""
     module = sys.modules.get("transformers.loss.loss_utils")
     original = getattr(module, "fixed_cross_entropy", None)
     made: list[torch.Tensor] = []

@@ -58,6 +58,11 @@ class LayerProfile:
     lean_bytes: int = 0
     """What the graph of a layer holds that isn't kept: nothing but at a memory budget above 0.0."""
 
+    def keeping(self, kept_bytes: int, **changes: Any) -> LayerProfile:
+        """This profile with what was found out better. Only large tensors leave: they are the same share of what is kept."""
+        share = min(1.0, self.offloaded_bytes / max(1, self.kept_bytes))
+        return dataclasses.replace(self, kept_bytes=kept_bytes, offloaded_bytes=round(share * kept_bytes), **changes)
+
     def at(self, low: float, high: float) -> LayerProfile:
         """This profile for a step in which kept layers run at the budget ``high``, and those that aren't at ``low``."""
         if not self.budgets or self.recompute_seconds is None or self.backward_seconds is None:
@@ -84,10 +89,8 @@ class LayerProfile:
         )
 
     def of_pieces(self, split: BatchSplit, output_bytes: int) -> LayerProfile:
-        """This profile of the first piece of a batch as that of the whole batch, which runs piece by piece.
-
-        The whole call returns ``output_bytes``; gradients of its inputs are as large.
-        """
+        """This profile of the first piece of a batch as that of the whole batch, which runs piece by piece. The whole call
+        returns ``output_bytes``; gradients of its inputs are as large."""
         if not split.sizes:
             return self
         share = sum(split.sizes) / split.sizes[0]
@@ -163,11 +166,6 @@ class StepOutline:
     def largest_layer_bytes(self) -> int:
         """The most that a recomputed layer takes in backward."""
         return max((profile.recomputed_bytes for profile in self.profiles.values()), default=0)
-
-    @property
-    def longest_sequence(self) -> int:
-        """Tokens of the longest sequence that a layer sees."""
-        return max((profile.length for profile in self.profiles.values()), default=0)
 
     @property
     def forward_calls(self) -> list[Event]:

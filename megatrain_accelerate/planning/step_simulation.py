@@ -59,10 +59,8 @@ class HostOptimizer(Resource):
             self._spans.popleft()
 
     def end_beside(self, start: float, seconds: float, share: float) -> float:
-        """When something is over that begins at ``start`` and takes ``seconds`` alone.
-
-        While the optimizer is at work, it goes at a share of that speed.
-        """
+        """When something is over that begins at ``start`` and takes ``seconds`` alone. While the optimizer is at work, it
+        goes at a share of that speed."""
         now, left = start, seconds
         for begin, end in self._spans:
             if end <= now:
@@ -310,10 +308,8 @@ class _Parts:
         self._slots = Slots(pipeline.model.slots, pipeline.h2d)
 
     def compute(self, event: Event, seconds: float, ready: float, is_last: bool | None = None) -> float:
-        """A layer computes for ``seconds`` in all once its own weights are ``ready``; returns when it has.
-
-        Of a backward, ``is_last`` says whether it is the last before a step; it is None for a forward.
-        """
+        """A layer computes for ``seconds`` in all once its own weights are ``ready``; returns when it has. Of a backward,
+        ``is_last`` says whether it is the last before a step; it is None for a forward."""
         pipeline, parts = self._pipeline, self._pipeline.model.parts.get(event.layer, ())
         if not parts:
             return pipeline.compute.work(seconds, ready)

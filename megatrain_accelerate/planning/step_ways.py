@@ -78,7 +78,7 @@ class WayChoice:
         """The outline of the fastest way that fits by the outlines' costs, or of the leanest."""
         with way_put_back(self._runtime, also_on_success=False):
             whole, by_whole = self._fastest(self._tile or 0)
-            is_short = whole.longest_sequence < LONG_TOKENS
+            is_short = all(profile.length < LONG_TOKENS for profile in whole.profiles.values())
             if self._search is None or self._tile is not None or (by_whole is not None and is_short):
                 return self._taken(whole)
             tiled, by_tiles = self._fastest(AUTO_TILE_TOKENS)

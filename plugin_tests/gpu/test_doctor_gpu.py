@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatrain_accelerate.cli import main
-from megatrain_accelerate.doctor.speed_checks import measure_link
+from megatrain_accelerate.doctor.checks import measure_link
 from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.planning import machine

@@ -15,7 +15,7 @@ import transformers
 
 import megatrain_accelerate
 from megatrain_accelerate.cli import main
-from megatrain_accelerate.doctor import checks, command, speed_checks
+from megatrain_accelerate.doctor import checks, command
 from megatrain_accelerate.doctor.checks import Finding, found_by
 from megatrain_accelerate.errors import HostMemoryError, KernelError, PatchError
 from megatrain_accelerate.integrations import import_hook
@@ -241,19 +241,19 @@ def test_what_compiles_layers_is_looked_for_beside_a_gpu(
     [((53e9, 54e9, 100e9), "ok"), ((12e9, 13e9, 25e9), "slow"), ((53e9, 10e9, 60e9), "slow"), ((53e9, 54e9, 55e9), "note")],
 )
 def test_a_slow_link_is_told_from_one_whose_directions_share(speeds: tuple[float, float, float], state: str) -> None:
-    assert only([speed_checks.link_finding(*speeds)]).state == state
+    assert only([checks.link_finding(*speeds)]).state == state
 
 
 def test_a_step_slower_than_its_memory_wants_cores() -> None:
     fast, slow = (7e9, 200e9, 14), (2e9, 200e9, 3)
-    assert only([speed_checks.host_finding(*fast, True)]).state == "ok"
-    assert "cores" in only([speed_checks.host_finding(*slow, True)]).remedy
-    assert only([speed_checks.host_finding(*slow, False)]).state == "ok"
+    assert only([checks.host_finding(*fast, True)]).state == "ok"
+    assert "cores" in only([checks.host_finding(*slow, True)]).remedy
+    assert only([checks.host_finding(*slow, False)]).state == "ok"
 
 
 def test_speeds_that_do_not_hold_any_more_are_to_be_measured_anew() -> None:
     def found(link: float, step: float, count: int = 3) -> Finding:
-        return only([speed_checks.plan_finding(MACHINE, link, step, "speeds.json", count)])
+        return only([checks.plan_finding(MACHINE, link, step, "speeds.json", count)])
 
     alone = MACHINE.host_step_parameters / SHARE_IN_A_STEP
     assert found(50e9, alone).state == "ok"
@@ -270,7 +270,7 @@ def test_speeds_that_do_not_hold_any_more_are_to_be_measured_anew() -> None:
 
 
 def test_the_batch_is_named_from_which_on_the_gpu_bounds_a_step() -> None:
-    found = only([speed_checks.bounds_finding(MACHINE)])
+    found = only([checks.bounds_finding(MACHINE)])
     # Forward of a token: 2 operations a parameter; the step: 1 / 6e9 seconds of it.
     assert found.values["step_bound_below_tokens"] == pytest.approx(7e14 / 2 / 6e9)
     assert found.values["link_bound_below_tokens"] == pytest.approx(2 / 53e9 * 7e14 / 2)
@@ -279,19 +279,19 @@ def test_the_batch_is_named_from_which_on_the_gpu_bounds_a_step() -> None:
 
 def test_the_hosts_kernels_are_measured_by_what_they_move() -> None:
     kernels = HostKernels(1)
-    step_parameters, probe_bytes = speed_checks.measure_host(kernels, 1 << 20)
+    step_parameters, probe_bytes = checks.measure_host(kernels, 1 << 20)
     kernels.close()
     # Of an array, not of nothing: a core moves less than a hundred times what a server's whole memory does.
     assert 1e7 < step_parameters < 1e11
-    assert probe_bytes > 0.5 * speed_checks.STEP_BYTES * step_parameters
+    assert probe_bytes > 0.5 * checks.STEP_BYTES * step_parameters
 
 
 def test_memory_that_the_driver_refuses_keeps_training_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(_: torch.device) -> tuple[float, float, float]:
         raise HostMemoryError("refused to page-lock")
 
-    monkeypatch.setattr(speed_checks, "measure_link", refuses)
-    found = only(speed_checks.link(torch.device("cuda"), object()))  # type: ignore[arg-type]
+    monkeypatch.setattr(checks, "measure_link", refuses)
+    found = only(checks.link(torch.device("cuda"), object()))  # type: ignore[arg-type]
     assert found.state == "broken"
     assert "memlock=-1" in found.remedy
 
@@ -329,8 +329,8 @@ def test_the_exit_status_says_whether_training_can_run(
 def test_a_machine_without_a_gpu_is_examined_and_told_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    measure: Callable[[HostKernels, int], tuple[float, float]] = speed_checks.measure_host
-    monkeypatch.setattr(speed_checks, "measure_host", lambda kernels, elements: measure(kernels, 1 << 20))
+    measure: Callable[[HostKernels, int], tuple[float, float]] = checks.measure_host
+    monkeypatch.setattr(checks, "measure_host", lambda kernels, elements: measure(kernels, 1 << 20))
     assert main(["doctor", "--folder", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     for text in ("none that torch can use", "host kernels", "huge pages", "AdamW", "patches", str(tmp_path)):
