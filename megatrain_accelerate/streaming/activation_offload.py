@@ -35,12 +35,12 @@ EVERY_RUN = -1
 """In the place of a run's number: what all runs of a call need."""
 
 
+@dataclasses.dataclass
 class _Arrival:
     """The end of one batch of copies back: compute waits for it once, before it first uses what they bring."""
 
-    def __init__(self, event: Any) -> None:
-        self.event = event
-        self.is_waited_for = False
+    event: Any
+    is_waited_for: bool = False
 
 
 class _Parcel:
@@ -220,8 +220,7 @@ class ActivationOffloader:
 
     def _drop_strays(self) -> None:
         while self.strays:
-            arrival, _ = self.strays[0]
-            self._wait_for(arrival)
+            self._wait_for(self.strays[0][0])
             self.strays.popleft()
 
     def _wait_for(self, arrival: _Arrival) -> None:

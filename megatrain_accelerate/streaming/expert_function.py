@@ -14,10 +14,9 @@ pairs (:class:`ExpertResults`).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -29,6 +28,7 @@ from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache
 from megatrain_accelerate.streaming.expert_parts import ExpertPart, ExpertStreams, Places, StreamedExperts, shown_instead
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import named_range
+from megatrain_accelerate.streaming.nested_tensors import tensors_in
 from megatrain_accelerate.streaming.token_tiles import tiles
 
 _FULLEST_PART = 1.25
@@ -36,8 +36,7 @@ _FULLEST_PART = 1.25
 quite even, least of all at the beginning."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """The n pairs of one part of the experts."""
 
     pairs_n: torch.Tensor
@@ -50,8 +49,7 @@ class Rows:
         return hidden_TD[self.tokens_n], weights_TK.reshape(-1)[self.pairs_n].unsqueeze(1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
     """The pairs of one call, sorted by expert; of one expert in the order of tokens."""
 
     tokens: int
@@ -73,10 +71,6 @@ class Routing:
         else:
             bounds = torch.searchsorted(sorted_S, experts.begins(index_TK.device).to(sorted_S.dtype)).tolist()
         return cls(index_TK.shape[0], index_TK.shape[1], order_S, sorted_S, tuple(bounds))
-
-    @property
-    def size_bytes(self) -> int:
-        return self.order_S.nbytes + self.experts_S.nbytes
 
     def rows(self, place: int, part: ExpertPart) -> Rows | None:
         """The pairs of the part at ``place`` among the layer's; None if it has none."""
@@ -112,8 +106,7 @@ _Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Hidden states (T, D) and the weights of the choices (T, K)."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Result:
+class _Result(NamedTuple):
     """What a call of experts gave, and what its backward has to know of it."""
 
     output_TD: torch.Tensor | None
@@ -153,9 +146,7 @@ class ExpertResults:
 
     @property
     def size_bytes(self) -> int:
-        results = [result for results in self._results.values() for result in results]
-        of_outputs = sum(result.output_TD.nbytes for result in results if result.output_TD is not None)
-        return of_outputs + sum(result.routing.size_bytes for result in results if result.routing is not None)
+        return sum(tensor.nbytes for tensor in tensors_in(list(self._results.values())))
 
     def note(self, experts: StreamedExperts, output_TD: torch.Tensor, routing: Routing, places: Places, version: int) -> None:
         """The next call in forward gave this; whoever gets the original may write to it."""
@@ -179,7 +170,7 @@ class ExpertResults:
                 "megatrain_config.expert_parts to 1"
             )
         found = results[number]
-        results[number] = dataclasses.replace(found, output_TD=None, routing=None)
+        results[number] = found._replace(output_TD=None, routing=None)
         return number, found
 
 

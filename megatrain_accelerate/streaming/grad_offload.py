@@ -6,6 +6,7 @@ the global norm is known on the host when backward ends, without another pass ov
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
@@ -49,10 +50,10 @@ class GradientOffloader:
         self._largest = max(layout.gradient_bytes for layout in layouts)
         self._most_parameters = max(len(layout.trainable_entries) for layout in layouts)
         self._slot_count = runtime.config.gradient_slots if self._largest else 0
-        self.slots: list[GradientSlot] = []
+        self.slots: collections.deque[GradientSlot] = collections.deque()
+        """In the order in which they are next written."""
         self.takes_gradients = False
         """Whether the run trains."""
-        self._next_slot = 0
         self._staging: HostBuffers | None = None
         """For gradients that are to be added to earlier ones."""
         self.last_copied_event = self.streams.event()
@@ -73,9 +74,10 @@ class GradientOffloader:
         if passes and self.passing is None and self._largest:
             self.passing = self._buffers_of(PASSING_BUFFERS, self._largest_unit)
         if not needed:
-            self.slots, self._next_slot = [], 0
+            self.slots.clear()
         elif not self.slots:
-            self.slots = [GradientSlot(self._largest, self._most_parameters, self.streams) for _ in range(self._slot_count)]
+            new = (GradientSlot(self._largest, self._most_parameters, self.streams) for _ in range(self._slot_count))
+            self.slots.extend(new)
 
     def begin(
         self, layer: StreamedLayer, found: Container[int] | None = None, parts: int = 1, is_last: bool = True
@@ -116,12 +118,6 @@ class GradientOffloader:
             self._leave_on_device(layer, taken.rows, gradients)
         else:
             taken.take(layer, gradients)
-
-    def take_slot(self) -> GradientSlot:
-        """The next slot; the compute stream must wait for its ``grads_copied_event`` before it is written."""
-        slot = self.slots[self._next_slot]
-        self._next_slot = (self._next_slot + 1) % len(self.slots)
-        return slot
 
     def _leave_on_device(self, layer: StreamedLayer, rows: list[int], gradients: list[torch.Tensor]) -> None:
         """Gradients of a unit on the device stay where they are; their norms go to the host."""
@@ -271,7 +267,8 @@ class UnitGradients:
             return
         # WAR: a step that is still to be applied reads the gradients of the pass before.
         offloader.meter.wait_for_step(part.name, part.gate)
-        slot = offloader.take_slot()
+        slot = offloader.slots[0]
+        offloader.slots.rotate(-1)
         with named_range(f"megatrain::offload_gradients ({part.name})"):
             # WAR: the copy of what used this slot last may still read it.
             offloader.meter.compute_waits_for(slot.grads_copied_event, Cause.D2H)
