@@ -72,21 +72,20 @@ class Routing(NamedTuple):
             bounds = torch.searchsorted(sorted_S, experts.begins(index_TK.device).to(sorted_S.dtype)).tolist()
         return cls(index_TK.shape[0], index_TK.shape[1], order_S, sorted_S, tuple(bounds))
 
-    def rows(self, place: int, part: ExpertPart) -> Rows | None:
-        """The pairs of the part at ``place`` among the layer's; None if it has none."""
-        begin, end = self.bounds[place : place + 2]
+    def rows(self, part: ExpertPart) -> Rows | None:
+        """The pairs of the part; None if it has none."""
+        begin, end = self.bounds[part.place : part.place + 2]
         if begin == end:
             return None
         pairs_n = self.order_S[begin:end]
         index_n1 = (self.experts_S[begin:end] - part.experts.first).unsqueeze(1)
         return Rows(pairs_n, torch.div(pairs_n, self.choices, rounding_mode="floor"), index_n1)
 
-    def pair_buffer(self, like: torch.Tensor, width: int | None = None) -> torch.Tensor:
+    def pair_buffer(self, like: torch.Tensor, *width: int) -> torch.Tensor:
         """Memory for one row of ``width`` a pair, or one number; zero where no part will write."""
         pairs = self.order_S.numel()
-        shape = (pairs,) if width is None else (pairs, width)
         all_have_an_expert = self.bounds[-1] - self.bounds[0] == pairs
-        return like.new_empty(shape) if all_have_an_expert else like.new_zeros(shape)
+        return (like.new_empty if all_have_an_expert else like.new_zeros)((pairs, *width))
 
     def sum_of_choices(self, pairs_SD: torch.Tensor) -> torch.Tensor:
         """The sum over each token's choices, added in fp32 and rounded once: (T, D)."""
@@ -216,7 +215,7 @@ class _Call:
         return output_TD
 
     def _weights(
-        self, place: int, part: ExpertPart, in_backward: bool, backward_follows: bool
+        self, part: ExpertPart, in_backward: bool, backward_follows: bool
     ) -> contextlib.AbstractContextManager[list[torch.Tensor]]:
         """A part's weights for the kernels of the body; those of the next parts are on their way."""
         if self._shown is not None:
@@ -224,16 +223,16 @@ class _Call:
         if not self._streams_parts:
             # On trial all have the weights of the first, the largest: no copy is waited for.
             return self._streams.fetched(self.experts.parts[0], (), part)
-        upcoming = self._streams.upcoming(self.places[place], in_backward, backward_follows) if self.places else ()
+        upcoming = self._streams.upcoming(self.places[part.place], in_backward, backward_follows) if self.places else ()
         return self._streams.fetched(part, upcoming, part)
 
     def _compute(self, inputs: _Inputs, needs: Sequence[bool] | None) -> torch.Tensor:
         made_SD: torch.Tensor | None = None
-        for place, part in tiles(list(enumerate(self.experts.parts))):
-            rows = self.routing.rows(place, part)
+        for part in tiles(self.experts.parts):
+            rows = self.routing.rows(part)
             if rows is None:
                 continue
-            made_nD = self._compute_part(place, part, rows, inputs, needs)
+            made_nD = self._compute_part(part, rows, inputs, needs)
             if made_SD is None:
                 made_SD = self.routing.pair_buffer(made_nD, made_nD.shape[1])
             made_SD[rows.pairs_n] = made_nD
@@ -241,11 +240,9 @@ class _Call:
             return torch.zeros_like(inputs[0])
         return self.routing.sum_of_choices(made_SD).to(inputs[0].dtype)
 
-    def _compute_part(
-        self, place: int, part: ExpertPart, rows: Rows, inputs: _Inputs, needs: Sequence[bool] | None
-    ) -> torch.Tensor:
+    def _compute_part(self, part: ExpertPart, rows: Rows, inputs: _Inputs, needs: Sequence[bool] | None) -> torch.Tensor:
         rows_nD, weights_n1 = rows.of(*inputs)
-        with self._weights(place, part, False, needs is not None) as weights, contextlib.ExitStack() as stack:
+        with self._weights(part, False, needs is not None) as weights, contextlib.ExitStack() as stack:
             if needs is not None:
                 # The graph that backward will make, dropped at once: under no_grad torch may run other kernels.
                 weights = self._leaves(weights)[0]
@@ -275,13 +272,13 @@ class _Call:
             return None, None  # all were frozen since the model was prepared
         hidden_SD = routing.pair_buffer(inputs[0], inputs[0].shape[1]) if needs[0] else None
         weights_S = routing.pair_buffer(inputs[1]) if needs[1] else None
-        for place, part in tiles(list(enumerate(self.experts.parts))[::-1]):
-            rows = routing.rows(place, part)
+        for part in tiles(self.experts.parts[::-1]):
+            rows = routing.rows(part)
             if rows is None:
                 if gradients is not None:
                     gradients.take(part, None)
                 continue
-            of_inputs, of_weights = self._differentiate_part(place, part, rows, inputs, gradient_TD, needs)
+            of_inputs, of_weights = self._differentiate_part(part, rows, inputs, gradient_TD, needs)
             if hidden_SD is not None:
                 hidden_SD[rows.pairs_n] = of_inputs[0]
             if weights_S is not None:
@@ -295,11 +292,11 @@ class _Call:
         )
 
     def _differentiate_part(
-        self, place: int, part: ExpertPart, rows: Rows, inputs: _Inputs, gradient_TD: torch.Tensor, needs: Sequence[bool]
+        self, part: ExpertPart, rows: Rows, inputs: _Inputs, gradient_TD: torch.Tensor, needs: Sequence[bool]
     ) -> tuple[list[torch.Tensor], Sequence[torch.Tensor | None]]:
         """The gradients of a part's inputs that need one, and of its trained parameters."""
         rows_nD, weights_n1 = (rows_n.requires_grad_(need) for rows_n, need in zip(rows.of(*inputs), needs, strict=True))
-        with self._weights(place, part, True, False) as weights:
+        with self._weights(part, True, False) as weights:
             cut, leaves = self._leaves(weights)
             wanted = [tensor for tensor in (rows_nD, weights_n1) if tensor.requires_grad]
             with self.autocast(), torch.enable_grad(), named_range(f"megatrain::recompute ({part.name})"):
