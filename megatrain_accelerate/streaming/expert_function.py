@@ -1,10 +1,9 @@
 """A call of a layer's experts, part by part: the stock forward of their module on the tokens of each part's experts.
 
-T tokens, K choices of each, S = T K pairs, D hidden. Pair number s is choice s % K of token s // K.
-A part's rows are its pairs, as tokens with one choice each, so that whatever implementation the
-model uses runs on the part as on a module of fewer experts. Each row's result goes to its pair's
-place, and a token's K rows are added up at the end: no sum depends on how many parts there are, and
-nothing is added by atomics.
+T tokens, K choices of each, S = T K pairs, D hidden. Pair number s is choice s % K of token s // K. A part's rows are its
+pairs, as tokens with one choice each, so that whatever implementation the model uses runs on the part as on a module of fewer
+experts. Each row's result goes to its pair's place, and a token's K rows are added up at the end: no sum depends on how many
+parts there are, and nothing is added by atomics.
 
 In backward each part is fetched again and computed again, like a layer. A recomputed layer doesn't run its experts twice in
 between: what they gave in forward, as large as the hidden states, waits with the layer's inputs, and so does the order of the
@@ -332,10 +331,7 @@ class _ExpertsFunction(torch.autograd.Function):
 
 
 def run_experts(streams: ExpertStreams, experts: StreamedExperts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the proxy of an experts' module does: ``experts(hidden_states, top_k_index, top_k_weights)``.
-
-    Raises an UnsupportedError where the call can't be cut into parts.
-    """
+    """What an experts' module does: ``experts(hidden_states, top_k_index, top_k_weights)``. May raise an UnsupportedError."""
     bound = inspect.signature(experts.forward).bind(*args, **kwargs)
     given = [*bound.args, *bound.kwargs.values()]
     are_tensors = len(given) == 3 and all(isinstance(argument, torch.Tensor) for argument in given)

@@ -77,10 +77,7 @@ class ExpertPart:
 
 
 class StreamedExperts(StreamedLayer):
-    """All experts of a layer, whose index they have, in parts; the first is ``first_part``.
-
-    The parameters of their module have the dimensions (experts, ...).
-    """
+    """All experts of a layer, whose index they have, in parts of which the first has the index ``first_part``."""
 
     kind = "experts"
 
