@@ -350,12 +350,9 @@ def inputs_offloaded(
     """
     recording = offloader.record(label, [tensor for tensor in tensors if not tensor.requires_grad])
 
-    def pack(tensor: torch.Tensor) -> Any:
-        return recording.place(tensor) or tensor
-
-    def unpack(packed: Any) -> torch.Tensor:
-        return packed.tensor() if isinstance(packed, ParcelPlace) else packed
-
-    with saved_tensors_hooks(pack, unpack):
+    with saved_tensors_hooks(
+        lambda tensor: recording.place(tensor) or tensor,
+        lambda packed: packed.tensor() if isinstance(packed, ParcelPlace) else packed,
+    ):
         yield
     offloader.send(recording, tape, position)

@@ -148,8 +148,8 @@ class ExpertResults:
 
     def note(self, experts: StreamedExperts, output_TD: torch.Tensor, routing: Routing, places: Places, version: int) -> None:
         """The next call in forward gave this; whoever gets the original may write to it."""
-        kept = (output_TD.clone(), routing) if self.keeps else (None, None)
-        self._results.setdefault(experts, []).append(_Result(*kept, places, version))
+        result = _Result(output_TD.clone() if self.keeps else None, routing if self.keeps else None, places, version)
+        self._results.setdefault(experts, []).append(result)
 
     def begin(self, experts: StreamedExperts) -> tuple[int, _Result | None]:
         """A call of these experts begins: its number in this run, and where that replays, the result of forward's.
@@ -334,17 +334,12 @@ def run_experts(streams: ExpertStreams, experts: StreamedExperts, args: tuple[An
     """What an experts' module does: ``experts(hidden_states, top_k_index, top_k_weights)``. May raise an UnsupportedError."""
     bound = inspect.signature(experts.forward).bind(*args, **kwargs)
     given = [*bound.args, *bound.kwargs.values()]
-    are_tensors = len(given) == 3 and all(isinstance(argument, torch.Tensor) for argument in given)
-    if not (
-        are_tensors
-        and given[0].dim() == given[1].dim() == 2
-        and given[1].shape == given[2].shape
-        and given[0].shape[0] == given[1].shape[0]
-    ):
-        what = (str(tuple(arg.shape)) if isinstance(arg, torch.Tensor) else type(arg).__name__ for arg in given)
+    shapes: list[Any] = [tuple(arg.shape) if isinstance(arg, torch.Tensor) else type(arg).__name__ for arg in given]
+    are_tables = len(shapes) == 3 and all(isinstance(shape, tuple) and len(shape) == 2 for shape in shapes)
+    if not are_tables or shapes[1] != shapes[2] or shapes[0][0] != shapes[1][0]:
         raise UnsupportedError(
-            f"experts {experts.name} are called with {', '.join(what)}, where hidden states (tokens, width), indices and "
-            "weights (tokens, choices) are expected, and can't stream in parts; set megatrain_config.expert_parts to 1"
+            f"experts {experts.name} are called with {', '.join(map(str, shapes))}, where hidden states (tokens, width), indices "
+            "and weights (tokens, choices) are expected, and can't stream in parts; set megatrain_config.expert_parts to 1"
         )
     hidden_TD, index_TK, weights_TK = given
     with torch.no_grad():
