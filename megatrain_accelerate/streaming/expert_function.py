@@ -338,8 +338,9 @@ def run_experts(streams: ExpertStreams, experts: StreamedExperts, args: tuple[An
     are_tables = len(shapes) == 3 and all(isinstance(shape, tuple) and len(shape) == 2 for shape in shapes)
     if not are_tables or shapes[1] != shapes[2] or shapes[0][0] != shapes[1][0]:
         raise UnsupportedError(
-            f"experts {experts.name} are called with {', '.join(map(str, shapes))}, where hidden states (tokens, width), indices "
-            "and weights (tokens, choices) are expected, and can't stream in parts; set megatrain_config.expert_parts to 1"
+            f"experts {experts.name} are called with {', '.join(map(str, shapes))}, where hidden states (tokens, width), "
+            "indices and weights (tokens, choices) are expected, and can't stream in parts; set "
+            "megatrain_config.expert_parts to 1"
         )
     hidden_TD, index_TK, weights_TK = given
     with torch.no_grad():
