@@ -90,10 +90,6 @@ class LazyLogits(torch.Tensor):
     _cell: list[torch.Tensor | None]
     """The values once they are made; what was detached has the same cell."""
 
-    @property
-    def _value(self) -> torch.Tensor | None:
-        return self._cell[0]
-
     @staticmethod
     def _make(call: HeadCall, like: torch.Tensor, parent: LazyLogits | None, operation: Operation | None) -> LazyLogits:
         """A new one with shape, strides and dtype of ``like``: ``operation`` on ``parent``, or the head's own output."""
@@ -125,8 +121,8 @@ class LazyLogits(torch.Tensor):
         return value
 
     def _computed(self) -> torch.Tensor:
-        if self._value is not None:
-            return self._value
+        if self._cell[0] is not None:
+            return self._cell[0]
         if self._parent is None or self._operation is None:
             return self._call.logits()
         with torch.no_grad():

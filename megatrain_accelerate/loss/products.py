@@ -79,10 +79,7 @@ def _form(total: torch.Tensor, dtype: torch.dtype) -> str:
 
 
 def parts(total: torch.Tensor, dtype: torch.dtype, rows: int, width: int) -> Iterator[slice]:
-    """Slices of ``rows`` in which products of ``dtype`` are to be added to ``total``.
-
-    So that temporaries of ``width`` columns stay small.
-    """
+    """Slices of ``rows`` in which products of ``dtype`` go to ``total``: temporaries of ``width`` columns stay small."""
     whole = _form(total, dtype) in ("same", "addmm")
     step = rows if whole else max(1, PART_BYTES // (4 * width))
     for begin in token_tiles.tiles(range(0, rows, step)):

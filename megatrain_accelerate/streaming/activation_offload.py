@@ -35,12 +35,12 @@ EVERY_RUN = -1
 """In the place of a run's number: what all runs of a call need."""
 
 
+@dataclasses.dataclass
 class _Arrival:
     """The end of one batch of copies back: compute waits for it once, before it first uses what they bring."""
 
-    def __init__(self, event: Any) -> None:
-        self.event = event
-        self.is_waited_for = False
+    event: Any
+    is_waited_for: bool = False
 
 
 class _Parcel:
@@ -220,8 +220,7 @@ class ActivationOffloader:
 
     def _drop_strays(self) -> None:
         while self.strays:
-            arrival, _ = self.strays[0]
-            self._wait_for(arrival)
+            self._wait_for(self.strays[0][0])
             self.strays.popleft()
 
     def _wait_for(self, arrival: _Arrival) -> None:
@@ -351,12 +350,9 @@ def inputs_offloaded(
     """
     recording = offloader.record(label, [tensor for tensor in tensors if not tensor.requires_grad])
 
-    def pack(tensor: torch.Tensor) -> Any:
-        return recording.place(tensor) or tensor
-
-    def unpack(packed: Any) -> torch.Tensor:
-        return packed.tensor() if isinstance(packed, ParcelPlace) else packed
-
-    with saved_tensors_hooks(pack, unpack):
+    with saved_tensors_hooks(
+        lambda tensor: recording.place(tensor) or tensor,
+        lambda packed: packed.tensor() if isinstance(packed, ParcelPlace) else packed,
+    ):
         yield
     offloader.send(recording, tape, position)

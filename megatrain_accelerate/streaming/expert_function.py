@@ -1,10 +1,9 @@
 """A call of a layer's experts, part by part: the stock forward of their module on the tokens of each part's experts.
 
-T tokens, K choices of each, S = T K pairs, D hidden. Pair number s is choice s % K of token s // K.
-A part's rows are its pairs, as tokens with one choice each, so that whatever implementation the
-model uses runs on the part as on a module of fewer experts. Each row's result goes to its pair's
-place, and a token's K rows are added up at the end: no sum depends on how many parts there are, and
-nothing is added by atomics.
+T tokens, K choices of each, S = T K pairs, D hidden. Pair number s is choice s % K of token s // K. A part's rows are its
+pairs, as tokens with one choice each, so that whatever implementation the model uses runs on the part as on a module of fewer
+experts. Each row's result goes to its pair's place, and a token's K rows are added up at the end: no sum depends on how many
+parts there are, and nothing is added by atomics.
 
 In backward each part is fetched again and computed again, like a layer. A recomputed layer doesn't run its experts twice in
 between: what they gave in forward, as large as the hidden states, waits with the layer's inputs, and so does the order of the
@@ -14,10 +13,9 @@ pairs (:class:`ExpertResults`).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -29,6 +27,7 @@ from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache
 from megatrain_accelerate.streaming.expert_parts import ExpertPart, ExpertStreams, Places, StreamedExperts, shown_instead
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import named_range
+from megatrain_accelerate.streaming.nested_tensors import tensors_in
 from megatrain_accelerate.streaming.token_tiles import tiles
 
 _FULLEST_PART = 1.25
@@ -36,8 +35,7 @@ _FULLEST_PART = 1.25
 quite even, least of all at the beginning."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """The n pairs of one part of the experts."""
 
     pairs_n: torch.Tensor
@@ -50,8 +48,7 @@ class Rows:
         return hidden_TD[self.tokens_n], weights_TK.reshape(-1)[self.pairs_n].unsqueeze(1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
     """The pairs of one call, sorted by expert; of one expert in the order of tokens."""
 
     tokens: int
@@ -74,25 +71,20 @@ class Routing:
             bounds = torch.searchsorted(sorted_S, experts.begins(index_TK.device).to(sorted_S.dtype)).tolist()
         return cls(index_TK.shape[0], index_TK.shape[1], order_S, sorted_S, tuple(bounds))
 
-    @property
-    def size_bytes(self) -> int:
-        return self.order_S.nbytes + self.experts_S.nbytes
-
-    def rows(self, place: int, part: ExpertPart) -> Rows | None:
-        """The pairs of the part at ``place`` among the layer's; None if it has none."""
-        begin, end = self.bounds[place : place + 2]
+    def rows(self, part: ExpertPart) -> Rows | None:
+        """The pairs of the part; None if it has none."""
+        begin, end = self.bounds[part.place : part.place + 2]
         if begin == end:
             return None
         pairs_n = self.order_S[begin:end]
         index_n1 = (self.experts_S[begin:end] - part.experts.first).unsqueeze(1)
         return Rows(pairs_n, torch.div(pairs_n, self.choices, rounding_mode="floor"), index_n1)
 
-    def pair_buffer(self, like: torch.Tensor, width: int | None = None) -> torch.Tensor:
+    def pair_buffer(self, like: torch.Tensor, *width: int) -> torch.Tensor:
         """Memory for one row of ``width`` a pair, or one number; zero where no part will write."""
         pairs = self.order_S.numel()
-        shape = (pairs,) if width is None else (pairs, width)
         all_have_an_expert = self.bounds[-1] - self.bounds[0] == pairs
-        return like.new_empty(shape) if all_have_an_expert else like.new_zeros(shape)
+        return (like.new_empty if all_have_an_expert else like.new_zeros)((pairs, *width))
 
     def sum_of_choices(self, pairs_SD: torch.Tensor) -> torch.Tensor:
         """The sum over each token's choices, added in fp32 and rounded once: (T, D)."""
@@ -112,8 +104,7 @@ _Inputs: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Hidden states (T, D) and the weights of the choices (T, K)."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Result:
+class _Result(NamedTuple):
     """What a call of experts gave, and what its backward has to know of it."""
 
     output_TD: torch.Tensor | None
@@ -153,14 +144,12 @@ class ExpertResults:
 
     @property
     def size_bytes(self) -> int:
-        results = [result for results in self._results.values() for result in results]
-        of_outputs = sum(result.output_TD.nbytes for result in results if result.output_TD is not None)
-        return of_outputs + sum(result.routing.size_bytes for result in results if result.routing is not None)
+        return sum(tensor.nbytes for tensor in tensors_in(list(self._results.values())))
 
     def note(self, experts: StreamedExperts, output_TD: torch.Tensor, routing: Routing, places: Places, version: int) -> None:
         """The next call in forward gave this; whoever gets the original may write to it."""
-        kept = (output_TD.clone(), routing) if self.keeps else (None, None)
-        self._results.setdefault(experts, []).append(_Result(*kept, places, version))
+        result = _Result(output_TD.clone() if self.keeps else None, routing if self.keeps else None, places, version)
+        self._results.setdefault(experts, []).append(result)
 
     def begin(self, experts: StreamedExperts) -> tuple[int, _Result | None]:
         """A call of these experts begins: its number in this run, and where that replays, the result of forward's.
@@ -179,7 +168,7 @@ class ExpertResults:
                 "megatrain_config.expert_parts to 1"
             )
         found = results[number]
-        results[number] = dataclasses.replace(found, output_TD=None, routing=None)
+        results[number] = found._replace(output_TD=None, routing=None)
         return number, found
 
 
@@ -225,7 +214,7 @@ class _Call:
         return output_TD
 
     def _weights(
-        self, place: int, part: ExpertPart, in_backward: bool, backward_follows: bool
+        self, part: ExpertPart, in_backward: bool, backward_follows: bool
     ) -> contextlib.AbstractContextManager[list[torch.Tensor]]:
         """A part's weights for the kernels of the body; those of the next parts are on their way."""
         if self._shown is not None:
@@ -233,16 +222,16 @@ class _Call:
         if not self._streams_parts:
             # On trial all have the weights of the first, the largest: no copy is waited for.
             return self._streams.fetched(self.experts.parts[0], (), part)
-        upcoming = self._streams.upcoming(self.places[place], in_backward, backward_follows) if self.places else ()
+        upcoming = self._streams.upcoming(self.places[part.place], in_backward, backward_follows) if self.places else ()
         return self._streams.fetched(part, upcoming, part)
 
     def _compute(self, inputs: _Inputs, needs: Sequence[bool] | None) -> torch.Tensor:
         made_SD: torch.Tensor | None = None
-        for place, part in tiles(list(enumerate(self.experts.parts))):
-            rows = self.routing.rows(place, part)
+        for part in tiles(self.experts.parts):
+            rows = self.routing.rows(part)
             if rows is None:
                 continue
-            made_nD = self._compute_part(place, part, rows, inputs, needs)
+            made_nD = self._compute_part(part, rows, inputs, needs)
             if made_SD is None:
                 made_SD = self.routing.pair_buffer(made_nD, made_nD.shape[1])
             made_SD[rows.pairs_n] = made_nD
@@ -250,11 +239,9 @@ class _Call:
             return torch.zeros_like(inputs[0])
         return self.routing.sum_of_choices(made_SD).to(inputs[0].dtype)
 
-    def _compute_part(
-        self, place: int, part: ExpertPart, rows: Rows, inputs: _Inputs, needs: Sequence[bool] | None
-    ) -> torch.Tensor:
+    def _compute_part(self, part: ExpertPart, rows: Rows, inputs: _Inputs, needs: Sequence[bool] | None) -> torch.Tensor:
         rows_nD, weights_n1 = rows.of(*inputs)
-        with self._weights(place, part, False, needs is not None) as weights, contextlib.ExitStack() as stack:
+        with self._weights(part, False, needs is not None) as weights, contextlib.ExitStack() as stack:
             if needs is not None:
                 # The graph that backward will make, dropped at once: under no_grad torch may run other kernels.
                 weights = self._leaves(weights)[0]
@@ -284,13 +271,13 @@ class _Call:
             return None, None  # all were frozen since the model was prepared
         hidden_SD = routing.pair_buffer(inputs[0], inputs[0].shape[1]) if needs[0] else None
         weights_S = routing.pair_buffer(inputs[1]) if needs[1] else None
-        for place, part in tiles(list(enumerate(self.experts.parts))[::-1]):
-            rows = routing.rows(place, part)
+        for part in tiles(self.experts.parts[::-1]):
+            rows = routing.rows(part)
             if rows is None:
                 if gradients is not None:
                     gradients.take(part, None)
                 continue
-            of_inputs, of_weights = self._differentiate_part(place, part, rows, inputs, gradient_TD, needs)
+            of_inputs, of_weights = self._differentiate_part(part, rows, inputs, gradient_TD, needs)
             if hidden_SD is not None:
                 hidden_SD[rows.pairs_n] = of_inputs[0]
             if weights_S is not None:
@@ -304,11 +291,11 @@ class _Call:
         )
 
     def _differentiate_part(
-        self, place: int, part: ExpertPart, rows: Rows, inputs: _Inputs, gradient_TD: torch.Tensor, needs: Sequence[bool]
+        self, part: ExpertPart, rows: Rows, inputs: _Inputs, gradient_TD: torch.Tensor, needs: Sequence[bool]
     ) -> tuple[list[torch.Tensor], Sequence[torch.Tensor | None]]:
         """The gradients of a part's inputs that need one, and of its trained parameters."""
         rows_nD, weights_n1 = (rows_n.requires_grad_(need) for rows_n, need in zip(rows.of(*inputs), needs, strict=True))
-        with self._weights(place, part, True, False) as weights:
+        with self._weights(part, True, False) as weights:
             cut, leaves = self._leaves(weights)
             wanted = [tensor for tensor in (rows_nD, weights_n1) if tensor.requires_grad]
             with self.autocast(), torch.enable_grad(), named_range(f"megatrain::recompute ({part.name})"):
@@ -344,23 +331,16 @@ class _ExpertsFunction(torch.autograd.Function):
 
 
 def run_experts(streams: ExpertStreams, experts: StreamedExperts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the proxy of an experts' module does: ``experts(hidden_states, top_k_index, top_k_weights)``.
-
-    Raises an UnsupportedError where the call can't be cut into parts.
-    """
+    """What an experts' module does: ``experts(hidden_states, top_k_index, top_k_weights)``. May raise an UnsupportedError."""
     bound = inspect.signature(experts.forward).bind(*args, **kwargs)
     given = [*bound.args, *bound.kwargs.values()]
-    are_tensors = len(given) == 3 and all(isinstance(argument, torch.Tensor) for argument in given)
-    if not (
-        are_tensors
-        and given[0].dim() == given[1].dim() == 2
-        and given[1].shape == given[2].shape
-        and given[0].shape[0] == given[1].shape[0]
-    ):
-        what = (str(tuple(arg.shape)) if isinstance(arg, torch.Tensor) else type(arg).__name__ for arg in given)
+    shapes: list[Any] = [tuple(arg.shape) if isinstance(arg, torch.Tensor) else type(arg).__name__ for arg in given]
+    are_tables = len(shapes) == 3 and all(isinstance(shape, tuple) and len(shape) == 2 for shape in shapes)
+    if not are_tables or shapes[1] != shapes[2] or shapes[0][0] != shapes[1][0]:
         raise UnsupportedError(
-            f"experts {experts.name} are called with {', '.join(what)}, where hidden states (tokens, width), indices and "
-            "weights (tokens, choices) are expected, and can't stream in parts; set megatrain_config.expert_parts to 1"
+            f"experts {experts.name} are called with {', '.join(map(str, shapes))}, where hidden states (tokens, width), "
+            "indices and weights (tokens, choices) are expected, and can't stream in parts; set "
+            "megatrain_config.expert_parts to 1"
         )
     hidden_TD, index_TK, weights_TK = given
     with torch.no_grad():

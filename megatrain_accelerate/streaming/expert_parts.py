@@ -61,9 +61,10 @@ class PartOfUnit:
 
 
 class ExpertPart:
-    """Some of a layer's experts, which stream alone, number ``index`` in order of the forward."""
+    """Some of a layer's experts, which stream alone: number ``place`` of the layer's, ``index`` of the model's in forward."""
 
-    def __init__(self, index: int, owner: StreamedExperts, experts: ExpertRange) -> None:
+    def __init__(self, place: int, index: int, owner: StreamedExperts, experts: ExpertRange) -> None:
+        self.place = place
         self.index = index
         self.owner = owner
         self.experts = experts
@@ -76,10 +77,7 @@ class ExpertPart:
 
 
 class StreamedExperts(StreamedLayer):
-    """All experts of a layer, whose index they have, in parts; the first is ``first_part``.
-
-    The parameters of their module have the dimensions (experts, ...).
-    """
+    """All experts of a layer, whose index they have, in parts of which the first has the index ``first_part``."""
 
     kind = "experts"
 
@@ -97,7 +95,7 @@ class StreamedExperts(StreamedLayer):
         super().__init__(index, name, module, forward, unit)
         self.count = int(module.num_experts)  # type: ignore[arg-type]
         ranges = expert_ranges(self.count, parts)
-        self.parts = [ExpertPart(first_part + place, self, experts) for place, experts in enumerate(ranges)]
+        self.parts = [ExpertPart(place, first_part + place, self, experts) for place, experts in enumerate(ranges)]
         self.gate = UpdateGate([part.gate for part in self.parts])
         self.results: ExpertResults | None = None
         """Of the run of the layer that is under way, if it has a graph."""

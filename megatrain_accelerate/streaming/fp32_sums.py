@@ -160,10 +160,8 @@ class Fp32Sums:
         return float(gradient_norms([gradient])[0])
 
     def watch(self, states: Iterable[ParameterState]) -> list[Any]:
-        """Hooks (returned) on trained residents: :meth:`take_up` is to be called after each gradient.
-
-        autograd would add it in bf16 to the one that is there, so that is out of the way meanwhile.
-        """
+        """Hooks (returned) on trained residents: :meth:`take_up` is to be called after each gradient."""
+        # Autograd would add it in bf16 to the one that is there, so that is out of the way meanwhile.
         if not self.is_wanted:
             return []
         hook = weakly(self._take_aside)

@@ -6,6 +6,7 @@ the global norm is known on the host when backward ends, without another pass ov
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,10 +30,7 @@ if TYPE_CHECKING:
 
 
 class GradientOffloader:
-    """Owner of the gradient slots and of the way from a layer's backward to ``parameter.grad`` on the host.
-
-    Experts of the layers share the slots.
-    """
+    """Owner of the gradient slots, of layers and experts, and of the way from a backward to ``parameter.grad`` on the host."""
 
     def __init__(self, runtime: StreamingRuntime) -> None:
         self.runtime = runtime
@@ -49,10 +47,10 @@ class GradientOffloader:
         self._largest = max(layout.gradient_bytes for layout in layouts)
         self._most_parameters = max(len(layout.trainable_entries) for layout in layouts)
         self._slot_count = runtime.config.gradient_slots if self._largest else 0
-        self.slots: list[GradientSlot] = []
+        self.slots: collections.deque[GradientSlot] = collections.deque()
+        """In the order in which they are next written."""
         self.takes_gradients = False
         """Whether the run trains."""
-        self._next_slot = 0
         self._staging: HostBuffers | None = None
         """For gradients that are to be added to earlier ones."""
         self.last_copied_event = self.streams.event()
@@ -73,9 +71,10 @@ class GradientOffloader:
         if passes and self.passing is None and self._largest:
             self.passing = self._buffers_of(PASSING_BUFFERS, self._largest_unit)
         if not needed:
-            self.slots, self._next_slot = [], 0
+            self.slots.clear()
         elif not self.slots:
-            self.slots = [GradientSlot(self._largest, self._most_parameters, self.streams) for _ in range(self._slot_count)]
+            new = (GradientSlot(self._largest, self._most_parameters, self.streams) for _ in range(self._slot_count))
+            self.slots.extend(new)
 
     def begin(
         self, layer: StreamedLayer, found: Container[int] | None = None, parts: int = 1, is_last: bool = True
@@ -112,26 +111,16 @@ class GradientOffloader:
         if taken is None:
             return
         gradients = [found[row] for row in taken.rows]
-        if layer.unit.is_on_device:
-            self._leave_on_device(layer, taken.rows, gradients)
-        else:
+        if not layer.unit.is_on_device:
             taken.take(layer, gradients)
-
-    def take_slot(self) -> GradientSlot:
-        """The next slot; the compute stream must wait for its ``grads_copied_event`` before it is written."""
-        slot = self.slots[self._next_slot]
-        self._next_slot = (self._next_slot + 1) % len(self.slots)
-        return slot
-
-    def _leave_on_device(self, layer: StreamedLayer, rows: list[int], gradients: list[torch.Tensor]) -> None:
-        """Gradients of a unit on the device stay where they are; their norms go to the host."""
-        states = [layer.trainable[row] for row in rows]
-        for state, gradient in zip(states, of_their_own(gradients), strict=True):
+            return
+        # They stay where they are; their norms go to the host.
+        for state, gradient in zip(taken.states, of_their_own(gradients), strict=True):
             _refuse_hooked(layer, state)
             self.add_in_place(state, gradient)
             self.norms.forget(state.parameter)
-        if self.runtime.gradients_complete():  # norms are needed only then
-            self._send_from_device(layer, rows, states, [])
+        if self.runtime.gradients_complete():
+            self._send_from_device(layer, taken.rows, taken.states, [])
 
     def fetch(self, group: ResidentGroup, only: torch.Tensor | None = None) -> None:
         """Copies those of a group's gradients (or one alone) that aren't on the host yet."""
@@ -242,15 +231,13 @@ class UnitGradients:
 
     A parameter of experts has one gradient, of which each part brings a range. Whether they are added to earlier ones is
     decided before the first part, and ``parameter.grad`` shows them behind the last. A part's ranges lie apart on the host:
-    they are one copy a parameter; what is added to earlier gradients goes to a buffer in one.
-
-    ``rows``: which of the layer's trainable parameters get one. ``is_last``: no other backward of the same call of the layer
-    follows (of an earlier piece of its batch).
+    they are one copy a parameter; what is added to earlier gradients goes to a buffer in one. ``rows`` are those of the
+    layer's trainable parameters that get one. ``is_last``: no backward of an earlier piece of the same call follows.
     """
 
     def __init__(self, offloader: GradientOffloader, layer: StreamedLayer, rows: list[int], parts: int, is_last: bool) -> None:
         self.rows, self._offloader, self._layer, self._is_last = rows, offloader, layer, is_last
-        self._states = [layer.trainable[row] for row in rows]
+        self.states = [layer.trainable[row] for row in rows]
         # Nothing to add to: they go straight to their place, with norms. So do those that pass.
         is_fresh = len(rows) == len(layer.trainable) and all(state.parameter.grad is None for state in layer.trainable)
         self._is_fresh = is_fresh or offloader.passing is not None
@@ -271,7 +258,8 @@ class UnitGradients:
             return
         # WAR: a step that is still to be applied reads the gradients of the pass before.
         offloader.meter.wait_for_step(part.name, part.gate)
-        slot = offloader.take_slot()
+        slot = offloader.slots[0]
+        offloader.slots.rotate(-1)
         with named_range(f"megatrain::offload_gradients ({part.name})"):
             # WAR: the copy of what used this slot last may still read it.
             offloader.meter.compute_waits_for(slot.grads_copied_event, Cause.D2H)
@@ -299,7 +287,7 @@ class UnitGradients:
         offloader = self._offloader
         # Fresh ones bring their norms; those of sums come with the last before a step.
         has_norms = self._is_fresh or (self._is_last and offloader.runtime.gradients_complete())
-        for state in self._states:
+        for state in self.states:
             _refuse_hooked(self._layer, state)
             gradient = state.parameter.grad
             if gradient is None:
@@ -349,7 +337,7 @@ class UnitGradients:
             copied_event = offloader.send(slot, part.name, size, [(staging[:size], slot.buffer[:size])], None)
             views = part.unit.layout.views(staging, trainable_only=True)
         if not self._additions:
-            self._additions = [Addition(s, s.parameter.grad, offloader.sums.running(s)) for s in self._states]
+            self._additions = [Addition(s, s.parameter.grad, offloader.sums.running(s)) for s in self.states]
         for addition in () if self._left else self._additions:
             if addition.running is not None:
                 addition.state.handle.note_fp32_sum()  # of ``parameter.grad``, from now on

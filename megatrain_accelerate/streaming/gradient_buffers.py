@@ -6,6 +6,7 @@ only those on their way need memory: 12 bytes a parameter of a layer instead of 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 
@@ -45,9 +46,9 @@ class HostBuffers:
         self._memories = [HostMemory(size_bytes, huge_pages=huge_pages, register=register) for _ in range(count)]
         for memory in self._memories:
             memory.register()
-        self._buffers = [memory.tensor(0, (size_bytes,), torch.uint8) for memory in self._memories]
-        self._readers: list[UpdateGate | None] = [None] * count
-        self._next = 0
+        self._turns: collections.deque[tuple[torch.Tensor, UpdateGate]] = collections.deque(
+            (memory.tensor(0, (size_bytes,), torch.uint8), UpdateGate()) for memory in self._memories
+        )
 
     @property
     def size_bytes(self) -> int:
@@ -55,14 +56,13 @@ class HostBuffers:
 
     def take(self, reader: UpdateGate) -> torch.Tensor:
         """The next buffer; waits for what still reads it, and raises if that failed."""
-        place = self._next
-        self._next = (place + 1) % len(self._buffers)
-        before = self._readers[place]
-        if before is not None and not before.is_open:
+        buffer, before = self._turns[0]
+        if not before.is_open:
             # WAR: the step, or the addition, of what took the buffer last may still read it.
             self._meter.wait_for_buffer(before)
-        self._readers[place] = reader
-        return self._buffers[place]
+        self._turns.popleft()
+        self._turns.append((buffer, reader))
+        return buffer
 
     def close(self) -> None:
         for memory in self._memories:

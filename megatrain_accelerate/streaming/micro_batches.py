@@ -198,8 +198,8 @@ class BatchSplit:
     def joined(self, layer: str, pieces: Sequence[list[torch.Tensor]], outputs: int) -> list[torch.Tensor]:
         """What a call returns from what its pieces return: samples, or for recorded tensors the tokens of samples, in order.
 
-        The layer returned the first ``outputs`` of each piece's tensors; the rest was recorded. An UnsupportedError if a
-        tensor doesn't have the piece's samples along dimension 0.
+        The layer returned the first ``outputs`` of each piece's tensors; the rest was recorded. An UnsupportedError where one
+        doesn't have the piece's samples along dimension 0.
         """
         for size, piece in zip(self.sizes, pieces, strict=True):
             for place, tensor in enumerate(piece):

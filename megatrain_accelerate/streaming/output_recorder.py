@@ -154,10 +154,8 @@ _handed_out: list[tuple[str, Any]] = []
 
 @functools.cache
 def handing_out(capture: Capture) -> Hook:
-    """Returns a forward hook that stores what transformers' hook would record, for :func:`take_handed_out`.
-
-    Equal captures have the same hook, since dynamo may guard on its identity.
-    """
+    """A forward hook that stores what transformers' hook would record, for :func:`take_handed_out`."""
+    # Equal captures have the same hook, since dynamo may guard on its identity.
     channel, index = capture.channel, capture.index
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:

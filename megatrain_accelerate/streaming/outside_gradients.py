@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.host_store import HostUnit
@@ -48,7 +48,12 @@ class OutsideGradients:
         states = [] if unit.is_on_device else [state for state in unit.states if state.entry.spec.trainable]
         watched = self._watched[id(unit)] = []
         for state in states:
-            node = _accumulation(state.parameter)  # it lives as long as it is held
+            # Autograd's node that adds to ``parameter.grad``: there is one at a time, for as long as anybody holds it.
+            is_trained = state.parameter.requires_grad
+            with torch.inference_mode(False):
+                state.parameter.requires_grad_(True)
+                node = get_gradient_edge(state.parameter).node
+                state.parameter.requires_grad_(is_trained)
             take = functools.partial(weakly(self._take), weakref.ref(unit), weakref.ref(state))
             watched.append((node, node.register_prehook(take)))
 
@@ -96,13 +101,3 @@ class OutsideGradients:
             for state, gradient in self._aside.pop(backward).values():
                 self._offloader.add_in_place(state, gradient)
                 self._offloader.norms.forget(state.parameter)
-
-
-def _accumulation(parameter: torch.nn.Parameter) -> Node:
-    """Autograd's node that adds to ``parameter.grad``; there is one at a time, for as long as anybody holds it."""
-    is_trained = parameter.requires_grad
-    with torch.inference_mode(False):
-        parameter.requires_grad_(True)
-        node = get_gradient_edge(parameter).node
-        parameter.requires_grad_(is_trained)
-    return node

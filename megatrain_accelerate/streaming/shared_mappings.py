@@ -1,8 +1,8 @@
 """Mappings by which layers pass tensors to later layers besides their outputs (shared keys and values of Gemma 3n and 4).
 
 The model passes one mapping to all layers: some write entries, later ones read them. Each run of a layer, a recompute as well,
-gets its own copy. After the forward run its changes are applied to the model's mapping.
-Transformers uses ``collections.UserDict`` here, since wrappers that rebuild every plain dict would lose what layers write.
+gets its own copy. After the forward run its changes are applied to the model's mapping. Transformers uses ``UserDict`` here,
+since wrappers that rebuild every plain dict would lose what layers write.
 """
 
 from __future__ import annotations

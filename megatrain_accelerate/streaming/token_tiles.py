@@ -170,8 +170,7 @@ class TokenTiles:
 
 
 class TileOfLayers:
-    """An attribute of an engine: tokens of a tile in which parts of its layers, and norms outside them, run from now on; 0 for
-    none."""
+    """An attribute of an engine: tokens of a tile in which parts of its layers, and norms outside them, run; 0 for none."""
 
     def __get__(self, engine: Any, kind: type | None = None) -> int:
         tokens: int = engine.outside_tiles.tile_tokens
@@ -205,8 +204,7 @@ class _TiledCall:
         self.autocast: Again
 
     def token_dim(self, shape: tuple[int, int]) -> int | None:
-        """The dimension of tokens: 1 of (B, T, ...), 2 of (B, H, T, ...), 0 of (B * T, ...); None if it isn't the same for
-        all tensors."""
+        """The dimension of tokens: 1 of (B, T, ...), 2 of (B, H, T, ...), 0 of (B * T, ...); None if tensors differ in it."""
         found = {self._dim_of(tensor, shape) for tensor in self.tensors}
         plain = all(rest is None or isinstance(rest, (bool, int, float, str)) for rest in self._rest)
         return found.pop() if len(found) == 1 and plain else None

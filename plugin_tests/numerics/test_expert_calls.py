@@ -184,7 +184,7 @@ def test_zeros_of_parts_without_tokens_needn_t_travel_to_be_added(bf16: bool, mo
     copies.clear()
 
     def with_zeros(self: Any, part: Any, gradients: Any) -> None:
-        take(self, part, [None] * len(self._states) if gradients is None else gradients)
+        take(self, part, [None] * len(self.rows) if gradients is None else gradients)
 
     monkeypatch.setattr(UnitGradients, "take", with_zeros)
     theirs = run()
