@@ -11,10 +11,10 @@ from torch import nn
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.streaming.call_order import CallOrder, Tape
-from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.expert_parts import ExpertPart, StreamedExperts
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader, UnitGradients
 from megatrain_accelerate.streaming.prefetch import Fetched, Prefetcher
+from megatrain_accelerate.streaming.streams import WeightSlot
 
 Places = list[tuple[Tape, int]]
 """Where on the tape of a forward each part of a layer's experts was called, in order."""

@@ -18,14 +18,13 @@ from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker, Ticket
 from megatrain_accelerate.streaming.clipping import NormTable
-from megatrain_accelerate.streaming.device_slots import GradientSlot
 from megatrain_accelerate.streaming.expert_parts import ExpertPart
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums, gradient_norms
 from megatrain_accelerate.streaming.gradient_buffers import Addition, HostBuffers, not_stepped, of_their_own
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter, UpdateGate, named_range
 from megatrain_accelerate.streaming.resident import ResidentGroup
-from megatrain_accelerate.streaming.streams import Streams
+from megatrain_accelerate.streaming.streams import GradientSlot, Streams
 
 
 class GradientOffloader:

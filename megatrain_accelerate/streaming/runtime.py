@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch.autograd import Variable
 
 from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.memory.flat_layout import ExpertRange
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
@@ -22,32 +22,23 @@ from megatrain_accelerate.streaming.call_gradients import GradientSums
 from megatrain_accelerate.streaming.call_order import CallOrder, OpenForward, Tape
 from megatrain_accelerate.streaming.clipping import Clipping, NormTable
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
-from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.expert_streams import ExpertStreams
-from megatrain_accelerate.streaming.forward_order import UnitInOrder, in_forward_order
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
-from megatrain_accelerate.streaming.graph_call import ActiveCalls
 from megatrain_accelerate.streaming.graph_calls import GraphCalls
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.meter import Cause, Meter, named_range
+from megatrain_accelerate.streaming.meter import Cause, Meter, UpdateGate, named_range
 from megatrain_accelerate.streaming.micro_batches import BatchCut
 from megatrain_accelerate.streaming.model_hook import weakly
 from megatrain_accelerate.streaming.nested_tensors import any_requires_grad
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.outside_gradients import OutsideGradients
-from megatrain_accelerate.streaming.prefetch import Lease, Prefetcher
+from megatrain_accelerate.streaming.prefetch import Prefetcher
 from megatrain_accelerate.streaming.resident import Part, ResidentGroup, relocate
 from megatrain_accelerate.streaming.shared_mappings import SharedMappings
-from megatrain_accelerate.streaming.streams import Streams
+from megatrain_accelerate.streaming.streams import Streams, WeightSlot
 from megatrain_accelerate.streaming.token_tiles import TileOfLayers, TokenTiles
 from megatrain_accelerate.streaming.watched_parameters import Watch, unwatched
-
-
-def _settle(runtime: weakref.ref[StreamingRuntime]) -> None:
-    if (found := runtime()) is not None:
-        found.settle()
-
 
 _running: weakref.WeakSet[StreamingRuntime] = weakref.WeakSet()
 
@@ -57,6 +48,10 @@ def streamed_among(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     running = list(_running)
     return [p for p in parameters if any(runtime.state_of(p) is not None for runtime in running)]
 
+
+UnitInOrder = tuple[HostUnit, ResidentGroup | None, list[tuple[UpdateGate, ExpertRange | None]]]
+"""A unit, its resident group if it is one's, and each of the parts in which it is stepped: the gate, and the experts that it
+is, or None for the whole unit."""
 
 LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -165,11 +160,10 @@ class StreamingRuntime:
         self.anchor = torch.zeros((), device=streams.device, requires_grad=True)
         """A number that requires grad. It keeps nodes in the graph where no input of theirs requires grad: a frozen embedding
         below trained layers."""
-        self._active_calls = ActiveCalls(self)
-        self._graph_calls = GraphCalls(self._active_calls)
+        self._graph_calls = GraphCalls(self)
         self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}
         parameters = [state.parameter for unit in self.units for state in unit.states]
-        self.watch = Watch(parameters, functools.partial(_settle, weakref.ref(self)))
+        self.watch = Watch(parameters, weakly(self.settle))
         """Of the parameters, from a step, a clipping or a backward that others follow to the next forward."""
         self._group_of = {id(state.parameter): group for group in self.groups for state in group.unit.states}
         hook = weakly(self.resident_gradient_ready)
@@ -204,9 +198,17 @@ class StreamingRuntime:
         """All host units: layers, experts that stream in parts, then resident groups."""
         return [part.unit for part in self.parts]
 
-    def in_forward_order(self) -> Iterable[UnitInOrder]:
-        """Units in the order in which the next forward needs them."""
-        return in_forward_order(self.layers, self.groups)
+    def in_forward_order(self) -> list[UnitInOrder]:
+        """Units in the order in which the next forward needs them, and in which they are stepped.
+
+        Layers, the experts of each behind it, and groups between the layers that they stand between.
+        """
+        units: list[tuple[int, int, UnitInOrder]] = []
+        units += [(group.layers_before, 0, (group.unit, group, [(group.gate, None)])) for group in self.groups]
+        units += [(layer.index, 1, (layer.unit, None, [(layer.gate, None)])) for layer in self.layers]
+        for whole in self.experts:
+            units.append((whole.index, 2, (whole.unit, None, [(part.gate, part.experts) for part in whole.parts])))
+        return [unit for _, _, unit in sorted(units, key=lambda item: item[:2])]
 
     @property
     def gradients_leave(self) -> bool:
@@ -273,7 +275,7 @@ class StreamingRuntime:
                 group.wait_for_step()
         return slot
 
-    def lease_backward(self, layer: StreamedLayer, tape: Tape, position: int) -> Lease:
+    def lease_backward(self, layer: StreamedLayer, tape: Tape, position: int) -> WeightSlot:
         """A slot with the layer's weights, for the backward of a call."""
         self._backward_tape = tape
         self._in_this_backward.add(tape.open_forward())
@@ -304,14 +306,14 @@ class StreamingRuntime:
 
     def backward_fails(self, task: int) -> None:
         """A backward ended by an exception: what it left is taken back."""
-        self._active_calls.fail(task)
+        self._graph_calls.fail(task)
         self._in_this_backward.clear()
         if self._backward_task == task:
             self._backward_task = None
 
     def backward_ends(self, task: int) -> None:
         """A backward is over: what it made is complete."""
-        self._active_calls.finish(task)
+        self._graph_calls.finish(task)
         self._backward_task = None
         # Others may wait for a backward of their own.
         self._open_forwards -= self._in_this_backward

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain_accelerate.streaming.activation_offload import ParcelPlace, Recording
-from megatrain_accelerate.streaming.device_slots import WeightSlot
+from megatrain_accelerate.streaming.streams import WeightSlot
 
 
 class SlotReader(Protocol):

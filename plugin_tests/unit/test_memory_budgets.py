@@ -19,7 +19,7 @@ from torch._inductor import config as inductor_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain_accelerate.integrations.output_recording import CapturedOutputs
-from megatrain_accelerate.streaming.memory_budgets import MemoryBudget
+from megatrain_accelerate.streaming.compiled_layer import MemoryBudget
 from megatrain_accelerate.streaming.saved_tensors import SavedTensors, SlotPlace
 
 pytestmark = [
