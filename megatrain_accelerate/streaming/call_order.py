@@ -42,7 +42,6 @@ class CallOrder:
         self._expected = list(range(layer_count))
         self._is_only_layer = layer_count == 1 and leader is None
         self._tape = Tape()
-        self._first: int | None = None
         self._ended = False
         self._leader = leader
         self._led_by: Tape | None = None
@@ -54,7 +53,6 @@ class CallOrder:
             if self._tape.calls:
                 self._expected = self._tape.calls
             self._tape = Tape()
-            self._first = index
             self._led_by = None if self._leader is None else self._leader._tape
         self._tape.calls.append(index)
         return self._tape, len(self._tape.calls) - 1
@@ -62,7 +60,7 @@ class CallOrder:
     def _begins_pass(self, index: int) -> bool:
         if self._leader is not None:
             return self._led_by is not self._leader._tape
-        return self._ended or (index == self._first and not self._is_only_layer)
+        return self._ended or (index == self._tape.calls[0] and not self._is_only_layer)
 
     def end_pass(self) -> None:
         """The next call begins a new pass, whichever layer it is (a backward ended, a forward of the model begins)."""

@@ -67,22 +67,7 @@ _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "triton")
 
 _kind_numbers = itertools.count()
 _announced = False
-
-
-def _announce(name: str) -> None:
-    """Says once in a process why the first step takes so long."""
-    global _announced
-    if not _announced:
-        _announced = True
-        logger.warning(
-            "megatrain: compiling %s (about half a minute, once for all equal layers; compile_layers: false leaves it out)",
-            name,
-        )
-
-
-def _comes_from_a_compiler(error: BaseException) -> bool:
-    """Whether the exception is one of the compiler's, and not one that the layer's own code or the device raised."""
-    return any(kind.__module__.startswith(_COMPILERS) for kind in type(error).__mro__)
+"""Whether this process has said why the first step takes so long."""
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -110,14 +95,7 @@ EVERYTHING = MemoryBudget(1.0, 1.0, 0.0)
 
 
 class _Kind:
-    """The layers that share a compiled function.
-
-    Args:
-        forward: their class's forward, not bound.
-        name: of their class.
-        memory_budget: what share of the activations is saved, from 0.0 (the inputs) to 1.0.
-        compile_graph: compiles a graph of dynamo's for a kind.
-    """
+    """The layers that share a compiled function: the forward of their class, not bound, at one memory budget."""
 
     def __init__(
         self, forward: Callable[..., Any], name: str, memory_budget: float, compile_graph: Callable[..., Callable[..., Any]]
@@ -142,17 +120,9 @@ class _Kind:
         backend = functools.partial(compile_graph, self)
         self.function: Callable[..., Any] = torch.compile(function, backend=backend, fullgraph=True)
 
-    def note_random_numbers(self, graph: torch.fx.Graph) -> None:
-        """Looks through the graph of forward and backward before it is parted. One that draws random numbers saves everything.
-
-        Operations with a probability of zero, attention above all, draw none.
-        """
-        if any(_draws(node) for node in graph.nodes):
-            self.is_random = True
-            torch._functorch.config.activation_memory_budget = 1.0  # until the end of this compilation
-
 
 def _draws(node: torch.fx.Node) -> bool:
+    """Whether it draws random numbers. Operations with a probability of zero, attention above all, draw none."""
     operation = node.target
     if not isinstance(operation, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
@@ -163,12 +133,9 @@ def _draws(node: torch.fx.Node) -> bool:
 
 
 class CompiledLayers:
-    """Runs the layers of one engine compiled where that is wanted and works.
+    """Runs the layers of one engine compiled where that is ``wanted`` (``megatrain_config.compile_layers``) and works.
 
-    Args:
-        wanted: ``megatrain_config.compile_layers``.
-        device: where the layers run.
-        recorder: what collects side outputs of layers.
+    ``recorder`` collects side outputs of layers.
     """
 
     def __init__(self, wanted: bool | str, device: torch.device, recorder: OutputRecorder | None = None) -> None:
@@ -180,7 +147,6 @@ class CompiledLayers:
         """What compiles dynamo's graphs: a name that dynamo knows, or a function."""
         self._kinds: dict[Any, _Kind] = {}
         self._eager_noted: set[tuple[str, str]] = set()
-        self._compiling = ""
         self.is_optional = self._is_on and wanted == "auto"
         """Whether the plan may do without."""
         self.pays: bool | None = None
@@ -230,30 +196,21 @@ class CompiledLayers:
     ) -> Any:
         """Runs the layer's forward with the weights that are bound to it: compiled, or its own code if that fails.
 
-        Called with gradients enabled, for a layer that :meth:`wants` approved.
-
-        Args:
-            layer: the layer.
-            captures: as :meth:`wants` gave them.
-            args, kwargs: of its forward.
-            memory_budget: 1.0, or less for a layer that :meth:`recomputes` with it.
-
-        Raises:
-            Exception: what the layer's own code raises.
+        Called with gradients enabled, for a layer that :meth:`wants` approved, with the captures that it gave. The memory
+        budget is less than 1.0 for a layer that :meth:`recomputes` with it. Raises what the layer's own code raises.
         """
         kind = self._kind_of(layer, captures, memory_budget)
         if kind is None or takes_mappings(args, kwargs):
             return layer.run(args, kwargs)
         before = RandomState(self._device)
-        self._compiling = kind.name
         try:
             with _run_settings(), captures.replaced():
                 output, recorded = kind.function(layer.module, args, kwargs)
             self._recorder.enter(recorded)
             return output
         except Exception as error:
-            if not _comes_from_a_compiler(error):
-                raise
+            if not any(cause.__module__.startswith(_COMPILERS) for cause in type(error).__mro__):
+                raise  # the layer's own code or the device did
             reason = _in_one_line(error)
         before.put_back()
         # Wrong arguments fail in the compiler too. Then this call raises what the user should see, and nothing is given up.
@@ -288,7 +245,14 @@ class CompiledLayers:
 
     def _compile(self, kind: _Kind, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
         """Dynamo's backend: forward and backward of one graph, so that neither can fail later."""
-        _announce(self._compiling)
+        global _announced
+        if not _announced:
+            _announced = True
+            logger.warning(
+                "megatrain: compiling %s (about half a minute, once for all equal layers; compile_layers: false leaves it "
+                "out)",
+                kind.name,
+            )
         self.compilations += 1
         # A second backward finds what it needs: the first doesn't write over it. For the whole process, since each backward
         # looks at the setting, on autograd's thread.
@@ -314,12 +278,17 @@ class CompiledLayers:
 
 
 def _looking_at(kind: _Kind) -> Any:
-    """A pass of Inductor's that only looks, so that what is compiled is cached as without it."""
+    """A pass of Inductor's over the graph of forward and backward, before it is parted: one that draws saves everything.
+
+    It only looks, so that what is compiled is cached as without it.
+    """
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Look(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
-            kind.note_random_numbers(graph)
+            if any(map(_draws, graph.nodes)):
+                kind.is_random = True
+                torch._functorch.config.activation_memory_budget = 1.0  # until the end of this compilation
 
         def uuid(self) -> str:
             return "megatrain_accelerate: random numbers"
@@ -351,12 +320,9 @@ def _asking_for_budgets(kind: _Kind) -> Any:
 
 
 def budgets_of(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> tuple[MemoryBudget, ...]:
-    """The distinct budgets of a graph of forward and backward, from 0.0 to 1.0.
+    """The distinct budgets of a graph of forward and backward, from 0.0 to 1.0, without compiling anything.
 
-    Args:
-        graph: with the values of its nodes, as the partitioner takes it; it isn't changed.
-        inputs: of the graph.
-        options: of the partitioner.
+    The graph, which isn't changed, has the values of its nodes, as the partitioner takes it with these ``options``.
     """
     found = {value: _saved_and_recomputed(graph, inputs, options, value) for value in (0.0, *CANDIDATES, 1.0)}
     (least, most_again), (most, again_in_any_case) = found[0.0], found[1.0]

@@ -75,7 +75,8 @@ class GradientOffloader:
         self._fetched_event = streams.event()
         self._in_flight: list[torch.Tensor] = []
         self.gradients_complete: Callable[[], bool] = lambda: True
-        """Whether the backward in progress is the last before a step; norms are needed only then."""
+        """Whether the backward in progress is the last before a step; set from Accelerate's gradient state. Norms are needed
+        only then."""
         self.passing: HostBuffers | None = None
         """For gradients that are consumed in backward."""
         self.layer_done_listeners: dict[int, Callable[[StreamedLayer, Callable[[], None]], bool]] = {}

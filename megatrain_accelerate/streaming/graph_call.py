@@ -69,29 +69,18 @@ class GraphCall:
     them itself, so that it goes when the graph goes.
 
     Args:
-        calls: of the engine.
-        layer: that is called.
+        calls, layer: of the engine.
         tape, position: the call on its forward pass.
-        piece, pieces: the number of this piece of the call, in forward order, and how many there are; 0 and 1 if it is whole.
+        piece, pieces: the number of this piece of the call, in forward order, and how many there are: 0 and 1 if it is whole.
         is_whole: whether the layer has to be run again as a whole (:mod:`.whole_recompute`).
     """
 
     def __init__(
-        self,
-        calls: GraphCalls,
-        layer: StreamedLayer,
-        tape: Tape,
-        position: int,
-        piece: int,
-        pieces: int,
-        is_whole: bool,
+        self, calls: GraphCalls, layer: StreamedLayer, tape: Tape, position: int, piece: int, pieces: int, is_whole: bool
     ) -> None:
-        self.calls = calls
-        self.layer = layer
-        self.tape = tape
-        self.position = position
-        self.piece = piece
-        self.pieces = pieces
+        self.calls, self.layer = calls, layer
+        self.tape, self.position = tape, position
+        self.piece, self.pieces = piece, pieces
         self.is_whole = is_whole
         self.open_forward = tape.open_forward()
         self.state = CallState.FORWARD
@@ -114,11 +103,7 @@ class GraphCall:
         """Which weights are trained in forward, in entry order."""
 
     def move_to(self, state: CallState) -> None:
-        """The one place where a call changes its state.
-
-        Raises:
-            StateError: the move isn't allowed; the message names both states.
-        """
+        """The one place where a call changes its state; raises a StateError where the move isn't allowed."""
         if (self.state, state) not in _ALLOWED:
             raise StateError(f"a call of layer {self.layer.name} can't go from {self.state.value!r} to {state.value!r}")
         self.state = state
@@ -202,7 +187,7 @@ class GraphCall:
         if is_offloaded:
             inputs, _ = taken_apart((args, kwargs))
             offloaded = runtime.activations.record(layer.name, [*layer.module.buffers(), *inputs])
-        with layer.bound(weights), self.calls.saved_tensors(offloaded).recording():
+        with layer.bound(weights), self.calls.saving(offloaded):
             output = self._run_layer(args, kwargs, memory_budget=low if by_compiler else high)
         if offloaded is not None:
             runtime.activations.send(offloaded, self.tape, self.position, self.piece)
@@ -236,7 +221,7 @@ class GraphCall:
 
         def body(*given: torch.Tensor) -> Any:
             args, kwargs = arguments(given)
-            saving = contextlib.nullcontext() if whole is not None else self.calls.saved_tensors().recording()
+            saving = contextlib.nullcontext() if whole is not None else self.calls.saving()
             if first:
                 with (
                     layer.bound(first.pop()),
@@ -360,7 +345,7 @@ class GraphCall:
         return True
 
     def all_issued(self) -> None:
-        """Everything of the layer's backward has been issued, as far as a hook can tell."""
+        """All of the layer's backward has been issued, as far as a hook can tell."""
         if self.state is CallState.FORWARD:
             return
         self._begin()

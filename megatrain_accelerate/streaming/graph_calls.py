@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.streaming.activation_offload import Recording, inputs_offloaded
@@ -135,9 +136,9 @@ class GraphCalls:
             else:
                 self._running[slot.address] = before
 
-    def saved_tensors(self, offloaded: Recording | None = None) -> SavedTensors:
-        """How a run saves what its backward needs; see :class:`SavedTensors`."""
-        return SavedTensors(self.reader_at, offloaded, self.runtime.prefetcher.at_address)
+    def saving(self, offloaded: Recording | None = None) -> saved_tensors_hooks:
+        """The hooks under which a run saves what its backward needs; see :class:`SavedTensors`."""
+        return SavedTensors(self.reader_at, offloaded, self.runtime.prefetcher.at_address).recording()
 
     def reader_at(self, address: int) -> GraphCall | None:
         """The call that computes with the slot at this address; None for other memory.

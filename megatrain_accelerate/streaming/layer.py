@@ -53,8 +53,8 @@ class StreamedLayer:
         self.has_trainable = bool(self.trainable)
         self.experts: tuple[StreamedExperts, ...] = ()
         """What of the layer streams in parts, with units of its own; see :meth:`leave_to`."""
-        self._known = {id(state.parameter) for state in unit.states}
-        position = {id(state.parameter): i for i, state in enumerate(unit.states)}
+        position = {id(state.parameter): place for place, state in enumerate(unit.states)}
+        self._known = set(position)
         self.times_bound = 0
         """How often weights are bound to it now: a checkpoint of the user's runs it again within its backward."""
         self.bindings: list[tuple[nn.Module, str, int, nn.Parameter]] = [
@@ -81,8 +81,8 @@ class StreamedLayer:
 
     def trained_now(self) -> list[bool]:
         """Which weights of its unit are trained, in entry order: scripts freeze and unfreeze them at any time."""
+        trained = [False] * len(self.unit.states)
         with unwatched():
-            trained = [False] * len(self.unit.states)
             for place, state in zip(self.trainable_places, self.trainable, strict=True):
                 trained[place] = state.parameter.requires_grad
         return trained
@@ -122,25 +122,8 @@ class StreamedLayer:
         """
         return _Bound(self, weights)
 
-    def refuse_replaced(self, found: Sequence[nn.Parameter | None]) -> None:
-        """Raises for the first of ``found``, one for each of the bindings, that isn't the parameter that was adopted.
-
-        Raises:
-            StateError: with its name.
-        """
-        for (owner, attribute, _, parameter), value in zip(self.bindings, found, strict=True):
-            if value is not parameter:
-                raise StateError(
-                    f"parameter {attribute!r} of {type(owner).__name__} in layer {self.name} was replaced after the "
-                    "model was prepared; change the model (adapters, heads, tokens) before accelerator.prepare()"
-                )
-
     def refuse_unfrozen(self) -> None:
-        """Raises for a trained parameter that was frozen, or wasn't there, when the model was prepared.
-
-        Raises:
-            StateError: it has neither gradient nor master.
-        """
+        """Raises a StateError for a trained parameter that was frozen, or wasn't there, when the model was prepared."""
         if self.times_bound:
             return
         with unwatched():
@@ -172,14 +155,7 @@ class StreamedLayer:
         return [parameter for parameter in found if parameter is not None and id(parameter) not in self._known]
 
     def require_version(self, version: int | None) -> None:
-        """Raises in a backward whose forward saw other weights.
-
-        Args:
-            version: the unit's in forward.
-
-        Raises:
-            StateError: it is another now.
-        """
+        """Raises a StateError in a backward whose forward saw other weights, of this version of the unit."""
         if self.unit.version != version:
             raise StateError(
                 f"the weights of {self.kind} {self.name} were changed between forward and backward (by optimizer.step(), a "
@@ -205,16 +181,18 @@ class _Bound:
     """See :meth:`StreamedLayer.bound`. A class, since a generator takes several times as long to enter and leave."""
 
     def __init__(self, layer: StreamedLayer, weights: Sequence[torch.Tensor]) -> None:
-        self._layer = layer
-        self._weights: Sequence[torch.Tensor] = weights
+        self._layer, self._weights = layer, weights
 
     def __enter__(self) -> None:
         layer, weights, self._weights = self._layer, self._weights, ()
-        self._before: list[nn.Parameter | None] = [
-            owner._parameters.get(attribute) for owner, attribute, _, _ in layer.bindings
-        ]
+        self._before = [owner._parameters.get(attribute) for owner, attribute, _, _ in layer.bindings]
         if not layer.times_bound and any(map(operator.is_not, self._before, layer.adopted)):
-            layer.refuse_replaced(self._before)
+            pairs = zip(layer.bindings, self._before, strict=True)
+            owner, name = next((owner, name) for (owner, name, _, adopted), found in pairs if found is not adopted)
+            raise StateError(
+                f"parameter {name!r} of {type(owner).__name__} in layer {layer.name} was replaced after the "
+                "model was prepared; change the model (adapters, heads, tokens) before accelerator.prepare()"
+            )
         layer.times_bound += 1
         for owner, attribute, position, _ in layer.bindings:
             owner._parameters[attribute] = weights[position]  # type: ignore[assignment]

@@ -60,23 +60,20 @@ class _EndOfBackward:
     """Autograd calls this when a backward is over, and drops it uncalled when one has failed."""
 
     def __init__(self, runtime: StreamingRuntime, task: int) -> None:
-        self._runtime: weakref.ref[StreamingRuntime] | None = weakref.ref(runtime)
+        self._runtime: Callable[[], StreamingRuntime | None] = weakref.ref(runtime)
         self._task = task
 
     def __call__(self) -> None:
-        reference, self._runtime = self._runtime, None
-        runtime = None if reference is None else reference()
-        if runtime is None:
-            return
-        try:
-            runtime.backward_ends(self._task)
-        except BaseException:
-            runtime.backward_fails(self._task)
-            raise
+        runtime, self._runtime = self._runtime(), lambda: None
+        if runtime is not None:
+            try:
+                runtime.backward_ends(self._task)
+            except BaseException:
+                runtime.backward_fails(self._task)
+                raise
 
     def __del__(self) -> None:
-        runtime = None if self._runtime is None else self._runtime()
-        if runtime is not None:
+        if (runtime := self._runtime()) is not None:
             runtime.backward_fails(self._task)
 
 
@@ -84,12 +81,9 @@ class StreamingRuntime:
     """Streams, slots, worker and gradients of one model.
 
     Args:
-        layers: streamed layers, by index, with those of their experts that stream in parts.
-        groups: resident groups, in model order.
-        streams, meter, kernels, worker: made by the engine.
-        config: the settings.
+        layers: by index, with those of their experts that stream in parts.
+        groups: in model order.
         register: page-lock host buffers.
-        recorder: see :class:`OutputRecorder`.
     """
 
     def __init__(
@@ -105,16 +99,11 @@ class StreamingRuntime:
         register: bool,
         recorder: OutputRecorder | None = None,
     ) -> None:
-        self.layers = list(layers)
+        self.layers, self.groups = list(layers), list(groups)
         self.experts = [experts for layer in self.layers for experts in layer.experts]
-        self.groups = list(groups)
         self.parts: list[Part] = [*self.layers, *self.experts, *self.groups]
-        self.streams = streams
-        self.meter = meter
-        self.kernels = kernels
-        self.worker = worker
-        self.config = config
-        self.register = register
+        self.streams, self.meter, self.kernels, self.worker = streams, meter, kernels, worker
+        self.config, self.register = config, register
         self.norms = NormTable(self.units, register)
         wanted, limit = config.accumulation_dtype == "fp32", config.host_memory_gib
         self.sums = Fp32Sums(self.parts, device=streams.device, kernels=kernels, is_wanted=wanted, host_memory_gib=limit)
@@ -131,20 +120,18 @@ class StreamingRuntime:
             huge_pages=config.huge_pages,
             register=register,
         )
-        self.gradients_complete: Callable[[], bool] = lambda: True
-        """Whether the backward in progress is the last before a step; set from Accelerate's gradient state."""
-        self.offloader.gradients_complete = lambda: self.gradients_complete()
+        # Set by the plan, as indices of layers:
         self.kept_layers: frozenset[int] = frozenset()
-        """Indices of the layers whose activations stay on the device instead of being recomputed; set by the plan."""
+        """Those whose activations stay on the device instead of being recomputed."""
         self.offloaded_layers: frozenset[int] = frozenset()
-        """Indices of the layers whose activations go to the host instead of being recomputed; set by the plan."""
+        """Those whose activations go to the host instead of being recomputed."""
+        self.input_offloaded_layers: frozenset[int] = frozenset()
+        """Those whose inputs go to the host if they are recomputed."""
+        self.attention_layers: frozenset[int] = frozenset()
+        """Those whose attention isn't computed again if they are recomputed."""
         self.memory_budgets = (0.0, 1.0)
         """With which compiled layers run: those that are neither kept nor offloaded, and those that are; set by the plan."""
-        self.input_offloaded_layers: frozenset[int] = frozenset()
-        """Indices of the layers whose inputs go to the host if they are recomputed; set by the plan."""
         self.outside_tiles = TokenTiles(())  # of norms outside the layers
-        self.attention_layers: frozenset[int] = frozenset()
-        """Indices of the layers whose attention isn't computed again if they are recomputed; set by the plan."""
         self.activations = ActivationOffloader.for_engine(config, kernels, streams, meter, register)
         self.moved_listeners: dict[int, Callable[[HostUnit], None]] = {}
         """Called with a unit that moved to or from the device; entered by optimizers, by their id."""
@@ -153,7 +140,7 @@ class StreamingRuntime:
         """Brings all states to the host; set by the plan."""
         self.recorder = recorder or OutputRecorder()
         self.compiled = CompiledLayers(config.compile_layers, streams.device, self.recorder)
-        self._order = CallOrder(len(self.layers))
+        self.order = CallOrder(len(self.layers))
         self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
         self.batch_cut = BatchCut(config.micro_batch_size)
         """How a batch that is larger than ``micro_batch_size`` runs in pieces."""
@@ -176,9 +163,9 @@ class StreamingRuntime:
         self._open_forwards: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         self._in_this_backward: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         self._backward_tape: Tape | None = None
-        self._clipping = Clipping(self.norms, self.sums, self._states)
+        self.clipping = Clipping(self.norms, self.sums, self._states)
         self.expert_streams = ExpertStreams(
-            self.experts, config.slots, self.offloader, self.anchor, lambda: self._dry_run is not None, self._order
+            self.experts, config.slots, self.offloader, self.anchor, lambda: self._dry_run is not None, self.order
         )
         _running.add(self)
 
@@ -221,10 +208,6 @@ class StreamingRuntime:
 
     # ------------------------------------------------------------------ forward and backward of a layer
 
-    def forward_begins(self) -> None:
-        """A forward of the whole model begins."""
-        self._order.end_pass()
-
     @contextlib.contextmanager
     def layers_run_by(self, runner: LayerRunner) -> Iterator[None]:
         """Proxies call ``runner(layer, args, kwargs)`` instead of streaming while the body runs."""
@@ -247,10 +230,10 @@ class StreamingRuntime:
             arguments = without_caches(args, kwargs)
             if layer.has_trainable or any_requires_grad(arguments):
                 self.prefetcher.let_go()  # also where no forward of the whole model told that training goes on
-                tape, position = self._order.record(layer.index)
+                tape, position = self.order.record(layer.index)
                 self._open_forwards.add(_open_forward := tape.open_forward())  # alive until a call holds it
                 return self._graph_calls.run(layer, tape, position, *arguments)
-        tape, position = self._order.record(layer.index)
+        tape, position = self.order.record(layer.index)
         slot = self.acquire_forward(layer, tape, position, False)
         try:
             weights = slot.views(layer.unit.layout)
@@ -267,7 +250,7 @@ class StreamingRuntime:
 
     def acquire_forward(self, layer: StreamedLayer, tape: Tape, position: int, backward_follows: bool) -> WeightSlot:
         """The slot with the layer's weights, for a call; it is to be released."""
-        upcoming = self._order.after_forward(tape, position, self._look_ahead, backward_follows)
+        upcoming = self.order.after_forward(tape, position, self._look_ahead, backward_follows)
         slot = self.prefetcher.acquire(layer, upcoming)
         if layer is self.layers[-1]:
             # Some read the head's weight without calling the head (Liger, TRL): it must be valid from here on.
@@ -279,8 +262,8 @@ class StreamingRuntime:
         """A slot with the layer's weights, for the backward of a call."""
         self._backward_tape = tape
         self._in_this_backward.add(tape.open_forward())
-        forward_follows = not self.gradients_complete()
-        upcoming = self._order.after_backward(tape, position, self._look_ahead, forward_follows)
+        forward_follows = not self.offloader.gradients_complete()
+        upcoming = self.order.after_backward(tape, position, self._look_ahead, forward_follows)
         return self.prefetcher.lease(layer, upcoming)
 
     @property
@@ -301,7 +284,7 @@ class StreamingRuntime:
         self.backward_begins()
         self.sums.take_up(self._states[id(parameter)])
         self.norms.forget(parameter)
-        if self.gradients_complete():
+        if self.offloader.gradients_complete():
             self.offloader.fetch(self._group_of[id(parameter)], only=parameter)
 
     def backward_fails(self, task: int) -> None:
@@ -319,11 +302,11 @@ class StreamingRuntime:
         self._open_forwards -= self._in_this_backward
         self._in_this_backward.clear()
         self._backward_tape = None
-        self._order.end_pass()
+        self.order.end_pass()
         self.activations.settle()
         self.worker.raise_if_failed()
         self.meter.harvest()  # while the GPU is at work; without logs its events would pile up over the steps
-        if not self.gradients_complete():
+        if not self.offloader.gradients_complete():
             self.watch.begin()
         else:
             # From here on anybody may read `parameter.grad`, or let go of it.
@@ -337,7 +320,7 @@ class StreamingRuntime:
         tape = self._backward_tape
         called_once = tape is not None and tape.calls.count(layer.index) == 1
         others = len(self._open_forwards) > 1 or id(layer.unit) in self.outside.reached
-        return self.gradients_complete() and called_once and not others
+        return self.offloader.gradients_complete() and called_once and not others
 
     def before_group_use(self, group: ResidentGroup) -> None:
         """Called before a module that reads the group's weights runs."""
@@ -398,10 +381,10 @@ class StreamingRuntime:
         self.watch.end()
         self._graph_calls.settle()
         self.offloader.wait()
-        self._clipping.refuse_written()
-        if self._clipping.has_stepped():  # and not dropped: the next step finds them scaled
+        self.clipping.refuse_written()
+        if self.clipping.has_stepped():  # and not dropped: the next step finds them scaled
             self.worker.drain()
-            self._clipping.settle_stepped(others_follow=False)
+            self.clipping.settle_stepped(others_follow=False)
         for group in self.groups:
             self.offloader.fetch(group)
         self.offloader.wait()
@@ -415,7 +398,7 @@ class StreamingRuntime:
             parameters: trained ones of this model, or of modules that don't stream; those without a gradient don't count.
         """
         self.collect_gradients()
-        return self._clipping.total_norm(parameters)
+        return self.clipping.total_norm(parameters)
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Lets the next step scale the gradients so that their global norm is at most ``max_norm``.
@@ -426,26 +409,22 @@ class StreamingRuntime:
             The norm before clipping, on the host.
         """
         self.collect_gradients()
-        norm = self._clipping.clip(parameters, max_norm)
+        norm = self.clipping.clip(parameters, max_norm)
         if self._open_forwards:
-            self._clipping.settle(others_follow=True)  # by their backward
-        elif self._clipping.is_pending:
+            self.clipping.settle(others_follow=True)  # by their backward
+        elif self.clipping.is_pending:
             self.watch.begin()
         return norm
-
-    def take_clip_factors(self, parameters: Iterable[torch.Tensor]) -> dict[int, float]:
-        """The factors that clipping asked for since these parameters' last step, by ``id``; 1 where absent."""
-        return self._clipping.take_factors(parameters)
 
     # ------------------------------------------------------------------ state as a whole
 
     def _scale_clipped(self, others_follow: bool) -> None:
         """Before a forward: who looks at gradients that were clipped, or adds to them, finds them scaled."""
-        if self._clipping.is_pending:
+        if self.clipping.is_pending:
             with unwatched():
-                if self._clipping.has_unscaled():
+                if self.clipping.has_unscaled():
                     self.worker.drain()
-                    self._clipping.settle(others_follow)
+                    self.clipping.settle(others_follow)
 
     def settle(self) -> None:
         """Makes weights and gradients what plain PyTorch would show.
@@ -456,7 +435,7 @@ class StreamingRuntime:
         self.offloader.wait()
         self.drain()
         self.refresh_if_written()
-        self._clipping.settle(others_follow=False)
+        self.clipping.settle(others_follow=False)
 
     def drain(self) -> None:
         """Blocks until all submitted work is applied and visible: host weights, moments, and the device's residents.

@@ -59,7 +59,7 @@ def test_a_gradient_that_is_also_that_of_the_hidden_states_is_not_added_to_twice
     model.load_state_dict(plain.state_dict())
     engine = attach(model, bf16=False, device_layers=on_device)
     last = False
-    engine.runtime.gradients_complete = lambda: last
+    engine.runtime.offloader.gradients_complete = lambda: last
     for step in range(2):
         last = step == 1
         ids = torch.randint(0, 32, (1, 8), generator=torch.Generator().manual_seed(step))
