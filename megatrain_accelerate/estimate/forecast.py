@@ -261,7 +261,7 @@ class Forecaster:
 
     def _once(self, *what: Hashable, make: Callable[[], _Made]) -> _Made:
         """What was made before of the same, if layers ran in the same tiles and pieces."""
-        key = (*what, self.engine.runtime.token_tile, self.engine.runtime.micro_batch_size)
+        key = (*what, self.engine.runtime.token_tile, self.engine.runtime.batch_cut.size)
         if key not in self._found:
             self._found[key] = make()
         made: _Made = self._found[key]
@@ -283,7 +283,7 @@ class Forecaster:
 
     def _layers(self, batch: int, length: int) -> _Calls:
         """The layers' calls: traced if they are few, else extrapolated from two smaller batches."""
-        pieces = self.engine.runtime.micro_batch_size
+        pieces = self.engine.runtime.batch_cut.size
         fewest = max(_TRACED_SEQUENCES, -(-_TRACED_TILES * self.engine.runtime.token_tile // length))
         if batch <= 2 * fewest or (pieces is not None and batch > pieces):
             return self._traced_layers(batch, length)
@@ -347,7 +347,7 @@ class Forecaster:
     def _graph(self, kind: Hashable, layer: StreamedLayer, args: Any, kwargs: Any) -> LayerGraph | None:
         if layer.experts:
             return None  # runs as it is, and parts of it run again in backward
-        key = (kind, self.engine.runtime.micro_batch_size)
+        key = (kind, self.engine.runtime.batch_cut.size)
         if key not in self._graphs:
             tile, layer.tiles.tile_tokens = layer.tiles.tile_tokens, 0
             try:

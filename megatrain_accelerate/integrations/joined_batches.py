@@ -123,13 +123,13 @@ def _model_inputs(trainer: Any, batch: Any, num_items: Any) -> dict[str, Any]:
 def steps_of(engine: Engine, samples: int) -> Iterator[None]:
     """Training forwards in the body run a whole step's batch, in pieces of at most ``samples``."""
     runtime, plan = engine.runtime, engine.device_plan
-    size, count = runtime.micro_batch_size, plan.micro_batches
-    runtime.micro_batch_size = samples if size is None else min(size, samples)
+    size, count = runtime.batch_cut.size, plan.micro_batches
+    runtime.batch_cut.size = samples if size is None else min(size, samples)
     plan.micro_batches = 1
     try:
         yield
     finally:
-        runtime.micro_batch_size, plan.micro_batches = size, count
+        runtime.batch_cut.size, plan.micro_batches = size, count
 
 
 class Joiner:

@@ -123,7 +123,7 @@ class DevicePlan:
         """Those under any placement: now, or ``planned`` for when the next step is under way."""
         runtime, sums = self._runtime, self._runtime.gradient_sums
         part_slots = runtime.expert_streams.slot_bytes
-        has_sums = sums.is_made or (planned and runtime.micro_batch_size is not None)
+        has_sums = sums.is_made or (planned and runtime.batch_cut.size is not None)
         return {
             **({"expert_slots": part_slots} if part_slots else {}),
             "resident": sum(group.device_bytes for group in runtime.groups),
@@ -260,7 +260,7 @@ class DevicePlan:
 
     def _key(self, inputs: Mapping[str, Any]) -> Hashable:
         shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
-        return (self._runtime.micro_batch_size, shapes)
+        return (self._runtime.batch_cut.size, shapes)
 
     def foresee(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
         """The outline of a step on ``inputs``, without planning for it. :meth:`follow` on the like takes it over.
@@ -312,7 +312,7 @@ class DevicePlan:
 
     def _way_of(self, inputs: Mapping[str, Any]) -> Hashable:
         """What two steps must share for the costs of one to be scaled from the other's."""
-        return self._runtime.micro_batch_size, frozenset(inputs)
+        return self._runtime.batch_cut.size, frozenset(inputs)
 
     def _in_proportion(self, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline | None:
         """The outline scaled from the measured step, None if there is none to scale it from; itself where none is measured."""
@@ -426,7 +426,7 @@ class DevicePlan:
     def _adds_on_host(self) -> bool:
         """Whether gradients are added up on the host: those of several backwards, or of pieces of a batch, which experts in
         parts bring one by one."""
-        in_pieces = self._runtime.micro_batch_size is not None
+        in_pieces = self._runtime.batch_cut.size is not None
         return self.micro_batches > 1 or (in_pieces and any(at.has_trainable for at in self._runtime.experts))
 
     def _unit_sizes(self, unit: HostUnit) -> UnitSizes:

@@ -31,11 +31,9 @@ class CallOrder:
 
     A wrong prediction costs a copy, never a result: the prefetcher fetches what is really asked for.
 
-    Args:
-        layer_count: number of layers; before the first pass they are expected in index order. A pass begins when the layer
-            that began the last one runs again, unless it is the only layer.
-        leader: for parts of layers, the order of the layers: a pass begins with one of theirs. A layer may call its parts
-            several times, so that the first part again tells nothing.
+    Before the first pass layers are expected in index order. A pass begins when the layer that began the last one runs again,
+    unless it is the only layer. For parts of layers ``leader`` is the order of the layers, and a pass begins with one of
+    theirs: a layer may call its parts several times, so that the first part again tells nothing.
     """
 
     def __init__(self, layer_count: int, leader: CallOrder | None = None) -> None:

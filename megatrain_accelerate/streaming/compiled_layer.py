@@ -9,10 +9,10 @@ What is recorded inside a layer (router logits) leaves the compiled function bes
 layers that record and layers that don't are of different kinds.
 
 What backward computes again of a compiled layer is decided where the compiler's partitioner parts forward and backward: at a
-*memory budget* of 1.0 it saves all that backward reads, at 0.0 the inputs alone
-(``torch._functorch.config.activation_memory_budget``). Each budget has a graph of its own, which rounds in its own way. A
-layer that draws random numbers can't be recomputed like that, since the partitioner would draw other ones in backward: its
-graph saves everything, and a checkpoint runs it again.
+*memory budget* of 1.0 it saves all that backward reads, at 0.0 the inputs alone, and between them it gives up first what
+costs little to compute again (``torch._functorch.config.activation_memory_budget``). Each budget has a graph of its own,
+which rounds in its own way. A layer that draws random numbers can't be recomputed like that, since the partitioner would draw
+other ones in backward: its graph saves everything, and a checkpoint runs it again.
 """
 
 from __future__ import annotations
@@ -161,11 +161,10 @@ class CompiledLayers:
         """
         if not self._is_on or self.pays is False or layer.unit.layout.parameter_count < self._smallest:
             return None
-        if torch._C._len_torch_dispatch_stack() > 0:
-            # Dynamo declines under a mode that watches operations (a FLOP counter), and it should see them all.
+        # Dynamo declines under a mode that watches operations (a FLOP counter), and it should see them all. Of a layer that
+        # runs in tiles a compiled graph would hold all tokens at once.
+        if torch._C._len_torch_dispatch_stack() > 0 or layer.tiles.tile_tokens:
             return None
-        if layer.tiles.tile_tokens:
-            return None  # a compiled graph would hold all tokens at once
         captures = Captures.inside(layer.module, self._recorder)
         if captures is None:
             self._note_eager(type(layer.module).__name__, "hooks are registered inside it")
@@ -187,12 +186,7 @@ class CompiledLayers:
         return () if kind is None or kind.is_random else kind.budgets
 
     def run(
-        self,
-        layer: StreamedLayer,
-        captures: Captures,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        memory_budget: float = 1.0,
+        self, layer: StreamedLayer, captures: Captures, args: tuple[Any, ...], kwargs: dict[str, Any], memory_budget: float
     ) -> Any:
         """Runs the layer's forward with the weights that are bound to it: compiled, or its own code if that fails.
 

@@ -41,14 +41,10 @@ _current_task = torch._C._current_graph_task_id
 class CallState(enum.Enum):
     """Where a call of a layer is."""
 
-    FORWARD = "forward"
-    """Its kernels are being issued."""
-    WAITING = "waiting"
-    """The graph holds it; no backward is in it."""
-    BACKWARD = "backward"
-    """A backward has begun with it."""
-    DONE = "done"
-    """That backward has brought all its gradients."""
+    FORWARD = "forward"  # its kernels are being issued
+    WAITING = "waiting"  # the graph holds it; no backward is in it
+    BACKWARD = "backward"  # a backward has begun with it
+    DONE = "done"  # that backward has brought all its gradients
 
     __hash__ = object.__hash__  # enum's own is a function of Python
 
@@ -278,33 +274,26 @@ class GraphCall:
         if self.task == task:
             return
         if self.task != -1:
-            self._leave_task()
+            # Another backward comes: one within the one before, or that one has failed.
+            found, backward = self._take_gradients(), self.calls.backwards.get(self.task)
+            if found and backward is not None:
+                if self.pieces == 1:
+                    backward.add_up(self.layer, found)
+                else:
+                    backward.add_piece(self, found, is_whole=False)
+            self.forget()
         self.move_to(CallState.BACKWARD)
         self.task = task
         self.calls.runtime.backward_begins()
-        self.calls.begin(self, task)
+        self.calls.backwards[task].calls.append(self)
         if torch.autograd._profiler_enabled():
             self._range = self._range or contextlib.ExitStack()
             self._range.enter_context(named_range(f"megatrain::backward ({self.layer.name})"))
         # Of layers that come later, too.
         self.calls.runtime.activations.bring_back(self.tape, self.position, self.piece)
 
-    def _leave_task(self) -> None:
-        """Another backward comes: one within the one before, or that one has failed."""
-        found, backward = self._take_gradients(), self.calls.backwards.get(self.task)
-        if found and backward is not None:
-            if self.pieces == 1:
-                backward.add_up(self.layer, found)
-            else:
-                backward.add_piece(self, found, is_whole=False)
-        self.forget()
-
     def slot(self) -> WeightSlot:
-        """The slot with the layer's weights, for kernels that are issued now.
-
-        Raises:
-            StateError: the weights aren't those of the forward any more.
-        """
+        """The slot with the layer's weights, for kernels that are issued now. A StateError if they aren't those of forward."""
         if self._running_slot is not None:  # a backward within the layer's own forward
             return self._running_slot
         if self.task != _current_task():

@@ -5,6 +5,7 @@ The first call of a layer finds out whether its graph can be separated from its 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
@@ -35,9 +36,9 @@ class GraphCalls:
 
     def __init__(self, runtime: StreamingRuntime) -> None:
         self.runtime = runtime
-        self.backwards: dict[int, Backward] = {}
+        self.backwards = collections.defaultdict[int, Backward](lambda: Backward(runtime.offloader, runtime.gradient_sums))
         """Those that are under way, by autograd's number."""
-        self._running: dict[int, GraphCall] = {}
+        self._running: dict[int, GraphCall | None] = {}
         """The calls that compute, by where their slots begin."""
         self._tried: set[int] = set()
         """Indices of layers of which a call has shown whether something is left in their slots."""
@@ -131,10 +132,7 @@ class GraphCalls:
         try:
             yield
         finally:
-            if before is None:
-                del self._running[slot.address]
-            else:
-                self._running[slot.address] = before
+            self._running[slot.address] = before
 
     def saving(self, offloaded: Recording | None = None) -> saved_tensors_hooks:
         """The hooks under which a run saves what its backward needs; see :class:`SavedTensors`."""
@@ -143,8 +141,7 @@ class GraphCalls:
     def reader_at(self, address: int) -> GraphCall | None:
         """The call that computes with the slot at this address; None for other memory.
 
-        Raises:
-            StateError: none does: another layer's weights may soon lie there.
+        Raises a StateError if none does: another layer's weights may soon lie there.
         """
         call = self._running.get(address)
         if call is None and address in self.runtime.prefetcher.at_address:
@@ -155,12 +152,6 @@ class GraphCalls:
         return call
 
     # ------------------------------------------------------------------ backward
-
-    def begin(self, call: GraphCall, task: int) -> None:
-        """The backward of this number has come to the call."""
-        if task not in self.backwards:
-            self.backwards[task] = Backward(self.runtime.offloader, self.runtime.gradient_sums)
-        self.backwards[task].calls.append(call)
 
     def finish(self, task: int) -> None:
         """A backward is over: gradients of which no hook told go too."""

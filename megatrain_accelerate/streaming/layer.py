@@ -24,32 +24,26 @@ if TYPE_CHECKING:
 
 
 class StreamedLayer:
-    """A layer (streaming unit) of the model: its module, its host unit, and how weights are bound to it.
+    """A layer (streaming unit) of the model: its module, the host unit of its parameters, and how weights are bound to it.
 
     Args:
         index: position among the model's layers, in discovery order.
-        name: the module's qualified name.
-        module: the layer itself; it stays in the model and keeps its attributes, buffers and children.
+        name, module: the layer itself, which stays in the model and keeps its attributes, buffers and children.
         forward: the layer's own forward, bound, as it was before the proxy took its place.
-        unit: the host memory of its parameters.
     """
 
     kind = "layer"
     """In messages, before the name."""
 
     def __init__(self, index: int, name: str, module: nn.Module, forward: Callable[..., Any], unit: HostUnit) -> None:
-        self.index = index
-        self.name = name
-        self.module = module
-        self.forward = forward
-        self.unit = unit
+        self.index, self.name = index, name
+        self.module, self.forward, self.unit = module, forward, unit
         self.gate = UpdateGate()
         self.tiles = TokenTiles.of_layer(module)
         self.buffers = WrittenBuffers(module)
         self.trainable = [state for state in unit.states if state.entry.spec.trainable]
         """The parameters of its unit that were trained when the model was prepared, in entry order."""
         self.trainable_places = [place for place, state in enumerate(unit.states) if state.entry.spec.trainable]
-        """Their places among the unit's parameters."""
         self.has_trainable = bool(self.trainable)
         self.experts: tuple[StreamedExperts, ...] = ()
         """What of the layer streams in parts, with units of its own; see :meth:`leave_to`."""
@@ -117,8 +111,7 @@ class StreamedLayer:
     def bound(self, weights: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
         """The module computes with ``weights`` (in entry order) instead of its parameters while the body runs.
 
-        Raises:
-            StateError: a parameter of the module isn't the one that was adopted.
+        Raises a StateError if a parameter of the module isn't the one that was adopted.
         """
         return _Bound(self, weights)
 
@@ -168,13 +161,12 @@ class StreamedLayer:
         """Takes over weights that somebody wrote to the parameters since they were last seen (``load_state_dict``)."""
         with unwatched():
             written = [place for place, handle in enumerate(self._handles) if handle.is_written]
-        if not written:
-            return
-        self.gate.wait()
-        for state in [self.unit.states[place] for place in written]:
-            self.unit.write_master(state, state.parameter.detach())
-            state.handle.show(state.weight)
-        self.unit.version += 1
+        if written:
+            self.gate.wait()
+            for state in [self.unit.states[place] for place in written]:
+                self.unit.write_master(state, state.parameter.detach())
+                state.handle.show(state.weight)
+            self.unit.version += 1
 
 
 class _Bound:

@@ -82,9 +82,7 @@ class ModelHook:
     def __init__(
         self, function: Callable[..., Any] | None = None, with_arguments: bool = False, runs_dry: bool = False
     ) -> None:
-        self.function = function
-        self._with_arguments = with_arguments
-        self.runs_dry = runs_dry
+        self.function, self._with_arguments, self.runs_dry = function, with_arguments, runs_dry
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -39,7 +39,8 @@ class Prefetcher:
         self._largest = max(layer.unit.layout.weight_bytes for layer in layers)
         self._slot_count = slots
         self.slots = self._shared_slots()
-        self._own: dict[int, WeightSlot] = {}
+        self.own_slots: dict[int, WeightSlot] = {}
+        """Slots of single layers, for good or for a while, by the layer's index."""
         self._on_device: set[int] = set()
         """Layers whose units live on the device, each the slot of its own: they need no copy."""
         self._slot_of: dict[int, WeightSlot] = {}
@@ -65,62 +66,56 @@ class Prefetcher:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the shared slots, where any layer needs them."""
+        """Of the shared slots, where any layer needs them."""
         return self._slot_count * self._largest
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the shared slots that there are."""
+        """Of the shared slots that there are."""
         return sum(slot.buffer.numel() for slot in self.slots)
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the resident layers' own slots."""
-        return sum(slot.buffer.numel() for index, slot in self._own.items() if not self._layers[index].unit.is_on_device)
+        """Of the resident layers' own slots."""
+        return sum(slot.buffer.numel() for index, slot in self.own_slots.items() if not self._layers[index].unit.is_on_device)
 
     def drop_own_slots(self) -> None:
         """Gives up the slots of single layers, and what of their memory nobody else holds. No copy may be in flight."""
-        self._own, self._held = {}, []
+        self.own_slots, self._held = {}, []
         self._note_slots()
 
     def close(self) -> None:
         """Gives up all slots. Nothing may be fetched afterwards."""
-        for held in (self.slots, self._own, self._slot_of, self.at_address):
+        for held in (self.slots, self.own_slots, self._slot_of, self.at_address):
             held.clear()
 
     def hold(self, index: int) -> None:
         """Gives a layer that has none a slot of its own until :meth:`let_go`. Copies and kernels may be in flight.
 
-        Raises:
-            torch.OutOfMemoryError: there is no room for it.
+        Raises a torch.OutOfMemoryError if there is no room for it.
         """
         with torch.inference_mode(False):
             slot = self._new_slot(index, self._layers[index].unit.layout.weight_bytes)
         # WAR: kernels that were issued before may still use the memory under its former owner's name.
         slot.compute_finished_event.record(self._streams.compute_stream)
-        self._own[index] = slot
+        self.own_slots[index] = slot
         self._held.append(index)
         self._note_slots()
 
     def let_go(self, size_bytes: int | None = None) -> int:
         """Takes slots of :meth:`hold` back, the latest first, until ``size_bytes`` are free; by default all of them.
 
-        Returns:
-            The bytes that became free.
+        Returns the bytes that became free.
         """
         freed_bytes = 0
         while self._held and (size_bytes is None or freed_bytes < size_bytes):
-            slot = self._own.pop(self._held.pop())
+            slot = self.own_slots.pop(self._held.pop())
             # WAW: kernels use the memory under another name from here on, and a copy into it may still run.
             self._streams.compute_stream.wait_event(slot.params_copied_event)
             freed_bytes += slot.buffer.numel()
         if freed_bytes:
             self._note_slots()
         return freed_bytes
-
-    def has_own_slot(self, index: int) -> bool:
-        """Whether the layer has a slot of its own, for good or for a while."""
-        return index in self._own
 
     def give_own_slots(self, indices: Collection[int]) -> None:
         """Makes these layers, besides those on the device, the ones that have a slot of their own.
@@ -132,40 +127,31 @@ class Prefetcher:
         for layer in self._layers:
             index, unit = layer.index, layer.unit
             if unit.is_on_device:
-                self._own[index] = WeightSlot(index, unit.weights, self._streams)
-                self._own[index].move_to(SlotState.FILLED)
+                self.own_slots[index] = WeightSlot(index, unit.weights, self._streams)
+                self.own_slots[index].move_to(SlotState.FILLED)
             elif index in indices:
-                self._own[index] = self._new_slot(index, unit.layout.weight_bytes)
-        if len(self._own) == len(self._layers):
+                self.own_slots[index] = self._new_slot(index, unit.layout.weight_bytes)
+        if len(self.own_slots) == len(self._layers):
             self.slots = []
         elif not self.slots:
             self.slots = self._shared_slots()
         self._note_slots()
 
     @property
-    def own_slot_count(self) -> int:
-        """Layers that have a slot of their own."""
-        return len(self._own)
-
-    @property
     def fixed_slot_count(self) -> int:
-        """Those of them that have it by the placement, and not for a while only."""
-        return len(self._own) - len(self._held)
+        """Layers that have a slot of their own by the placement, and not for a while only."""
+        return len(self.own_slots) - len(self._held)
 
     def acquire(self, layer: Fetched, upcoming: Sequence[int]) -> WeightSlot:
         """Makes the layer's weights usable by kernels issued from now on, and starts the next copies.
 
-        Args:
-            layer: the layer to run.
-            upcoming: indices of the layers that are expected next, nearest first.
-
-        Raises:
-            StepWorkerError: the layer's own step failed.
+        ``upcoming`` are the indices of the layers that are expected next, nearest first. Raises a StepWorkerError if the
+        layer's own step failed.
         """
         layer.refresh_if_written()
         slot = self._slot_of.get(layer.index)
         if slot is None or slot.holder != (layer.index, layer.unit.version):
-            slot = self._own[layer.index] if layer.index in self._on_device else None
+            slot = self.own_slots[layer.index] if layer.index in self._on_device else None
         if slot is None:
             if layer.gate.is_open:
                 layer.gate.wait()
@@ -233,11 +219,11 @@ class Prefetcher:
 
     def _note_slots(self) -> None:
         """Called when there are others."""
-        slots = (*self.slots, *self._own.values())
+        slots = (*self.slots, *self.own_slots.values())
         self.at_address = {slot.address: slot for slot in slots}
         current = {slot.holder[0]: slot for slot in slots if slot.holder is not None and not self._is_stale(slot)}
-        self._on_device = {index for index in self._own if self._layers[index].unit.is_on_device}
-        self._slot_of = {index: slot for index, slot in current.items() if self._own.get(index, slot) is slot}
+        self._on_device = {index for index in self.own_slots if self._layers[index].unit.is_on_device}
+        self._slot_of = {index: slot for index, slot in current.items() if self.own_slots.get(index, slot) is slot}
 
     def _is_stale(self, slot: WeightSlot) -> bool:
         return slot.holder is None or self._layers[slot.holder[0]].unit.version != slot.holder[1]
@@ -245,10 +231,9 @@ class Prefetcher:
     def _victim(self, layer: Fetched, wanted: set[int]) -> WeightSlot:
         """The slot to overwrite: the layer's own, a stale one, else the least recently used; none in use or wanted.
 
-        Raises:
-            StateError: all are in use by layers that run.
+        Raises a StateError if all are in use by layers that run.
         """
-        slots = [self._own[layer.index]] if layer.index in self._own else self.slots
+        slots = [self.own_slots[layer.index]] if layer.index in self.own_slots else self.slots
         free = [slot for slot in slots if slot.state is not SlotState.IN_USE]
         if not free:
             leased = [index for index, slot in self.leases.items() if slot in slots and slot.users == 1]
@@ -270,7 +255,7 @@ class Prefetcher:
         layers, slot_of = self._layers, self._slot_of
         # A resident layer takes no room: its copy may begin as soon as its step is applied.
         distinct = dict.fromkeys(upcoming)
-        shared = [index for index in distinct if index not in self._own]
+        shared = [index for index in distinct if index not in self.own_slots]
         beyond = shared[sum([slot.state is not SlotState.IN_USE for slot in self.slots]) :] if shared else ()
         # Those whose weights of now no slot holds. Of a write since a layer's last use `acquire` learns.
         missing = [

@@ -133,11 +133,9 @@ def _proxy_class(original: type[nn.Module], can_checkpoint: bool) -> type[nn.Mod
 
 
 def install_proxy(layer: nn.Module, runner: Runner, before_copy: Callable[[], None]) -> Callable[..., Any]:
-    """Turns ``layer`` into a proxy whose forward calls ``runner(args, kwargs)``; ``before_copy`` is called before it is
-    copied or pickled.
+    """Turns ``layer`` into a proxy whose forward calls ``runner(args, kwargs)``; returns its own forward, bound, as it was.
 
-    Returns:
-        The layer's own forward, bound, as it was.
+    ``before_copy`` is called before it is copied or pickled.
     """
     original = type(layer)
     # An instance's own forward was patched in by somebody before us.
@@ -165,5 +163,4 @@ def remove_proxy(layer: nn.Module, forward: Callable[..., Any]) -> None:
 
 
 def is_proxy(module: nn.Module) -> bool:
-    """Whether the module is a streaming proxy."""
     return _RUNNER in module.__dict__

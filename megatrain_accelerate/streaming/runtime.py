@@ -30,7 +30,7 @@ from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter, UpdateGate, named_range
 from megatrain_accelerate.streaming.micro_batches import BatchCut
 from megatrain_accelerate.streaming.model_hook import weakly
-from megatrain_accelerate.streaming.nested_tensors import any_requires_grad
+from megatrain_accelerate.streaming.nested_tensors import taken_apart
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.outside_gradients import OutsideGradients
 from megatrain_accelerate.streaming.prefetch import Prefetcher
@@ -120,15 +120,12 @@ class StreamingRuntime:
             huge_pages=config.huge_pages,
             register=register,
         )
-        # Set by the plan, as indices of layers:
+        # Set by the plan, as indices of layers: those whose activations stay on the device, or go to the host, instead of
+        # being recomputed; and of those that are recomputed, whose inputs go to the host, and whose attention is kept.
         self.kept_layers: frozenset[int] = frozenset()
-        """Those whose activations stay on the device instead of being recomputed."""
         self.offloaded_layers: frozenset[int] = frozenset()
-        """Those whose activations go to the host instead of being recomputed."""
         self.input_offloaded_layers: frozenset[int] = frozenset()
-        """Those whose inputs go to the host if they are recomputed."""
         self.attention_layers: frozenset[int] = frozenset()
-        """Those whose attention isn't computed again if they are recomputed."""
         self.memory_budgets = (0.0, 1.0)
         """With which compiled layers run: those that are neither kept nor offloaded, and those that are; set by the plan."""
         self.outside_tiles = TokenTiles(())  # of norms outside the layers
@@ -170,15 +167,6 @@ class StreamingRuntime:
         _running.add(self)
 
     token_tile = TileOfLayers()
-
-    @property
-    def micro_batch_size(self) -> int | None:
-        """Samples that a layer computes at once in training forwards from now on; None for the whole batch."""
-        return self.batch_cut.size
-
-    @micro_batch_size.setter
-    def micro_batch_size(self, samples: int | None) -> None:
-        self.batch_cut.size = samples
 
     @property
     def units(self) -> list[HostUnit]:
@@ -228,7 +216,7 @@ class StreamingRuntime:
         if has_graph:
             layer.refuse_unfrozen()
             arguments = without_caches(args, kwargs)
-            if layer.has_trainable or any_requires_grad(arguments):
+            if layer.has_trainable or any(tensor.requires_grad for tensor in taken_apart(arguments)[0]):
                 self.prefetcher.let_go()  # also where no forward of the whole model told that training goes on
                 tape, position = self.order.record(layer.index)
                 self._open_forwards.add(_open_forward := tape.open_forward())  # alive until a call holds it
@@ -269,7 +257,7 @@ class StreamingRuntime:
     @property
     def _look_ahead(self) -> int:
         """Calls to look ahead, so that as many as there are slots need one."""
-        return self.config.slots + self.prefetcher.own_slot_count
+        return self.config.slots + len(self.prefetcher.own_slots)
 
     def backward_begins(self) -> None:
         """Something of a backward runs; the first time, what is to be done at its end is noted."""
@@ -351,8 +339,7 @@ class StreamingRuntime:
             on_device: indices of layers that live there whole, with masters and moments.
             groups_on_device: whether the masters and moments of the resident groups do.
 
-        Raises:
-            StepWorkerError: an earlier step failed.
+        Raises a StepWorkerError if an earlier step failed.
         """
         # A forward in inference mode may ask for room: what it leaves must be ordinary tensors.
         with torch.inference_mode(False), torch.no_grad():
@@ -390,12 +377,9 @@ class StreamingRuntime:
         self.offloader.wait()
 
     def total_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Global 2-norm of the parameters' gradients: fp32, on the host, no dimensions.
+        """Global 2-norm of the parameters' gradients (fp32, on the host, no dimensions): the norm of the gradients' norms.
 
-        The value of ``torch.nn.utils.clip_grad_norm_`` on fp32 gradients: the norm of the gradients' norms.
-
-        Args:
-            parameters: trained ones of this model, or of modules that don't stream; those without a gradient don't count.
+        The value of ``torch.nn.utils.clip_grad_norm_`` on fp32 gradients. Parameters may be of modules that don't stream.
         """
         self.collect_gradients()
         return self.clipping.total_norm(parameters)
@@ -403,10 +387,7 @@ class StreamingRuntime:
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Lets the next step scale the gradients so that their global norm is at most ``max_norm``.
 
-        Gradients of parameters of other modules are scaled in place, as torch does it.
-
-        Returns:
-            The norm before clipping, on the host.
+        Gradients of parameters of other modules are scaled in place, as torch does it. Returns the norm before, on the host.
         """
         self.collect_gradients()
         norm = self.clipping.clip(parameters, max_norm)
@@ -427,11 +408,7 @@ class StreamingRuntime:
                     self.clipping.settle(others_follow)
 
     def settle(self) -> None:
-        """Makes weights and gradients what plain PyTorch would show.
-
-        Raises:
-            StepWorkerError: a step failed.
-        """
+        """Makes weights and gradients what plain PyTorch would show. Raises a StepWorkerError if a step failed."""
         self.offloader.wait()
         self.drain()
         self.refresh_if_written()
@@ -440,8 +417,7 @@ class StreamingRuntime:
     def drain(self) -> None:
         """Blocks until all submitted work is applied and visible: host weights, moments, and the device's residents.
 
-        Raises:
-            StepWorkerError: some of it failed.
+        Raises a StepWorkerError if some of it failed.
         """
         self.worker.drain()
         for group in self.groups:
@@ -459,10 +435,8 @@ class StreamingRuntime:
         self.streams.synchronize()
         for handle in self._handles:
             handle.remove()
-        self.outside.close()
-        self.offloader.close()
-        self.activations.close()
-        self.norms.close()
+        for part in (self.outside, self.offloader, self.activations, self.norms):
+            part.close()
         for unit in self.units:
             unit.release()
         # Their memory: an optimizer that outlives the engine holds the runtime through its driver.
@@ -470,5 +444,5 @@ class StreamingRuntime:
         self.expert_streams.close()
         for layer in (*self.layers, *self.experts):
             layer.release()
-        for held in (self._states, self.offloader.slots):
-            held.clear()
+        self._states.clear()
+        self.offloader.slots.clear()

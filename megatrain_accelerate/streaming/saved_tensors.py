@@ -85,9 +85,7 @@ class SavedTensors:
         offloaded: Recording | None = None,
         slots: Container[int] | None = None,
     ) -> None:
-        self._reader_at = reader_at
-        self._slots = slots
-        self._offloaded = offloaded
+        self._reader_at, self._offloaded, self._slots = reader_at, offloaded, slots
         self._outer: Hooks | None = None
         """The hooks around the body that is recorded last."""
 

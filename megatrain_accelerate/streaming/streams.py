@@ -76,10 +76,8 @@ class SlotState(enum.Enum):
     """What a slot's buffer means to the thread that issues work (the device may lag behind)."""
 
     EMPTY = "empty"
-    FILLED = "filled"
-    """A copy into it was issued; ``params_copied_event`` says when it is over."""
-    IN_USE = "in use"
-    """Kernels that read it are being issued."""
+    FILLED = "filled"  # a copy into it was issued; `params_copied_event` says when it is over
+    IN_USE = "in use"  # kernels that read it are being issued
 
     __hash__ = object.__hash__  # enum's own is a function of Python
 
@@ -94,7 +92,7 @@ _ALLOWED = {
 
 
 class _Slot:
-    """A flat uint8 buffer on the device, and the layouts' tensors in it."""
+    """A flat uint8 buffer on the device, as long as the largest layer that it is to hold, and the layers' tensors in it."""
 
     trainable_only = False
 
@@ -113,15 +111,10 @@ class _Slot:
 
 
 class WeightSlot(_Slot):
-    """One layer's weights on the device.
+    """One layer's weights on the device; the ``index`` is for messages.
 
     Owner: the prefetcher. Writer: the h2d stream. Reader: the compute stream. May be written again once
     ``compute_finished_event`` is over. Layout: the flat layout of the layer that it holds, from byte 0.
-
-    Args:
-        index: for messages.
-        buffer: uint8, one dimension, as long as the largest layer that it is to hold.
-        streams: the engine's streams.
     """
 
     def __init__(self, index: int, buffer: torch.Tensor, streams: Streams) -> None:
@@ -145,11 +138,7 @@ class WeightSlot(_Slot):
         self._at: dict[tuple[torch.dtype, torch.Size, tuple[int, ...], int], torch.Tensor] = {}
 
     def move_to(self, state: SlotState) -> None:
-        """The one place where a slot changes its state.
-
-        Raises:
-            StateError: the move isn't allowed; the message names both states.
-        """
+        """The one place where a slot changes its state; raises a StateError where the move isn't allowed."""
         if (self.state, state) not in _ALLOWED:
             raise StateError(f"weight slot {self.index} can't go from {self.state.value!r} to {state.value!r}")
         self.state = state
@@ -175,12 +164,8 @@ class GradientSlot(_Slot):
     """One layer's gradients on the device until they are on the host.
 
     Owner: the gradient offloader. Writer: the compute stream. Reader: the d2h stream. May be written again once
-    ``grads_copied_event`` is over. Layout: the trainable prefix of the layer's flat layout.
-
-    Args:
-        size_bytes: bytes of the largest layer's gradients.
-        parameter_count: the most trainable parameters that one layer has.
-        streams: the engine's streams.
+    ``grads_copied_event`` is over. Layout: the trainable prefix of the layer's flat layout. It has room for ``size_bytes``
+    of gradients, of ``parameter_count`` parameters at most.
     """
 
     trainable_only = True

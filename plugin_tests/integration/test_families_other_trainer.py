@@ -197,7 +197,7 @@ def test_pictures_of_several_sizes(name: str, accumulation: int, tmp_path: Path)
     engine = engine_of(streamed.trainer.model)
     assert engine is not None
     # Pictures' patches are one row: they can't be cut again, and micro-batches aren't joined.
-    assert engine.runtime.micro_batch_size is None
+    assert engine.runtime.batch_cut.size is None
 
 
 @pytest.mark.parametrize("name", ["llava", pytest.param("qwen2_5_vl", marks=LONG)])

@@ -551,7 +551,7 @@ def outlined(monkeypatch: pytest.MonkeyPatch) -> Outlined:
     original = device_plan.outline_step
 
     def outline(model: nn.Module, runtime: Any, inputs: Any, device: torch.device) -> Any:
-        seen.append((len(inputs["input_ids"]), runtime.micro_batch_size))
+        seen.append((len(inputs["input_ids"]), runtime.batch_cut.size))
         return original(model, runtime, inputs, device)
 
     monkeypatch.setattr(device_plan, "outline_step", outline)

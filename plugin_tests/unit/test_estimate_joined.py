@@ -167,7 +167,7 @@ def test_what_was_found_for_pieces_is_not_taken_for_whole_batches() -> None:
     used = forecaster()
     # Of so few sequences layers are traced as they are; more are extrapolated.
     assert used.forecast(1, LENGTH).joined
-    assert used.engine.runtime.micro_batch_size is None
+    assert used.engine.runtime.batch_cut.size is None
     assert used.plan.micro_batches == MICRO_BATCHES
     fresh = forecaster(join_micro_batches=False)
     for ours, theirs in zip(
