@@ -46,7 +46,11 @@ class CallOrder:
 
     def record(self, index: int) -> tuple[Tape, int]:
         """Notes a forward call; returns the pass's tape and the call's position on it."""
-        if not self._tape.calls or self._begins_pass(index):
+        if self._leader is not None:
+            begins = self._led_by is not self._leader._tape
+        else:
+            begins = self._ended or (self._tape.calls[:1] == [index] and not self._is_only_layer)
+        if begins or not self._tape.calls:
             self._ended = False
             if self._tape.calls:
                 self._expected = self._tape.calls
@@ -54,11 +58,6 @@ class CallOrder:
             self._led_by = None if self._leader is None else self._leader._tape
         self._tape.calls.append(index)
         return self._tape, len(self._tape.calls) - 1
-
-    def _begins_pass(self, index: int) -> bool:
-        if self._leader is not None:
-            return self._led_by is not self._leader._tape
-        return self._ended or (index == self._tape.calls[0] and not self._is_only_layer)
 
     def end_pass(self) -> None:
         """The next call begins a new pass, whichever layer it is (a backward ended, a forward of the model begins)."""

@@ -41,8 +41,6 @@ from megatrain_accelerate.streaming.shared_mappings import takes_mappings
 
 logger = logging.getLogger(__name__)
 
-Backend = Callable[..., Callable[..., Any]]
-
 SMALLEST_LAYER_PARAMETERS = 4_000_000
 """``auto`` compiles layers of at least this many parameters: kernels of smaller ones take less time than their launches,
 and a run on such a model may be over before the compilation has paid."""
@@ -143,7 +141,7 @@ class CompiledLayers:
         self._smallest = SMALLEST_LAYER_PARAMETERS if wanted == "auto" else 0
         self._is_on = device.type == "cuda" if wanted == "auto" else bool(wanted)
         self._device = device
-        self.backend: str | Backend = "inductor"
+        self.backend: str | Callable[..., Callable[..., Any]] = "inductor"
         """What compiles dynamo's graphs: a name that dynamo knows, or a function."""
         self._kinds: dict[Any, _Kind] = {}
         self._eager_noted: set[tuple[str, str]] = set()

@@ -75,11 +75,8 @@ class StreamedLayer:
 
     def trained_now(self) -> list[bool]:
         """Which weights of its unit are trained, in entry order: scripts freeze and unfreeze them at any time."""
-        trained = [False] * len(self.unit.states)
         with unwatched():
-            for place, state in zip(self.trainable_places, self.trainable, strict=True):
-                trained[place] = state.parameter.requires_grad
-        return trained
+            return [state.entry.spec.trainable and state.parameter.requires_grad for state in self.unit.states]
 
     @property
     def parameter_count(self) -> int:
@@ -101,7 +98,6 @@ class StreamedLayer:
         self.unit.move_to_device(device, kernels)
 
     def move_to_host(self) -> None:
-        """Reverse of :meth:`move_to_device`."""
         self.unit.move_to_host()
 
     def allocate_gradient_residuals(self) -> None:

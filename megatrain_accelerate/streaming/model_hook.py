@@ -54,9 +54,7 @@ def run_pre_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
     ``known``: ids of those that were there. Returns the arguments as the hooks leave them.
     """
-    for number, hook in list(module._forward_pre_hooks.items()):
-        if number in known:
-            continue
+    for number, hook in [item for item in module._forward_pre_hooks.items() if item[0] not in known]:
         if number in module._forward_pre_hooks_with_kwargs:
             args, kwargs = hook(module, args, kwargs) or (args, kwargs)
         elif (result := hook(module, args)) is not None:

@@ -38,7 +38,7 @@ class Prefetcher:
         self._meter = meter
         self._largest = max(layer.unit.layout.weight_bytes for layer in layers)
         self._slot_count = slots
-        self.slots = self._shared_slots()
+        self.slots: list[WeightSlot] = []
         self.own_slots: dict[int, WeightSlot] = {}
         """Slots of single layers, for good or for a while, by the layer's index."""
         self._on_device: set[int] = set()
@@ -55,14 +55,11 @@ class Prefetcher:
         self._upcoming: Sequence[int] = ()
         self.at_address: dict[int, WeightSlot] = {}
         """The slots that there are, by where their memory begins."""
-        self._note_slots()
+        self.give_own_slots(())
 
     def _new_slot(self, index: int, size_bytes: int) -> WeightSlot:
         buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._streams.device)
         return WeightSlot(index, buffer, self._streams)
-
-    def _shared_slots(self) -> list[WeightSlot]:
-        return [self._new_slot(index, self._largest) for index in range(self._slot_count)]
 
     @property
     def shared_bytes(self) -> int:
@@ -134,7 +131,7 @@ class Prefetcher:
         if len(self.own_slots) == len(self._layers):
             self.slots = []
         elif not self.slots:
-            self.slots = self._shared_slots()
+            self.slots = [self._new_slot(index, self._largest) for index in range(self._slot_count)]
         self._note_slots()
 
     @property

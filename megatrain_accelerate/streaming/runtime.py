@@ -415,10 +415,7 @@ class StreamingRuntime:
         self.clipping.settle(others_follow=False)
 
     def drain(self) -> None:
-        """Blocks until all submitted work is applied and visible: host weights, moments, and the device's residents.
-
-        Raises a StepWorkerError if some of it failed.
-        """
+        """Blocks until all submitted work is applied and visible on host and device. A StepWorkerError if some failed."""
         self.worker.drain()
         for group in self.groups:
             group.wait_for_step()
