@@ -44,7 +44,7 @@ def train_streamed(
         optimizer = make_optimizer(list(model.parameters()))
     engine = attach(model, bf16=bf16, device=device, **settings)
     last_micro_batch = False
-    engine.runtime.gradients_complete = lambda: last_micro_batch
+    engine.runtime.offloader.gradients_complete = lambda: last_micro_batch
     adopt_optimizer(optimizer, engine.runtime, schedule)
     losses, norms = [], []
     for step in range(len(batches) // accumulation):

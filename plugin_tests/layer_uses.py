@@ -15,8 +15,8 @@ from torch import nn
 
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.planning.layer_discovery import discover_layers
-from megatrain_accelerate.streaming.device_slots import SlotState, WeightSlot
 from megatrain_accelerate.streaming.prefetch import Prefetcher
+from megatrain_accelerate.streaming.streams import SlotState, WeightSlot
 
 Step = Callable[[Any], list[torch.Tensor]]
 Failure = type[BaseException]

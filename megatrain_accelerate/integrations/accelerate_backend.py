@@ -184,7 +184,7 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
         )
         # Not the Accelerator: it holds the model, and the model's engine would hold both for ever.
         gradient_state = accelerator.gradient_state
-        engine.runtime.gradients_complete = lambda: bool(gradient_state.sync_gradients)
+        engine.runtime.offloader.gradients_complete = lambda: bool(gradient_state.sync_gradients)
         engine.prepare_anew = functools.partial(_attach_unfrozen, weakref.ref(accelerator))
         for earlier_model in earlier_models:
             refuse_calls(earlier_model)

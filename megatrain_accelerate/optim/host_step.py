@@ -172,7 +172,7 @@ class HostStep:
         """The norm of all these gradients, and the clip factors by the ``id`` of parameters; both count for one step."""
         norm = float(self.runtime.total_norm([*(state.parameter for state in states), *outside]))
         parameters = self.parameters(optimizer)
-        factors = self.runtime.take_clip_factors(parameters)
+        factors = self.runtime.clipping.take_factors(parameters)
         for parameter in parameters:
             self.runtime.norms.forget(parameter)
         return norm, factors

@@ -117,7 +117,7 @@ class EvaluationWeights:
     def _hold(self, spare_bytes: float) -> None:
         prefetcher = self._runtime.prefetcher
         for layer in self._runtime.layers:
-            if prefetcher.has_own_slot(layer.index):
+            if layer.index in prefetcher.own_slots:
                 continue
             spare_bytes -= layer.unit.layout.weight_bytes
             if spare_bytes < 0:
@@ -130,7 +130,7 @@ class EvaluationWeights:
 
     def _say_what_streams(self) -> None:
         layers, prefetcher, experts = self._runtime.layers, self._runtime.prefetcher, self._runtime.experts
-        missing = [layer for layer in layers if not prefetcher.has_own_slot(layer.index)]
+        missing = [layer for layer in layers if layer.index not in prefetcher.own_slots]
         if experts and not self._is_warned_of_experts:
             self._is_warned_of_experts = True
             logger.warning(

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import math
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +33,7 @@ _MOST_ELEMENTS = 1 << 22
 
 _RANDOM = ("rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "uniform", "dropout", "empty")
 _ATEN = torch.ops.aten
+_Cache = functools._lru_cache_wrapper
 _NOT_OF_MODELS = ("torch", "builtins", "typing", "abc")
 
 
@@ -253,17 +254,45 @@ def launches_without_data() -> Iterator[None]:
 
 @contextlib.contextmanager
 def caches_emptied_after(model: nn.Module) -> Iterator[None]:
-    """Empties those caches (``functools.lru_cache``) to which the body added an entry: of functions and methods, also below
-    other decorators, that the Python modules which define the model's classes define or import."""
-    defining = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
-    homes = {name for name in defining if name.split(".")[0] not in _NOT_OF_MODELS}
-    imported = {id(value) for name in homes & sys.modules.keys() for value in vars(sys.modules[name]).values()}
-    # A proxy of another library's may do anything when it is asked for its class.
-    caches = [found for found in gc.get_objects() if type(found) is functools._lru_cache_wrapper]
-    before = [(at, at.cache_info().misses) for at in caches if at.__module__ in homes or id(at) in imported]
+    """Empties the caches (``functools.lru_cache``) to which the body added an entry.
+
+    Those that the code of the model's classes can name are looked at: decorated functions and
+    methods in the Python modules that define them, also below transformers'
+    ``compile_compatible_method_lru_cache``, and attributes of the model's modules.
+    """
+    caches = [(cache, cache.cache_info().misses) for cache in _caches_of(model)]
     try:
         yield
     finally:
-        for cache, misses in before:
+        for cache, misses in caches:
             if cache.cache_info().misses != misses:
                 cache.cache_clear()
+
+
+def _caches_of(model: nn.Module) -> list[Any]:
+    # Values, each with the name of the Python module that defines the classes to be looked into.
+    todo = [(value, "") for module in model.modules() for value in vars(module).values()]
+    for name in {cls.__module__ for module in model.modules() for cls in type(module).__mro__}:
+        if name.split(".")[0] not in _NOT_OF_MODELS and name in sys.modules:
+            todo += [(value, name) for value in vars(sys.modules[name]).values()]
+    found: dict[int, Any] = {}
+    seen: set[tuple[int, str]] = set()
+    while todo:
+        value, home = todo.pop()
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        if (id(value), home) in seen:
+            continue
+        seen.add((id(value), home))
+        if isinstance(value, _Cache):
+            found[id(value)] = value
+        elif isinstance(value, types.FunctionType):
+            for cell in value.__closure__ or ():
+                with contextlib.suppress(ValueError):  # the cell is still empty
+                    if isinstance(cell.cell_contents, (_Cache, types.FunctionType)):
+                        todo.append((cell.cell_contents, home))
+        elif isinstance(value, type) and value.__module__ == home:
+            todo += [(attribute, home) for attribute in vars(value).values()]
+    return list(found.values())

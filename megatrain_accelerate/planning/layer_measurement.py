@@ -29,13 +29,13 @@ from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
 from megatrain_accelerate.streaming.ambient_state import random_numbers_put_back
 from megatrain_accelerate.streaming.attention_results import AtAttention
 from megatrain_accelerate.streaming.compiled_layer import without_saving
-from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
 from megatrain_accelerate.streaming.nested_tensors import tensors_in
 from megatrain_accelerate.streaming.output_recorder import Recorded
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.streaming.saved_tensors import SavedTensors
+from megatrain_accelerate.streaming.streams import WeightSlot
 
 logger = logging.getLogger(__name__)
 

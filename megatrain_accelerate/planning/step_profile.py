@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from megatrain_accelerate.planning.step_memory import OpCosts
-from megatrain_accelerate.streaming.memory_budgets import EVERYTHING, NOTHING, MemoryBudget
+from megatrain_accelerate.streaming.compiled_layer import EVERYTHING, NOTHING, MemoryBudget
 from megatrain_accelerate.streaming.micro_batches import BatchSplit
 
 

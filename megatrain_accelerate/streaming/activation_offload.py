@@ -13,20 +13,19 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.memory.host_pool import HostBlock, HostPool
+from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.meter import Cause, Meter, named_range
 from megatrain_accelerate.streaming.streams import Streams
 from megatrain_accelerate.units import MIB
-
-if TYPE_CHECKING:
-    from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 MIN_OFFLOADED_BYTES = 1 * MIB
 """Smaller storages stay on the device: their copies would cost more to issue than their memory is worth."""
@@ -184,17 +183,19 @@ class ActivationOffloader:
         self._recordings: weakref.WeakKeyDictionary[Tape, dict[int, list[tuple[int, Recording]]]] = weakref.WeakKeyDictionary()
 
     @classmethod
-    def of_runtime(cls, runtime: StreamingRuntime) -> ActivationOffloader:
+    def for_engine(
+        cls, config: MegatrainConfig, kernels: HostKernels, streams: Streams, meter: Meter, register: bool
+    ) -> ActivationOffloader:
         """The offloader with a pool of its own, empty as yet."""
         pool = HostPool(
             # The stand-in's memory costs no registering, and its models are tiny.
-            256 * MIB if runtime.streams.is_cuda else MIB,
-            kernels=runtime.kernels,
-            huge_pages=runtime.config.huge_pages,
-            register=runtime.register,
-            host_memory_gib=runtime.config.host_memory_gib,
+            256 * MIB if streams.is_cuda else MIB,
+            kernels=kernels,
+            huge_pages=config.huge_pages,
+            register=register,
+            host_memory_gib=config.host_memory_gib,
         )
-        return cls(pool, runtime.streams, runtime.meter)
+        return cls(pool, streams, meter)
 
     def record(self, label: str, stay: Iterable[torch.Tensor] = ()) -> Recording:
         return Recording(self, label, stay)

@@ -15,12 +15,9 @@ CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_par
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call's arguments without key-value caches, which the replay in backward would update a second time.
+    """The call's arguments without key-value caches: transformers' rule (``GradientCheckpointingLayer``, modeling_layers.py).
 
-    The same rule as transformers' ``GradientCheckpointingLayer`` (transformers/modeling_layers.py).
-
-    Raises:
-        UnsupportedError: a cache holds tokens: without it the layer would compute something else.
+    Raises an UnsupportedError if a cache holds tokens: without it the layer would compute something else.
     """
     is_cache = [hasattr(value, "get_seq_length") and hasattr(value, "update") for value in args]
     caches = [value for flag, value in zip(is_cache, args, strict=True) if flag]

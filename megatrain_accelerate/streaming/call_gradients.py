@@ -7,9 +7,9 @@ backward (autograd's graph task) brings them.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +17,9 @@ from megatrain_accelerate.memory.flat_layout import FlatLayout
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
 from megatrain_accelerate.streaming.layer import StreamedLayer
+
+if TYPE_CHECKING:
+    from megatrain_accelerate.streaming.graph_call import GraphCall
 
 
 class LayerSums:
@@ -85,66 +88,54 @@ class GradientSums:
         return sums
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class CutCall:
-    """A call of a layer in pieces of its batch, whose weight gradients leave as one."""
+class Backward:
+    """One backward that is under way (a graph task of autograd), and its gradients that wait for others."""
 
-    layer: StreamedLayer
-    tape: Tape
-    count: int
-
-
-class CallGradients:
-    """Gradients of the backwards that are under way, by their numbers. One object per engine."""
-
-    def __init__(self, offloader: GradientOffloader, sums: GradientSums) -> None:
+    def __init__(self, offloader: GradientOffloader, fp32_sums: GradientSums) -> None:
+        self.calls: list[GraphCall] = []
+        """To which it has come."""
         self._offloader = offloader
-        self._fp32_sums = sums
-        self._sums: dict[int, dict[StreamedLayer, dict[int, torch.Tensor]]] = {}
+        self._fp32_sums = fp32_sums
+        self._sums: dict[StreamedLayer, dict[int, torch.Tensor]] = {}
         """Of layers that run several times in one forward."""
-        self._pieces: dict[tuple[int, CutCall], LayerSums] = {}
-        """Of calls in pieces."""
+        self._pieces: dict[tuple[Tape, int], tuple[StreamedLayer, LayerSums]] = {}
+        """Of calls in pieces, by their places."""
 
-    def deliver(self, task: int, tape: Tape, layer: StreamedLayer, found: dict[int, torch.Tensor]) -> None:
+    def deliver(self, tape: Tape, layer: StreamedLayer, found: dict[int, torch.Tensor]) -> None:
         """Takes the gradients of one call: they go at once unless others of the layer come in this backward."""
         if tape.calls.count(layer.index) == 1:
             self._offloader.offload(layer, found)
         elif found:
-            self.add_up(task, layer, found)
+            self.add_up(layer, found)
 
-    def add_piece(self, task: int, cut: CutCall, found: dict[int, torch.Tensor], is_whole: bool) -> None:
+    def add_piece(self, call: GraphCall, found: dict[int, torch.Tensor], is_whole: bool) -> None:
         """Adds gradients of a piece to those of the others; when all pieces have brought theirs they go as those of one call.
 
         ``is_whole`` tells that the piece brings no more of them.
         """
-        if (task, cut) not in self._pieces:
-            self._pieces[task, cut] = self._fp32_sums.begin(cut.layer.unit.layout)
-        sums = self._pieces[task, cut]
+        place = (call.tape, call.position)
+        if place not in self._pieces:
+            self._pieces[place] = (call.layer, self._fp32_sums.begin(call.layer.unit.layout))
+        sums = self._pieces[place][1]
         sums.add(found)
         sums.complete_pieces += is_whole
-        if sums.complete_pieces == cut.count:
-            self._deliver_pieces(task, cut)
+        if sums.complete_pieces == call.pieces:
+            self._deliver_pieces(place)
 
-    def _deliver_pieces(self, task: int, cut: CutCall) -> None:
-        sums = self._pieces.pop((task, cut))
-        is_added_up = cut.tape.calls.count(cut.layer.index) > 1
-        self.deliver(task, cut.tape, cut.layer, sums.take(to_stay=cut.layer.unit.is_on_device or is_added_up))
+    def _deliver_pieces(self, place: tuple[Tape, int]) -> None:
+        tape, (layer, sums) = place[0], self._pieces.pop(place)
+        is_added_up = tape.calls.count(layer.index) > 1
+        self.deliver(tape, layer, sums.take(to_stay=layer.unit.is_on_device or is_added_up))
 
-    def add_up(self, task: int, layer: StreamedLayer, found: dict[int, torch.Tensor]) -> None:
-        """Adds gradients to those of the layer's other calls in one backward, as autograd does before it accumulates."""
-        sums = self._sums.setdefault(task, {}).setdefault(layer, {})
+    def add_up(self, layer: StreamedLayer, found: dict[int, torch.Tensor]) -> None:
+        """Adds gradients to those of the layer's other calls, as autograd does before it accumulates."""
+        sums = self._sums.setdefault(layer, {})
         for row, gradient in found.items():
             sums[row] = sums[row].add_(gradient) if row in sums else gradient
 
-    def finish(self, task: int) -> None:
-        """A backward is over: what has been added up goes."""
-        for key in [key for key in self._pieces if key[0] == task]:
-            self._deliver_pieces(*key)
-        for layer, found in self._sums.pop(task, {}).items():
+    def finish(self) -> None:
+        """It is over: what has been added up goes."""
+        for place in list(self._pieces):
+            self._deliver_pieces(place)
+        for layer, found in self._sums.items():
             self._offloader.offload(layer, found)
-
-    def drop(self, task: int) -> None:
-        """A backward has failed: what it left counts for nothing."""
-        for key in [key for key in self._pieces if key[0] == task]:
-            del self._pieces[key]
-        self._sums.pop(task, None)

@@ -31,38 +31,33 @@ class CallOrder:
 
     A wrong prediction costs a copy, never a result: the prefetcher fetches what is really asked for.
 
-    Args:
-        layer_count: number of layers; before the first pass they are expected in index order. A pass begins when the layer
-            that began the last one runs again, unless it is the only layer.
-        leader: for parts of layers, the order of the layers: a pass begins with one of theirs. A layer may call its parts
-            several times, so that the first part again tells nothing.
+    Before the first pass layers are expected in index order. A pass begins when the layer that began the last one runs again,
+    unless it is the only layer. For parts of layers ``leader`` is the order of the layers, and a pass begins with one of
+    theirs: a layer may call its parts several times, so that the first part again tells nothing.
     """
 
     def __init__(self, layer_count: int, leader: CallOrder | None = None) -> None:
         self._expected = list(range(layer_count))
         self._is_only_layer = layer_count == 1 and leader is None
         self._tape = Tape()
-        self._first: int | None = None
         self._ended = False
         self._leader = leader
         self._led_by: Tape | None = None
 
     def record(self, index: int) -> tuple[Tape, int]:
         """Notes a forward call; returns the pass's tape and the call's position on it."""
-        if not self._tape.calls or self._begins_pass(index):
+        if self._leader is not None:
+            begins = self._led_by is not self._leader._tape
+        else:
+            begins = self._ended or (self._tape.calls[:1] == [index] and not self._is_only_layer)
+        if begins or not self._tape.calls:
             self._ended = False
             if self._tape.calls:
                 self._expected = self._tape.calls
             self._tape = Tape()
-            self._first = index
             self._led_by = None if self._leader is None else self._leader._tape
         self._tape.calls.append(index)
         return self._tape, len(self._tape.calls) - 1
-
-    def _begins_pass(self, index: int) -> bool:
-        if self._leader is not None:
-            return self._led_by is not self._leader._tape
-        return self._ended or (index == self._first and not self._is_only_layer)
 
     def end_pass(self) -> None:
         """The next call begins a new pass, whichever layer it is (a backward ended, a forward of the model begins)."""

@@ -9,37 +9,37 @@ What is recorded inside a layer (router logits) leaves the compiled function bes
 layers that record and layers that don't are of different kinds.
 
 What backward computes again of a compiled layer is decided where the compiler's partitioner parts forward and backward: at a
-*memory budget* of 1.0 it saves all that backward reads, at 0.0 the inputs alone
-(``torch._functorch.config.activation_memory_budget``). Each budget has a graph of its own, which rounds in its own way. A
-layer that draws random numbers can't be recomputed like that, since the partitioner would draw other ones in backward: its
-graph saves everything, and a checkpoint runs it again.
+*memory budget* of 1.0 it saves all that backward reads, at 0.0 the inputs alone, and between them it gives up first what
+costs little to compute again (``torch._functorch.config.activation_memory_budget``). Each budget has a graph of its own,
+which rounds in its own way. A layer that draws random numbers can't be recomputed like that, since the partitioner would draw
+other ones in backward: its graph saves everything, and a checkpoint runs it again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._mode_utils import no_dispatch
+from torch.utils.flop_counter import flop_registry
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.streaming.ambient_state import RandomState
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.memory_budgets import MemoryBudget, budgets_of
 from megatrain_accelerate.streaming.output_recorder import Captures, OutputRecorder, take_handed_out
 from megatrain_accelerate.streaming.shared_mappings import takes_mappings
 
 logger = logging.getLogger(__name__)
-
-Backend = Callable[..., Callable[..., Any]]
 
 SMALLEST_LAYER_PARAMETERS = 4_000_000
 """``auto`` compiles layers of at least this many parameters: kernels of smaller ones take less time than their launches,
@@ -52,26 +52,20 @@ RECOMPILE_LIMIT = 16
 """Graphs of one kind of layers: static and dynamic lengths, batch sizes, masks, attributes. Dynamo's own limit is 8; a layer
 that reads what changes with every call (a counter) should give up before much time is lost."""
 
+CANDIDATES = (0.2, 0.4, 0.6, 0.8)
+"""Budgets that are tried between 0.0 and 1.0; several may give one and the same graph."""
+
+_FLOPS_PER_BYTE = 200.0
+"""Matrix products that a GPU computes while it moves a byte of its memory: about 100 to 250 on all that compute in bf16."""
+
+_LEAST_DIFFERENCE = 0.03
+"""Share of the activations by which two budgets must differ to count as two."""
+
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "triton")
 
 _kind_numbers = itertools.count()
 _announced = False
-
-
-def _announce(name: str) -> None:
-    """Says once in a process why the first step takes so long."""
-    global _announced
-    if not _announced:
-        _announced = True
-        logger.warning(
-            "megatrain: compiling %s (about half a minute, once for all equal layers; compile_layers: false leaves it out)",
-            name,
-        )
-
-
-def _comes_from_a_compiler(error: BaseException) -> bool:
-    """Whether the exception is one of the compiler's, and not one that the layer's own code or the device raised."""
-    return any(kind.__module__.startswith(_COMPILERS) for kind in type(error).__mro__)
+"""Whether this process has said why the first step takes so long."""
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -83,15 +77,23 @@ def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:200]}"
 
 
-class _Kind:
-    """The layers that share a compiled function.
+@dataclasses.dataclass(frozen=True)
+class MemoryBudget:
+    """A budget and what it does to a layer, relative to 1.0 (saves everything) and 0.0 (computes everything again)."""
 
-    Args:
-        forward: their class's forward, not bound.
-        name: of their class.
-        memory_budget: what share of the activations is saved, from 0.0 (the inputs) to 1.0.
-        compile_graph: compiles a graph of dynamo's for a kind.
-    """
+    value: float
+    saved_share: float
+    """Bytes saved besides the inputs, as a share of those at 1.0."""
+    recompute_share: float
+    """Time of what backward computes again, as a share of that at 0.0."""
+
+
+NOTHING = MemoryBudget(0.0, 0.0, 1.0)
+EVERYTHING = MemoryBudget(1.0, 1.0, 0.0)
+
+
+class _Kind:
+    """The layers that share a compiled function: the forward of their class, not bound, at one memory budget."""
 
     def __init__(
         self, forward: Callable[..., Any], name: str, memory_budget: float, compile_graph: Callable[..., Callable[..., Any]]
@@ -116,17 +118,9 @@ class _Kind:
         backend = functools.partial(compile_graph, self)
         self.function: Callable[..., Any] = torch.compile(function, backend=backend, fullgraph=True)
 
-    def note_random_numbers(self, graph: torch.fx.Graph) -> None:
-        """Looks through the graph of forward and backward before it is parted. One that draws random numbers saves everything.
-
-        Operations with a probability of zero, attention above all, draw none.
-        """
-        if any(_draws(node) for node in graph.nodes):
-            self.is_random = True
-            torch._functorch.config.activation_memory_budget = 1.0  # until the end of this compilation
-
 
 def _draws(node: torch.fx.Node) -> bool:
+    """Whether it draws random numbers. Operations with a probability of zero, attention above all, draw none."""
     operation = node.target
     if not isinstance(operation, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
@@ -137,12 +131,9 @@ def _draws(node: torch.fx.Node) -> bool:
 
 
 class CompiledLayers:
-    """Runs the layers of one engine compiled where that is wanted and works.
+    """Runs the layers of one engine compiled where that is ``wanted`` (``megatrain_config.compile_layers``) and works.
 
-    Args:
-        wanted: ``megatrain_config.compile_layers``.
-        device: where the layers run.
-        recorder: what collects side outputs of layers.
+    ``recorder`` collects side outputs of layers.
     """
 
     def __init__(self, wanted: bool | str, device: torch.device, recorder: OutputRecorder | None = None) -> None:
@@ -150,11 +141,10 @@ class CompiledLayers:
         self._smallest = SMALLEST_LAYER_PARAMETERS if wanted == "auto" else 0
         self._is_on = device.type == "cuda" if wanted == "auto" else bool(wanted)
         self._device = device
-        self.backend: str | Backend = "inductor"
+        self.backend: str | Callable[..., Callable[..., Any]] = "inductor"
         """What compiles dynamo's graphs: a name that dynamo knows, or a function."""
         self._kinds: dict[Any, _Kind] = {}
         self._eager_noted: set[tuple[str, str]] = set()
-        self._compiling = ""
         self.is_optional = self._is_on and wanted == "auto"
         """Whether the plan may do without."""
         self.pays: bool | None = None
@@ -169,11 +159,10 @@ class CompiledLayers:
         """
         if not self._is_on or self.pays is False or layer.unit.layout.parameter_count < self._smallest:
             return None
-        if torch._C._len_torch_dispatch_stack() > 0:
-            # Dynamo declines under a mode that watches operations (a FLOP counter), and it should see them all.
+        # Dynamo declines under a mode that watches operations (a FLOP counter), and it should see them all. Of a layer that
+        # runs in tiles a compiled graph would hold all tokens at once.
+        if torch._C._len_torch_dispatch_stack() > 0 or layer.tiles.tile_tokens:
             return None
-        if layer.tiles.tile_tokens:
-            return None  # a compiled graph would hold all tokens at once
         captures = Captures.inside(layer.module, self._recorder)
         if captures is None:
             self._note_eager(type(layer.module).__name__, "hooks are registered inside it")
@@ -195,39 +184,25 @@ class CompiledLayers:
         return () if kind is None or kind.is_random else kind.budgets
 
     def run(
-        self,
-        layer: StreamedLayer,
-        captures: Captures,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        memory_budget: float = 1.0,
+        self, layer: StreamedLayer, captures: Captures, args: tuple[Any, ...], kwargs: dict[str, Any], memory_budget: float
     ) -> Any:
         """Runs the layer's forward with the weights that are bound to it: compiled, or its own code if that fails.
 
-        Called with gradients enabled, for a layer that :meth:`wants` approved.
-
-        Args:
-            layer: the layer.
-            captures: as :meth:`wants` gave them.
-            args, kwargs: of its forward.
-            memory_budget: 1.0, or less for a layer that :meth:`recomputes` with it.
-
-        Raises:
-            Exception: what the layer's own code raises.
+        Called with gradients enabled, for a layer that :meth:`wants` approved, with the captures that it gave. The memory
+        budget is less than 1.0 for a layer that :meth:`recomputes` with it. Raises what the layer's own code raises.
         """
         kind = self._kind_of(layer, captures, memory_budget)
         if kind is None or takes_mappings(args, kwargs):
             return layer.run(args, kwargs)
         before = RandomState(self._device)
-        self._compiling = kind.name
         try:
             with _run_settings(), captures.replaced():
                 output, recorded = kind.function(layer.module, args, kwargs)
             self._recorder.enter(recorded)
             return output
         except Exception as error:
-            if not _comes_from_a_compiler(error):
-                raise
+            if not any(cause.__module__.startswith(_COMPILERS) for cause in type(error).__mro__):
+                raise  # the layer's own code or the device did
             reason = _in_one_line(error)
         before.put_back()
         # Wrong arguments fail in the compiler too. Then this call raises what the user should see, and nothing is given up.
@@ -262,7 +237,14 @@ class CompiledLayers:
 
     def _compile(self, kind: _Kind, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
         """Dynamo's backend: forward and backward of one graph, so that neither can fail later."""
-        _announce(self._compiling)
+        global _announced
+        if not _announced:
+            _announced = True
+            logger.warning(
+                "megatrain: compiling %s (about half a minute, once for all equal layers; compile_layers: false leaves it "
+                "out)",
+                kind.name,
+            )
         self.compilations += 1
         # A second backward finds what it needs: the first doesn't write over it. For the whole process, since each backward
         # looks at the setting, on autograd's thread.
@@ -288,12 +270,17 @@ class CompiledLayers:
 
 
 def _looking_at(kind: _Kind) -> Any:
-    """A pass of Inductor's that only looks, so that what is compiled is cached as without it."""
+    """A pass of Inductor's over the graph of forward and backward, before it is parted: one that draws saves everything.
+
+    It only looks, so that what is compiled is cached as without it.
+    """
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Look(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
-            kind.note_random_numbers(graph)
+            if any(map(_draws, graph.nodes)):
+                kind.is_random = True
+                torch._functorch.config.activation_memory_budget = 1.0  # until the end of this compilation
 
         def uuid(self) -> str:
             return "megatrain_accelerate: random numbers"
@@ -322,6 +309,69 @@ def _asking_for_budgets(kind: _Kind) -> Any:
             return str, (self.uuid(),)
 
     return Ask()
+
+
+def budgets_of(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> tuple[MemoryBudget, ...]:
+    """The distinct budgets of a graph of forward and backward, from 0.0 to 1.0, without compiling anything.
+
+    The graph, which isn't changed, has the values of its nodes, as the partitioner takes it with these ``options``.
+    """
+    found = {value: _saved_and_recomputed(graph, inputs, options, value) for value in (0.0, *CANDIDATES, 1.0)}
+    (least, most_again), (most, again_in_any_case) = found[0.0], found[1.0]
+    if most <= least or most_again <= again_in_any_case:
+        return NOTHING, EVERYTHING
+    budgets = [NOTHING]
+    for value in CANDIDATES:
+        saved, again = found[value]
+        share = (saved - least) / (most - least)
+        again_share = (again - again_in_any_case) / (most_again - again_in_any_case)
+        is_other = budgets[-1].saved_share + _LEAST_DIFFERENCE <= share <= 1.0 - _LEAST_DIFFERENCE
+        if is_other and 0.0 < again_share < budgets[-1].recompute_share:
+            budgets.append(MemoryBudget(value, share, again_share))
+    return (*budgets, EVERYTHING)
+
+
+def _saved_and_recomputed(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any], value: float
+) -> tuple[int, float]:
+    """Bytes that a budget saves besides the inputs, and the costs of what it computes again, in bytes of memory traffic."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    copied = torch.fx.Graph()
+    copied.output(copied.graph_copy(graph.graph, {}))
+    with torch._functorch.config.patch(activation_memory_budget=value):
+        forward, backward = min_cut_rematerialization_partition(torch.fx.GraphModule(graph, copied), inputs, **options)
+    outputs = next(node for node in forward.graph.nodes if node.op == "output").args[0]
+    saved = {node for node in outputs[options["num_fwd_outputs"] :] if node.op != "placeholder"}
+    made = {node.name for node in forward.graph.nodes if node.op == "call_function"}
+    again = [node for node in backward.graph.nodes if node.op == "call_function" and node.name in made]
+    return sum(map(_bytes, saved)), sum(map(_costs, again))
+
+
+def _bytes(node: torch.fx.Node) -> int:
+    value = _concrete(node.meta.get("val"))
+    return value.nbytes if isinstance(value, torch.Tensor) else 0
+
+
+def _concrete(value: Any) -> Any:
+    """A node's value without data, with the sizes of this call in place of sizes that vary: nothing is guarded by them."""
+    if isinstance(value, torch.SymInt):
+        return value.node.hint or 1
+    if not isinstance(value, torch.Tensor):
+        return value
+    with no_dispatch():
+        return torch.empty([_concrete(size) for size in value.shape], dtype=value.dtype, device="meta")
+
+
+def _costs(node: torch.fx.Node) -> float:
+    formula: Callable[..., Any] | None = flop_registry.get(getattr(node.target, "_overloadpacket", None))
+    if formula is None:
+        return float(_bytes(node))
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: _concrete(argument.meta.get("val")))
+    try:
+        return float(formula(*args, **kwargs, out_val=_concrete(node.meta["val"]))) / _FLOPS_PER_BYTE
+    except Exception:  # grouped-query attention, which torch's formula refuses
+        return float(_bytes(node))
 
 
 def _missing_in_torch() -> str | None:

@@ -24,7 +24,8 @@ from torch.autograd.function import once_differentiable
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.streaming.ambient_state import autocast_again, parameters_as
 from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache, without_saving
-from megatrain_accelerate.streaming.expert_parts import ExpertPart, ExpertStreams, Places, StreamedExperts, shown_instead
+from megatrain_accelerate.streaming.expert_parts import ExpertPart, StreamedExperts
+from megatrain_accelerate.streaming.expert_streams import ExpertStreams, Places, shown_instead
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import named_range
 from megatrain_accelerate.streaming.nested_tensors import tensors_in
@@ -183,7 +184,7 @@ class _Call:
     ) -> None:
         self.experts = experts
         self._shown = shown_instead(experts)
-        self._streams_parts = self._shown is None and streams.runtime.dry_run is None
+        self._streams_parts = self._shown is None and not streams.runs_dry()
         """Whether the call is one of a step or an evaluation, and not a trial."""
         number, self._found = (0, None) if results is None else results.begin(experts)
         routing = None if self._found is None else self._found.routing
@@ -265,7 +266,7 @@ class _Call:
         gradients = None
         if self._streams_parts:
             self.experts.require_version(self.version)
-            offloader = self._streams.runtime.offloader
+            offloader = self._streams.offloader
             gradients = offloader.begin(self.experts, parts=len(self.experts.parts), is_last=self.is_last)
         if gradients is None and not any(needs):
             return None, None  # all were frozen since the model was prepared
@@ -347,7 +348,7 @@ def run_experts(streams: ExpertStreams, experts: StreamedExperts, args: tuple[An
         call = _Call(streams, experts, index_TK, experts.results)
     if not torch.is_grad_enabled():
         return call.forward((hidden_TD, weights_TK), None)
-    anchor = streams.runtime.anchor if experts.has_trainable else streams.runtime.anchor.detach()
+    anchor = streams.anchor if experts.has_trainable else streams.anchor.detach()
     return _ExpertsFunction.apply(call, anchor, hidden_TD, weights_TK)
 
 

@@ -1,30 +1,24 @@
 """The experts of a layer in parts: ranges of experts that are fetched, computed and given back one after the other.
 
 The store keeps the experts' parameters as they are, contiguous tensors of dimensions (experts, ...): a part is a range of
-each. In a slot the ranges lie one behind the other, as the parameters of a small layer. Parts have slots of their own.
+each. In a slot the ranges lie one behind the other, as the parameters of a small layer.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.flat_layout import ExpertRange, expert_ranges
 from megatrain_accelerate.memory.host_store import HostUnit
-from megatrain_accelerate.streaming.call_order import CallOrder, Tape
-from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import UpdateGate
-from megatrain_accelerate.streaming.prefetch import Fetched, Prefetcher
 
 if TYPE_CHECKING:
     from megatrain_accelerate.streaming.expert_function import ExpertResults
-    from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 
 class PartOfUnit:
@@ -107,73 +101,3 @@ class StreamedExperts(StreamedLayer):
             numbers = [part.experts.first for part in self.parts] + [self.count]
             self._begins[device] = torch.tensor(numbers, device=device)
         return self._begins[device]
-
-
-Places = list[tuple[Tape, int]]
-"""Where on the tape of a forward each part of a layer's experts was called, in order."""
-
-
-class _PartPrefetcher(Prefetcher):
-    """Owner of the slots of parts: each takes a range of every parameter."""
-
-    def _copy(self, layer: Fetched, slot: WeightSlot) -> None:
-        assert isinstance(layer, ExpertPart)
-        unit = layer.unit
-        for there, here in unit.pieces(unit.weights, slot.buffer, trainable_only=False):
-            here.copy_(there, non_blocking=True)
-
-
-class ExpertStreams:
-    """All experts of a model that stream in parts; maybe none. ``layers``: in which order the layers are called."""
-
-    def __init__(self, runtime: StreamingRuntime, layers: CallOrder) -> None:
-        self.runtime = runtime
-        self._slots = runtime.config.slots
-        parts = [part for whole in runtime.experts for part in whole.parts]
-        self._prefetcher = _PartPrefetcher(parts, self._slots, runtime.streams, runtime.meter) if parts else None
-        self._order = CallOrder(len(parts), leader=layers)
-
-    def close(self) -> None:
-        """Gives up all slots. Nothing may be fetched afterwards."""
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-
-    @property
-    def slot_bytes(self) -> int:
-        return 0 if self._prefetcher is None else self._prefetcher.device_bytes
-
-    def record(self, experts: StreamedExperts) -> Places:
-        """Notes a forward call of a layer's experts."""
-        return [self._order.record(part.index) for part in experts.parts]
-
-    @contextlib.contextmanager
-    def fetched(self, part: ExpertPart, upcoming: Sequence[int], layout_of: ExpertPart) -> Iterator[list[torch.Tensor]]:
-        """A part's weights are on the device while the body issues its kernels; yields them as those of ``layout_of``."""
-        assert self._prefetcher is not None
-        slot = self._prefetcher.acquire(part, upcoming)
-        try:
-            yield slot.views(layout_of.unit.layout)
-        finally:
-            self._prefetcher.release(slot)
-
-    def upcoming(self, place: tuple[Tape, int], in_backward: bool, backward_follows: bool) -> Sequence[int]:
-        """The parts that are expected after that of the call at ``place``."""
-        if in_backward:
-            return self._order.after_backward(*place, self._slots, not self.runtime.gradients_complete())
-        return self._order.after_forward(*place, self._slots, backward_follows)
-
-
-def shown_instead(experts: StreamedExperts) -> list[torch.Tensor] | None:
-    """What somebody has put in the place of the parameters: tensors without data, made-up numbers.
-
-    None where they are their own. A StateError where one isn't the one that was adopted.
-    """
-    shown: list[Any] = [experts.module._parameters.get(state.name) for state in experts.unit.states]
-    if all(tensor is state.parameter for tensor, state in zip(shown, experts.unit.states, strict=True)):
-        return None
-    if any(tensor is None or isinstance(tensor, nn.Parameter) for tensor in shown):
-        raise StateError(
-            f"a parameter of the experts {experts.name} was replaced or removed after the model was prepared; change "
-            "the model (adapters, heads, tokens) before accelerator.prepare()"
-        )
-    return shown

@@ -13,19 +13,19 @@ import functools
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import Variable
 
+from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import KernelError
 from megatrain_accelerate.memory.host_limits import require_host_bytes
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import DeviceKernels, StepKernels, can_step_on
+from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.streaming.model_hook import weakly
-
-if TYPE_CHECKING:
-    from megatrain_accelerate.streaming.runtime import StreamingRuntime
+from megatrain_accelerate.streaming.resident import Part
 
 
 def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -64,13 +64,15 @@ class RunningSum:
 
 
 class Fp32Sums:
-    """Decides which gradients are summed in fp32, and owns the way in which autograd's own are."""
+    """Decides which gradients are summed in fp32, and owns the way in which autograd's own are.
 
-    def __init__(self, runtime: StreamingRuntime) -> None:
-        self._parts = runtime.parts
-        self._device, self._kernels = runtime.streams.device, runtime.kernels
-        self._host_memory_gib = runtime.config.host_memory_gib
-        self.is_wanted = runtime.config.accumulation_dtype == "fp32"
+    ``parts`` are all layers, experts and groups.
+    """
+
+    def __init__(self, parts: Sequence[Part], config: MegatrainConfig, device: torch.device, kernels: HostKernels) -> None:
+        self._parts, self._device, self._kernels = list(parts), device, kernels
+        self._host_memory_gib = config.host_memory_gib
+        self.is_wanted = config.accumulation_dtype == "fp32"
         self.is_budgeted = False
         """Whether the residuals' memory was counted before the model was adopted."""
         self._device_kernels: DeviceKernels | None = None

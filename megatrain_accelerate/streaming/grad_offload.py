@@ -9,44 +9,54 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.memory.host_store import PASSING_BUFFERS
 from megatrain_accelerate.memory.parameter_state import ParameterState
-from megatrain_accelerate.optim.step_worker import Ticket
-from megatrain_accelerate.streaming.device_slots import GradientSlot
+from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.optim.step_worker import StepWorker, Ticket
+from megatrain_accelerate.streaming.clipping import NormTable
 from megatrain_accelerate.streaming.expert_parts import ExpertPart
-from megatrain_accelerate.streaming.fp32_sums import gradient_norms
+from megatrain_accelerate.streaming.fp32_sums import Fp32Sums, gradient_norms
 from megatrain_accelerate.streaming.gradient_buffers import Addition, HostBuffers, not_stepped, of_their_own
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.meter import Cause, UpdateGate, named_range
+from megatrain_accelerate.streaming.meter import Cause, Meter, UpdateGate, named_range
 from megatrain_accelerate.streaming.resident import ResidentGroup
-
-if TYPE_CHECKING:
-    from megatrain_accelerate.streaming.runtime import StreamingRuntime
+from megatrain_accelerate.streaming.streams import GradientSlot, Streams
 
 
 class GradientOffloader:
     """Owner of the gradient slots, of layers and experts, and of the way from a backward to ``parameter.grad`` on the host."""
 
-    def __init__(self, runtime: StreamingRuntime) -> None:
-        self.runtime = runtime
-        self.streams, self.meter = runtime.streams, runtime.meter
-        self.norms, self.sums = runtime.norms, runtime.sums
-        self._buffers_of = functools.partial(
-            HostBuffers, huge_pages=runtime.config.huge_pages, register=runtime.register, meter=runtime.meter
-        )
-        layouts = [layer.unit.layout for layer in runtime.layers]
+    def __init__(
+        self,
+        layers: Sequence[StreamedLayer],
+        config: MegatrainConfig,
+        *,
+        streams: Streams,
+        worker: StepWorker,
+        kernels: HostKernels,
+        meter: Meter,
+        norms: NormTable,
+        sums: Fp32Sums,
+        register: bool,
+    ) -> None:
+        self.streams, self.worker, self.kernels, self.meter = streams, worker, kernels, meter
+        self.norms, self.sums = norms, sums
+        self._buffers_of = functools.partial(HostBuffers, huge_pages=config.huge_pages, register=register, meter=meter)
+        layouts = [layer.unit.layout for layer in layers]
+        experts = [whole for layer in layers for whole in layer.experts]
         # Those that pass through the host do so experts by experts, since that is how they are stepped.
-        whole = [*layouts, *(experts.unit.layout for experts in runtime.experts)]
+        whole = [*layouts, *(at.unit.layout for at in experts)]
         self._largest_unit = max(layout.gradient_bytes for layout in whole)
-        layouts += [part.unit.layout for experts in runtime.experts for part in experts.parts]
+        layouts += [part.unit.layout for at in experts for part in at.parts]
         self._largest = max(layout.gradient_bytes for layout in layouts)
         self._most_parameters = max(len(layout.trainable_entries) for layout in layouts)
-        self._slot_count = runtime.config.gradient_slots if self._largest else 0
+        self._slot_count = config.gradient_slots if self._largest else 0
         self.slots: collections.deque[GradientSlot] = collections.deque()
         """In the order in which they are next written."""
         self.takes_gradients = False
@@ -59,6 +69,9 @@ class GradientOffloader:
         """The worker's last addition to each unit's gradients, by ``id``."""
         self._fetched_event = self.streams.event()
         self._in_flight: list[torch.Tensor] = []
+        self.gradients_complete: Callable[[], bool] = lambda: True
+        """Whether the backward in progress is the last before a step; set from Accelerate's gradient state. Norms are needed
+        only then."""
         self.passing: HostBuffers | None = None
         """For gradients that are consumed in backward."""
         self.layer_done_listeners: dict[int, Callable[[StreamedLayer, Callable[[], None]], bool]] = {}
@@ -119,7 +132,7 @@ class GradientOffloader:
             _refuse_hooked(layer, state)
             self.add_in_place(state, gradient)
             self.norms.forget(state.parameter)
-        if self.runtime.gradients_complete():
+        if self.gradients_complete():
             self._send_from_device(layer, taken.rows, taken.states, [])
 
     def fetch(self, group: ResidentGroup, only: torch.Tensor | None = None) -> None:
@@ -286,7 +299,7 @@ class UnitGradients:
             return
         offloader = self._offloader
         # Fresh ones bring their norms; those of sums come with the last before a step.
-        has_norms = self._is_fresh or (self._is_last and offloader.runtime.gradients_complete())
+        has_norms = self._is_fresh or (self._is_last and offloader.gradients_complete())
         for state in self.states:
             _refuse_hooked(self._layer, state)
             gradient = state.parameter.grad
@@ -342,18 +355,18 @@ class UnitGradients:
             if addition.running is not None:
                 addition.state.handle.note_fp32_sum()  # of ``parameter.grad``, from now on
         norms = offloader.norms.of_unit(unit)
-        takes_norms = not self._left and self._is_last and offloader.runtime.gradients_complete()
+        takes_norms = not self._left and self._is_last and offloader.gradients_complete()
         of_part = part.experts.of if isinstance(part, ExpertPart) else lambda whole: whole
 
         def add() -> None:
             copied_event.synchronize()
             for addition, row in zip(self._additions, self.rows, strict=True):
-                addition.add(views[row], offloader.runtime.kernels, of_part)
+                addition.add(views[row], offloader.kernels, of_part)
                 if takes_norms:
                     total, norms[row] = addition.total_and_norm(offloader.sums)
                     offloader.norms.note(addition.state.parameter, total)
 
-        ticket = offloader.runtime.worker.submit(f"accumulate ({part.name})", add)
+        ticket = offloader.worker.submit(f"accumulate ({part.name})", add)
         reader.close_until(ticket)
         offloader.additions[id(unit)] = ticket
         return ticket.wait

@@ -12,32 +12,28 @@ import contextlib
 import enum
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
-from megatrain_accelerate.streaming.activation_offload import Recording
 from megatrain_accelerate.streaming.ambient_state import BufferValues, buffers_as_before, surroundings_again
 from megatrain_accelerate.streaming.attention_results import AttentionResults
-from megatrain_accelerate.streaming.call_gradients import CallGradients, CutCall
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache
-from megatrain_accelerate.streaming.device_slots import WeightSlot
 from megatrain_accelerate.streaming.expert_function import ExpertResults
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import named_range
 from megatrain_accelerate.streaming.nested_tensors import map_tensors, taken_apart
 from megatrain_accelerate.streaming.output_recorder import Captures
-from megatrain_accelerate.streaming.prefetch import Lease
-from megatrain_accelerate.streaming.saved_tensors import SavedTensors
 from megatrain_accelerate.streaming.shared_mappings import no_writes_into, no_writes_to
+from megatrain_accelerate.streaming.streams import WeightSlot
 from megatrain_accelerate.streaming.whole_recompute import WholeRun
 
 if TYPE_CHECKING:
-    from megatrain_accelerate.streaming.runtime import StreamingRuntime
+    from megatrain_accelerate.streaming.graph_calls import GraphCalls
 
 _current_task = torch._C._current_graph_task_id
 
@@ -45,14 +41,10 @@ _current_task = torch._C._current_graph_task_id
 class CallState(enum.Enum):
     """Where a call of a layer is."""
 
-    FORWARD = "forward"
-    """Its kernels are being issued."""
-    WAITING = "waiting"
-    """The graph holds it; no backward is in it."""
-    BACKWARD = "backward"
-    """A backward has begun with it."""
-    DONE = "done"
-    """That backward has brought all its gradients."""
+    FORWARD = "forward"  # its kernels are being issued
+    WAITING = "waiting"  # the graph holds it; no backward is in it
+    BACKWARD = "backward"  # a backward has begun with it
+    DONE = "done"  # that backward has brought all its gradients
 
     __hash__ = object.__hash__  # enum's own is a function of Python
 
@@ -73,30 +65,18 @@ class GraphCall:
     them itself, so that it goes when the graph goes.
 
     Args:
-        calls: of the engine.
-        layer: that is called.
+        calls, layer: of the engine.
         tape, position: the call on its forward pass.
-        cut: the call of which this is a piece; None for a whole one.
-        piece: its number, in forward order.
+        piece, pieces: the number of this piece of the call, in forward order, and how many there are: 0 and 1 if it is whole.
         is_whole: whether the layer has to be run again as a whole (:mod:`.whole_recompute`).
     """
 
     def __init__(
-        self,
-        calls: ActiveCalls,
-        layer: StreamedLayer,
-        tape: Tape,
-        position: int,
-        cut: CutCall | None = None,
-        piece: int = 0,
-        is_whole: bool = False,
+        self, calls: GraphCalls, layer: StreamedLayer, tape: Tape, position: int, piece: int, pieces: int, is_whole: bool
     ) -> None:
-        self.calls = calls
-        self.layer = layer
-        self.tape = tape
-        self.position = position
-        self.cut = cut
-        self.piece = piece
+        self.calls, self.layer = calls, layer
+        self.tape, self.position = tape, position
+        self.piece, self.pieces = piece, pieces
         self.is_whole = is_whole
         self.open_forward = tape.open_forward()
         self.state = CallState.FORWARD
@@ -113,19 +93,13 @@ class GraphCall:
         """The slot in which it runs forward."""
         self._captures: Captures | None = None
         """What it hands out if it runs compiled; None for a layer's own code."""
-        self._is_checked = False
-        """Whether this backward has found the forward's weights."""
         self._range: contextlib.ExitStack | None = None
         """In a profile, the range of the backward that is in the call."""
         self._trained = layer.trained_now()
         """Which weights are trained in forward, in entry order."""
 
     def move_to(self, state: CallState) -> None:
-        """The one place where a call changes its state.
-
-        Raises:
-            StateError: the move isn't allowed; the message names both states.
-        """
+        """The one place where a call changes its state; raises a StateError where the move isn't allowed."""
         if (self.state, state) not in _ALLOWED:
             raise StateError(f"a call of layer {self.layer.name} can't go from {self.state.value!r} to {state.value!r}")
         self.state = state
@@ -135,8 +109,8 @@ class GraphCall:
     def run(self, slot: WeightSlot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the layer with the weights in ``slot`` as this call's leaves."""
         runtime, layer = self.calls.runtime, self.layer
+        self._running_slot = slot
         try:
-            self._running_slot = slot
             uses = slot.uses_with(layer.unit.layout)
             watched: dict[int, torch.Tensor] = {}
             args, kwargs = map_tensors(functools.partial(self._watched, watched=watched), (args, kwargs))
@@ -169,26 +143,23 @@ class GraphCall:
             return tensor
         if id(tensor) not in watched:
             # A leaf lives on, and hooks on it would pile up. The gradients of all pieces are known at once.
-            through = tensor.view_as(tensor) if tensor.is_leaf or self.cut is not None else tensor
+            through = tensor.view_as(tensor) if tensor.is_leaf or self.pieces > 1 else tensor
             # Weakly: the graph below the layer may live longer than the layer's own.
-            through.register_hook(functools.partial(_all_issued, weakref.ref(self)))
+            through.register_hook(functools.partial(_call_if_alive, GraphCall.all_issued, weakref.ref(self)))
             watched[id(tensor)] = watched[id(through)] = through
         return watched[id(tensor)]
 
     def _take_leaves(self, weights: list[torch.Tensor], is_watched: bool) -> None:
         """Notes whose gradients are to come; if ``is_watched``, no input will tell that the layer's backward is over."""
-        arrived = functools.partial(_leaf_arrived, weakref.ref(self))
+        arrived = functools.partial(_call_if_alive, GraphCall.leaf_arrived, weakref.ref(self))
         self._leaves = []
-        for row, weight in self._trained_of(weights).items():
-            self._leaves.append((row, weakref.ref(weight)))
-            weight._megatrain_call = self  # type: ignore[attr-defined]
-            if is_watched:
-                weight.register_post_accumulate_grad_hook(arrived)
-
-    def _trained_of(self, weights: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Those of the leaves that require grad, by place among the unit's trainable parameters."""
-        trainable = enumerate(self.layer.trainable_places)
-        return {row: weights[place] for row, place in trainable if weights[place].requires_grad}
+        for row, place in enumerate(self.layer.trainable_places):
+            weight = weights[place]
+            if weight.requires_grad:
+                self._leaves.append((row, weakref.ref(weight)))
+                weight._megatrain_call = self  # type: ignore[attr-defined]
+                if is_watched:
+                    weight.register_post_accumulate_grad_hook(arrived)
 
     def _leaves_in(self, slot: WeightSlot) -> list[torch.Tensor]:
         """The layer's weights in the slot, in entry order, as leaves; each with a version of its own (``data``)."""
@@ -212,7 +183,7 @@ class GraphCall:
         if is_offloaded:
             inputs, _ = taken_apart((args, kwargs))
             offloaded = runtime.activations.record(layer.name, [*layer.module.buffers(), *inputs])
-        with layer.bound(weights), self.calls.saved_tensors(offloaded).recording():
+        with layer.bound(weights), self.calls.saving(offloaded):
             output = self._run_layer(args, kwargs, memory_budget=low if by_compiler else high)
         if offloaded is not None:
             runtime.activations.send(offloaded, self.tape, self.position, self.piece)
@@ -246,7 +217,7 @@ class GraphCall:
 
         def body(*given: torch.Tensor) -> Any:
             args, kwargs = arguments(given)
-            saving = contextlib.nullcontext() if whole is not None else self.calls.saved_tensors().recording()
+            saving = contextlib.nullcontext() if whole is not None else self.calls.saving()
             if first:
                 with (
                     layer.bound(first.pop()),
@@ -303,59 +274,46 @@ class GraphCall:
         if self.task == task:
             return
         if self.task != -1:
-            self._leave_task()
+            # Another backward comes: one within the one before, or that one has failed.
+            found, backward = self._take_gradients(), self.calls.backwards.get(self.task)
+            if found and backward is not None:
+                if self.pieces == 1:
+                    backward.add_up(self.layer, found)
+                else:
+                    backward.add_piece(self, found, is_whole=False)
+            self.forget()
         self.move_to(CallState.BACKWARD)
         self.task = task
         self.calls.runtime.backward_begins()
-        self.calls.begin(self, task)
+        self.calls.backwards[task].calls.append(self)
         if torch.autograd._profiler_enabled():
             self._range = self._range or contextlib.ExitStack()
             self._range.enter_context(named_range(f"megatrain::backward ({self.layer.name})"))
         # Of layers that come later, too.
         self.calls.runtime.activations.bring_back(self.tape, self.position, self.piece)
 
-    def _leave_task(self) -> None:
-        """Another backward comes: one within the one before, or that one has failed."""
-        found = self._take_gradients()
-        if found and self.calls.is_alive(self.task):
-            if self.cut is None:
-                self.calls.gradients.add_up(self.task, self.layer, found)
-            else:
-                self.calls.gradients.add_piece(self.task, self.cut, found, is_whole=False)
-        self.forget()
-
     def slot(self) -> WeightSlot:
-        """The slot with the layer's weights, for kernels that are issued now.
-
-        Raises:
-            StateError: the weights aren't those of the forward any more.
-        """
+        """The slot with the layer's weights, for kernels that are issued now. A StateError if they aren't those of forward."""
         if self._running_slot is not None:  # a backward within the layer's own forward
             return self._running_slot
         if self.task != _current_task():
             self._begin()
-        lease = self.calls.runtime.prefetcher.lease_of(self.layer)
-        if lease is None:
-            lease = self._take_lease()
-        elif not self._is_checked:
-            # The leases of two calls of one layer are one, and so are their weights.
-            self.layer.require_version(self.version)
-        self._is_checked = True
-        return lease.slot
-
-    def _take_lease(self) -> Lease:
         layer, runtime = self.layer, self.calls.runtime
-        layer.require_version(self.version)  # a closed engine has no slots left
-        lease = runtime.lease_backward(layer, self.tape, self.position)
-        try:
-            layer.require_version(self.version)  # of weights that were written since, which are taken over by now
-            # A checkpoint inside the layer reads its weights when it computes anew.
-            lease.leaves = self._leaves_in(lease.slot)
-            lease.until_end.enter_context(layer.bound(lease.leaves))
-        except BaseException:
-            runtime.prefetcher.end_lease(layer.index)
-            raise
-        return lease
+        slot = runtime.prefetcher.leased(layer)
+        # The leases of two calls of one layer are one, and so are their weights. A closed engine has no slots left.
+        if layer.unit.version != self.version:
+            layer.require_version(self.version)
+        if slot is None:
+            slot = runtime.lease_backward(layer, self.tape, self.position)
+            try:
+                layer.require_version(self.version)  # of weights that were written since, which are taken over by now
+                # A checkpoint inside the layer reads its weights when it computes anew.
+                slot.leaves = self._leaves_in(slot)
+                slot.until_lease_ends.enter_context(layer.bound(slot.leaves))
+            except BaseException:
+                runtime.prefetcher.end_lease(layer.index)
+                raise
+        return slot
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[WeightSlot]:
@@ -376,12 +334,12 @@ class GraphCall:
         return True
 
     def all_issued(self) -> None:
-        """Everything of the layer's backward has been issued, as far as a hook can tell."""
+        """All of the layer's backward has been issued, as far as a hook can tell."""
         if self.state is CallState.FORWARD:
             return
         self._begin()
         is_complete = self._is_complete()
-        if self.state is CallState.BACKWARD and (is_complete or self.cut is not None):
+        if self.state is CallState.BACKWARD and (is_complete or self.pieces > 1):
             self._deliver_gradients(is_complete)
             if is_complete:
                 self.move_to(CallState.DONE)
@@ -417,15 +375,14 @@ class GraphCall:
         if self._range is not None:
             self._range.close()
         self.calls.runtime.prefetcher.end_lease(self.layer.index)
-        self._is_checked = False
 
     def _take_gradients(self) -> dict[int, torch.Tensor]:
         taken: dict[int, torch.Tensor] = {}
         leaves = [(row, found()) for row, found in self._leaves]
-        lease = self.calls.runtime.prefetcher.leases.get(self.layer.index)
-        if lease is not None:
+        slot = self.calls.runtime.prefetcher.leases.get(self.layer.index)
+        if slot is not None:
             # Of a checkpoint inside the layer that runs a backward of its own.
-            leaves += enumerate([lease.leaves[place] for place in self.layer.trainable_places])
+            leaves += enumerate([slot.leaves[place] for place in self.layer.trainable_places])
         for row, leaf in leaves:
             if leaf is None or leaf.grad is None:
                 continue
@@ -442,10 +399,11 @@ class GraphCall:
                 "differentiated, which can't leave the device; use torch.autograd.grad(..., create_graph=True) on inputs "
                 "or outputs of layers instead"
             )
-        if self.cut is not None:
-            self.calls.gradients.add_piece(self.task, self.cut, taken, is_whole)
+        backward = self.calls.backwards[self.task]
+        if self.pieces == 1:
+            backward.deliver(self.tape, self.layer, taken)
         else:
-            self.calls.gradients.deliver(self.task, self.tape, self.layer, taken)
+            backward.add_piece(self, taken, is_whole)
 
     def settle(self) -> None:
         """Sends gradients that no hook has told of: of a tensor, say, that depends on weights alone and wasn't returned."""
@@ -453,80 +411,7 @@ class GraphCall:
             self.calls.runtime.offloader.offload(self.layer, self._take_gradients())
 
 
-def _all_issued(call: weakref.ref[GraphCall], _: torch.Tensor) -> None:
+def _call_if_alive(method: Callable[[GraphCall], None], call: weakref.ref[GraphCall], _: torch.Tensor) -> None:
+    """A hook of a tensor."""
     if (found := call()) is not None:
-        found.all_issued()
-
-
-def _leaf_arrived(call: weakref.ref[GraphCall], _: torch.Tensor) -> None:
-    if (found := call()) is not None:
-        found.leaf_arrived()
-
-
-class ActiveCalls:
-    """Which calls compute in which slot, and to which calls the backwards that are under way have come. One object per engine.
-
-    Args:
-        runtime: the engine at work, whose calls they are.
-    """
-
-    def __init__(self, runtime: StreamingRuntime) -> None:
-        self.runtime = runtime
-        self.gradients = CallGradients(runtime.offloader, runtime.gradient_sums)
-        self._running: dict[int, GraphCall] = {}
-        """The calls that compute, by where their slots begin."""
-        self._tasks: dict[int, list[GraphCall]] = {}
-        """The calls that a backward has come to, by its number."""
-
-    @contextlib.contextmanager
-    def running(self, call: GraphCall, slot: WeightSlot) -> Iterator[None]:
-        """The call computes with the slot while the body runs."""
-        before = self._running.get(slot.address)
-        self._running[slot.address] = call
-        try:
-            yield
-        finally:
-            if before is None:
-                del self._running[slot.address]
-            else:
-                self._running[slot.address] = before
-
-    def saved_tensors(self, offloaded: Recording | None = None) -> SavedTensors:
-        """How a run saves what its backward needs; see :class:`SavedTensors`."""
-        return SavedTensors(self.reader_at, offloaded, self.runtime.prefetcher.at_address)
-
-    def reader_at(self, address: int) -> GraphCall | None:
-        """The call that computes with the slot at this address; None for other memory.
-
-        Raises:
-            StateError: none does: another layer's weights may soon lie there.
-        """
-        call = self._running.get(address)
-        if call is None and address in self.runtime.prefetcher.at_address:
-            raise StateError(
-                "a weight of a streamed layer is used outside the layer's forward, where another layer's may lie in its "
-                "place; use the parameter itself, or set megatrain_config.layer_classes to larger blocks"
-            )
-        return call
-
-    def begin(self, call: GraphCall, task: int) -> None:
-        """A backward has come to the call."""
-        self._tasks.setdefault(task, []).append(call)
-
-    def is_alive(self, task: int) -> bool:
-        """Whether a backward is under way."""
-        return task in self._tasks
-
-    def finish(self, task: int) -> None:
-        """A backward is over."""
-        for call in self._tasks.pop(task, ()):
-            if call.task == task:
-                call.finish()
-        self.gradients.finish(task)
-
-    def fail(self, task: int) -> None:
-        """A backward has failed: what it left counts for nothing."""
-        for call in self._tasks.pop(task, ()):
-            if call.task == task:
-                call.discard()
-        self.gradients.drop(task)
+        method(found)

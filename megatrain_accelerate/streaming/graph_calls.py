@@ -5,39 +5,48 @@ The first call of a layer finds out whether its graph can be separated from its 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
-from megatrain_accelerate.streaming.activation_offload import inputs_offloaded
+from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.streaming.activation_offload import Recording, inputs_offloaded
 from megatrain_accelerate.streaming.ambient_state import BufferValues, RandomState
-from megatrain_accelerate.streaming.call_gradients import CutCall
+from megatrain_accelerate.streaming.call_gradients import Backward
 from megatrain_accelerate.streaming.call_order import Tape
-from megatrain_accelerate.streaming.device_slots import WeightSlot
-from megatrain_accelerate.streaming.graph_call import ActiveCalls, GraphCall
+from megatrain_accelerate.streaming.graph_call import GraphCall
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchSplit, require_same_structure
 from megatrain_accelerate.streaming.nested_tensors import taken_apart
+from megatrain_accelerate.streaming.saved_tensors import SavedTensors
 from megatrain_accelerate.streaming.shared_mappings import SharedMappings, no_writes_into, no_writes_to
+from megatrain_accelerate.streaming.streams import WeightSlot
+
+if TYPE_CHECKING:
+    from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 
 class GraphCalls:
-    """Runs the layers of one engine that are in autograd's graph.
+    """Runs the layers of one engine that are in autograd's graph, and knows which of their calls are at work."""
 
-    Args:
-        active: the calls that are at work.
-    """
-
-    def __init__(self, active: ActiveCalls) -> None:
-        self._active = active
+    def __init__(self, runtime: StreamingRuntime) -> None:
+        self.runtime = runtime
+        self.backwards = collections.defaultdict[int, Backward](lambda: Backward(runtime.offloader, runtime.gradient_sums))
+        """Those that are under way, by autograd's number."""
+        self._running: dict[int, GraphCall | None] = {}
+        """The calls that compute, by where their slots begin."""
         self._tried: set[int] = set()
         """Indices of layers of which a call has shown whether something is left in their slots."""
         self._whole: set[int] = set()
         """Indices of those that leave something, so that their graph can't be kept: backward runs them again as a whole."""
         self._alive: weakref.WeakSet[GraphCall] = weakref.WeakSet()
+
+    # ------------------------------------------------------------------ forward
 
     def run(self, layer: StreamedLayer, tape: Tape, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a layer so that its graph can be differentiated.
@@ -45,21 +54,20 @@ class GraphCalls:
         Where the first call finds that the graph can't be separated from its weights, the layer is run again as a whole in
         backward, and random numbers, buffers and what is recorded are put back before the call is run in that way.
         """
-        calls: list[GraphCall] = []
         shared = SharedMappings(args, kwargs)
         if layer.index in self._tried:
-            return shared.take_back(self._run(calls, layer, tape, position, args, kwargs, shared))
-        random_numbers, buffers = RandomState(self._active.runtime.streams.device), list[BufferValues]()
-        recorder = self._active.runtime.recorder
+            return shared.take_back(self._run(layer, tape, position, args, kwargs, shared)[0])
+        random_numbers, buffers = RandomState(self.runtime.streams.device), list[BufferValues]()
+        recorder = self.runtime.recorder
         with layer.buffers.watched(buffers), recorder.apart() as recorded:
-            output = self._run(calls, layer, tape, position, args, kwargs, shared)
+            output, calls = self._run(layer, tape, position, args, kwargs, shared)
         if any(call.holds_weights for call in calls):
             random_numbers.put_back()
             for owner, name, value in buffers[0]:
                 owner._buffers[name] = value
             del output, recorded  # with the first run's graph
             self._whole.add(layer.index)
-            output = self._run([], layer, tape, position, args, kwargs, shared)
+            output, _ = self._run(layer, tape, position, args, kwargs, shared)
         else:
             recorder.enter(recorded)
         self._tried.add(layer.index)
@@ -67,16 +75,15 @@ class GraphCalls:
 
     def _run(
         self,
-        calls: list[GraphCall],
         layer: StreamedLayer,
         tape: Tape,
         position: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         shared: SharedMappings,
-    ) -> Any:
-        """Runs a layer, whole or in pieces; ``calls`` gets what that takes. The result is for ``shared.take_back``."""
-        runtime = self._active.runtime
+    ) -> tuple[Any, list[GraphCall]]:
+        """Runs a layer, whole or in pieces. Returns what is for ``shared.take_back``, and the calls that it took."""
+        runtime = self.runtime
         inputs: Sequence[torch.Tensor] = ()
         leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if runtime.batch_cut.size is not None or runtime.offloads_inputs(layer):
@@ -84,23 +91,24 @@ class GraphCalls:
         if runtime.offloads_inputs(layer):
             leaving = inputs_offloaded(runtime.activations, layer.name, inputs, tape, position)
         split = BatchSplit.of_call(layer, shared.args, shared.kwargs, runtime.batch_cut)
-        cut = CutCall(layer, tape, split.count) if split.count > 1 else None
         is_whole = layer.index in self._whole
-        calls += [GraphCall(self._active, layer, tape, position, cut, piece, is_whole) for piece in range(split.count)]
+        calls = [GraphCall(self, layer, tape, position, piece, split.count, is_whole) for piece in range(split.count)]
         self._alive.update(calls)
         slot = runtime.acquire_forward(layer, tape, position, True)
         try:
             with leaving:
-                if cut is None:
-                    return calls[0].run(slot, shared.args, shared.kwargs)
-                with no_writes_to(inputs, layer.name, "a function that returns multiple views"):
-                    return self._run_pieces(calls, slot, split, shared)
+                if split.count == 1:
+                    output = calls[0].run(slot, shared.args, shared.kwargs)
+                else:
+                    with no_writes_to(inputs, layer.name, "a function that returns multiple views"):
+                        output = self._run_pieces(calls, slot, split, shared)
         finally:
             runtime.prefetcher.release(slot)
+        return output, calls
 
     def _run_pieces(self, calls: list[GraphCall], slot: WeightSlot, split: BatchSplit, shared: SharedMappings) -> Any:
         """The output of a call in pieces, with what was recorded meanwhile joined too."""
-        layer, recorder = calls[0].layer, self._active.runtime.recorder
+        layer, recorder = calls[0].layer, self.runtime.recorder
         pieces: list[list[torch.Tensor]] = []
         first: Any = None
         for call, (args, kwargs) in zip(calls, split.arguments(shared.args, shared.kwargs), strict=True):
@@ -115,6 +123,50 @@ class GraphCalls:
         output, recorded = put_together(split.joined(layer.name, pieces, outputs=len(outputs)))
         recorder.enter(recorded)
         return output
+
+    @contextlib.contextmanager
+    def running(self, call: GraphCall, slot: WeightSlot) -> Iterator[None]:
+        """The call computes with the slot while the body runs."""
+        before = self._running.get(slot.address)
+        self._running[slot.address] = call
+        try:
+            yield
+        finally:
+            self._running[slot.address] = before
+
+    def saving(self, offloaded: Recording | None = None) -> saved_tensors_hooks:
+        """The hooks under which a run saves what its backward needs; see :class:`SavedTensors`."""
+        return SavedTensors(self.reader_at, offloaded, self.runtime.prefetcher.at_address).recording()
+
+    def reader_at(self, address: int) -> GraphCall | None:
+        """The call that computes with the slot at this address; None for other memory.
+
+        Raises a StateError if none does: another layer's weights may soon lie there.
+        """
+        call = self._running.get(address)
+        if call is None and address in self.runtime.prefetcher.at_address:
+            raise StateError(
+                "a weight of a streamed layer is used outside the layer's forward, where another layer's may lie in its "
+                "place; use the parameter itself, or set megatrain_config.layer_classes to larger blocks"
+            )
+        return call
+
+    # ------------------------------------------------------------------ backward
+
+    def finish(self, task: int) -> None:
+        """A backward is over: gradients of which no hook told go too."""
+        if task in self.backwards:
+            for call in self.backwards[task].calls:
+                if call.task == task:
+                    call.finish()
+            self.backwards.pop(task).finish()
+
+    def fail(self, task: int) -> None:
+        """A backward has failed: what it left counts for nothing."""
+        if task in self.backwards:
+            for call in self.backwards.pop(task).calls:
+                if call.task == task:
+                    call.discard()
 
     def settle(self) -> None:
         """Before gradients are read as a whole: takes those of which no hook has told."""

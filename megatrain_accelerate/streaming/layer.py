@@ -24,37 +24,31 @@ if TYPE_CHECKING:
 
 
 class StreamedLayer:
-    """A layer (streaming unit) of the model: its module, its host unit, and how weights are bound to it.
+    """A layer (streaming unit) of the model: its module, the host unit of its parameters, and how weights are bound to it.
 
     Args:
         index: position among the model's layers, in discovery order.
-        name: the module's qualified name.
-        module: the layer itself; it stays in the model and keeps its attributes, buffers and children.
+        name, module: the layer itself, which stays in the model and keeps its attributes, buffers and children.
         forward: the layer's own forward, bound, as it was before the proxy took its place.
-        unit: the host memory of its parameters.
     """
 
     kind = "layer"
     """In messages, before the name."""
 
     def __init__(self, index: int, name: str, module: nn.Module, forward: Callable[..., Any], unit: HostUnit) -> None:
-        self.index = index
-        self.name = name
-        self.module = module
-        self.forward = forward
-        self.unit = unit
+        self.index, self.name = index, name
+        self.module, self.forward, self.unit = module, forward, unit
         self.gate = UpdateGate()
         self.tiles = TokenTiles.of_layer(module)
         self.buffers = WrittenBuffers(module)
         self.trainable = [state for state in unit.states if state.entry.spec.trainable]
         """The parameters of its unit that were trained when the model was prepared, in entry order."""
         self.trainable_places = [place for place, state in enumerate(unit.states) if state.entry.spec.trainable]
-        """Their places among the unit's parameters."""
         self.has_trainable = bool(self.trainable)
         self.experts: tuple[StreamedExperts, ...] = ()
         """What of the layer streams in parts, with units of its own; see :meth:`leave_to`."""
-        self._known = {id(state.parameter) for state in unit.states}
-        position = {id(state.parameter): i for i, state in enumerate(unit.states)}
+        position = {id(state.parameter): place for place, state in enumerate(unit.states)}
+        self._known = set(position)
         self.times_bound = 0
         """How often weights are bound to it now: a checkpoint of the user's runs it again within its backward."""
         self.bindings: list[tuple[nn.Module, str, int, nn.Parameter]] = [
@@ -82,10 +76,7 @@ class StreamedLayer:
     def trained_now(self) -> list[bool]:
         """Which weights of its unit are trained, in entry order: scripts freeze and unfreeze them at any time."""
         with unwatched():
-            trained = [False] * len(self.unit.states)
-            for place, state in zip(self.trainable_places, self.trainable, strict=True):
-                trained[place] = state.parameter.requires_grad
-        return trained
+            return [state.entry.spec.trainable and state.parameter.requires_grad for state in self.unit.states]
 
     @property
     def parameter_count(self) -> int:
@@ -113,30 +104,12 @@ class StreamedLayer:
     def bound(self, weights: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
         """The module computes with ``weights`` (in entry order) instead of its parameters while the body runs.
 
-        Raises:
-            StateError: a parameter of the module isn't the one that was adopted.
+        Raises a StateError if a parameter of the module isn't the one that was adopted.
         """
         return _Bound(self, weights)
 
-    def refuse_replaced(self, found: Sequence[nn.Parameter | None]) -> None:
-        """Raises for the first of ``found``, one for each of the bindings, that isn't the parameter that was adopted.
-
-        Raises:
-            StateError: with its name.
-        """
-        for (owner, attribute, _, parameter), value in zip(self.bindings, found, strict=True):
-            if value is not parameter:
-                raise StateError(
-                    f"parameter {attribute!r} of {type(owner).__name__} in layer {self.name} was replaced after the "
-                    "model was prepared; change the model (adapters, heads, tokens) before accelerator.prepare()"
-                )
-
     def refuse_unfrozen(self) -> None:
-        """Raises for a trained parameter that was frozen, or wasn't there, when the model was prepared.
-
-        Raises:
-            StateError: it has neither gradient nor master.
-        """
+        """Raises a StateError for a trained parameter that was frozen, or wasn't there, when the model was prepared."""
         if self.times_bound:
             return
         with unwatched():
@@ -168,14 +141,7 @@ class StreamedLayer:
         return [parameter for parameter in found if parameter is not None and id(parameter) not in self._known]
 
     def require_version(self, version: int | None) -> None:
-        """Raises in a backward whose forward saw other weights.
-
-        Args:
-            version: the unit's in forward.
-
-        Raises:
-            StateError: it is another now.
-        """
+        """Raises a StateError in a backward whose forward saw other weights, of this version of the unit."""
         if self.unit.version != version:
             raise StateError(
                 f"the weights of {self.kind} {self.name} were changed between forward and backward (by optimizer.step(), a "
@@ -188,29 +154,30 @@ class StreamedLayer:
         """Takes over weights that somebody wrote to the parameters since they were last seen (``load_state_dict``)."""
         with unwatched():
             written = [place for place, handle in enumerate(self._handles) if handle.is_written]
-        if not written:
-            return
-        self.gate.wait()
-        for state in [self.unit.states[place] for place in written]:
-            self.unit.write_master(state, state.parameter.detach())
-            state.handle.show(state.weight)
-        self.unit.version += 1
+        if written:
+            self.gate.wait()
+            for state in [self.unit.states[place] for place in written]:
+                self.unit.write_master(state, state.parameter.detach())
+                state.handle.show(state.weight)
+            self.unit.version += 1
 
 
 class _Bound:
     """See :meth:`StreamedLayer.bound`. A class, since a generator takes several times as long to enter and leave."""
 
     def __init__(self, layer: StreamedLayer, weights: Sequence[torch.Tensor]) -> None:
-        self._layer = layer
-        self._weights: Sequence[torch.Tensor] = weights
+        self._layer, self._weights = layer, weights
 
     def __enter__(self) -> None:
         layer, weights, self._weights = self._layer, self._weights, ()
-        self._before: list[nn.Parameter | None] = [
-            owner._parameters.get(attribute) for owner, attribute, _, _ in layer.bindings
-        ]
+        self._before = [owner._parameters.get(attribute) for owner, attribute, _, _ in layer.bindings]
         if not layer.times_bound and any(map(operator.is_not, self._before, layer.adopted)):
-            layer.refuse_replaced(self._before)
+            pairs = zip(layer.bindings, self._before, strict=True)
+            owner, name = next((owner, name) for (owner, name, _, adopted), found in pairs if found is not adopted)
+            raise StateError(
+                f"parameter {name!r} of {type(owner).__name__} in layer {layer.name} was replaced after the "
+                "model was prepared; change the model (adapters, heads, tokens) before accelerator.prepare()"
+            )
         layer.times_bound += 1
         for owner, attribute, position, _ in layer.bindings:
             owner._parameters[attribute] = weights[position]  # type: ignore[assignment]

@@ -54,9 +54,7 @@ def run_pre_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
     ``known``: ids of those that were there. Returns the arguments as the hooks leave them.
     """
-    for number, hook in list(module._forward_pre_hooks.items()):
-        if number in known:
-            continue
+    for number, hook in [item for item in module._forward_pre_hooks.items() if item[0] not in known]:
         if number in module._forward_pre_hooks_with_kwargs:
             args, kwargs = hook(module, args, kwargs) or (args, kwargs)
         elif (result := hook(module, args)) is not None:
@@ -82,9 +80,7 @@ class ModelHook:
     def __init__(
         self, function: Callable[..., Any] | None = None, with_arguments: bool = False, runs_dry: bool = False
     ) -> None:
-        self.function = function
-        self._with_arguments = with_arguments
-        self.runs_dry = runs_dry
+        self.function, self._with_arguments, self.runs_dry = function, with_arguments, runs_dry
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

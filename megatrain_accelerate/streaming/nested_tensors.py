@@ -56,11 +56,6 @@ def taken_apart(value: Any) -> tuple[list[torch.Tensor], Callable[[Any], Any]]:
     return tensors, lambda others: map_tensors(others.__getitem__, rest, _Place)
 
 
-def any_requires_grad(value: Any) -> bool:
-    """Whether a tensor that :func:`map_tensors` finds requires grad."""
-    return any(tensor.requires_grad for tensor in taken_apart(value)[0])
-
-
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves of a tree (:mod:`torch.utils._pytree`), in order."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -2,79 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import time
-from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Collection, Sequence
 
 import torch
 
 from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.memory.flat_layout import FlatLayout
-from megatrain_accelerate.streaming.device_slots import SlotState, WeightSlot
-from megatrain_accelerate.streaming.meter import Cause, Meter, UpdateGate, named_range
-from megatrain_accelerate.streaming.streams import Streams
+from megatrain_accelerate.streaming.expert_parts import ExpertPart
+from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.meter import Cause, Meter, named_range
+from megatrain_accelerate.streaming.streams import SlotState, Streams, WeightSlot
 
-
-class FetchedUnit(Protocol):
-    """The memory of what is fetched, as far as it matters here: a host unit, or a part of one."""
-
-    @property
-    def layout(self) -> FlatLayout:
-        """How it lies in a slot."""
-
-    @property
-    def weights(self) -> torch.Tensor:
-        """Flat weights of the unit at its home, uint8."""
-
-    @property
-    def version(self) -> int:
-        """Changes whenever a copy becomes stale."""
-
-    @property
-    def is_on_device(self) -> bool:
-        """Whether it needs no slot."""
-
-
-class Fetched(Protocol):
-    """What is fetched as a whole: a layer, or a part of its experts."""
-
-    @property
-    def index(self) -> int:
-        """Its place among all that share the slots."""
-
-    @property
-    def name(self) -> str:
-        """For traces."""
-
-    @property
-    def gate(self) -> UpdateGate:
-        """Guards its weights."""
-
-    @property
-    def unit(self) -> FetchedUnit:
-        """Its memory."""
-
-    def refresh_if_written(self) -> None:
-        """See :meth:`StreamedLayer.refresh_if_written`."""
-
-
-class Lease:
-    """A layer's slot from the first of its saved tensors that a backward reads to the last one.
-
-    A lease is a cache and no promise: where every slot is in use the one that was read least recently ends early, and the
-    next saved tensor takes a new one.
-
-    Args:
-        slot: that holds the layer's weights.
-    """
-
-    def __init__(self, slot: WeightSlot) -> None:
-        self.slot = slot
-        self.leaves: list[torch.Tensor] = []
-        """The layer's weights in the slot, bound to it for the lease's time."""
-        self.until_end = contextlib.ExitStack()
-        """What ends with the lease."""
+Fetched = StreamedLayer | ExpertPart
+"""What is fetched as a whole; its ``index`` is its place among all that share the slots."""
 
 
 class Prefetcher:
@@ -87,9 +28,8 @@ class Prefetcher:
 
     Args:
         layers: all streamed layers, by index.
-        slots: number of slots, at least 2.
-        streams: the engine's streams.
-        meter: counts bytes and stalls.
+        slots: number of shared slots, at least 2.
+        streams, meter: the engine's; the meter counts bytes and stalls.
     """
 
     def __init__(self, layers: Sequence[Fetched], slots: int, streams: Streams, meter: Meter) -> None:
@@ -98,78 +38,75 @@ class Prefetcher:
         self._meter = meter
         self._largest = max(layer.unit.layout.weight_bytes for layer in layers)
         self._slot_count = slots
-        self.slots = self._shared_slots()
-        self._own: dict[int, WeightSlot] = {}
+        self.slots: list[WeightSlot] = []
+        self.own_slots: dict[int, WeightSlot] = {}
+        """Slots of single layers, for good or for a while, by the layer's index."""
         self._on_device: set[int] = set()
         """Layers whose units live on the device, each the slot of its own: they need no copy."""
         self._slot_of: dict[int, WeightSlot] = {}
         """The slot that was last filled for a layer, by its index; what it holds by now its ``holder`` tells."""
         self._held: list[int] = []
         """Layers whose own slot is theirs for a while only; in the order in which they got it."""
-        self._clock = 0
+        self._clock = itertools.count(1)
         self._refused_at: dict[int, float] = {}
         """When a layer's copy could have been issued but for its step, by index."""
-        self.leases: dict[int, Lease] = {}
-        """Of the layers whose backward has begun, by index."""
+        self.leases: dict[int, WeightSlot] = {}
+        """Slots of the layers whose backward has begun, by index; see :meth:`lease`."""
         self._upcoming: Sequence[int] = ()
         self.at_address: dict[int, WeightSlot] = {}
         """The slots that there are, by where their memory begins."""
-        self._note_slots()
+        self.give_own_slots(())
 
-    def _buffer(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, device=self._streams.device)
-
-    def _shared_slots(self) -> list[WeightSlot]:
-        return [WeightSlot(index, self._buffer(self._largest), self._streams) for index in range(self._slot_count)]
+    def _new_slot(self, index: int, size_bytes: int) -> WeightSlot:
+        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._streams.device)
+        return WeightSlot(index, buffer, self._streams)
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the shared slots, where any layer needs them."""
+        """Of the shared slots, where any layer needs them."""
         return self._slot_count * self._largest
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the shared slots that there are."""
+        """Of the shared slots that there are."""
         return sum(slot.buffer.numel() for slot in self.slots)
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the resident layers' own slots."""
-        return sum(slot.buffer.numel() for index, slot in self._own.items() if not self._layers[index].unit.is_on_device)
+        """Of the resident layers' own slots."""
+        return sum(slot.buffer.numel() for index, slot in self.own_slots.items() if not self._layers[index].unit.is_on_device)
 
     def drop_own_slots(self) -> None:
         """Gives up the slots of single layers, and what of their memory nobody else holds. No copy may be in flight."""
-        self._own, self._held = {}, []
+        self.own_slots, self._held = {}, []
         self._note_slots()
 
     def close(self) -> None:
         """Gives up all slots. Nothing may be fetched afterwards."""
-        for held in (self.slots, self._own, self._slot_of, self.at_address):
+        for held in (self.slots, self.own_slots, self._slot_of, self.at_address):
             held.clear()
 
     def hold(self, index: int) -> None:
         """Gives a layer that has none a slot of its own until :meth:`let_go`. Copies and kernels may be in flight.
 
-        Raises:
-            torch.OutOfMemoryError: there is no room for it.
+        Raises a torch.OutOfMemoryError if there is no room for it.
         """
         with torch.inference_mode(False):
-            slot = WeightSlot(index, self._buffer(self._layers[index].unit.layout.weight_bytes), self._streams)
+            slot = self._new_slot(index, self._layers[index].unit.layout.weight_bytes)
         # WAR: kernels that were issued before may still use the memory under its former owner's name.
         slot.compute_finished_event.record(self._streams.compute_stream)
-        self._own[index] = slot
+        self.own_slots[index] = slot
         self._held.append(index)
         self._note_slots()
 
     def let_go(self, size_bytes: int | None = None) -> int:
         """Takes slots of :meth:`hold` back, the latest first, until ``size_bytes`` are free; by default all of them.
 
-        Returns:
-            The bytes that became free.
+        Returns the bytes that became free.
         """
         freed_bytes = 0
         while self._held and (size_bytes is None or freed_bytes < size_bytes):
-            slot = self._own.pop(self._held.pop())
+            slot = self.own_slots.pop(self._held.pop())
             # WAW: kernels use the memory under another name from here on, and a copy into it may still run.
             self._streams.compute_stream.wait_event(slot.params_copied_event)
             freed_bytes += slot.buffer.numel()
@@ -177,60 +114,55 @@ class Prefetcher:
             self._note_slots()
         return freed_bytes
 
-    def has_own_slot(self, index: int) -> bool:
-        """Whether the layer has a slot of its own, for good or for a while."""
-        return index in self._own
-
     def give_own_slots(self, indices: Collection[int]) -> None:
         """Makes these layers, besides those on the device, the ones that have a slot of their own.
 
         No kernel and no copy may be in flight.
         """
-        self._own, self._held = {}, []
+        self.drop_own_slots()
         self._refused_at.clear()
         for layer in self._layers:
             index, unit = layer.index, layer.unit
             if unit.is_on_device:
-                self._own[index] = WeightSlot(index, unit.weights, self._streams)
-                self._own[index].move_to(SlotState.FILLED)
+                self.own_slots[index] = WeightSlot(index, unit.weights, self._streams)
+                self.own_slots[index].move_to(SlotState.FILLED)
             elif index in indices:
-                self._own[index] = WeightSlot(index, self._buffer(unit.layout.weight_bytes), self._streams)
-        if len(self._own) == len(self._layers):
+                self.own_slots[index] = self._new_slot(index, unit.layout.weight_bytes)
+        if len(self.own_slots) == len(self._layers):
             self.slots = []
         elif not self.slots:
-            self.slots = self._shared_slots()
+            self.slots = [self._new_slot(index, self._largest) for index in range(self._slot_count)]
         self._note_slots()
 
     @property
-    def own_slot_count(self) -> int:
-        """Layers that have a slot of their own."""
-        return len(self._own)
-
-    @property
     def fixed_slot_count(self) -> int:
-        """Those of them that have it by the placement, and not for a while only."""
-        return len(self._own) - len(self._held)
+        """Layers that have a slot of their own by the placement, and not for a while only."""
+        return len(self.own_slots) - len(self._held)
 
     def acquire(self, layer: Fetched, upcoming: Sequence[int]) -> WeightSlot:
         """Makes the layer's weights usable by kernels issued from now on, and starts the next copies.
 
-        Args:
-            layer: the layer to run.
-            upcoming: indices of the layers that are expected next, nearest first.
-
-        Raises:
-            StepWorkerError: the layer's own step failed.
+        ``upcoming`` are the indices of the layers that are expected next, nearest first. Raises a StepWorkerError if the
+        layer's own step failed.
         """
         layer.refresh_if_written()
-        slot = self._holding(layer)
+        slot = self._slot_of.get(layer.index)
+        if slot is None or slot.holder != (layer.index, layer.unit.version):
+            slot = self.own_slots[layer.index] if layer.index in self._on_device else None
         if slot is None:
-            self._wait_for_step(layer)
+            if layer.gate.is_open:
+                layer.gate.wait()
+            else:
+                start = time.perf_counter()
+                self._refused_at.setdefault(layer.index, start)
+                self._meter.wait_for_step(layer.name, layer.gate)
+                self._meter.counters.optimizer_wait_ms += 1e3 * (time.perf_counter() - start)
             slot = self._victim(layer, set())
             self._fill(slot, layer)
         if not slot.users:
             slot.move_to(SlotState.IN_USE)
         slot.users += 1
-        self._touch(slot)
+        slot.last_used = next(self._clock)
         self._upcoming = upcoming
         try:
             if not slot.params_copied_event.query():
@@ -249,126 +181,95 @@ class Prefetcher:
         if not slot.users:
             slot.move_to(SlotState.FILLED)
 
-    def _touch(self, slot: WeightSlot) -> None:
-        self._clock += 1
-        slot.last_used = self._clock
-
-    def lease_of(self, layer: Fetched) -> Lease | None:
-        """The layer's lease, whose slot is read now, if it has one on the weights of now; one on others ends."""
-        lease = self.leases.get(layer.index)
-        if lease is None:
+    def leased(self, layer: Fetched) -> WeightSlot | None:
+        """The slot that the layer has a lease of, and reads now, if it holds the weights of now; else the lease ends."""
+        slot = self.leases.get(layer.index)
+        if slot is None:
             return None
-        if lease.slot.holder == (layer.index, layer.unit.version) or layer.index in self._on_device:
-            self._touch(lease.slot)
-            return lease
+        if slot.holder == (layer.index, layer.unit.version) or layer.index in self._on_device:
+            slot.last_used = next(self._clock)
+            return slot
         self._end_lease(layer.index)
         return None
 
-    def lease(self, layer: Fetched, upcoming: Sequence[int]) -> Lease:
-        """As :meth:`acquire`, for the time of a layer's backward. The layer has no lease yet."""
-        lease = self.leases[layer.index] = Lease(self.acquire(layer, upcoming))
-        return lease
+    def lease(self, layer: Fetched, upcoming: Sequence[int]) -> WeightSlot:
+        """As :meth:`acquire`, from the first of a layer's saved tensors that a backward reads to the last one.
+
+        A lease is a cache and no promise: where every slot is in use the one that was read least recently ends early, and
+        the next saved tensor takes a new one.
+        """
+        slot = self.leases[layer.index] = self.acquire(layer, upcoming)
+        return slot
 
     def end_lease(self, index: int) -> None:
         """A layer's backward is over: its slot is free for the layer that is expected next. Does nothing without one."""
         if self._end_lease(index):
             self._prefetch(self._upcoming)
 
-    def _end_lease(self, index: int) -> bool:
-        lease = self.leases.pop(index, None)
-        if lease is None:
-            return False
-        lease.until_end.close()
-        self.release(lease.slot)
-        return True
+    def _end_lease(self, index: int) -> WeightSlot | None:
+        slot = self.leases.pop(index, None)
+        if slot is not None:
+            slot.until_lease_ends.close()
+            slot.leaves = []
+            self.release(slot)
+        return slot
 
     def _note_slots(self) -> None:
         """Called when there are others."""
-        slots = (*self.slots, *self._own.values())
+        slots = (*self.slots, *self.own_slots.values())
         self.at_address = {slot.address: slot for slot in slots}
         current = {slot.holder[0]: slot for slot in slots if slot.holder is not None and not self._is_stale(slot)}
-        self._on_device = {index for index in self._own if self._layers[index].unit.is_on_device}
-        self._slot_of = {index: slot for index, slot in current.items() if self._own.get(index, slot) is slot}
-
-    def _holding(self, layer: Fetched) -> WeightSlot | None:
-        """The slot with the layer's weights of now, or None."""
-        slot = self._slot_of.get(layer.index)
-        if slot is not None and slot.holder == (layer.index, layer.unit.version):
-            return slot
-        return self._own[layer.index] if layer.index in self._on_device else None
-
-    def _slots_for(self, layer: Fetched) -> list[WeightSlot]:
-        own = self._own.get(layer.index)
-        return self.slots if own is None else [own]
-
-    def _wait_for_step(self, layer: Fetched) -> None:
-        if layer.gate.is_open:
-            layer.gate.wait()
-            return
-        start = time.perf_counter()
-        self._refused_at.setdefault(layer.index, start)
-        self._meter.wait_for_step(layer.name, layer.gate)
-        self._meter.counters.optimizer_wait_ms += 1e3 * (time.perf_counter() - start)
+        self._on_device = {index for index in self.own_slots if self._layers[index].unit.is_on_device}
+        self._slot_of = {index: slot for index, slot in current.items() if self.own_slots.get(index, slot) is slot}
 
     def _is_stale(self, slot: WeightSlot) -> bool:
-        if slot.holder is None:
-            return True
-        index, version = slot.holder
-        return self._layers[index].unit.version != version
+        return slot.holder is None or self._layers[slot.holder[0]].unit.version != slot.holder[1]
 
     def _victim(self, layer: Fetched, wanted: set[int]) -> WeightSlot:
         """The slot to overwrite: the layer's own, a stale one, else the least recently used; none in use or wanted.
 
-        Raises:
-            StateError: all are in use by layers that run.
+        Raises a StateError if all are in use by layers that run.
         """
-        free = [slot for slot in self._slots_for(layer) if slot.state is not SlotState.IN_USE]
+        slots = [self.own_slots[layer.index]] if layer.index in self.own_slots else self.slots
+        free = [slot for slot in slots if slot.state is not SlotState.IN_USE]
         if not free:
-            free = [self._take_from_lease(layer)]
+            leased = [index for index, slot in self.leases.items() if slot in slots and slot.users == 1]
+            if not leased:
+                raise StateError(
+                    f"layer {layer.name} needs a weight slot while all {len(slots)} are in use by layers that run; set "
+                    "megatrain_config.slots to a larger number"
+                )
+            index = min(leased, key=lambda index: self.leases[index].last_used)
+            free = [self.leases[index]]
+            self._end_lease(index)
         stale = [slot for slot in free if self._is_stale(slot)]
         if stale:
             return stale[0]
         unwanted = [slot for slot in free if slot.holder is not None and slot.holder[0] not in wanted]
         return min(unwanted or free, key=lambda slot: slot.last_used)
 
-    def _take_from_lease(self, layer: Fetched) -> WeightSlot:
-        slots = self._slots_for(layer)
-        leased = [index for index, lease in self.leases.items() if lease.slot in slots and lease.slot.users == 1]
-        if not leased:
-            raise StateError(
-                f"layer {layer.name} needs a weight slot while all {len(slots)} are in use by layers that run; set "
-                "megatrain_config.slots to a larger number"
-            )
-        index = min(leased, key=lambda index: self.leases[index].slot.last_used)
-        slot = self.leases[index].slot
-        self._end_lease(index)
-        return slot
-
     def _prefetch(self, upcoming: Sequence[int]) -> None:
+        layers, slot_of = self._layers, self._slot_of
         # A resident layer takes no room: its copy may begin as soon as its step is applied.
         distinct = dict.fromkeys(upcoming)
-        shared = [index for index in distinct if index not in self._own]
+        shared = [index for index in distinct if index not in self.own_slots]
         beyond = shared[sum([slot.state is not SlotState.IN_USE for slot in self.slots]) :] if shared else ()
-        for index in self._missing(distinct):
+        # Those whose weights of now no slot holds. Of a write since a layer's last use `acquire` learns.
+        missing = [
+            index
+            for index in distinct
+            if ((slot := slot_of.get(index)) is None or slot.holder != (index, layers[index].unit.version))
+            and index not in self._on_device
+        ]
+        for index in missing:
             if index in beyond:
                 continue
-            layer = self._layers[index]
+            layer = layers[index]
             if not layer.gate.is_open:
                 self._refused_at.setdefault(index, time.perf_counter())
                 break  # its copy is issued when it is next, right after its step
             layer.gate.wait()
             self._fill(self._victim(layer, set(shared).difference(beyond)), layer)
-
-    def _missing(self, indices: Iterable[int]) -> list[int]:
-        """The layers whose weights of now no slot holds. Of a write since a layer's last use ``acquire`` learns."""
-        layers, slot_of = self._layers, self._slot_of
-        # As in `_holding`: asked of as many layers as have slots, in every call of every layer.
-        return [
-            index
-            for index in indices
-            if ((slot := slot_of.get(index)) is None or slot.holder != (index, layers[index].unit.version))
-            and index not in self._on_device
-        ]
 
     def _fill(self, slot: WeightSlot, layer: Fetched) -> None:
         slot.move_to(SlotState.FILLED)

@@ -7,6 +7,7 @@ are of the original class: plain modules with plain weights.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import weakref
@@ -40,18 +41,16 @@ class _NoCheckpointing:
             _note_checkpointing_ignored()
 
 
-_checkpointing_noted = False
+@functools.cache
+def _warn_once(message: str) -> None:
+    """Once a process."""
+    logger.warning("megatrain: %s", message)
 
 
 def _note_checkpointing_ignored() -> None:
-    """Says once that the user's activation checkpointing is replaced by the engine's own recompute."""
-    global _checkpointing_noted
-    if not _checkpointing_noted:
-        _checkpointing_noted = True
-        logger.warning(
-            "megatrain: layers are recomputed by the streaming engine; activation_checkpointing (gradient_checkpointing) is "
-            "left off in them"
-        )
+    _warn_once(
+        "layers are recomputed by the streaming engine; activation_checkpointing (gradient_checkpointing) is left off in them"
+    )
 
 
 def modules_that_checkpoint(model: nn.Module) -> weakref.WeakSet[nn.Module]:
@@ -67,18 +66,13 @@ def leave_checkpointing_off(modules: Iterable[nn.Module]) -> None:
             _note_checkpointing_ignored()
 
 
-_casts_noted = False
-
-
 def _note_cast_ignored(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Says once that ``to(dtype)`` or the like was asked for and changes no layer."""
-    global _casts_noted
     first = next(module.parameters(), None)
     # fn is any of to(), half(), cuda(), ...: what it does to an empty tensor tells.
-    if not _casts_noted and first is not None and fn(first.new_empty(0)).dtype != first.dtype:
-        _casts_noted = True
-        logger.warning(
-            "megatrain: the dtype of a prepared model's layers isn't changed by to(), half() and the like; "
+    if first is not None and fn(first.new_empty(0)).dtype != first.dtype:
+        _warn_once(
+            "the dtype of a prepared model's layers isn't changed by to(), half() and the like; "
             "cast the model before accelerator.prepare()"
         )
 
@@ -139,11 +133,9 @@ def _proxy_class(original: type[nn.Module], can_checkpoint: bool) -> type[nn.Mod
 
 
 def install_proxy(layer: nn.Module, runner: Runner, before_copy: Callable[[], None]) -> Callable[..., Any]:
-    """Turns ``layer`` into a proxy whose forward calls ``runner(args, kwargs)``; ``before_copy`` is called before it is
-    copied or pickled.
+    """Turns ``layer`` into a proxy whose forward calls ``runner(args, kwargs)``; returns its own forward, bound, as it was.
 
-    Returns:
-        The layer's own forward, bound, as it was.
+    ``before_copy`` is called before it is copied or pickled.
     """
     original = type(layer)
     # An instance's own forward was patched in by somebody before us.
@@ -171,5 +163,4 @@ def remove_proxy(layer: nn.Module, forward: Callable[..., Any]) -> None:
 
 
 def is_proxy(module: nn.Module) -> bool:
-    """Whether the module is a streaming proxy."""
     return _RUNNER in module.__dict__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch.autograd import Variable
 
 from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.memory.flat_layout import ExpertRange
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
@@ -22,32 +22,23 @@ from megatrain_accelerate.streaming.call_gradients import GradientSums
 from megatrain_accelerate.streaming.call_order import CallOrder, OpenForward, Tape
 from megatrain_accelerate.streaming.clipping import Clipping, NormTable
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
-from megatrain_accelerate.streaming.device_slots import WeightSlot
-from megatrain_accelerate.streaming.expert_parts import ExpertStreams
-from megatrain_accelerate.streaming.forward_order import UnitInOrder, in_forward_order
+from megatrain_accelerate.streaming.expert_streams import ExpertStreams
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
-from megatrain_accelerate.streaming.graph_call import ActiveCalls
 from megatrain_accelerate.streaming.graph_calls import GraphCalls
 from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.meter import Cause, Meter, named_range
+from megatrain_accelerate.streaming.meter import Cause, Meter, UpdateGate, named_range
 from megatrain_accelerate.streaming.micro_batches import BatchCut
 from megatrain_accelerate.streaming.model_hook import weakly
-from megatrain_accelerate.streaming.nested_tensors import any_requires_grad
+from megatrain_accelerate.streaming.nested_tensors import taken_apart
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.outside_gradients import OutsideGradients
-from megatrain_accelerate.streaming.prefetch import Lease, Prefetcher
+from megatrain_accelerate.streaming.prefetch import Prefetcher
 from megatrain_accelerate.streaming.resident import Part, ResidentGroup, relocate
 from megatrain_accelerate.streaming.shared_mappings import SharedMappings
-from megatrain_accelerate.streaming.streams import Streams
+from megatrain_accelerate.streaming.streams import Streams, WeightSlot
 from megatrain_accelerate.streaming.token_tiles import TileOfLayers, TokenTiles
 from megatrain_accelerate.streaming.watched_parameters import Watch, unwatched
-
-
-def _settle(runtime: weakref.ref[StreamingRuntime]) -> None:
-    if (found := runtime()) is not None:
-        found.settle()
-
 
 _running: weakref.WeakSet[StreamingRuntime] = weakref.WeakSet()
 
@@ -58,6 +49,10 @@ def streamed_among(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [p for p in parameters if any(runtime.state_of(p) is not None for runtime in running)]
 
 
+UnitInOrder = tuple[HostUnit, ResidentGroup | None, list[tuple[UpdateGate, ExpertRange | None]]]
+"""A unit, its resident group if it is one's, and each of the parts in which it is stepped: the gate, and the experts that it
+is, or None for the whole unit."""
+
 LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -65,23 +60,20 @@ class _EndOfBackward:
     """Autograd calls this when a backward is over, and drops it uncalled when one has failed."""
 
     def __init__(self, runtime: StreamingRuntime, task: int) -> None:
-        self._runtime: weakref.ref[StreamingRuntime] | None = weakref.ref(runtime)
+        self._runtime: Callable[[], StreamingRuntime | None] = weakref.ref(runtime)
         self._task = task
 
     def __call__(self) -> None:
-        reference, self._runtime = self._runtime, None
-        runtime = None if reference is None else reference()
-        if runtime is None:
-            return
-        try:
-            runtime.backward_ends(self._task)
-        except BaseException:
-            runtime.backward_fails(self._task)
-            raise
+        runtime, self._runtime = self._runtime(), lambda: None
+        if runtime is not None:
+            try:
+                runtime.backward_ends(self._task)
+            except BaseException:
+                runtime.backward_fails(self._task)
+                raise
 
     def __del__(self) -> None:
-        runtime = None if self._runtime is None else self._runtime()
-        if runtime is not None:
+        if (runtime := self._runtime()) is not None:
             runtime.backward_fails(self._task)
 
 
@@ -89,10 +81,8 @@ class StreamingRuntime:
     """Streams, slots, worker and gradients of one model.
 
     Args:
-        layers: streamed layers, by index, with those of their experts that stream in parts.
-        groups: resident groups, in model order.
-        streams, meter, kernels, worker: made by the engine.
-        config: the settings.
+        layers: by index, with those of their experts that stream in parts.
+        groups: in model order.
         register: page-lock host buffers.
     """
 
@@ -108,34 +98,35 @@ class StreamingRuntime:
         config: MegatrainConfig,
         register: bool,
     ) -> None:
-        self.layers = list(layers)
+        self.layers, self.groups = list(layers), list(groups)
         self.experts = [experts for layer in self.layers for experts in layer.experts]
-        self.groups = list(groups)
         self.parts: list[Part] = [*self.layers, *self.experts, *self.groups]
-        self.streams = streams
-        self.meter = meter
-        self.kernels = kernels
-        self.worker = worker
-        self.config = config
-        self.register = register
+        self.streams, self.meter, self.kernels, self.worker = streams, meter, kernels, worker
+        self.config, self.register = config, register
         self.norms = NormTable(self.units, register)
-        self.sums = Fp32Sums(self)
+        self.sums = Fp32Sums(self.parts, config, streams.device, kernels)
         self.prefetcher = Prefetcher(self.layers, config.slots, streams, meter)
-        self.offloader = GradientOffloader(self)
-        self.gradients_complete: Callable[[], bool] = lambda: True
-        """Whether the backward in progress is the last before a step; set from Accelerate's gradient state."""
+        self.offloader = GradientOffloader(
+            self.layers,
+            config,
+            streams=streams,
+            worker=worker,
+            kernels=kernels,
+            meter=meter,
+            norms=self.norms,
+            sums=self.sums,
+            register=register,
+        )
+        # Set by the plan, as indices of layers: those whose activations stay on the device, or go to the host, instead of
+        # being recomputed; and of those that are recomputed, whose inputs go to the host, and whose attention is kept.
         self.kept_layers: frozenset[int] = frozenset()
-        """Indices of the layers whose activations stay on the device instead of being recomputed; set by the plan."""
         self.offloaded_layers: frozenset[int] = frozenset()
-        """Indices of the layers whose activations go to the host instead of being recomputed; set by the plan."""
+        self.input_offloaded_layers: frozenset[int] = frozenset()
+        self.attention_layers: frozenset[int] = frozenset()
         self.memory_budgets = (0.0, 1.0)
         """With which compiled layers run: those that are neither kept nor offloaded, and those that are; set by the plan."""
-        self.input_offloaded_layers: frozenset[int] = frozenset()
-        """Indices of the layers whose inputs go to the host if they are recomputed; set by the plan."""
         self.outside_tiles = TokenTiles(())  # of norms outside the layers
-        self.attention_layers: frozenset[int] = frozenset()
-        """Indices of the layers whose attention isn't computed again if they are recomputed; set by the plan."""
-        self.activations = ActivationOffloader.of_runtime(self)
+        self.activations = ActivationOffloader.for_engine(config, kernels, streams, meter, register)
         self.moved_listeners: dict[int, Callable[[HostUnit], None]] = {}
         """Called with a unit that moved to or from the device; entered by optimizers, by their id."""
         self.steps_on_host: set[int] = set()  # ids of optimizers without a kernel: their step works on masters on the host
@@ -143,18 +134,17 @@ class StreamingRuntime:
         """Brings all states to the host; set by the plan."""
         self.recorder = OutputRecorder()
         self.compiled = CompiledLayers(config.compile_layers, streams.device, self.recorder)
-        self._order = CallOrder(len(self.layers))
+        self.order = CallOrder(len(self.layers))
         self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
         self.batch_cut = BatchCut(config.micro_batch_size)
         """How a batch that is larger than ``micro_batch_size`` runs in pieces."""
         self.anchor = torch.zeros((), device=streams.device, requires_grad=True)
         """A number that requires grad. It keeps nodes in the graph where no input of theirs requires grad: a frozen embedding
         below trained layers."""
-        self._active_calls = ActiveCalls(self)
-        self._graph_calls = GraphCalls(self._active_calls)
+        self._graph_calls = GraphCalls(self)
         self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}
         parameters = [state.parameter for unit in self.units for state in unit.states]
-        self.watch = Watch(parameters, functools.partial(_settle, weakref.ref(self)))
+        self.watch = Watch(parameters, weakly(self.settle))
         """Of the parameters, from a step, a clipping or a backward that others follow to the next forward."""
         self._group_of = {id(state.parameter): group for group in self.groups for state in group.unit.states}
         hook = weakly(self.resident_gradient_ready)
@@ -168,8 +158,10 @@ class StreamingRuntime:
         self._open_forwards: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         self._in_this_backward: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         self._backward_tape: Tape | None = None
-        self._clipping = Clipping(self.norms, self.sums, self._states)
-        self.expert_streams = ExpertStreams(self, self._order)
+        self.clipping = Clipping(self.norms, self.sums, self._states)
+        self.expert_streams = ExpertStreams(
+            self.experts, config.slots, self.offloader, self.anchor, lambda: self.dry_run is not None, self.order
+        )
         _running.add(self)
 
     token_tile = TileOfLayers()
@@ -179,9 +171,17 @@ class StreamingRuntime:
         """All host units: layers, experts that stream in parts, then resident groups."""
         return [part.unit for part in self.parts]
 
-    def in_forward_order(self) -> Iterable[UnitInOrder]:
-        """Units in the order in which the next forward needs them."""
-        return in_forward_order(self.layers, self.groups)
+    def in_forward_order(self) -> list[UnitInOrder]:
+        """Units in the order in which the next forward needs them, and in which they are stepped.
+
+        Layers, the experts of each behind it, and groups between the layers that they stand between.
+        """
+        units: list[tuple[int, int, UnitInOrder]] = []
+        units += [(group.layers_before, 0, (group.unit, group, [(group.gate, None)])) for group in self.groups]
+        units += [(layer.index, 1, (layer.unit, None, [(layer.gate, None)])) for layer in self.layers]
+        for whole in self.experts:
+            units.append((whole.index, 2, (whole.unit, None, [(part.gate, part.experts) for part in whole.parts])))
+        return [unit for _, _, unit in sorted(units, key=lambda item: item[:2])]
 
     @property
     def gradients_leave(self) -> bool:
@@ -193,10 +193,6 @@ class StreamingRuntime:
         return self._states.get(id(parameter))
 
     # ------------------------------------------------------------------ forward and backward of a layer
-
-    def forward_begins(self) -> None:
-        """A forward of the whole model begins."""
-        self._order.end_pass()
 
     @contextlib.contextmanager
     def layers_run_by(self, runner: LayerRunner) -> Iterator[None]:
@@ -218,12 +214,12 @@ class StreamingRuntime:
         if has_graph:
             layer.refuse_unfrozen()
             arguments = without_caches(args, kwargs)
-            if layer.has_trainable or any_requires_grad(arguments):
+            if layer.has_trainable or any(tensor.requires_grad for tensor in taken_apart(arguments)[0]):
                 self.prefetcher.let_go()  # also where no forward of the whole model told that training goes on
-                tape, position = self._order.record(layer.index)
+                tape, position = self.order.record(layer.index)
                 self._open_forwards.add(_open_forward := tape.open_forward())  # alive until a call holds it
                 return self._graph_calls.run(layer, tape, position, *arguments)
-        tape, position = self._order.record(layer.index)
+        tape, position = self.order.record(layer.index)
         slot = self.acquire_forward(layer, tape, position, False)
         try:
             weights = slot.views(layer.unit.layout)
@@ -240,7 +236,7 @@ class StreamingRuntime:
 
     def acquire_forward(self, layer: StreamedLayer, tape: Tape, position: int, backward_follows: bool) -> WeightSlot:
         """The slot with the layer's weights, for a call; it is to be released."""
-        upcoming = self._order.after_forward(tape, position, self._look_ahead, backward_follows)
+        upcoming = self.order.after_forward(tape, position, self._look_ahead, backward_follows)
         slot = self.prefetcher.acquire(layer, upcoming)
         if layer is self.layers[-1]:
             # Some read the head's weight without calling the head (Liger, TRL): it must be valid from here on.
@@ -248,18 +244,18 @@ class StreamingRuntime:
                 group.wait_for_step()
         return slot
 
-    def lease_backward(self, layer: StreamedLayer, tape: Tape, position: int) -> Lease:
+    def lease_backward(self, layer: StreamedLayer, tape: Tape, position: int) -> WeightSlot:
         """A slot with the layer's weights, for the backward of a call."""
         self._backward_tape = tape
         self._in_this_backward.add(tape.open_forward())
-        forward_follows = not self.gradients_complete()
-        upcoming = self._order.after_backward(tape, position, self._look_ahead, forward_follows)
+        forward_follows = not self.offloader.gradients_complete()
+        upcoming = self.order.after_backward(tape, position, self._look_ahead, forward_follows)
         return self.prefetcher.lease(layer, upcoming)
 
     @property
     def _look_ahead(self) -> int:
         """Calls to look ahead, so that as many as there are slots need one."""
-        return self.config.slots + self.prefetcher.own_slot_count
+        return self.config.slots + len(self.prefetcher.own_slots)
 
     def backward_begins(self) -> None:
         """Something of a backward runs; the first time, what is to be done at its end is noted."""
@@ -274,29 +270,29 @@ class StreamingRuntime:
         self.backward_begins()
         self.sums.take_up(self._states[id(parameter)])
         self.norms.forget(parameter)
-        if self.gradients_complete():
+        if self.offloader.gradients_complete():
             self.offloader.fetch(self._group_of[id(parameter)], only=parameter)
 
     def backward_fails(self, task: int) -> None:
         """A backward ended by an exception: what it left is taken back."""
-        self._active_calls.fail(task)
+        self._graph_calls.fail(task)
         self._in_this_backward.clear()
         if self._backward_task == task:
             self._backward_task = None
 
     def backward_ends(self, task: int) -> None:
         """A backward is over: what it made is complete."""
-        self._active_calls.finish(task)
+        self._graph_calls.finish(task)
         self._backward_task = None
         # Others may wait for a backward of their own.
         self._open_forwards -= self._in_this_backward
         self._in_this_backward.clear()
         self._backward_tape = None
-        self._order.end_pass()
+        self.order.end_pass()
         self.activations.settle()
         self.worker.raise_if_failed()
         self.meter.harvest()  # while the GPU is at work; without logs its events would pile up over the steps
-        if not self.gradients_complete():
+        if not self.offloader.gradients_complete():
             self.watch.begin()
         else:
             # From here on anybody may read `parameter.grad`, or let go of it.
@@ -310,7 +306,7 @@ class StreamingRuntime:
         tape = self._backward_tape
         called_once = tape is not None and tape.calls.count(layer.index) == 1
         others = len(self._open_forwards) > 1 or id(layer.unit) in self.outside.reached
-        return self.gradients_complete() and called_once and not others
+        return self.offloader.gradients_complete() and called_once and not others
 
     def before_group_use(self, group: ResidentGroup) -> None:
         """Called before a module that reads the group's weights runs."""
@@ -341,8 +337,7 @@ class StreamingRuntime:
             on_device: indices of layers that live there whole, with masters and moments.
             groups_on_device: whether the masters and moments of the resident groups do.
 
-        Raises:
-            StepWorkerError: an earlier step failed.
+        Raises a StepWorkerError if an earlier step failed.
         """
         # A forward in inference mode may ask for room: what it leaves must be ordinary tensors.
         with torch.inference_mode(False), torch.no_grad():
@@ -371,72 +366,54 @@ class StreamingRuntime:
         self.watch.end()
         self._graph_calls.settle()
         self.offloader.wait()
-        self._clipping.refuse_written()
-        if self._clipping.has_stepped():  # and not dropped: the next step finds them scaled
+        self.clipping.refuse_written()
+        if self.clipping.has_stepped():  # and not dropped: the next step finds them scaled
             self.worker.drain()
-            self._clipping.settle_stepped(others_follow=False)
+            self.clipping.settle_stepped(others_follow=False)
         for group in self.groups:
             self.offloader.fetch(group)
         self.offloader.wait()
 
     def total_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Global 2-norm of the parameters' gradients: fp32, on the host, no dimensions.
+        """Global 2-norm of the parameters' gradients (fp32, on the host, no dimensions): the norm of the gradients' norms.
 
-        The value of ``torch.nn.utils.clip_grad_norm_`` on fp32 gradients: the norm of the gradients' norms.
-
-        Args:
-            parameters: trained ones of this model, or of modules that don't stream; those without a gradient don't count.
+        The value of ``torch.nn.utils.clip_grad_norm_`` on fp32 gradients. Parameters may be of modules that don't stream.
         """
         self.collect_gradients()
-        return self._clipping.total_norm(parameters)
+        return self.clipping.total_norm(parameters)
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Lets the next step scale the gradients so that their global norm is at most ``max_norm``.
 
-        Gradients of parameters of other modules are scaled in place, as torch does it.
-
-        Returns:
-            The norm before clipping, on the host.
+        Gradients of parameters of other modules are scaled in place, as torch does it. Returns the norm before, on the host.
         """
         self.collect_gradients()
-        norm = self._clipping.clip(parameters, max_norm)
+        norm = self.clipping.clip(parameters, max_norm)
         if self._open_forwards:
-            self._clipping.settle(others_follow=True)  # by their backward
-        elif self._clipping.is_pending:
+            self.clipping.settle(others_follow=True)  # by their backward
+        elif self.clipping.is_pending:
             self.watch.begin()
         return norm
-
-    def take_clip_factors(self, parameters: Iterable[torch.Tensor]) -> dict[int, float]:
-        """The factors that clipping asked for since these parameters' last step, by ``id``; 1 where absent."""
-        return self._clipping.take_factors(parameters)
 
     # ------------------------------------------------------------------ state as a whole
 
     def _scale_clipped(self, others_follow: bool) -> None:
         """Before a forward: who looks at gradients that were clipped, or adds to them, finds them scaled."""
-        if self._clipping.is_pending:
+        if self.clipping.is_pending:
             with unwatched():
-                if self._clipping.has_unscaled():
+                if self.clipping.has_unscaled():
                     self.worker.drain()
-                    self._clipping.settle(others_follow)
+                    self.clipping.settle(others_follow)
 
     def settle(self) -> None:
-        """Makes weights and gradients what plain PyTorch would show.
-
-        Raises:
-            StepWorkerError: a step failed.
-        """
+        """Makes weights and gradients what plain PyTorch would show. Raises a StepWorkerError if a step failed."""
         self.offloader.wait()
         self.drain()
         self.refresh_if_written()
-        self._clipping.settle(others_follow=False)
+        self.clipping.settle(others_follow=False)
 
     def drain(self) -> None:
-        """Blocks until all submitted work is applied and visible: host weights, moments, and the device's residents.
-
-        Raises:
-            StepWorkerError: some of it failed.
-        """
+        """Blocks until all submitted work is applied and visible on host and device. A StepWorkerError if some failed."""
         self.worker.drain()
         for group in self.groups:
             group.wait_for_step()
@@ -453,10 +430,8 @@ class StreamingRuntime:
         self.streams.synchronize()
         for handle in self._handles:
             handle.remove()
-        self.outside.close()
-        self.offloader.close()
-        self.activations.close()
-        self.norms.close()
+        for part in (self.outside, self.offloader, self.activations, self.norms):
+            part.close()
         for unit in self.units:
             unit.release()
         # Their memory: an optimizer that outlives the engine holds the runtime through its driver.
@@ -464,5 +439,5 @@ class StreamingRuntime:
         self.expert_streams.close()
         for layer in (*self.layers, *self.experts):
             layer.release()
-        for held in (self._states, self.offloader.slots):
-            held.clear()
+        self._states.clear()
+        self.offloader.slots.clear()

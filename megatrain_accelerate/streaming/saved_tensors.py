@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain_accelerate.streaming.activation_offload import ParcelPlace, Recording
-from megatrain_accelerate.streaming.device_slots import WeightSlot
+from megatrain_accelerate.streaming.streams import WeightSlot
 
 
 class SlotReader(Protocol):
@@ -85,9 +85,7 @@ class SavedTensors:
         offloaded: Recording | None = None,
         slots: Container[int] | None = None,
     ) -> None:
-        self._reader_at = reader_at
-        self._slots = slots
-        self._offloaded = offloaded
+        self._reader_at, self._offloaded, self._slots = reader_at, offloaded, slots
         self._outer: Hooks | None = None
         """The hooks around the body that is recorded last."""
 

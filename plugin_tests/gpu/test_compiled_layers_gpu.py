@@ -17,7 +17,7 @@ from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.planning import layer_measurement
 from megatrain_accelerate.planning.step_outline import outline_step
 from megatrain_accelerate.streaming import compiled_layer
-from megatrain_accelerate.streaming.device_slots import SlotState
+from megatrain_accelerate.streaming.streams import SlotState
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -119,7 +119,7 @@ def test_an_evaluation_that_fills_the_gpu_makes_held_layers_leave_whatever_is_fr
     run = trainings(evaluation_weights="auto")
     generate(run)
     prefetcher = run.engine.runtime.prefetcher
-    assert prefetcher.own_slot_count == LAYERS
+    assert len(prefetcher.own_slots) == LAYERS
     ids = token_batches(1, batch=4, length=256, vocabulary=2048)[0].cuda()
     with torch.no_grad():
         reference = run.model(input_ids=ids).logits
@@ -134,5 +134,5 @@ def test_an_evaluation_that_fills_the_gpu_makes_held_layers_leave_whatever_is_fr
         finally:
             del taken, blocks
             torch.cuda.empty_cache()
-    assert prefetcher.own_slot_count < LAYERS
+    assert len(prefetcher.own_slots) < LAYERS
     assert torch.equal(squeezed, reference)

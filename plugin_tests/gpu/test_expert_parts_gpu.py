@@ -138,7 +138,7 @@ def test_zeros_of_a_part_without_tokens_are_written_behind_slow_copies(monkeypat
 
     def gradients(*batches: torch.Tensor) -> list[torch.Tensor]:
         engine = attach(model := tiny_experts(attn_implementation="eager"), device="cuda", expert_parts=6)
-        engine.runtime.gradients_complete = lambda: False  # so that backward doesn't wait for them
+        engine.runtime.offloader.gradients_complete = lambda: False  # so that backward doesn't wait for them
         weights = [layer.mlp.experts.down_proj for layer in model.model.layers]
         for ids in batches:
             for weight in weights:

@@ -206,10 +206,8 @@ def masters_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {f"{unit.name}.{state.name}": unit.read_master(state) for unit in engine.runtime.units for state in unit.states}
 
 
-def test_casting_a_prepared_model_changes_no_layer_and_is_said(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(proxy, "_casts_noted", False)  # it is said once a process
+def test_casting_a_prepared_model_changes_no_layer_and_is_said(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    proxy._warn_once.cache_clear()  # it is said once a process
 
     def script(trainer: Trainer) -> None:
         trainer.train()

@@ -21,7 +21,7 @@ from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.streaming import expert_function, token_tiles
 from megatrain_accelerate.streaming.expert_function import Routing
-from megatrain_accelerate.streaming.expert_parts import ExpertStreams
+from megatrain_accelerate.streaming.expert_streams import ExpertStreams
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader, UnitGradients
 

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.streaming import compiled_layer
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
-from megatrain_accelerate.streaming.device_slots import SlotState
 from megatrain_accelerate.streaming.saved_tensors import SavedTensors, SlotPlace
+from megatrain_accelerate.streaming.streams import SlotState
 
 LAYERS = 4
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -50,7 +50,9 @@ def held_tensors(run: Training) -> list[torch.Tensor]:
     runtime = run.engine.runtime
     found = [*run.model.parameters(), *run.model.buffers(), runtime.norms.norms, runtime.anchor]
     found += [runtime.gradient_sums._buffer]  # type: ignore[list-item]
-    found += [slot.buffer for slot in [*runtime.prefetcher.slots, *runtime.offloader.slots, *runtime.prefetcher._own.values()]]
+    found += [
+        slot.buffer for slot in [*runtime.prefetcher.slots, *runtime.offloader.slots, *runtime.prefetcher.own_slots.values()]
+    ]
     found += [slot.norms for slot in runtime.offloader.slots]
     found += runtime.activations.pool._buffers
     for unit in runtime.units:

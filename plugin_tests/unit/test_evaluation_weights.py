@@ -30,7 +30,7 @@ def layer_bytes(engine: Engine) -> int:
 
 def held(engine: Engine) -> int:
     """Layers that are on the device for a while."""
-    return engine.runtime.prefetcher.own_slot_count - engine.runtime.prefetcher.fixed_slot_count
+    return len(engine.runtime.prefetcher.own_slots) - engine.runtime.prefetcher.fixed_slot_count
 
 
 def generate(model: nn.Module, tokens: int = TOKENS, **options: Any) -> torch.Tensor:

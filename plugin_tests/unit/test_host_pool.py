@@ -11,12 +11,12 @@ import torch
 from megatrain_accelerate.errors import HostMemoryError
 from megatrain_accelerate.memory.host_pool import GRANULE_BYTES, HostBlock, HostPool
 from megatrain_accelerate.optim.kernel import HostKernels
-from megatrain_accelerate.streaming.streams import ImmediateEvent
+from megatrain_accelerate.streaming.streams import Immediate
 
 SEGMENT = 16 * GRANULE_BYTES
 
 
-class Copy(ImmediateEvent):
+class Copy(Immediate):
     """The event of a copy that ends when the test says so, or when somebody waits for it."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ def test_blocks_hold_exactly_what_was_asked_for_and_never_overlap(kernels: HostK
         if len(taken) > 5:
             old, expected = taken.pop(generator.randrange(len(taken)))
             assert holds(old, expected)
-            pool.give_back(old, ImmediateEvent())
+            pool.give_back(old, Immediate())
     assert all(holds(block, value) for block, value in taken)
 
 
@@ -76,7 +76,7 @@ def test_the_pool_holds_what_was_in_use_at_once_whatever_the_sizes(kernels: Host
         blocks = [pool.take(size) for size in sizes]
         generator.shuffle(blocks)
         for block in blocks:
-            pool.give_back(block, ImmediateEvent())
+            pool.give_back(block, Immediate())
     assert pool.size_bytes == total
     assert pool.used_bytes == 0
 
@@ -87,7 +87,7 @@ def test_a_block_that_a_copy_still_uses_is_not_handed_out(kernels: HostKernels) 
     fill(first, 1)
     copy = Copy()
     pool.give_back(first, copy)
-    pool.give_back(second, ImmediateEvent())
+    pool.give_back(second, Immediate())
     fill(pool.take(SEGMENT // 2), 2)
     assert holds(first, 1)
     assert not copy.is_over
@@ -116,6 +116,6 @@ def test_a_block_given_back_after_closing_is_ignored(kernels: HostKernels) -> No
     pool = make_pool(kernels)
     block = pool.take(10)
     pool.close()
-    pool.give_back(block, ImmediateEvent())
+    pool.give_back(block, Immediate())
     assert pool.size_bytes == pool.used_bytes == 0
     assert torch.equal(block.parts[0], torch.zeros(10, dtype=torch.uint8))

@@ -18,7 +18,7 @@ from torch import nn
 from torch._inductor import config as inductor_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatrain_accelerate.streaming.memory_budgets import MemoryBudget
+from megatrain_accelerate.streaming.compiled_layer import MemoryBudget
 from megatrain_accelerate.streaming.saved_tensors import SavedTensors, SlotPlace
 
 pytestmark = [

@@ -59,7 +59,7 @@ def test_a_gradient_that_is_also_that_of_the_hidden_states_is_not_added_to_twice
     model.load_state_dict(plain.state_dict())
     engine = attach(model, bf16=False, device_layers=on_device)
     last = False
-    engine.runtime.gradients_complete = lambda: last
+    engine.runtime.offloader.gradients_complete = lambda: last
     for step in range(2):
         last = step == 1
         ids = torch.randint(0, 32, (1, 8), generator=torch.Generator().manual_seed(step))
@@ -194,7 +194,7 @@ def test_an_optimizer_without_a_kernel_leaves_weights_resident() -> None:
     run.step(token_batches(1)[0])
     assert run.engine.device_plan.placement.on_device == frozenset()
     assert run.engine.device_plan.placement.resident == {1, 2}
-    assert run.engine.runtime.prefetcher.own_slot_count == 2
+    assert len(run.engine.runtime.prefetcher.own_slots) == 2
 
 
 def test_a_smaller_batch_is_planned_after_one_that_was_too_large_to_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from megatrain_accelerate.planning.placement_search import Candidate, Choices, P
 from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
 from megatrain_accelerate.planning.step_simulation import StepTime, simulate_step
-from megatrain_accelerate.streaming.memory_budgets import MemoryBudget
+from megatrain_accelerate.streaming.compiled_layer import MemoryBudget
 
 LAYERS = 10
 MACHINE = Machine(h2d_bytes=100.0, d2h_bytes=100.0, host_step_parameters=100.0, device_bytes=28e6, device_flops=1e3)

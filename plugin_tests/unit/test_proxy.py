@@ -130,8 +130,8 @@ def test_copies_and_pickles_are_plain_modules(how: str) -> None:
 
 
 @pytest.fixture
-def clean_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy, "_checkpointing_noted", False)
+def clean_note() -> None:
+    proxy._warn_once.cache_clear()
 
 
 @pytest.mark.usefixtures("clean_note")

@@ -15,11 +15,10 @@ from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import Ticket
-from megatrain_accelerate.streaming.device_slots import GradientSlot, SlotState, WeightSlot
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Meter
 from megatrain_accelerate.streaming.prefetch import Prefetcher
-from megatrain_accelerate.streaming.streams import Streams
+from megatrain_accelerate.streaming.streams import GradientSlot, SlotState, Streams, WeightSlot
 
 EMPTY, FILLED, IN_USE = SlotState.EMPTY, SlotState.FILLED, SlotState.IN_USE
 LEGAL = {(EMPTY, FILLED), (FILLED, FILLED), (FILLED, EMPTY), (FILLED, IN_USE), (IN_USE, FILLED)}
