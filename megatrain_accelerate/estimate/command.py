@@ -104,11 +104,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--gpu-memory", "gpu_memory_bytes", parse_size, "SIZE", "of the GPU, for example 24GiB"),
         ("--host-memory", "host_memory_bytes", parse_size, "SIZE", "for example 1.5TiB"),
         ("--cores", "cores", _count, "N", "of the host; default: usual for the GPU"),
-        ("--link-gb-per-second", "link_bytes", _speed(GB), "X", "between host and GPU, sustained, each way"),
+        ("--link", "link_bytes", _speed(GB), "GB/S", "between host and GPU, sustained, each way"),
         ("--host-gb-per-second", "host_dram_bytes", _speed(GB), "X", "of the host's memory, sustained"),
         ("--host-step", "host_step_parameters", _speed(1e9), "X", "G parameters a second that the host's AdamW steps"),
-        ("--dense-tflops", "dense_flops", _speed(1e12), "X", "of bf16 products, sustained"),
-        ("--memory-gb-per-second", "device_bytes", _speed(GB), "X", "of the GPU's memory, sustained"),
+        ("--tflops", "dense_flops", _speed(1e12), "X", "of bf16 products, sustained"),
+        ("--gpu-bandwidth", "device_bytes", _speed(GB), "GB/S", "of the GPU's memory, sustained"),
     ):
         machine.add_argument(option, dest=name, type=kind, metavar=metavar, help=text)
 

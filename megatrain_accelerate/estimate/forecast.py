@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.errors import MegatrainError, UnsupportedError
 from megatrain_accelerate.estimate.layer_graph import (
     OUTSIDE,
     LayerGraph,
@@ -28,6 +28,7 @@ from megatrain_accelerate.estimate.layer_graph import (
     uncompiled_profile,
 )
 from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine, PositionTable, shortest_table
+from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
 from megatrain_accelerate.integrations.joined_batches import steps_of
 from megatrain_accelerate.loss.products import standing_for_a_gpu
 from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES
@@ -154,6 +155,24 @@ class Forecaster:
         self._attention = WithoutAttentionDropout()
         self._graphs: dict[Hashable, LayerGraph | None] = {}
         self._found: dict[Hashable, Any] = {}
+
+    def settings_that_fit(self) -> tuple[dict[str, Any], int] | None:
+        """The settings that change numbers the least of those with which the states fit the host memory, and what they take;
+        None if there are none."""
+        now, dtypes = self.config, ("fp32", "bf16", "int8")
+        for moments in dtypes[dtypes.index(now.moments_dtype) :]:
+            for gradients in dict.fromkeys((now.host_gradients, "passing")):
+                changes: dict[str, Any] = {"host_gradients": gradients} if gradients != now.host_gradients else {}
+                changes |= {"moments_dtype": moments} if moments != now.moments_dtype else {}
+                try:
+                    changed = dataclasses.replace(now, **changes)
+                    require_steps_in_backward_possible(changed, self.micro_batches)
+                    needed = self.engine.store_bytes(self.plan.adds_on_host, **changes) + CONSTANT_OVERHEAD_BYTES
+                except MegatrainError:  # the settings exclude each other
+                    continue
+                if needed <= self.host_bytes:
+                    return changes, needed
+        return None
 
     @functools.cached_property
     def _may_join(self) -> bool:

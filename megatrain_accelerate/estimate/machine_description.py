@@ -1,8 +1,8 @@
 """The machine that is estimated for: this one, as measured, or one that is described.
 
-Public figures are what makers state, which no training reaches. Sources: NVIDIA's data sheets of H200, H100, A100, L40S, B200
-(DGX B200) and GH200, and the architecture white papers of GeForce RTX 3090 (GA102), 4090 (AD102) and 5090 (GB202). bf16
-products are dense, added up in fp32. The memory is what the driver reports, which is less than the name says.
+Public figures are what makers state, which no training reaches. Sources: NVIDIA's data sheets of GPUs for servers and
+workstations, and the architecture white papers of GeForce RTX 30 (GA102), 40 (AD102) and 50 (GB202). bf16 products are dense,
+added up in fp32: on a GeForce twice its fp32 rate. The memory is what the driver reports, which is less than the name says.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ STEP_PARAMETERS_PER_THREAD = 0.41e9
 CONTEXT_BYTES = GIB // 2
 """Device memory that CUDA's context takes."""
 
-PCIE4, PCIE5, NVLINK_C2C = 31.5e9, 63.0e9, 450e9
-"""Bytes a second each way, of 16 lanes, or of GH200's link between its two chips."""
+PCIE4_X8, PCIE4, PCIE5, NVLINK_C2C = 15.8e9, 31.5e9, 63.0e9, 450e9
+"""Bytes a second each way, of 16 lanes unless said, or of GH200's link between its two chips. 8 lanes of PCIe Gen5 are as fast
+as 16 of Gen4."""
 
 SERVER_DRAM, DESKTOP_DRAM, GRACE_DRAM = 213e9, 60e9, 380e9
 """Bytes a second that a compiled loop gets from the memory of such a host: measured on servers with H200 (8.2 G parameters/s
@@ -58,6 +59,8 @@ class KnownGpu:
     host_cores: int = 16
     sustained_flops: float | None = None
     """Of large bf16 products in a training, at the GPU's power limit; None where no training was measured."""
+    shares_memory: bool = False
+    """Whether GPU and host have one memory. A quarter of it is the GPU's unless the options say otherwise."""
 
 
 KNOWN_GPUS = (
@@ -65,12 +68,27 @@ KNOWN_GPUS = (
     KnownGpu("H200", 139.8, 989.4e12, 4.8e12, sustained_flops=716e12),
     KnownGpu("H100", 79.2, 989.4e12, 3.35e12),
     KnownGpu("GH200", 94.5, 989.4e12, 4.0e12, NVLINK_C2C, GRACE_DRAM, 72),
+    KnownGpu("GB10", 119.6, 125e12, 0.273e12, 100e9, 200e9, 20, shares_memory=True),
     KnownGpu("A100-80", 79.2, 312e12, 2.039e12, PCIE4),
     KnownGpu("A100-40", 39.4, 312e12, 1.555e12, PCIE4),
     KnownGpu("L40S", 44.4, 362e12, 0.864e12, PCIE4),
+    KnownGpu("A10", 22.5, 125e12, 0.6e12, PCIE4),
+    KnownGpu("L4", 22.5, 121e12, 0.3e12, PCIE4),
+    KnownGpu("RTXPRO6000", 95.6, 503.8e12, 1.792e12, PCIE5, DESKTOP_DRAM),
+    KnownGpu("RTX6000ADA", 48.0, 364.2e12, 0.96e12, PCIE4, DESKTOP_DRAM),
+    KnownGpu("A6000", 48.0, 154.8e12, 0.768e12, PCIE4, DESKTOP_DRAM),
     KnownGpu("RTX5090", 31.4, 209.5e12, 1.792e12, PCIE5, DESKTOP_DRAM),
+    KnownGpu("RTX5080", 15.5, 112.6e12, 0.96e12, PCIE5, DESKTOP_DRAM),
+    KnownGpu("RTX5070TI", 15.5, 87.9e12, 0.896e12, PCIE5, DESKTOP_DRAM),
+    KnownGpu("RTX5070", 11.5, 61.7e12, 0.672e12, PCIE5, DESKTOP_DRAM),
     KnownGpu("RTX4090", 23.5, 165.2e12, 1.008e12, PCIE4, DESKTOP_DRAM),
+    KnownGpu("RTX4080", 15.6, 97.5e12, 0.717e12, PCIE4, DESKTOP_DRAM),
+    KnownGpu("RTX4070TI", 11.6, 80.2e12, 0.504e12, PCIE4, DESKTOP_DRAM),
+    KnownGpu("RTX4070", 11.6, 58.3e12, 0.504e12, PCIE4, DESKTOP_DRAM),
+    KnownGpu("RTX4060TI", 15.6, 44.1e12, 0.288e12, PCIE4_X8, DESKTOP_DRAM),
     KnownGpu("RTX3090", 23.6, 71.0e12, 0.936e12, PCIE4, DESKTOP_DRAM),
+    KnownGpu("RTX3080", 9.6, 59.5e12, 0.76e12, PCIE4, DESKTOP_DRAM),
+    KnownGpu("RTX3060", 11.7, 25.5e12, 0.36e12, PCIE4, DESKTOP_DRAM),
 )
 
 
@@ -186,11 +204,20 @@ def _described(options: MachineOptions, config: MegatrainConfig) -> MachineDescr
     if gpu is None:
         raise ConfigError(
             f"--gpu {options.gpu!r} isn't known; known are {', '.join(gpu.name for gpu in KNOWN_GPUS)}. Describe another by "
-            "--gpu-memory, --dense-tflops, --memory-gb-per-second and --link-gb-per-second, without --gpu"
+            "--gpu-memory, --tflops, --gpu-bandwidth and --link, without --gpu"
         )
     cores = options.cores or gpu.host_cores
     dram = options.host_dram_bytes or gpu.host_dram_bytes
-    total = options.gpu_memory_bytes or int(gpu.memory_gib * GIB)
+    whole = int(gpu.memory_gib * GIB)
+    total = options.gpu_memory_bytes or (whole // 4 if gpu.shares_memory else whole)
+    host_bytes = options.host_memory_bytes
+    if gpu.shares_memory:
+        host_bytes = host_bytes or whole - total
+        if total + host_bytes > whole:
+            raise ConfigError(
+                f"--gpu-memory {total / GIB:.1f} and --host-memory {host_bytes / GIB:.1f} GiB are more than the "
+                f"{gpu.memory_gib:.1f} GiB that {gpu.name} has for both; lower one of the two"
+            )
     if total <= CONTEXT_BYTES:
         raise ConfigError(
             f"--gpu-memory {total / GIB:.2f} GiB leaves nothing beside the CUDA context's {CONTEXT_BYTES / GIB:.1f} GiB; "
@@ -211,7 +238,7 @@ def _described(options: MachineOptions, config: MegatrainConfig) -> MachineDescr
         machine=_changed(machine, options),
         gpu_bytes=int(USABLE_SHARE_OF_DEVICE * (total - CONTEXT_BYTES)),
         gpu_total_bytes=total,
-        host_bytes=options.host_memory_bytes,
+        host_bytes=host_bytes,
         notes=tuple(_notes(gpu, options, cores, dram, config)),
     )
 
@@ -235,16 +262,16 @@ def _notes(gpu: KnownGpu, options: MachineOptions, cores: int, dram: float, conf
     if not config.pin_memory and options.link_bytes is None:
         yield (
             "the link's speed is that of page-locked memory, and pin_memory is false: copies will be slower; measure theirs "
-            "and name it by --link-gb-per-second"
+            "and name it by --link"
         )
 
 
 def _unknown_gpu(options: MachineOptions) -> KnownGpu:
     needed = {
         "--gpu-memory": options.gpu_memory_bytes,
-        "--dense-tflops": options.dense_flops,
-        "--memory-gb-per-second": options.device_bytes,
-        "--link-gb-per-second": options.link_bytes,
+        "--tflops": options.dense_flops,
+        "--gpu-bandwidth": options.device_bytes,
+        "--link": options.link_bytes,
     }
     if missing := [name for name, value in needed.items() if value is None]:
         raise ConfigError(f"a GPU that isn't in the table needs {', '.join(missing)} too; or name a known one by --gpu")

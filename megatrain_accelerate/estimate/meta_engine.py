@@ -21,6 +21,7 @@ from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.memory.host_memory import DeviceMemory
 from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
 from megatrain_accelerate.planning.device_plan import DevicePlan
+from megatrain_accelerate.planning.fake_runs import replaced
 from megatrain_accelerate.planning.layer_discovery import Discovery, wants_whole_layers
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Model, Placement
@@ -159,11 +160,12 @@ class MetaEngine(Engine):
         self._streamed_units = len(discovery.layers) + len(discovery.experts)
         return 0
 
-    def store_bytes(self, adds: bool) -> int:
+    def store_bytes(self, adds: bool, **changes: Any) -> int:
         """Host memory of the store if all units live on the host, and, if gradients are added up there, of the buffers in
-        which they wait for that."""
+        which they wait for that; with these ``changes`` of the settings."""
         runtime = self.runtime
-        planned = self._planned_bytes([unit.layout for unit in runtime.units], fp32_sums=adds and runtime.sums.is_wanted)
+        with replaced(self, "config", dataclasses.replace(self.config, **changes)):
+            planned = self._planned_bytes([unit.layout for unit in runtime.units], fp32_sums=adds and runtime.sums.is_wanted)
         staged = [layer.unit.layout.gradient_bytes for layer in runtime.layers]
         staged += [part.unit.layout.gradient_bytes for experts in runtime.experts for part in experts.parts]
         return sum(planned.values()) + _STAGING_BUFFERS * max(staged) * adds
@@ -191,7 +193,7 @@ class ForecastPlan(DevicePlan):
         # Tensors without data say that they are the CPU's: no GPU has to be here.
         super().__init__(engine.runtime, config, torch.device("cpu"))
         self.micro_batches = micro_batches
-        self.store_bytes = engine.store_bytes(self._adds_on_host)
+        self.store_bytes = engine.store_bytes(self.adds_on_host)
         self._host_bytes = self.store_bytes if host_bytes is None else host_bytes
 
     def model_sizes(self) -> Model:

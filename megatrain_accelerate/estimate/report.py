@@ -11,7 +11,6 @@ from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.estimate.forecast import Forecast, Forecaster
 from megatrain_accelerate.estimate.machine_description import MachineDescription
 from megatrain_accelerate.estimate.meta_engine import PositionTable
-from megatrain_accelerate.memory.host_limits import settings_that_take_less
 from megatrain_accelerate.planning.plan_table import experts_text
 from megatrain_accelerate.tracing import empty_figure
 from megatrain_accelerate.units import GB, GIB
@@ -153,10 +152,14 @@ def _row(row: Forecast) -> tuple[str, ...]:
 
 def _verdict(estimate: Estimate) -> list[str]:
     if estimate.missing_host_bytes > 0:
-        accumulates = any(row.micro_batches > 1 for row in estimate.rows)
-        less = settings_that_take_less(estimate.forecaster.config, accumulates=accumulates)
-        remedy = f". {less}Try them by --set KEY=VALUE" if less else ""
-        return [f"It doesn't fit: {estimate.missing_host_bytes / GIB:,.1f} GiB of host memory are missing{remedy}"]
+        missing = f"It doesn't fit: {estimate.missing_host_bytes / GIB:,.1f} GiB of host memory are missing"
+        if (found := estimate.forecaster.settings_that_fit()) is None:
+            return [f"{missing}, and no settings take so little: freeze a part of the model, or train LoRA adapters (PEFT)"]
+        changes, needed = found
+        costs = ["the Trainer's max_grad_norm must be 0"] * ("host_gradients" in changes)
+        costs += ["such moments give slightly other numbers"] * ("moments_dtype" in changes)
+        settings = " ".join(f"{name}={value}" for name, value in changes.items())
+        return [f"{missing}. It fits with --set {settings} ({needed / GIB:,.1f} GiB; {'; '.join(costs)})"]
     if estimate.fits:
         return []
     planned = estimate.machine.gpu_bytes

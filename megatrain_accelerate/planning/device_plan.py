@@ -402,7 +402,7 @@ class DevicePlan:
         )
 
     @property
-    def _adds_on_host(self) -> bool:
+    def adds_on_host(self) -> bool:
         """Whether gradients are added up on the host: those of several backwards, or of pieces of a batch, which experts in
         parts bring one by one."""
         in_pieces = self._runtime.batch_cut.asked is not None
@@ -422,7 +422,7 @@ class DevicePlan:
             parameters=layout.state_elements,
             state_bytes=layout.weight_bytes + residual_bytes + unit.moment_bytes,
             # The first addition makes room for all units' sums.
-            sum_bytes=residual_bytes if self._runtime.sums.is_wanted and self._adds_on_host else 0,
+            sum_bytes=residual_bytes if self._runtime.sums.is_wanted and self.adds_on_host else 0,
             gradients_pass=unit.passes_gradients,
             step_bytes=step_bytes,
         )

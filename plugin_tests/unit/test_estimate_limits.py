@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.estimate import command, report
 from megatrain_accelerate.estimate.command import MOST_BATCH, MOST_TOKENS, longest_context
 from megatrain_accelerate.estimate.forecast import Forecaster
-from megatrain_accelerate.estimate.meta_engine import PositionTable
+from megatrain_accelerate.estimate.meta_engine import PositionTable, model_on_meta
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.units import GIB
 
@@ -247,30 +248,45 @@ def test_a_model_whose_single_token_does_not_fit_is_not_told_to_shorten_it(tmp_p
     assert long.endswith("shorten it")
 
 
+PASSING, BF16, INT8 = {"host_gradients": "passing"}, {"moments_dtype": "bf16"}, {"moments_dtype": "int8"}
+
+
 @pytest.mark.parametrize(
-    ("settings", "remedies"),
+    ("settings", "changes"),
     [
-        ({}, ["host_gradients: passing", "moments_dtype: bf16", "moments_dtype: int8 (5.9 "]),
-        ({"moments_dtype": "bf16", "step_schedule": "deferred"}, ["moments_dtype: int8 (1.9 "]),
-        ({"moments_dtype": "int8", "host_gradients": "passing"}, []),
-        ({"device_layers": 1, "host_gradients": "passing"}, ["moments_dtype: bf16"]),
+        ({}, [PASSING, BF16, PASSING | BF16, INT8, PASSING | INT8]),
+        (BF16 | {"step_schedule": "deferred"}, [INT8]),
+        (PASSING | INT8, []),
+        (PASSING | {"device_layers": 1}, [BF16]),
+        ({"accumulation": 2}, [BF16, INT8]),
     ],
 )
-def test_missing_host_memory_is_said_with_the_settings_that_take_less(
-    tmp_path: Path, settings: dict[str, object], remedies: list[str]
+def test_where_host_memory_is_missing_the_settings_that_fit_are_named(
+    tmp_path: Path, settings: dict[str, Any], changes: list[dict[str, str]]
 ) -> None:
-    found = estimated(tmp_path, LLAMA, "--length", "16", "--batch", "1", "--no-limits")
-    found.forecaster.host_store_bytes, found.forecaster.config = 9 * GIB, MegatrainConfig.from_mapping(settings)
-    said = verdict(found)
-    assert "5.0 GiB of host memory are missing" in said
-    every = ("host_gradients: passing", "moments_dtype: bf16", "moments_dtype: int8 (5.9 ", "moments_dtype: int8 (1.9 ")
-    assert [remedy for remedy in every if remedy in said] == remedies
-
-
-def test_gradients_that_are_accumulated_are_not_told_to_pass(tmp_path: Path) -> None:
-    found = estimated(tmp_path, LLAMA, "--length", "16", "--batch", "1", "--no-limits", "--accumulation", "2")
-    found.forecaster.host_store_bytes = 9 * GIB
-    assert "passing" not in verdict(found)
+    accumulation = settings.pop("accumulation", 1)
+    given = [f"{name}={value}" for name, value in settings.items()]
+    arguments = ["--length", "16", "--batch", "1", "--no-limits", "--accumulation", str(accumulation)]
+    deep = {**LLAMA, "num_hidden_layers": 8}  # gradients that pass have buffers of two layers
+    found = estimated(tmp_path, deep, *arguments, *(["--set", *given] if given else []))
+    forecaster = found.forecaster
+    for change in changes:
+        expected = Forecaster(
+            model_on_meta(forecaster.model.config, False),
+            dataclasses.replace(forecaster.config, **change),
+            forecaster.machine,
+            found.machine.gpu_bytes,
+            None,
+            micro_batches=accumulation,
+        )
+        forecaster.host_bytes = expected.host_store_bytes
+        said = verdict(found)
+        assert f"{found.missing_host_bytes / GIB:,.1f} GiB of host memory are missing. It fits with --set " in said
+        named = said.partition("--set ")[2].partition(" (")[0].split()
+        assert named == [f"{name}={value}" for name, value in change.items()]
+        assert ("max_grad_norm must be 0" in said) is ("host_gradients" in change)
+    forecaster.host_bytes = (forecaster.host_bytes if changes else forecaster.host_store_bytes) - 1
+    assert "no settings take so little" in verdict(found)
 
 
 @pytest.mark.parametrize("joins", [True, False])

@@ -32,7 +32,7 @@ def described(options: MachineOptions = DESKTOP, **settings: object) -> MachineD
     return describe_machine(options, MegatrainConfig.from_mapping(settings))
 
 
-@pytest.mark.parametrize("option", ["--host-step", "--dense-tflops", "--link-gb-per-second"])
+@pytest.mark.parametrize("option", ["--host-step", "--tflops", "--link"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "0", "-1", "1e999", "fast"])
 def test_a_speed_is_a_finite_number_above_0(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
