@@ -121,7 +121,8 @@ class MegatrainConfig:
     micro_batch_size: int | None = None
     """Samples that a layer computes at once in training: a larger batch runs in pieces inside each layer, which is fetched
     once for all of them and whose gradients are summed in fp32 (4 bytes for each parameter of one layer on the GPU). By
-    default the whole batch."""
+    default the whole batch, or the largest pieces with which a step fits the GPU where whole batches don't and the layers are
+    known to compute each sample for itself."""
 
     token_tile: int | str = "auto"
     """Tokens that a layer's token-wise parts (MLPs, norms) compute at once, for sequences whose working set fills a GPU. Such

@@ -82,6 +82,8 @@ class Forecast:
     """In both memories."""
     joined: bool
     """Whether the micro-batches run as one batch (``join_micro_batches``)."""
+    samples: int | None
+    """Sequences that a layer computes at once; None for all, or as ``micro_batch_size`` says."""
 
     @property
     def seconds(self) -> float:
@@ -250,6 +252,7 @@ class Forecaster:
             active_parameters=self.active_parameters,
             fits=found is not None and self.host_store_bytes <= self.host_bytes,
             joined=joined,
+            samples=outline.samples,
         )
 
     def outline(self, batch: int, length: int) -> StepOutline:

@@ -124,6 +124,7 @@ def table(estimate: Estimate) -> str:
             ["as one: the stock Trainer's micro-batches run as one batch (join_micro_batches)"]
             * any(row.joined for row in rows)
         ),
+        *(["by N: each layer computes N sequences at once"] * any(row.samples for row in rows)),
         *_verdict(estimate),
     ]
     return "\n".join(lines)
@@ -137,6 +138,7 @@ def _row(row: Forecast) -> tuple[str, ...]:
     sets = (placement.on_device, placement.resident, placement.kept, placement.offloaded)
     layers = " / ".join(str(len(found)) for found in sets) + f" of {row.layers}"
     batch = f"{row.batch:,}" + (f" x {row.micro_batches}" if row.micro_batches > 1 else "") + (" as one" if row.joined else "")
+    batch += f" by {row.samples}" if row.samples else ""
     return (
         batch + ("" if row.fits else " (doesn't fit)"),
         f"{row.length:,}",
@@ -203,6 +205,7 @@ def _row_as_json(row: Forecast) -> dict[str, Any]:
     placement, time = row.candidate.placement, row.candidate.time
     return {
         **{name: getattr(row, name) for name in ("batch", "length", "micro_batches", "joined", "fits")},
+        "sequences_at_once": row.samples,
         "step_seconds": row.seconds,
         "tokens_per_second": row.tokens_per_second,
         "tflops_6n": row.tflops,

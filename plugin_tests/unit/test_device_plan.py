@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import logging
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -151,6 +152,32 @@ def test_tiles_take_what_is_predicted_and_less_than_whole_layers(kept: int) -> N
         assert 0.95 * predicted[tile] <= taken <= 1.03 * predicted[tile] + 0.1 * MIB
     # Outside the layers, logits are what is large here.
     assert predicted[256] < 0.8 * predicted[0]
+
+
+def test_a_batch_that_does_not_fit_is_trained_in_the_pieces_that_a_user_would_ask_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ids = token_batches(1, batch=16, length=128, vocabulary=512)[0]
+    fixed: dict[str, Any] = {"offload_layers": 0, "offload_inputs": False}
+    runs = {"free": planned(22, **fixed), "asked": planned(22, **fixed, micro_batch_size=8), "roomy": planned(200, **fixed)}
+    chosen, tables = {}, {}
+    for name, run in runs.items():
+        run.engine.device_plan.show = True
+        run.step(ids, max_norm=1.0)
+        chosen[name], tables[name] = run.engine.runtime.batch_cut.chosen, capsys.readouterr().err
+        assert run.engine.runtime.token_tile == 0
+    assert chosen == {"free": 8, "asked": None, "roomy": None}
+    assert [name for name, table in tables.items() if "8 samples of the batch at once" in table] == ["free"]
+    taken, predicted = peak_of_a_step(runs["free"], ids)
+    assert 0.9 * predicted <= taken <= 1.03 * predicted + 0.1 * MIB
+    assert runs["free"].engine.predicted_device_bytes <= 22 * MIB + LIBRARY_WORKSPACE_BYTES
+    runs["asked"].step(ids, max_norm=1.0)
+    for run in runs.values():
+        run.engine.drain()
+    assert all(map(torch.equal, runs["free"].model.parameters(), runs["asked"].model.parameters()))
+    # A smaller batch runs in the same pieces as long as its plan is that of the larger one.
+    runs["free"].step(ids[:12], max_norm=1.0)
+    assert runs["free"].engine.runtime.batch_cut.chosen == 8
 
 
 def test_tiles_are_for_steps_that_do_not_fit_whole(

@@ -60,6 +60,16 @@ def test_a_batch_that_is_not_larger_runs_whole(size: int | None) -> None:
     assert split_of(HIDDEN, cu_seqlens=torch.arange(4), size=size).count == 1
 
 
+def test_a_batch_that_cannot_be_cut_stays_whole_if_only_the_plan_wanted_pieces() -> None:
+    cut = BatchCut(None)
+    cut.chosen = 2
+    assert split_of(HIDDEN, cut=cut).sizes == (2, 2, 1)
+    assert split_of(HIDDEN, cu_seqlens=torch.arange(4), cut=cut).count == 1
+    cut.asked = 4
+    with pytest.raises(UnsupportedError, match="cu_seqlens"):
+        split_of(HIDDEN, cu_seqlens=torch.arange(4), cut=cut)
+
+
 class BlockMask:
     """Stands for a mask object that isn't a tensor but holds some."""
 
