@@ -177,7 +177,8 @@ class MegatrainCallback(TrainerCallback):
             tries_again = bool(args.auto_find_batch_size)
             require_steps_in_backward_possible(engine.config, args.gradient_accumulation_steps, clips, tries_again)
             engine.expect_accumulation(args.gradient_accumulation_steps)
-            engine.device_plan.expect_steps(state.max_steps, recorded_choice(state, "compiles"))
+            recorded = (recorded_choice(state, choice) for choice in ("compiles", "plan"))
+            engine.device_plan.expect_steps(state.max_steps, *recorded)
             require_saving_possible(args, kwargs["model"], kwargs.get("optimizer"), engine)
             trainer = self.trainer()
             # Whether code of the user's, which may see gradients or weights, runs just before the step.
@@ -193,6 +194,7 @@ class MegatrainCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if (engine := self._engine(kwargs)) is not None:
             record_choice(state, "compiles", engine.runtime.compiled.pays)
+            record_choice(state, "plan", engine.device_plan.record())
         if self._telemetry is not None:
             self._telemetry.step_ends()
 

@@ -84,6 +84,10 @@ class DevicePlan:
         self._forwards_at_once = 1
         self._foreseen: dict[Hashable, StepOutline] = {}
         self._expected: tuple[int | None, bool | None] = (None, None)
+        self._resumed: dict[str, Any] | None = None
+        """A record of an interrupted training, until its plan is taken over."""
+        self._recorded: tuple[Any, dict[str, Any] | None] = (None, None)
+        """The last plan that was recorded, and its record."""
         self.micro_batches = 1
         """Backwards before each optimizer step."""
         self.predicted_bytes = 0
@@ -169,6 +173,9 @@ class DevicePlan:
             placement, self._displaced = self._displaced, None
             torch.cuda.empty_cache()
             self._place(placement)
+        if self._resumed is not None:
+            self._take_over(self._resumed)
+            self._resumed = None
         extent = BatchExtent.of(inputs)
         if self._planned.covers(extent):
             return
@@ -228,10 +235,58 @@ class DevicePlan:
         held = sum(self._fixed_bytes_by_kind(outline).values()) + LIBRARY_WORKSPACE_BYTES
         return held + (self._forwards_at_once - 1) * waiting
 
-    def expect_steps(self, steps: int | None, compiles: bool | None = None) -> None:
+    def record(self) -> dict[str, Any] | None:
+        """The plan as plain data, from which a training that is resumed goes on; None before the first plan.
+
+        Compiled layers have other bits where other layers are kept or run in other pieces, and a plan is made for the batches
+        so far: one made for the first batch after a checkpoint could be another.
+        """
+        plan = (self.placement, self.predicted_time, self._plans, self._planned)
+        if self._recorded[0] != plan:  # asked after every step
+            self._recorded = plan, self._as_data() if self._plans and self.predicted_time is not None else None
+        return self._recorded[1]
+
+    def _as_data(self) -> dict[str, Any]:
+        assert self.predicted_time is not None
+        placement = dataclasses.asdict(self.placement)
+        return {
+            "made_for": self._made_for(),
+            "seen": dataclasses.asdict(self._seen),
+            "planned": dataclasses.asdict(self._planned),
+            "plans": self._plans,
+            "forwards_at_once": self._forwards_at_once,
+            "samples": self._runtime.batch_cut.chosen,
+            "token_tile": self._runtime.token_tile,
+            "placement": {key: sorted(value) if isinstance(value, frozenset) else value for key, value in placement.items()},
+            "predicted_bytes": self.predicted_bytes,
+            "predicted_time": dataclasses.asdict(self.predicted_time),
+        }
+
+    def _made_for(self) -> str:
+        """What must be the same for a recorded plan to be taken over: GPU, torch, settings, model and way of stepping."""
+        gpu = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "no GPU"
+        parameters = [layer.parameter_count for layer in self._runtime.layers]
+        way = (self._runtime.batch_cut.asked, self.micro_batches, self._runtime.states_may_move)
+        return repr((gpu, torch.__version__, self._config, parameters, way))
+
+    def _take_over(self, record: dict[str, Any]) -> None:
+        """Goes on by a recorded plan, if it was made for what is here and fits; else the next batch is planned for."""
+        if record["made_for"] != self._made_for() or record["predicted_bytes"] > self._budget_bytes():
+            return
+        sets = {key: frozenset(value) for key, value in record["placement"].items() if isinstance(value, list)}
+        placement = Placement(**{**record["placement"], **sets, "budgets": tuple(record["placement"]["budgets"])})
+        self._runtime.batch_cut.chosen, self._runtime.token_tile = record["samples"], record["token_tile"]
+        self._place(placement)
+        self._seen, self._planned = BatchExtent(**record["seen"]), BatchExtent(**record["planned"])
+        self._plans, self._forwards_at_once = record["plans"], record["forwards_at_once"]
+        self.predicted_bytes, self.predicted_time = record["predicted_bytes"], StepTime(**record["predicted_time"])
+        logger.info("megatrain: the plan is that of the checkpoint")
+
+    def expect_steps(self, steps: int | None, compiles: bool | None = None, record: dict[str, Any] | None = None) -> None:
         """A training begins, of so many optimizer steps if that is known: layers are compiled only if that
-        pays for itself. ``compiles`` is what the training chose before it was interrupted."""
-        if (steps, compiles) != self._expected:
+        pays for itself. ``compiles`` is what the training chose before it was interrupted, ``record`` its :meth:`record`."""
+        self._resumed = record
+        if record is not None or (steps, compiles) != self._expected:
             compiled = self._runtime.compiled
             self._expected, compiled.pays = (steps, compiles), compiles if compiled.is_optional else None
             self._measured_steps.clear()

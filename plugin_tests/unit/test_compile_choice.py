@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import Trainer
 
 from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.planning import device_plan
+from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.streaming import compiled_layer
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
 
@@ -91,6 +93,27 @@ def test_a_training_that_is_resumed_goes_on_with_what_it_chose(tmp_path: Path, m
         assert engine is not None
         chosen[name] = engine.runtime.compiled.pays
     assert chosen == {"resumed": False, "anew": True}
+
+
+def test_a_training_that_is_resumed_goes_on_by_its_plan_whatever_the_machine_measures_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    monkeypatch.setattr(compiled_layer, "_missing_in_torch", lambda: "nothing is compiled here")
+
+    def plan_of(name: str, link: float, checkpoint: str | None) -> Any:
+        speeds = Machine(device_flops=1e12, device_bytes=1e12, h2d_bytes=link, d2h_bytes=link, host_step_parameters=link)
+        monkeypatch.setattr(device_plan, "measured_machine", lambda *_: speeds)
+        script = functools.partial(Trainer.train, resume_from_checkpoint=checkpoint)
+        settings = {"gpu_memory_gib": 0.1257}
+        run = run_trainer(tiny_llama, tmp_path / name, streamed=True, script=script, settings=settings, **arguments)
+        engine = engine_of(run.trainer.model)
+        assert engine is not None
+        return engine.device_plan.record()
+
+    whole = json.dumps(plan_of("whole", 1e6, None))
+    assert json.dumps(plan_of("resumed", 1e18, str(tmp_path / "whole" / "checkpoint-2"))) == whole
+    assert plan_of("anew", 1e18, None)["placement"] != json.loads(whole)["placement"]
 
 
 def test_what_the_user_sets_counts_more_than_what_a_training_chose_before() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import logging
 import random
 from typing import Any
@@ -659,3 +660,48 @@ def test_moments_in_8_bits_are_counted_in_memory_but_not_as_a_faster_step() -> N
     saved = (8 - 2.0625) * sizes["fp32"].parameters
     assert sizes["fp32"].state_bytes - sizes["int8"].state_bytes == saved
     assert sizes["fp32"].step_bytes == sizes["int8"].step_bytes
+
+
+def test_a_resumed_training_goes_on_by_its_plan_and_plans_nothing(outlined: list[tuple[int, ...]]) -> None:
+    first = planned(24)
+    for length in (64, 96):
+        first.step(batch(length))
+    plan = first.engine.device_plan
+    record = json.loads(json.dumps(plan.record()))
+    assert record is not None
+    assert plan.record() is plan.record(), "asked after every step"
+    count = len(outlined)
+    resumed = planned(24)
+    resumed.engine.device_plan.expect_steps(10, None, record)
+    resumed.step(batch(32))
+    assert len(outlined) == count
+    assert resumed.engine.device_plan.placement == plan.placement
+    assert resumed.engine.predicted_step_seconds == first.engine.predicted_step_seconds
+    assert resumed.engine.predicted_device_bytes == first.engine.predicted_device_bytes
+    assert json.loads(json.dumps(resumed.engine.device_plan.record())) == record
+    # A batch that the plan doesn't cover is planned for as it would have been.
+    for run in (first, resumed):
+        run.step(batch(256))
+    assert resumed.engine.device_plan.placement == plan.placement
+    assert resumed.engine.device_plan.record() == plan.record()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"budget_mib": 20}, {"keep_layers": 0}, {"slots": 3}], ids=lambda changes: next(iter(changes))
+)
+def test_a_plan_that_was_made_for_something_else_is_not_taken_over(
+    outlined: list[tuple[int, ...]], changes: dict[str, Any]
+) -> None:
+    first = planned(24)
+    first.step(batch(64))
+    resumed = planned(**{"budget_mib": 24, **changes})
+    resumed.engine.device_plan.expect_steps(10, None, first.engine.device_plan.record())
+    resumed.step(batch(32))
+    assert outlined == [(4, 64), (4, 32)]
+
+
+def test_before_the_first_plan_there_is_nothing_to_record() -> None:
+    assert planned(24).engine.device_plan.record() is None
+    unplanned = attach(tiny_model().train())
+    unplanned.device_plan.follow(unplanned.runtime.layers[0].module, {"input_ids": batch()})
+    assert unplanned.device_plan.record() is None
