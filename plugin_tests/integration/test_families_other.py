@@ -302,8 +302,8 @@ def test_parity_is_lost_if_a_layer_runs_with_anothers_weights(monkeypatch: pytes
     # The comparison sees what it is for.
     family = FAMILIES["bert_classifier"]
     plain = train_plainly(family, torch.bfloat16)
-    fill = Prefetcher._fill
-    monkeypatch.setattr(Prefetcher, "_fill", lambda self, slot, layer: fill(self, slot, self._layers[0]))
+    copy = Prefetcher._copy
+    monkeypatch.setattr(Prefetcher, "_copy", lambda self, layer, slot: copy(self, self._layers[0], slot))
     assert list(differences(train_streamed(family, torch.bfloat16), plain))
 
 

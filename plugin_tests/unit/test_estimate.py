@@ -39,6 +39,7 @@ from megatrain_accelerate.loss.products import standing_for_a_gpu
 from megatrain_accelerate.planning import step_ways
 from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement_search import PlacementSearch
+from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_outline import outline_step
 from megatrain_accelerate.planning.step_profile import LayerProfile, StepOutline
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
@@ -61,7 +62,8 @@ def test_the_engine_without_memory_has_the_sizes_of_the_real_one(micro_batches: 
     real.device_plan.micro_batches = micro_batches
     meta = ForecastPlan(MetaEngine(meta_model(), MegatrainConfig()), MegatrainConfig(), MACHINE, GIB, GIB, micro_batches)
     assert meta.model_sizes() == real.device_plan.model_sizes()
-    assert meta._fixed_bytes_by_kind(planned=True) == real.device_plan._fixed_bytes_by_kind(planned=True)
+    outline = StepOutline((), 0, OpCosts(), {}, samples=2)
+    assert meta._fixed_bytes_by_kind(outline) == real.device_plan._fixed_bytes_by_kind(outline)
 
 
 @pytest.mark.parametrize("moments_dtype", ["fp32", "bf16", "int8"])
@@ -175,8 +177,9 @@ def test_sequences_of_a_batch_run_by_tiles_together(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(forecast_module, "AUTO_TILE_TOKENS", 256)
     monkeypatch.setattr(step_ways, "AUTO_TILE_TOKENS", 256)
     found = forecaster(compile_layers=False)
-    assert found.least_gpu_bytes(64, length) < found.plan.least_bytes(found._outline_by(64, length, 0))
-    (guessed,) = found._outline_by(64, length, 256).profiles.values()
+    assert found.least_gpu_bytes(64, length) < found.plan.least_bytes(found._outline(64, length))
+    found.engine.runtime.token_tile = 256
+    (guessed,) = found._outline(64, length).profiles.values()
     with standing_for_a_gpu():
         (call,) = found._traced_layers(64, length)[1].values()
     run = found._profile(call)
