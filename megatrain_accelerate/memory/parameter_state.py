@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -123,6 +123,15 @@ class ParamHandle:
     def has_fp32_sum(self) -> bool:
         """Whether the low half counts: not so if somebody wrote to the gradient, replaced or dropped it."""
         return self._sum is not None and self._sum.is_still(self.parameter.grad)
+
+
+def written_among(handles: Sequence[ParamHandle]) -> list[int]:
+    """The places of those that are :attr:`~ParamHandle.is_written`; quicker than asking each, as every forward does."""
+    return [
+        place
+        for place, at in enumerate(handles)
+        if (at.parameter._version != at._seen_version or at.parameter.data_ptr() != at._address) and at.is_written
+    ]
 
 
 @dataclasses.dataclass

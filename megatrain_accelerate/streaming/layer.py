@@ -12,6 +12,7 @@ from torch import nn
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.host_store import HostUnit
+from megatrain_accelerate.memory.parameter_state import written_among
 from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.streaming.ambient_state import WrittenBuffers
 from megatrain_accelerate.streaming.meter import UpdateGate
@@ -153,7 +154,7 @@ class StreamedLayer:
     def refresh_if_written(self) -> None:
         """Takes over weights that somebody wrote to the parameters since they were last seen (``load_state_dict``)."""
         with unwatched():
-            written = [place for place, handle in enumerate(self._handles) if handle.is_written]
+            written = written_among(self._handles)
         if written:
             self.gate.wait()
             for state in [self.unit.states[place] for place in written]:

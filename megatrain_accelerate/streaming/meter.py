@@ -76,8 +76,10 @@ class Counters:
 
     def add(self, cause: Cause, amount: float, what: str = "wait_ms") -> None:
         """Adds to the counter of that name that the cause has."""
-        name = f"{cause.value}_{what}"
-        setattr(self, name, getattr(self, name) + amount)
+        vars(self)[_COUNTER_NAMES[cause, what]] += amount
+
+
+_COUNTER_NAMES = {(cause, what): f"{cause.value}_{what}" for cause in Cause for what in ("wait_ms", "copy_ms", "copied_bytes")}
 
 
 class UpdateGate:

@@ -231,45 +231,52 @@ class Prefetcher:
         Raises a StateError if all are in use by layers that run.
         """
         slots = [self.own_slots[layer.index]] if layer.index in self.own_slots else self.slots
-        free = [slot for slot in slots if slot.state is not SlotState.IN_USE]
-        if not free:
-            leased = [index for index, slot in self.leases.items() if slot in slots and slot.users == 1]
-            if not leased:
-                raise StateError(
-                    f"layer {layer.name} needs a weight slot while all {len(slots)} are in use by layers that run; set "
-                    "megatrain_config.slots to a larger number"
-                )
-            index = min(leased, key=lambda index: self.leases[index].last_used)
-            free = [self.leases[index]]
-            self._end_lease(index)
-        stale = [slot for slot in free if self._is_stale(slot)]
-        if stale:
-            return stale[0]
-        unwanted = [slot for slot in free if slot.holder is not None and slot.holder[0] not in wanted]
-        return min(unwanted or free, key=lambda slot: slot.last_used)
+        found, least = None, (True, 0)
+        for slot in slots:
+            if slot.state is SlotState.IN_USE:
+                continue
+            holder = slot.holder
+            if holder is None or self._layers[holder[0]].unit.version != holder[1]:
+                return slot
+            rank = (holder[0] in wanted, slot.last_used)
+            if found is None or rank < least:
+                found, least = slot, rank
+        if found is not None:
+            return found
+        leased = [index for index, slot in self.leases.items() if slot in slots and slot.users == 1]
+        if not leased:
+            raise StateError(
+                f"layer {layer.name} needs a weight slot while all {len(slots)} are in use by layers that run; set "
+                "megatrain_config.slots to a larger number"
+            )
+        index = min(leased, key=lambda index: self.leases[index].last_used)
+        found = self.leases[index]
+        self._end_lease(index)
+        return found
 
     def _prefetch(self, upcoming: Sequence[int]) -> None:
-        layers, slot_of = self._layers, self._slot_of
-        # A resident layer takes no room: its copy may begin as soon as its step is applied.
-        distinct = dict.fromkeys(upcoming)
-        shared = [index for index in distinct if index not in self.own_slots]
-        beyond = shared[sum([slot.state is not SlotState.IN_USE for slot in self.slots]) :] if shared else ()
-        # Those whose weights of now no slot holds. Of a write since a layer's last use `acquire` learns.
-        missing = [
-            index
-            for index in distinct
-            if ((slot := slot_of.get(index)) is None or slot.holder != (index, layers[index].unit.version))
-            and index not in self._on_device
-        ]
-        for index in missing:
-            if index in beyond:
-                continue
+        layers, slot_of, own_slots = self._layers, self._slot_of, self.own_slots
+        room = sum([slot.state is not SlotState.IN_USE for slot in self.slots])
+        wanted: set[int] = set()
+        """Layers for which there is a shared slot."""
+        missing = []
+        for index in upcoming:
+            # A resident layer takes no room: its copy may begin as soon as its step is applied.
+            if index not in own_slots and index not in wanted:
+                if len(wanted) == room:
+                    continue
+                wanted.add(index)
+            # Of a write since a layer's last use `acquire` learns.
+            slot = slot_of.get(index)
+            if (slot is None or slot.holder != (index, layers[index].unit.version)) and index not in self._on_device:
+                missing.append(index)
+        for index in dict.fromkeys(missing):
             layer = layers[index]
             if not layer.gate.is_open:
                 self._refused_at.setdefault(index, time.perf_counter())
                 break  # its copy is issued when it is next, right after its step
             layer.gate.wait()
-            self._fill(self._victim(layer, set(shared).difference(beyond)), layer)
+            self._fill(self._victim(layer, wanted), layer)
 
     def _fill(self, slot: WeightSlot, layer: Fetched) -> None:
         slot.move_to(SlotState.FILLED)

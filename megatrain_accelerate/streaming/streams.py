@@ -106,7 +106,7 @@ class _Slot:
         if views is None:
             # Views made in inference mode could never require a gradient.
             with torch.inference_mode(False):
-                views = self._views[layout.key] = layout.views(self.buffer, self.trainable_only)
+                views = self._views[layout.key] = [view.data for view in layout.views(self.buffer, self.trainable_only)]
         return views
 
 
