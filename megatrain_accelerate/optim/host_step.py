@@ -170,7 +170,7 @@ class HostStep:
         self, optimizer: Optimizer, states: Iterable[ParameterState], outside: Iterable[torch.Tensor]
     ) -> tuple[float, dict[int, float]]:
         """The norm of all these gradients, and the clip factors by the ``id`` of parameters; both count for one step."""
-        norm = float(self.runtime.total_norm([*(state.parameter for state in states), *outside]))
+        norm = float(self.runtime.clipping.total_norm([*(state.parameter for state in states), *outside]))
         parameters = self.parameters(optimizer)
         factors = self.runtime.clipping.take_factors(parameters)
         for parameter in parameters:

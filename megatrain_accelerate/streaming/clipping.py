@@ -84,12 +84,17 @@ class Clipping:
         self._norms = norms
         self._sums = sums
         self._states = states
-        self._factors: dict[torch.Tensor, float] = {}
+        self._factors: dict[int, tuple[torch.Tensor, float]] = {}
+        """Each clipped parameter and its factor, by ``id``."""
         self._stepped: list[tuple[torch.Tensor, float, NotedTensor]] = []
         """Each parameter that was stepped with a factor since the last forward, the factor, and its gradient then."""
 
     def total_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-        """See :meth:`StreamingRuntime.total_norm`; the gradients' norms must have arrived."""
+        """Global 2-norm of the parameters' gradients, which must have been collected: fp32, on the host, no dimensions.
+
+        The value of ``torch.nn.utils.clip_grad_norm_`` on fp32 gradients: the norm of the gradients' norms. ``parameters`` are
+        trained ones of this model, or of modules that don't stream; those without a gradient don't count.
+        """
         rows, counted, outside = [], [], []
         for parameter in parameters:
             if parameter.grad is None:
@@ -105,7 +110,8 @@ class Clipping:
             counted.append(parameter)
         norms = self._norms.norms[torch.tensor(rows, dtype=torch.long)]
         if self._factors:
-            norms = norms * torch.tensor([self._factors.get(p, 1.0) for p in counted], dtype=torch.float32)
+            factors = [self._factors[id(p)][1] if id(p) in self._factors else 1.0 for p in counted]
+            norms = norms * torch.tensor(factors, dtype=torch.float32)
         return torch.linalg.vector_norm(torch.cat([norms, *(norm.cpu().reshape(1) for norm in outside)]), 2.0)
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
@@ -117,7 +123,8 @@ class Clipping:
         if bool(total.isfinite()) and factor != 1.0:
             for parameter in parameters:
                 if id(parameter) in self._states:
-                    self._factors[parameter] = factor * self._factors.get(parameter, 1.0)
+                    _, earlier = self._factors.get(id(parameter), (parameter, 1.0))
+                    self._factors[id(parameter)] = parameter, factor * earlier
                 elif parameter.grad is not None:
                     parameter.grad.detach().mul_(factor)
         return total
@@ -129,7 +136,7 @@ class Clipping:
         """
         taken: dict[int, float] = {}
         for parameter in parameters if self._factors else ():
-            factor = self._factors.pop(parameter, 1.0)
+            _, factor = self._factors.pop(id(parameter), (parameter, 1.0))
             if factor != 1.0 and parameter.grad is not None:
                 taken[id(parameter)] = factor
                 self._stepped.append((parameter, factor, self._norms.noted(parameter)))
@@ -168,14 +175,14 @@ class Clipping:
         """
         self.refuse_written()
         self.settle_stepped(others_follow)
-        for parameter, factor in self._factors.items():
+        for parameter, factor in self._factors.values():
             if parameter.grad is not None:
                 self._scale(parameter, factor, others_follow)
         self._factors.clear()
 
     def refuse_written(self) -> None:
         """A StateError if a clipped gradient was written to: that would be scaled as well."""
-        if any(p.grad is not None and not self._norms.is_current(p) for p in self._factors):
+        if any(p.grad is not None and not self._norms.is_current(p) for p, _ in self._factors.values()):
             raise StateError(
                 "gradients were written to after accelerator.clip_grad_norm_(), which leaves them as they are and lets "
                 "the step scale them; change them before they are clipped, or clip with torch.nn.utils.clip_grad_norm_()"

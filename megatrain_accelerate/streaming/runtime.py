@@ -374,14 +374,6 @@ class StreamingRuntime:
             self.offloader.fetch(group)
         self.offloader.wait()
 
-    def total_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Global 2-norm of the parameters' gradients (fp32, on the host, no dimensions): the norm of the gradients' norms.
-
-        The value of ``torch.nn.utils.clip_grad_norm_`` on fp32 gradients. Parameters may be of modules that don't stream.
-        """
-        self.collect_gradients()
-        return self.clipping.total_norm(parameters)
-
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Lets the next step scale the gradients so that their global norm is at most ``max_norm``.
 
