@@ -30,13 +30,13 @@ from megatrain_accelerate.planning.machine import (
 from megatrain_accelerate.planning.other_batches import GROWTH_FACTORS, BatchExtent, enlarged_batch, extrapolated_outline
 from megatrain_accelerate.planning.placement import Model, Placement, UnitSizes, peak_bytes
 from megatrain_accelerate.planning.placement_search import Candidate, Choices, PlacementSearch
+from megatrain_accelerate.planning.plan_record import PlanRecord
 from megatrain_accelerate.planning.plan_table import plan_table
 from megatrain_accelerate.planning.step_outline import outline_step
 from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.planning.step_simulation import StepTime
 from megatrain_accelerate.planning.step_ways import WayChoice, take_way_of, way_put_back
 from megatrain_accelerate.progress import say
-from megatrain_accelerate.streaming.expert_parts import ExpertPart
 from megatrain_accelerate.streaming.micro_batches import rows_of
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.units import GIB, MIB
@@ -155,7 +155,7 @@ class DevicePlan:
             if moves and needed_bytes > USABLE_SHARE_OF_DEVICE * free_bytes(self._device):
                 logger.info("megatrain: layers leave the GPU for an evaluation of %.1f GiB", needed_bytes / GIB)
                 self._displaced = self.placement
-                self._place(dataclasses.replace(_on_host(self.placement), resident=frozenset()))
+                self._place(dataclasses.replace(self.placement.with_states_on_host(), resident=frozenset()))
                 torch.cuda.empty_cache()
 
     def follow(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
@@ -174,7 +174,7 @@ class DevicePlan:
             torch.cuda.empty_cache()
             self._place(placement)
         if self._resumed is not None:
-            self._take_over(self._resumed)
+            self._take_over(PlanRecord.of_data(self._resumed))
             self._resumed = None
         extent = BatchExtent.of(inputs)
         if self._planned.covers(extent):
@@ -236,31 +236,25 @@ class DevicePlan:
         return held + (self._forwards_at_once - 1) * waiting
 
     def record(self) -> dict[str, Any] | None:
-        """The plan as plain data, from which a training that is resumed goes on; None before the first plan.
-
-        Compiled layers have other bits where other layers are kept or run in other pieces, and a plan is made for the batches
-        so far: one made for the first batch after a checkpoint could be another.
-        """
+        """The plan as :class:`PlanRecord` gives it; None before the first. Made once for each plan: asked after every step."""
         plan = (self.placement, self.predicted_time, self._plans, self._planned)
-        if self._recorded[0] != plan:  # asked after every step
-            self._recorded = plan, self._as_data() if self._plans and self.predicted_time is not None else None
+        if self._recorded[0] != plan:
+            record = None
+            if self._plans and self.predicted_time is not None:
+                record = PlanRecord(
+                    made_for=self._made_for(),
+                    seen=self._seen,
+                    planned=self._planned,
+                    plans=self._plans,
+                    forwards_at_once=self._forwards_at_once,
+                    samples=self._runtime.batch_cut.chosen,
+                    token_tile=self._runtime.token_tile,
+                    placement=self.placement,
+                    predicted_bytes=self.predicted_bytes,
+                    predicted_time=self.predicted_time,
+                ).as_data()
+            self._recorded = plan, record
         return self._recorded[1]
-
-    def _as_data(self) -> dict[str, Any]:
-        assert self.predicted_time is not None
-        placement = dataclasses.asdict(self.placement)
-        return {
-            "made_for": self._made_for(),
-            "seen": dataclasses.asdict(self._seen),
-            "planned": dataclasses.asdict(self._planned),
-            "plans": self._plans,
-            "forwards_at_once": self._forwards_at_once,
-            "samples": self._runtime.batch_cut.chosen,
-            "token_tile": self._runtime.token_tile,
-            "placement": {key: sorted(value) if isinstance(value, frozenset) else value for key, value in placement.items()},
-            "predicted_bytes": self.predicted_bytes,
-            "predicted_time": dataclasses.asdict(self.predicted_time),
-        }
 
     def _made_for(self) -> str:
         """What must be the same for a recorded plan to be taken over: GPU, torch, settings, model and way of stepping."""
@@ -269,17 +263,15 @@ class DevicePlan:
         way = (self._runtime.batch_cut.asked, self.micro_batches, self._runtime.states_may_move)
         return repr((gpu, torch.__version__, self._config, parameters, way))
 
-    def _take_over(self, record: dict[str, Any]) -> None:
+    def _take_over(self, record: PlanRecord | None) -> None:
         """Goes on by a recorded plan, if it was made for what is here and fits; else the next batch is planned for."""
-        if record["made_for"] != self._made_for() or record["predicted_bytes"] > self._budget_bytes():
+        if record is None or record.made_for != self._made_for() or record.predicted_bytes > self._budget_bytes():
             return
-        sets = {key: frozenset(value) for key, value in record["placement"].items() if isinstance(value, list)}
-        placement = Placement(**{**record["placement"], **sets, "budgets": tuple(record["placement"]["budgets"])})
-        self._runtime.batch_cut.chosen, self._runtime.token_tile = record["samples"], record["token_tile"]
-        self._place(placement)
-        self._seen, self._planned = BatchExtent(**record["seen"]), BatchExtent(**record["planned"])
-        self._plans, self._forwards_at_once = record["plans"], record["forwards_at_once"]
-        self.predicted_bytes, self.predicted_time = record["predicted_bytes"], StepTime(**record["predicted_time"])
+        self._runtime.batch_cut.chosen, self._runtime.token_tile = record.samples, record.token_tile
+        self._place(record.placement)
+        self._seen, self._planned = record.seen, record.planned
+        self._plans, self._forwards_at_once = record.plans, record.forwards_at_once
+        self.predicted_bytes, self.predicted_time = record.predicted_bytes, record.predicted_time
         logger.info("megatrain: the plan is that of the checkpoint")
 
     def expect_steps(self, steps: int | None, compiles: bool | None = None, record: dict[str, Any] | None = None) -> None:
@@ -430,12 +422,12 @@ class DevicePlan:
 
     def _settled(self) -> Placement:
         """What the settings ask for and nothing more, as far as the optimizers allow it."""
-        return self._asked if self._runtime.states_may_move else _on_host(self._asked)
+        return self._asked if self._runtime.states_may_move else self._asked.with_states_on_host()
 
     def _keep_states_on_host(self) -> None:
         """An optimizer works there from now on."""
-        self._displaced = None if self._displaced is None else _on_host(self._displaced)
-        self._place(_on_host(self.placement))
+        self._displaced = None if self._displaced is None else self._displaced.with_states_on_host()
+        self._place(self.placement.with_states_on_host())
 
     def model_sizes(self) -> Model:
         runtime, config, sizes = self._runtime, self._config, self._unit_sizes
@@ -450,7 +442,7 @@ class DevicePlan:
             steps_in_backward=bool(runtime.offloader.layer_done_listeners),
             micro_batches=self.micro_batches,
             parts={
-                layer.index: [_part_sizes(part, sizes(part.owner.unit)) for at in layer.experts for part in at.parts]
+                layer.index: [sizes(part.owner.unit).of_part(part) for at in layer.experts for part in at.parts]
                 for layer in runtime.layers
                 if layer.experts
             },
@@ -499,21 +491,3 @@ class DevicePlan:
         if self._device.type == "cuda":
             left = min(left, int(USABLE_SHARE_OF_DEVICE * whole_free_bytes(self._device)) - SEGMENT_BYTES)
         return left
-
-
-def _on_host(placement: Placement) -> Placement:
-    return dataclasses.replace(placement, on_device=frozenset(), groups_on_device=False)
-
-
-def _part_sizes(part: ExpertPart, whole: UnitSizes) -> UnitSizes:
-    """The sizes of a part of experts, of which all have the sizes ``whole``."""
-    layout = part.unit.layout
-    experts, count = part.experts.experts, part.experts.count
-    return dataclasses.replace(
-        whole,
-        weight_bytes=layout.weight_bytes,
-        gradient_bytes=layout.gradient_bytes,
-        parameters=layout.state_elements,
-        state_bytes=whole.state_bytes * experts // count,
-        sum_bytes=whole.sum_bytes * experts // count,
-    )

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.planning.machine import STEP_BYTES
 from megatrain_accelerate.planning.step_profile import StepOutline
+from megatrain_accelerate.streaming.expert_parts import ExpertPart
 
 MOST_SPACING = 8
 """A layer's activations reach the host while this many others compute, on any link worth using."""
@@ -90,6 +91,10 @@ class Placement:
             budgets=budgets,
         )
 
+    def with_states_on_host(self) -> Placement:
+        """This one, with no layer and no group on the device."""
+        return dataclasses.replace(self, on_device=frozenset(), groups_on_device=False)
+
 
 @dataclasses.dataclass(frozen=True)
 class UnitSizes:
@@ -110,6 +115,18 @@ class UnitSizes:
     def host_bytes(self) -> int:
         """Host memory of a unit that lives there."""
         return self.state_bytes + (0 if self.gradients_pass else self.gradient_bytes) + self.sum_bytes
+
+    def of_part(self, part: ExpertPart) -> UnitSizes:
+        """The sizes of a part of experts, of which all have these."""
+        layout, experts = part.unit.layout, part.experts
+        return dataclasses.replace(
+            self,
+            weight_bytes=layout.weight_bytes,
+            gradient_bytes=layout.gradient_bytes,
+            parameters=layout.state_elements,
+            state_bytes=self.state_bytes * experts.experts // experts.count,
+            sum_bytes=self.sum_bytes * experts.experts // experts.count,
+        )
 
     @property
     def step_traffic(self) -> int:

@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -696,6 +697,20 @@ def test_a_plan_that_was_made_for_something_else_is_not_taken_over(
     first.step(batch(64))
     resumed = planned(**{"budget_mib": 24, **changes})
     resumed.engine.device_plan.expect_steps(10, None, first.engine.device_plan.record())
+    resumed.step(batch(32))
+    assert outlined == [(4, 64), (4, 32)]
+
+
+@pytest.mark.parametrize("change", [lambda record: record.pop("plans"), lambda record: record["placement"].pop("kept")])
+def test_a_plan_that_another_version_recorded_is_made_anew(
+    outlined: list[tuple[int, ...]], change: Callable[[dict[str, Any]], object]
+) -> None:
+    first = planned(24)
+    first.step(batch(64))
+    record = json.loads(json.dumps(first.engine.device_plan.record()))
+    change(record)
+    resumed = planned(24)
+    resumed.engine.device_plan.expect_steps(10, None, record)
     resumed.step(batch(32))
     assert outlined == [(4, 64), (4, 32)]
 
