@@ -133,6 +133,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/size.py
 
 bench: $(INSTALLED)
 	$(BIN)/python recipes/benchmarks/run.py --out $(BENCH_OUTPUT) $(BENCH_ARGS)

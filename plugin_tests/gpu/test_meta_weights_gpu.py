@@ -8,7 +8,7 @@ from engine_runs import attach, masters_of
 from plain_torch import tiny_config
 from transformers import Qwen2ForCausalLM
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
