@@ -328,11 +328,11 @@ class Engine:
         if not has_graph:
             self.device_plan.make_room(model, by_name(model, args, kwargs))
             return None
-        self.runtime.batch_cut.begin((args, kwargs))
         if self.training and model.training:
             began = time.perf_counter()
             self.device_plan.follow(model, by_name(model, args, kwargs))
             self.plan_seconds += time.perf_counter() - began
+        self.runtime.batch_cut.begin((args, kwargs))  # behind the plan, which looks at other batches
         return None
 
     def _refuse_replaced(self, model: nn.Module) -> None:

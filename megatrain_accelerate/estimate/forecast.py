@@ -267,7 +267,8 @@ class Forecaster:
 
     def _once(self, *what: Hashable, make: Callable[[], Any]) -> Any:
         """What was made before of the same, if layers ran in the same tiles and pieces."""
-        key = (*what, self.engine.runtime.token_tile, self.engine.runtime.batch_cut.size)
+        cut = self.engine.runtime.batch_cut
+        key = (*what, self.engine.runtime.token_tile, cut.asked, cut.chosen)
         if key not in self._found:
             self._found[key] = make()
         return self._found[key]
@@ -352,7 +353,7 @@ class Forecaster:
     def _graph(self, kind: Hashable, layer: StreamedLayer, args: Any, kwargs: Any) -> LayerGraph | None:
         if layer.experts:
             return None  # runs as it is, and parts of it run again in backward
-        key = (kind, self.engine.runtime.batch_cut.size)
+        key = (kind, self.engine.runtime.batch_cut.asked, self.engine.runtime.batch_cut.chosen)
         if key not in self._graphs:
             try:
                 with replaced(layer.tiles, "tile_tokens", 0):

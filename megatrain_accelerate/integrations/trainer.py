@@ -194,7 +194,7 @@ class MegatrainCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if (engine := self._engine(kwargs)) is not None:
             record_choice(state, "compiles", engine.runtime.compiled.pays)
-            record_choice(state, "plan", engine.device_plan.record())
+            record_choice(state, "plan", engine.device_plan.record)
         if self._telemetry is not None:
             self._telemetry.step_ends()
 

@@ -28,9 +28,9 @@ from megatrain_accelerate.planning.machine import (
     whole_free_bytes,
 )
 from megatrain_accelerate.planning.other_batches import GROWTH_FACTORS, BatchExtent, enlarged_batch, extrapolated_outline
-from megatrain_accelerate.planning.placement import Model, Placement, UnitSizes, peak_bytes
+from megatrain_accelerate.planning.placement import Model, Placement, UnitSizes, peak_bytes, sent_bytes
 from megatrain_accelerate.planning.placement_search import Candidate, Choices, PlacementSearch
-from megatrain_accelerate.planning.plan_record import PlanRecord
+from megatrain_accelerate.planning.plan_record import RESUMED_SHARE_OF_DEVICE, PlanRecord, made_for
 from megatrain_accelerate.planning.plan_table import plan_table
 from megatrain_accelerate.planning.step_outline import outline_step
 from megatrain_accelerate.planning.step_profile import StepOutline
@@ -85,13 +85,14 @@ class DevicePlan:
         self._foreseen: dict[Hashable, StepOutline] = {}
         self._expected: tuple[int | None, bool | None] = (None, None)
         self._resumed: dict[str, Any] | None = None
-        """A record of an interrupted training, until its plan is taken over."""
-        self._recorded: tuple[Any, dict[str, Any] | None] = (None, None)
-        """The last plan that was recorded, and its record."""
+        """The record of an interrupted training, until its plan is taken over."""
+        self.record: dict[str, Any] | None = None
+        """The last plan, as :meth:`PlanRecord.as_data` gives it; None before the first."""
         self.micro_batches = 1
         """Backwards before each optimizer step."""
         self.predicted_bytes = 0
         """Predicted peak of the device's memory for the batch that is planned for; 0 before the first plan, or if unknown."""
+        self._offloaded_bytes = 0
         self.predicted_time: StepTime | None = None
         """Predicted step on the batch that is planned for; None before the first, without a GPU or budget, or if unknown."""
         self.placement = Placement()
@@ -174,8 +175,8 @@ class DevicePlan:
             torch.cuda.empty_cache()
             self._place(placement)
         if self._resumed is not None:
-            self._take_over(PlanRecord.of_data(self._resumed))
-            self._resumed = None
+            record, self._resumed = PlanRecord.of_data(self._resumed), None
+            self._take_over(model, record)
         extent = BatchExtent.of(inputs)
         if self._planned.covers(extent):
             return
@@ -186,7 +187,8 @@ class DevicePlan:
         self._runtime.refresh_if_written()
         seen = self._seen.union(extent)
         try:
-            batch, outline = self._batch_to_plan_for(model, inputs, seen)
+            with way_put_back(self._runtime, also_on_success=False):
+                batch, outline = self._batch_to_plan_for(model, inputs, seen)
         except torch.OutOfMemoryError:
             raise  # and the batch doesn't count: it is tried again smaller
         except Exception as error:  # a model that looks at its data can't be run without any
@@ -202,6 +204,7 @@ class DevicePlan:
             self.predicted_bytes = self._fixed_bytes(outline) + peak_bytes(outline, self.model_sizes(), self.placement)
         self._seen, self._planned = seen, BatchExtent.of(batch)
         self._plans += 1
+        self.record = self._recorded(model)
 
     def _batch_to_plan_for(
         self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent
@@ -235,55 +238,55 @@ class DevicePlan:
         held = sum(self._fixed_bytes_by_kind(outline).values()) + LIBRARY_WORKSPACE_BYTES
         return held + (self._forwards_at_once - 1) * waiting
 
-    def record(self) -> dict[str, Any] | None:
-        """The plan as :class:`PlanRecord` gives it; None before the first. Made once for each plan: asked after every step."""
-        plan = (self.placement, self.predicted_time, self._plans, self._planned)
-        if self._recorded[0] != plan:
-            record = None
-            if self._plans and self.predicted_time is not None:
-                record = PlanRecord(
-                    made_for=self._made_for(),
-                    seen=self._seen,
-                    planned=self._planned,
-                    plans=self._plans,
-                    forwards_at_once=self._forwards_at_once,
-                    samples=self._runtime.batch_cut.chosen,
-                    token_tile=self._runtime.token_tile,
-                    placement=self.placement,
-                    predicted_bytes=self.predicted_bytes,
-                    predicted_time=self.predicted_time,
-                ).as_data()
-            self._recorded = plan, record
-        return self._recorded[1]
+    def _recorded(self, model: nn.Module) -> dict[str, Any] | None:
+        if self.predicted_time is None:
+            return None
+        return PlanRecord(
+            made_for=made_for(model, self._runtime, self._config, self.micro_batches),
+            offloaded_bytes=self._offloaded_bytes,
+            seen=self._seen,
+            planned=self._planned,
+            plans=self._plans,
+            forwards_at_once=self._forwards_at_once,
+            samples=self._runtime.batch_cut.chosen,
+            token_tile=self._runtime.token_tile,
+            placement=self.placement,
+            predicted_bytes=self.predicted_bytes,
+            predicted_time=self.predicted_time,
+        ).as_data()
 
-    def _made_for(self) -> str:
-        """What must be the same for a recorded plan to be taken over: GPU, torch, settings, model and way of stepping."""
-        gpu = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "no GPU"
-        parameters = [layer.parameter_count for layer in self._runtime.layers]
-        way = (self._runtime.batch_cut.asked, self.micro_batches, self._runtime.states_may_move)
-        return repr((gpu, torch.__version__, self._config, parameters, way))
-
-    def _take_over(self, record: PlanRecord | None) -> None:
+    def _take_over(self, model: nn.Module, record: PlanRecord | None) -> None:
         """Goes on by a recorded plan, if it was made for what is here and fits; else the next batch is planned for."""
-        if record is None or record.made_for != self._made_for() or record.predicted_bytes > self._budget_bytes():
-            return
-        self._runtime.batch_cut.chosen, self._runtime.token_tile = record.samples, record.token_tile
-        self._place(record.placement)
-        self._seen, self._planned = record.seen, record.planned
-        self._plans, self._forwards_at_once = record.plans, record.forwards_at_once
-        self.predicted_bytes, self.predicted_time = record.predicted_bytes, record.predicted_time
-        logger.info("megatrain: the plan is that of the checkpoint")
+        budget_bytes = self._budget_bytes()
+        if self._config.gpu_memory_bytes is None:
+            # A few MiB more or less are free each time, and a plan fills what it finds.
+            budget_bytes = int(budget_bytes * RESUMED_SHARE_OF_DEVICE / USABLE_SHARE_OF_DEVICE)
+        moved_bytes = 0 if record is None else self.model_sizes().moved_bytes(record.placement)
+        room_bytes = self._host_budget_bytes() + moved_bytes
+        if record is None or record.made_for != made_for(model, self._runtime, self._config, self.micro_batches):
+            logger.info("megatrain: the checkpoint's plan was made for something else")
+        elif record.predicted_bytes > budget_bytes or record.offloaded_bytes > room_bytes:
+            logger.info("megatrain: there is less memory than the checkpoint's plan was made for")
+        else:
+            with way_put_back(self._runtime, also_on_success=False):
+                self._runtime.batch_cut.chosen, self._runtime.token_tile = record.samples, record.token_tile
+                self._place(record.placement)
+            self._seen, self._planned = record.seen, record.planned
+            self._plans, self._forwards_at_once = record.plans, record.forwards_at_once
+            self.predicted_bytes, self.predicted_time = record.predicted_bytes, record.predicted_time
+            self._offloaded_bytes = record.offloaded_bytes
+            self.record = self._recorded(model)
 
     def expect_steps(self, steps: int | None, compiles: bool | None = None, record: dict[str, Any] | None = None) -> None:
         """A training begins, of so many optimizer steps if that is known: layers are compiled only if that
-        pays for itself. ``compiles`` is what the training chose before it was interrupted, ``record`` its :meth:`record`."""
-        self._resumed = record
+        pays for itself. ``compiles`` is what the training chose before it was interrupted, ``record`` its :attr:`record`."""
         if record is not None or (steps, compiles) != self._expected:
             compiled = self._runtime.compiled
             self._expected, compiled.pays = (steps, compiles), compiles if compiled.is_optional else None
             self._measured_steps.clear()
             self._foreseen.clear()
             self.forget()
+        self._resumed = record
 
     @property
     def expected(self) -> tuple[int | None, bool | None]:
@@ -293,6 +296,7 @@ class DevicePlan:
     def forget(self) -> None:
         """The next batch is planned for as if it were the first: steps are to run in another way from now on."""
         self._seen, self._planned, self._plans = BatchExtent(), BatchExtent(), 0
+        self.record = self._resumed = None
 
     @property
     def has_budget(self) -> bool:
@@ -354,7 +358,8 @@ class DevicePlan:
 
     def _ways(self, model: nn.Module, inputs: Mapping[str, Any]) -> WayChoice:
         outline = functools.partial(outline_step, model, self._runtime, inputs, self._device)
-        samples = max(rows_of(dict(inputs)), default=1)
+        ids = inputs.get("input_ids")  # beside which a picture may have a row for each of its patches
+        samples = max(rows_of(dict(inputs) if ids is None else ids), default=1)
         return WayChoice(self._runtime, self._config, samples, outline, self._search_for if self.has_budget else None)
 
     def _search_for(self, outline: StepOutline, budget_bytes: int | None = None) -> PlacementSearch:
@@ -384,6 +389,7 @@ class DevicePlan:
         found = search.best() or search.leanest(self._settled())
         self.predicted_bytes = self._fixed_bytes(outline) + found.peak_bytes
         self.predicted_time = found.time
+        self._offloaded_bytes = sum(sent_bytes(outline, found.placement))
         self._place(found.placement)
         if self.show:
             say(plan_table(found, self._runtime, self.predicted_bytes, budget_bytes, outline), file=sys.stderr)

@@ -219,7 +219,7 @@ def _measure(
             recomputes |= measurement.run_recomputes()
     finally:
         runtime.prefetcher.release(slot)
-    made = split.whole(made)
+    made = split.whole(layer.name, made)
     # A compiled layer saves less than one that runs without data.
     profile = dry.keeping(
         kept_bytes,

@@ -1,7 +1,7 @@
 """A plan as plain data in a checkpoint, from which a training that is resumed goes on.
 
-Compiled layers have other bits where other layers are kept or run in other pieces, and a plan is made for the batches so far:
-one that is made for the first batch after a checkpoint could be another.
+A plan that is made anew, from the first batch after a checkpoint, could differ from the one before it: other layers would be
+kept, or run in other pieces, and compiled layers would give other bits.
 """
 
 from __future__ import annotations
@@ -9,9 +9,28 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
+from torch import nn
+
+from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.planning.other_batches import BatchExtent
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.planning.step_simulation import StepTime
+from megatrain_accelerate.streaming.runtime import StreamingRuntime
+
+RESUMED_SHARE_OF_DEVICE = 0.95
+"""Of what is free: what a plan may take that was made for the same device in another process. A new plan takes less."""
+
+
+def made_for(model: nn.Module, runtime: StreamingRuntime, config: MegatrainConfig, micro_batches: int) -> str:
+    """What must be the same for a recorded plan to be taken over: GPU, torch, settings, model and way of stepping."""
+    device = runtime.streams.device
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
+    layouts = [(at.weight_bytes, at.gradient_bytes, at.parameter_count) for at in (unit.layout for unit in runtime.units)]
+    configs = (getattr(module, "config", None) for module in model.modules())
+    attention = sorted({str(getattr(config, "_attn_implementation", None)) for config in configs})
+    way = (runtime.batch_cut.asked, micro_batches, runtime.states_may_move)
+    return repr((gpu, torch.__version__, config, layouts, attention, way))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,14 +39,17 @@ class PlanRecord:
 
     made_for: str
     """What must be the same where it is taken over."""
+    offloaded_bytes: int
+    """Host memory that activations take."""
     seen: BatchExtent
+    """The batches so far."""
     planned: BatchExtent
-    """The batches so far, and those that the plan covers."""
+    """Those that the plan covers."""
     plans: int
     forwards_at_once: int
     samples: int | None
+    """Of a piece of the batch (:mod:`.step_ways`)."""
     token_tile: int
-    """In which pieces and tiles layers run (:mod:`.step_ways`)."""
     placement: Placement
     predicted_bytes: int
     predicted_time: StepTime
@@ -43,7 +65,7 @@ class PlanRecord:
 
     @classmethod
     def of_data(cls, data: dict[str, Any]) -> PlanRecord | None:
-        """Reverse of :meth:`as_data`; None for data that another version of this package made otherwise."""
+        """Reverse of :meth:`as_data`; None for data with other names, which another version of this package made."""
         kinds = {"seen": BatchExtent, "planned": BatchExtent, "placement": Placement, "predicted_time": StepTime}
         pairs = [(cls, data), *((kind, data.get(name, {})) for name, kind in kinds.items())]
         if any({field.name for field in dataclasses.fields(kind)} != found.keys() for kind, found in pairs):

@@ -157,7 +157,7 @@ class _Outliner:
         with torch.no_grad():
             trial = self._run(layer, args, kwargs)
         forward_bytes = live.take_peak() - base
-        made, put_together = taken_apart(split.whole(trial))
+        made, put_together = taken_apart(split.whole(layer.name, trial))
         self._outputs[kind] = put_together, [(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in made]
         whole_bytes = sum(leaf.untyped_storage().nbytes() for leaf in made)
         del trial, made

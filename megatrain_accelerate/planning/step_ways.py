@@ -8,6 +8,7 @@ which even one is too long.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -75,7 +76,7 @@ class WayChoice:
         return self._outline()
 
     def best(self) -> StepOutline:
-        """The outline of the fastest way that fits by the outlines' costs, or of the leanest."""
+        """The outline of the fastest way that fits; where none does, of the one that takes the least memory."""
         with way_put_back(self._runtime, also_on_success=False):
             whole, by_whole = self._fastest(self._tile or 0)
             is_short = all(profile.length < LONG_TOKENS for profile in whole.profiles.values())
@@ -88,14 +89,14 @@ class WayChoice:
             return self._taken(tiled if is_better else whole)
 
     def measured(self, outline: StepOutline, measure: Callable[[StepOutline], StepOutline]) -> tuple[StepOutline, StepOutline]:
-        """The outline and what was measured of it; by a leaner way if it turns out to take more than it was predicted to, and
-        doesn't fit.
+        """Measures a step by the way of ``outline``, or, where that turns out not to fit, by the next that takes less memory.
+        Returns the outline and what was measured of it.
 
         Kernels have workspaces that a run without data doesn't see; those of attention's backward are several times the hidden
         states. The runtime runs by the way of ``outline``.
 
         Raises:
-            torch.OutOfMemoryError: a layer's working set doesn't fit, nor by another way if there is a choice.
+            torch.OutOfMemoryError: a layer's working set fits by none of the ways that the settings allow.
         """
         assert self._search is not None
         found: tuple[StepOutline, StepOutline] | None = None
@@ -128,16 +129,15 @@ class WayChoice:
         return self._outline()
 
     def _fastest(self, tile_tokens: int) -> tuple[StepOutline, Candidate | None]:
-        """The whole batch if that fits, else the fastest pieces that do and their placement, else the leanest pieces."""
+        """The whole batch if that fits, else the largest pieces that do, and the best placement; else the smallest pieces."""
         found = self._outlined(None, tile_tokens)
         best = None if self._search is None else self._search(found).best()
         if best is not None or self._search is None:
             return found, best
         for pieces in self._in_pieces(found):
-            candidate = self._search(pieces).best()
-            if best is not None and (candidate is None or not candidate.is_worth_it(best)):
+            found, best = pieces, self._search(pieces).best()
+            if best is not None:
                 break
-            found, best = pieces, candidate
         return found, best
 
     def _in_pieces(self, outline: StepOutline) -> Iterator[StepOutline]:
@@ -155,7 +155,8 @@ class WayChoice:
             yield pieces
 
     def _ever_leaner(self, outline: StepOutline) -> Iterator[StepOutline]:
-        """The outline itself, then those of ways that take less memory each, by which the runtime runs meanwhile."""
+        """The outline itself, then those of other ways, each of which takes less memory than all before. The runtime runs by
+        the way of the last one."""
         yield outline
         least_bytes = outline.largest_layer_bytes
         for pieces in self._in_pieces(outline):
@@ -163,8 +164,8 @@ class WayChoice:
             yield pieces
         if self._tile is None and not outline.token_tile:
             tiled = self._outlined(None, AUTO_TILE_TOKENS)
-            # Else no part is longer than a tile, or none is token-wise, and layers with tiles aren't compiled.
-            for leaner in (tiled, *self._in_pieces(tiled)):
+            # Tiles take as much where no part is longer than a tile, or none is token-wise; and they aren't compiled.
+            for leaner in itertools.chain((tiled,), self._in_pieces(tiled)):
                 if leaner.largest_layer_bytes < least_bytes:
                     yield leaner
 

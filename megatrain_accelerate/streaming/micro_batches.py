@@ -127,7 +127,8 @@ class BatchSplit:
 
         The batch is dimension 0 of the call's first floating tensor of two dimensions or more, the hidden states (B, T, ...).
         """
-        if cut.size is None:
+        has_graph = layer.has_trainable or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+        if cut.size is None or not has_graph:  # without one it takes little memory
             return _WHOLE
         paths = tree_flatten_with_path((args, kwargs))[0]
         tensors = [(keystr(path), leaf) for path, leaf in paths if isinstance(leaf, torch.Tensor)]
@@ -188,12 +189,19 @@ class BatchSplit:
         made = put_together([tensor[: self.sizes[0]] if is_split else tensor for tensor, is_split in pairs])
         return made
 
-    def whole(self, made: Any) -> Any:
-        """What a call returns or records, zeros of the right shapes, from that of its first piece."""
+    def whole(self, layer: str, made: tuple[Any, Any]) -> Any:
+        """What a call returns and records, as zeros, from that of its first piece. Raises as :meth:`joined`."""
         if not self.sizes:
             return made
+        self._require_samples(layer, self.sizes[0], tensors_in(made), len(tensors_in(made[0])))
         total, first = sum(self.sizes), self.sizes[0]
         return tree_map_only(torch.Tensor, lambda t: t.new_zeros((len(t) * total // first, *t.shape[1:])), made)
+
+    @staticmethod
+    def _require_samples(layer: str, size: int, made: Sequence[torch.Tensor], outputs: int) -> None:
+        for place, tensor in enumerate(made):
+            if tensor.dim() == 0 or (place < outputs and tensor.shape[0] != size):
+                raise _cannot(layer, f"a piece of {size} samples returns a tensor of shape {tuple(tensor.shape)}")
 
     def joined(self, layer: str, pieces: Sequence[list[torch.Tensor]], outputs: int) -> list[torch.Tensor]:
         """What a call returns from what its pieces return: samples, or for recorded tensors the tokens of samples, in order.
@@ -202,9 +210,7 @@ class BatchSplit:
         doesn't have the piece's samples along dimension 0.
         """
         for size, piece in zip(self.sizes, pieces, strict=True):
-            for place, tensor in enumerate(piece):
-                if tensor.dim() == 0 or (place < outputs and tensor.shape[0] != size):
-                    raise _cannot(layer, f"a piece of {size} samples returns a tensor of shape {tuple(tensor.shape)}")
+            self._require_samples(layer, size, piece, outputs)
         return [torch.cat(column) for column in zip(*pieces, strict=True)]
 
 

@@ -109,7 +109,7 @@ def test_a_training_that_is_resumed_goes_on_by_its_plan_whatever_the_machine_mea
         run = run_trainer(tiny_llama, tmp_path / name, streamed=True, script=script, settings=settings, **arguments)
         engine = engine_of(run.trainer.model)
         assert engine is not None
-        return engine.device_plan.record()
+        return engine.device_plan.record
 
     whole = json.dumps(plan_of("whole", 1e6, None))
     assert json.dumps(plan_of("resumed", 1e18, str(tmp_path / "whole" / "checkpoint-2"))) == whole

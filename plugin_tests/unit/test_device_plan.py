@@ -668,9 +668,9 @@ def test_a_resumed_training_goes_on_by_its_plan_and_plans_nothing(outlined: list
     for length in (64, 96):
         first.step(batch(length))
     plan = first.engine.device_plan
-    record = json.loads(json.dumps(plan.record()))
+    record = json.loads(json.dumps(plan.record))
     assert record is not None
-    assert plan.record() is plan.record(), "asked after every step"
+    assert plan.record is not None
     count = len(outlined)
     resumed = planned(24)
     resumed.engine.device_plan.expect_steps(10, None, record)
@@ -679,12 +679,12 @@ def test_a_resumed_training_goes_on_by_its_plan_and_plans_nothing(outlined: list
     assert resumed.engine.device_plan.placement == plan.placement
     assert resumed.engine.predicted_step_seconds == first.engine.predicted_step_seconds
     assert resumed.engine.predicted_device_bytes == first.engine.predicted_device_bytes
-    assert json.loads(json.dumps(resumed.engine.device_plan.record())) == record
+    assert json.loads(json.dumps(resumed.engine.device_plan.record)) == record
     # A batch that the plan doesn't cover is planned for as it would have been.
     for run in (first, resumed):
         run.step(batch(256))
     assert resumed.engine.device_plan.placement == plan.placement
-    assert resumed.engine.device_plan.record() == plan.record()
+    assert resumed.engine.device_plan.record == plan.record
 
 
 @pytest.mark.parametrize(
@@ -696,9 +696,38 @@ def test_a_plan_that_was_made_for_something_else_is_not_taken_over(
     first = planned(24)
     first.step(batch(64))
     resumed = planned(**{"budget_mib": 24, **changes})
-    resumed.engine.device_plan.expect_steps(10, None, first.engine.device_plan.record())
+    resumed.engine.device_plan.expect_steps(10, None, first.engine.device_plan.record)
     resumed.step(batch(32))
     assert outlined == [(4, 64), (4, 32)]
+
+
+def test_a_plan_for_joined_micro_batches_is_taken_over_by_joined_ones_alone(outlined: list[tuple[int, ...]]) -> None:
+    def step_of(run: Training, joined: bool) -> None:
+        run.engine.runtime.batch_cut.asked = 2 if joined else None
+        run.step(batch(64))
+        run.engine.runtime.batch_cut.asked = None
+
+    first = planned(24)
+    step_of(first, joined=True)
+    for joined, plans in ((True, 0), (False, 1)):
+        resumed = planned(24)
+        resumed.engine.device_plan.expect_steps(10, None, first.engine.device_plan.record)
+        outlined.clear()
+        step_of(resumed, joined)
+        assert len(outlined) == plans
+    resumed = planned(24)
+    resumed.engine.device_plan.expect_steps(10, None, first.engine.device_plan.record)
+    resumed.engine.device_plan.forget()
+    step_of(resumed, joined=True)
+    assert len(outlined) == 2, "steps were to run in another way"
+
+
+def test_a_plan_for_longer_batches_leaves_the_samples_of_this_one(outlined: list[tuple[int, ...]]) -> None:
+    run = planned(200, micro_batch_size=2)
+    run.model.config.max_position_embeddings = 64
+    for length in (40, 56):
+        run.step(token_batches(1, batch=8, length=length, vocabulary=512)[0])
+    assert outlined[-1][0] > 8
 
 
 @pytest.mark.parametrize("change", [lambda record: record.pop("plans"), lambda record: record["placement"].pop("kept")])
@@ -707,7 +736,7 @@ def test_a_plan_that_another_version_recorded_is_made_anew(
 ) -> None:
     first = planned(24)
     first.step(batch(64))
-    record = json.loads(json.dumps(first.engine.device_plan.record()))
+    record = json.loads(json.dumps(first.engine.device_plan.record))
     change(record)
     resumed = planned(24)
     resumed.engine.device_plan.expect_steps(10, None, record)
@@ -716,7 +745,7 @@ def test_a_plan_that_another_version_recorded_is_made_anew(
 
 
 def test_before_the_first_plan_there_is_nothing_to_record() -> None:
-    assert planned(24).engine.device_plan.record() is None
+    assert planned(24).engine.device_plan.record is None
     unplanned = attach(tiny_model().train())
     unplanned.device_plan.follow(unplanned.runtime.layers[0].module, {"input_ids": batch()})
-    assert unplanned.device_plan.record() is None
+    assert unplanned.device_plan.record is None

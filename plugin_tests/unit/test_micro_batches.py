@@ -25,10 +25,12 @@ B, T, D = 5, 7, 4
 HIDDEN = torch.randn(B, T, D)
 
 
-def split_of(*args: Any, size: int | None = 2, cut: BatchCut | None = None, rows: int = B, **kwargs: Any) -> BatchSplit:
+def split_of(
+    *args: Any, size: int | None = 2, cut: BatchCut | None = None, rows: int = B, is_trained: bool = True, **kwargs: Any
+) -> BatchSplit:
     cut = cut or BatchCut(size)
     cut.begin({"input_ids": torch.zeros(rows, 3), "scale": torch.tensor(2.0)})
-    layer: Any = types.SimpleNamespace(name="layers.0", module=nn.Linear(D, D))
+    layer: Any = types.SimpleNamespace(name="layers.0", module=nn.Linear(D, D), has_trainable=is_trained)
     return BatchSplit.of_call(layer, args, kwargs, cut)
 
 
@@ -68,6 +70,22 @@ def test_a_batch_that_cannot_be_cut_stays_whole_if_only_the_plan_wanted_pieces()
     cut.asked = 4
     with pytest.raises(UnsupportedError, match="cu_seqlens"):
         split_of(HIDDEN, cu_seqlens=torch.arange(4), cut=cut)
+
+
+def test_a_layer_without_a_graph_runs_whole() -> None:
+    assert split_of(HIDDEN, is_trained=False).count == 1
+    assert split_of(HIDDEN.clone().requires_grad_(), is_trained=False).sizes == (2, 2, 1)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, T, T), (), (B, D)])
+def test_what_pieces_return_is_looked_at_before_a_step_relies_on_it(shape: tuple[int, ...]) -> None:
+    split = split_of(HIDDEN)
+    (output, recorded) = split.whole("layers.0", (torch.ones(2, T, D), [("logits", torch.ones(2 * T, 3))]))
+    assert output.shape == (B, T, D)
+    assert recorded[0][1].shape == (B * T, 3)
+    # T5's position bias is the same for all samples.
+    with pytest.raises(UnsupportedError, match="a piece of 2 samples returns a tensor of shape"):
+        split.whole("layers.0", ((torch.ones(2, T, D), torch.ones(shape)), []))
 
 
 class BlockMask:
