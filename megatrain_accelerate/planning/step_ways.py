@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 import torch
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.planning.placement_search import Candidate, PlacementSearch
 from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
@@ -147,7 +146,7 @@ class WayChoice:
             samples = -(-samples // 2)
             try:
                 pieces = self._outlined(samples, outline.token_tile)
-            except UnsupportedError:  # a batch that can't be cut
+            except Exception:  # a batch that can't be cut: the whole one has been outlined
                 return
             if pieces.largest_layer_bytes >= outline.largest_layer_bytes:
                 return

@@ -85,7 +85,9 @@ class BatchCut:
             # One bias for each head looks like this too: (heads, 1 or T, T).
             is_bias = tensor.is_floating_point() and tensor.shape[2:] == (length,) and tensor.shape[1] in (1, length)
             is_batch = tensor.shape[0] == batch and (tensor.dim() == 1 or tensor.shape[1] != batch)
-            if not is_batch or is_bias or batch == length:
+            # Nobody asked for pieces: what isn't surely a mask, positions or states of the samples' tokens leaves them whole.
+            is_of_tokens = tensor.dim() > 1 and tensor.shape[1] in (1, length)
+            if not is_batch or is_bias or batch == length or (self.asked is None and not is_of_tokens):
                 # As in calls where it could be told.
                 if place in self._cut_before and tensor.shape[0] in (batch, length):
                     return self._cut_before[place]

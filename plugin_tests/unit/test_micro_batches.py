@@ -67,6 +67,10 @@ def test_a_batch_that_cannot_be_cut_stays_whole_if_only_the_plan_wanted_pieces()
     cut.chosen = 2
     assert split_of(HIDDEN, cut=cut).sizes == (2, 2, 1)
     assert split_of(HIDDEN, cu_seqlens=torch.arange(4), cut=cut).count == 1
+    assert split_of(HIDDEN, mask=torch.ones(B, 1, T, T), position_ids=torch.zeros(B, T), cut=cut).sizes == (2, 2, 1)
+    # Deformable attention's sizes of as many levels as there are samples.
+    assert split_of(HIDDEN, spatial_shapes=torch.ones(B, 2), cut=cut).count == 1
+    assert split_of(HIDDEN, lengths=torch.arange(B), cut=cut).count == 1
     cut.asked = 4
     with pytest.raises(UnsupportedError, match="cu_seqlens"):
         split_of(HIDDEN, cu_seqlens=torch.arange(4), cut=cut)
