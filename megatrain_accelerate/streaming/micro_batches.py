@@ -129,9 +129,10 @@ class BatchSplit:
 
         The batch is dimension 0 of the call's first floating tensor of two dimensions or more, the hidden states (B, T, ...).
         """
-        has_graph = layer.has_trainable or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
-        if cut.size is None or not has_graph:  # without one it takes little memory
+        if cut.size is None:  # asked first: every call of a layer comes here
             return _WHOLE
+        if not (layer.has_trainable or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))):
+            return _WHOLE  # without a graph it takes little memory
         paths = tree_flatten_with_path((args, kwargs))[0]
         tensors = [(keystr(path), leaf) for path, leaf in paths if isinstance(leaf, torch.Tensor)]
         found = next(((path, leaf) for path, leaf in tensors if leaf.is_floating_point() and leaf.dim() >= 2), None)
