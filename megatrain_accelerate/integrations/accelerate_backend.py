@@ -188,8 +188,8 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
         engine.prepare_anew = functools.partial(_attach_unfrozen, weakref.ref(accelerator))
         for earlier_model in earlier_models:
             refuse_calls(earlier_model)
-        row = engine.runtime.norms.row
-        left_behind += [one for one in earlier_optimizers if any(row(p) is not None for p in _parameters(one))]
+        trains = engine.runtime.trains
+        left_behind += [one for one in earlier_optimizers if any(map(trains, _parameters(one)))]
     elif not evaluation_mode:
         engine.enable_training()
     if not evaluation_mode and accelerator.gradient_accumulation_steps > 1:
@@ -302,7 +302,7 @@ def _adopt(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
     schedule = engine.config.step_schedule
     if schedule == "auto":
         schedule = "backward" if engine.config.passes_gradients else "deferred"
-    ids = {id(parameter) for parameter in _parameters(optimizer) if engine.runtime.norms.row(parameter) is not None}
+    ids = {id(parameter) for parameter in _parameters(optimizer) if engine.runtime.trains(parameter)}
     engine.runtime.drain()
     # First, since adopting sets the moments that they share.
     for earlier in engine.optimizer_drivers:
@@ -387,7 +387,7 @@ def clip_grad_norm(
         trained = [parameter for parameter in parameters if parameter.grad is not None]
     streamed = streamed_among(trained)
     for engine in _engines(accelerator):
-        has_all = all(engine.runtime.norms.row(parameter) is not None for parameter in streamed)
+        has_all = all(map(engine.runtime.trains, streamed))
         if float(norm_type) == 2.0 and has_all and (streamed or not trained):
             return engine.runtime.clip_grad_norm(trained, float(max_norm)).to(accelerator.device)
     for engine in _engines(accelerator):

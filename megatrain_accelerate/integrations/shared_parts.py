@@ -89,7 +89,7 @@ def _conflicts(model: nn.Module, engine: Engine) -> bool:
     if any(at.module in modules for at in (*engine.runtime.layers, *engine.runtime.experts)):
         return True
     shared = (parameter for parameter in model.parameters() if _is_held(parameter, engine))
-    return any(parameter.requires_grad or engine.runtime.norms.row(parameter) is not None for parameter in shared)
+    return any(parameter.requires_grad or engine.runtime.trains(parameter) for parameter in shared)
 
 
 def _is_held(parameter: nn.Parameter, engine: Engine) -> bool:

@@ -155,6 +155,14 @@ class ParameterState:
     sum_residual: torch.Tensor | None = None
     """The same beside ``parameter.grad``, where the sum is made: ``gradient_residual`` itself, but for a resident parameter
     whose states are on the host. It counts while the handle :attr:`~ParamHandle.has_fp32_sum`."""
+    addresses: tuple[int, ...] | None = None
+    """Of ``weight``, ``residual`` and moments, where a step has asked for them since they were set."""
+    row: int | None = None
+    """Its place in tables of all trained parameters of a model; None of a frozen one."""
+    normed: NotedTensor | None = None
+    """The gradient whose norm the table of norms has, or will have once its copy is over."""
+    is_rewritten: bool = False
+    """Whether that gradient isn't what the last backward left: a script wrote to it or replaced it."""
 
     def __post_init__(self) -> None:
         self.parameter = self.handle.parameter
@@ -162,6 +170,15 @@ class ParameterState:
     @property
     def name(self) -> str:
         return self.entry.spec.name
+
+    def note_norm(self, gradient: torch.Tensor, rewritten: bool = False) -> None:
+        """The table of norms has, or will have once its copy is over, the norm of ``gradient`` as it is now."""
+        self.normed, self.is_rewritten = NotedTensor(gradient), rewritten
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether the table has the norm of ``parameter.grad``; not so if somebody wrote to it, replaced or dropped it."""
+        return self.normed is not None and self.normed.is_still(self.parameter.grad)
 
     @property
     def has_foreign_gradient(self) -> bool:

@@ -72,16 +72,6 @@ def refuse_unfused(groups: Iterable[dict[str, Any]]) -> None:
                 )
 
 
-def _next_steps(entries: Sequence[dict[str, Any]]) -> list[int]:
-    """Counts the steps of parameters up and returns them."""
-    if not entries:
-        return []
-    # All at once: in each operation the worker may take the interpreter, and give it back late.
-    steps = [entry["step"] for entry in entries]
-    torch._foreach_add_(steps, 1)
-    return [int(step) for step in torch.stack(steps).tolist()]
-
-
 def _versions(state: ParameterState) -> tuple[int, int]:
     assert state.gradient is not None
     return state.parameter._version, state.gradient._version
@@ -105,6 +95,9 @@ class FusedStep(HostStep):
 
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> None:
         self._is_adamw = isinstance(optimizer, AdamW)
+        self._steps = torch.zeros(runtime.norms.count)
+        """How often each trained parameter was stepped, by its row: counted up in one operation, and shown as views."""
+        self._step_views = self._steps.unbind()
         self._shown: dict[int, dict[str, int]] = {}
         """The ``id`` of each view that stands in the optimizer's state of a parameter, by the parameter's ``id``."""
         super().__init__(optimizer, runtime)
@@ -113,7 +106,7 @@ class FusedStep(HostStep):
         self._skipped_in_backward = False
         runtime.moved_listeners[id(self)] = self._unit_moved
         # Views of an earlier engine's store would keep all of it.
-        idle = [p for p in self.parameters(optimizer) if runtime.norms.row(p) is None and id(p) in self._trained_before]
+        idle = [p for p in self.parameters(optimizer) if not runtime.trains(p) and id(p) in self._trained_before]
         own_copies([optimizer.state.get(parameter) for parameter in idle], runtime.config.host_memory_gib)
         self.set_schedule(schedule)
 
@@ -144,11 +137,11 @@ class FusedStep(HostStep):
             self._shown.pop(id(state.parameter), None)
             return
         take_residual(state, values.get(RESIDUAL_KEY))
-        entry = self._optimizer.state[state.parameter]
-        entry["step"] = torch.tensor(float(values["step"]), dtype=torch.float32)
-        self._show(entry, state)
+        self._show(self._optimizer.state[state.parameter], state, float(values["step"]))
 
-    def _show(self, entry: dict[str, Any], state: ParameterState) -> None:
+    def _show(self, entry: dict[str, Any], state: ParameterState, step: float) -> None:
+        assert state.row is not None
+        entry["step"] = self._step_views[state.row].fill_(step)
         expose(entry, state)
         self._shown[id(state.parameter)] = {key: id(view) for key, view in views_of(state).items()}
 
@@ -240,15 +233,25 @@ class FusedStep(HostStep):
         if id(state.parameter) not in self.parameter_ids:  # put into a group by hand
             self.hold([state.parameter])
             entry = states[state.parameter]
-        if entry and shows(entry, state):
+        if self._is_shown(entry, state):
             return entry
         if entry or id(state.parameter) in self._shown:
             self.runtime.worker.drain()
             self.import_state(state, entry)
         if not entry:
-            entry["step"] = torch.zeros((), dtype=torch.float32)
-            self._show(entry, state)
+            self._show(entry, state, 0.0)
         return entry
+
+    def _is_shown(self, entry: dict[str, Any], state: ParameterState) -> bool:
+        """Whether an entry is what :meth:`_show` made it, and nobody put something else there."""
+        return state.row is not None and entry.get("step") is self._step_views[state.row] and shows(entry, state)
+
+    def _next_steps(self, states: Sequence[ParameterState]) -> list[int]:
+        """Counts the steps of parameters up and returns them."""
+        rows = torch.tensor([state.row for state in states], dtype=torch.long)
+        numbers = self._steps[rows] + 1
+        self._steps[rows] = numbers
+        return [int(number) for number in numbers.tolist()]
 
     def _submit(
         self,
@@ -301,11 +304,10 @@ class FusedStep(HostStep):
             self.set_schedule(self._then)
         done, self._stepped_in_backward = self._stepped_in_backward, {}
         self._refuse_rewritten(optimizer, done)
-        found = self.with_gradients(optimizer)
+        found, outside = self.with_gradients(optimizer)
         if runtime.config.passes_gradients:
             refuse_unstepped([*runtime.layers, *runtime.experts], {id(state.parameter) for state, _ in found} - done.keys())
-        outside = self.outside_with_gradients(optimizer)
-        norm, factors = self.norm_and_factors(optimizer, (state for state, _ in found), outside)
+        norm, factors = self.norm_and_factors(optimizer, [state for state, _ in found], outside)
         if done:
             self._check_stepped_in_backward(found, factors, done)
             found = [(state, group) for state, group in found if id(state.parameter) not in done]
@@ -313,7 +315,9 @@ class FusedStep(HostStep):
                 self._skipped_in_backward, norm = False, math.nan
         if not self.allows(norm):
             return
-        numbers = _next_steps([self._entry(optimizer.state, state) for state, _ in found])
+        for state, _ in found:
+            self._entry(optimizer.state, state)
+        numbers = self._next_steps([state for state, _ in found])
         groups = {id(group): group for group in optimizer.param_groups}
         by_parameter = {
             id(state.parameter): (id(group), number) for (state, group), number in zip(found, numbers, strict=True)
@@ -330,14 +334,7 @@ class FusedStep(HostStep):
                 if (at := by_parameter.get(id(state.parameter))) is not None
             ]
 
-        for unit, resident, pieces in runtime.in_forward_order():
-            if not unit.is_on_device and (steps := settings(unit)):
-                for gate, experts in pieces:
-                    gate.close_until(self._submit(unit, resident, steps, experts=experts))
-        # Last, since the worker has begun meanwhile.
-        if outside:
-            with narrowed_to(optimizer, outside):
-                own_step()
+        # First, since the device waits; the worker has the next forward's time.
         try:
             on_device = [(unit, steps) for unit in runtime.units if unit.is_on_device and (steps := settings(unit))]
             if on_device:
@@ -347,6 +344,13 @@ class FusedStep(HostStep):
         except BaseException as error:
             runtime.worker.fail(error)
             raise
+        for unit, resident, pieces in runtime.in_forward_order():
+            if not unit.is_on_device and (steps := settings(unit)):
+                for gate, experts in pieces:
+                    gate.close_until(self._submit(unit, resident, steps, experts=experts))
+        if outside:
+            with narrowed_to(optimizer, outside):
+                own_step()
         if self.schedule == "serial":
             with runtime.meter.blocked_by(Cause.HOST_STEP):
                 runtime.worker.drain()
@@ -355,8 +359,8 @@ class FusedStep(HostStep):
 
     def _refuse_rewritten(self, optimizer: Optimizer, done: dict[int, AdamArguments]) -> None:
         """Gradients that were used in backward must still be what they were."""
-        parameters = [parameter for parameter in self.parameters(optimizer) if id(parameter) in done]
-        rewritten = sum(not self.runtime.norms.is_from_backward(parameter) for parameter in parameters)
+        found = [self.runtime.state_of(parameter) for parameter in self.parameters(optimizer) if id(parameter) in done]
+        rewritten = sum(state is None or not state.has_norm or state.is_rewritten for state in found)
         if rewritten:
             raise StateError(
                 f"{rewritten} gradients were changed, replaced or dropped between backward and step() (by a callback, a hook "
@@ -375,7 +379,7 @@ class FusedStep(HostStep):
             if used is None:
                 continue
             entry = self._optimizer.state.get(state.parameter)
-            if not entry or not shows(entry, state):
+            if not entry or not self._is_shown(entry, state):
                 raise StateError(
                     "the optimizer's state was emptied or replaced between backward and step(), but layers were stepped in "
                     "backward already, since max_grad_norm is 0; do it after step(), or set megatrain_config.step_schedule to "
@@ -416,9 +420,9 @@ class FusedStep(HostStep):
         entries = [self._entry(states, state) for state, _ in found]
         steps = [
             (state, _adam_arguments(group, number, 1.0, self._is_adamw))
-            for (state, group), number in zip(found, _next_steps(entries), strict=True)
+            for (state, group), number in zip(found, self._next_steps([state for state, _ in found]), strict=True)
         ]
-        rows = [self.runtime.norms.row(state.parameter) for state, _ in steps]
+        rows = [state.row for state, _ in steps]
 
         def gradients_are_finite() -> bool:
             wait()

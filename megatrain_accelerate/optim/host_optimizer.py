@@ -58,7 +58,7 @@ def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: s
 
 
 def _swapped_class(original: type[Optimizer], driver: FusedStep | MasterStep) -> type[Optimizer]:
-    runtime, row = driver.runtime, driver.runtime.norms.row
+    runtime = driver.runtime
     # Without the hooks that users and torch's profiler have on it.
     own_step: Callable[[Optimizer], Any] = getattr(original.step, "__wrapped__", original.step)
 
@@ -89,7 +89,7 @@ def _swapped_class(original: type[Optimizer], driver: FusedStep | MasterStep) ->
                 refuse_unfused(self.param_groups[-1:])
             if not driver.is_retired:
                 # One of the model's that was frozen when it was prepared may wait for that to be done anew.
-                driver.hold([p for p in self.param_groups[-1]["params"] if row(p) is not None or runtime.state_of(p) is None])
+                driver.hold([p for p in self.param_groups[-1]["params"] if runtime.trains(p) or runtime.state_of(p) is None])
         except BaseException:
             del self.param_groups[-1]
             raise
@@ -194,9 +194,8 @@ class MasterStep(HostStep):
         """
         runtime = self.runtime
         self.begin_step()
-        found = self.with_gradients(optimizer)
-        outside = self.outside_with_gradients(optimizer)
-        norm, factors = self.norm_and_factors(optimizer, (state for state, _ in found), outside)
+        found, outside = self.with_gradients(optimizer)
+        norm, factors = self.norm_and_factors(optimizer, [state for state, _ in found], outside)
         if not self.allows(norm):
             return None
         owners = {id(state): (unit, group) for unit, group, _ in runtime.in_forward_order() for state in unit.states}

@@ -78,7 +78,7 @@ class HostStep:
                 parameter.data = parameter.data.to(device)
                 parameter.grad = gradient if gradient is None else gradient.to(device)
         was_trained = {id(p) for p in parameters if id(p) in self._trained_before and p.grad is None}
-        self.parameter_ids |= was_trained | {id(p) for p in parameters if self.runtime.norms.row(p) is not None}
+        self.parameter_ids |= was_trained | {id(p) for p in parameters if self.runtime.trains(p)}
 
     def is_outside(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter isn't in the model's store."""
@@ -125,17 +125,27 @@ class HostStep:
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         return zip(saved, self.parameters(optimizer), strict=False)  # where the lengths differ torch refuses it
 
-    def with_gradients(self, optimizer: Optimizer) -> list[tuple[ParameterState, dict[str, Any]]]:
-        """(place, group) of every parameter of the model that has a gradient; brings foreign gradient tensors into the store.
+    def with_gradients(
+        self, optimizer: Optimizer
+    ) -> tuple[list[tuple[ParameterState, dict[str, Any]]], list[torch.nn.Parameter]]:
+        """(place, group) of every parameter of the model that has a gradient, and those of other modules, in group order.
 
-        Raises ``UnsupportedError`` where a parameter that was frozen when the model was prepared has a gradient.
+        Brings foreign gradient tensors into the store, and other modules' states beside their parameters.
+
+        Raises:
+            UnsupportedError: a parameter that was frozen when the model was prepared has a gradient, or another streamed
+                model's.
         """
-        found = []
+        found, outside = [], []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None or (state := self.runtime.state_of(parameter)) is None:
+                if parameter.grad is None:
                     continue
-                if not state.entry.spec.trainable:
+                if (state := self.runtime.state_of(parameter)) is None:
+                    _bring_beside(optimizer.state.get(parameter) or {}, parameter, group)
+                    outside.append(parameter)
+                    continue
+                if state.row is None:
                     raise UnsupportedError(
                         f"parameter {state.name} got a gradient, but was frozen when the model was last called and has no "
                         "place for one; unfreeze it before the model is called"
@@ -145,36 +155,17 @@ class HostStep:
                     self.runtime.drain()  # a step that is still to be applied may read the place
                     state.gradient.copy_(parameter.grad)
                 found.append((state, group))
-        return found
-
-    def outside_with_gradients(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
-        """The parameters of other modules that have a gradient, in group order, with their states beside them.
-
-        Raises ``UnsupportedError`` where some are another streamed model's.
-        """
-        found = []
-        for group in optimizer.param_groups:
-            step_is_on_device = bool(group.get("capturable") or group.get("fused"))  # else torch keeps it on the host
-            for parameter in group["params"]:
-                if parameter.grad is None or self.runtime.state_of(parameter) is not None:
-                    continue
-                entry = optimizer.state.get(parameter) or {}
-                for key, value in entry.items():
-                    if isinstance(value, torch.Tensor) and (key != "step" or step_is_on_device):
-                        entry[key] = value.to(parameter.device)
-                found.append(parameter)
-        self._refuse_another_models(found)
-        return found
+        self._refuse_another_models(outside)
+        return found, outside
 
     def norm_and_factors(
-        self, optimizer: Optimizer, states: Iterable[ParameterState], outside: Iterable[torch.Tensor]
+        self, optimizer: Optimizer, states: Sequence[ParameterState], outside: Iterable[torch.Tensor]
     ) -> tuple[float, dict[int, float]]:
         """The norm of all these gradients, and the clip factors by the ``id`` of parameters; both count for one step."""
         norm = float(self.runtime.clipping.total_norm([*(state.parameter for state in states), *outside]))
-        parameters = self.parameters(optimizer)
-        factors = self.runtime.clipping.take_factors(parameters)
-        for parameter in parameters:
-            self.runtime.norms.forget(parameter)
+        factors = self.runtime.clipping.take_factors(set(map(id, self.parameters(optimizer))))
+        for state in states:
+            state.normed = None
         return norm, factors
 
     def allows(self, norm: float) -> bool:
@@ -198,6 +189,14 @@ class HostStep:
             "megatrain: gradient norm is %s, step skipped (%d in a row, %d allowed)", norm, self._nonfinite_in_a_row, limit - 1
         )
         return False
+
+
+def _bring_beside(entry: dict[str, Any], parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
+    """An optimizer's state of a parameter comes to lie where the parameter does."""
+    step_is_on_device = bool(group.get("capturable") or group.get("fused"))  # else torch keeps it on the host
+    for key, value in entry.items():
+        if isinstance(value, torch.Tensor) and (key != "step" or step_is_on_device):
+            entry[key] = value.to(parameter.device)
 
 
 @contextlib.contextmanager

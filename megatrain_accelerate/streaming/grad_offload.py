@@ -131,7 +131,7 @@ class GradientOffloader:
         for state, gradient in zip(taken.states, of_their_own(gradients), strict=True):
             _refuse_hooked(layer, state)
             self.add_in_place(state, gradient)
-            self.norms.forget(state.parameter)
+            state.normed = None
         if self.gradients_complete():
             self._send_from_device(layer, taken.rows, taken.states, [])
 
@@ -139,7 +139,7 @@ class GradientOffloader:
         """Copies those of a group's gradients (or one alone) that aren't on the host yet."""
         for row, state in enumerate(state for state in group.unit.states if state.entry.spec.trainable):
             parameter = state.parameter
-            if parameter.grad is None or self.norms.is_current(parameter) or (only is not None and parameter is not only):
+            if parameter.grad is None or state.has_norm or (only is not None and parameter is not only):
                 continue
             # WAR: a step that is still to be applied reads the gradients of the pass before.
             self.meter.wait_for_step(group.name, group.gate)
@@ -179,7 +179,7 @@ class GradientOffloader:
         self._in_flight += [norms, *(source for _, source in copies)]
         for state in states:
             assert state.parameter.grad is not None
-            self.norms.note(state.parameter, state.parameter.grad)
+            state.note_norm(state.parameter.grad)
 
     def add_in_place(self, state: ParameterState, gradient: torch.Tensor) -> None:
         """Sets or adds to a gradient that no copy is on its way to, where the parameter lies."""
@@ -309,9 +309,9 @@ class UnitGradients:
                 gradient = torch.full((), torch.nan, dtype=spec.dtype).expand(spec.shape) if own is None else own
                 state.handle.set_gradient(gradient)
             if has_norms:
-                offloader.norms.note(state.parameter, gradient)
+                state.note_norm(gradient)
             else:
-                offloader.norms.forget(state.parameter)
+                state.normed = None
         if self._is_last:
             stepped = [listener(self._layer, wait) for listener in offloader.layer_done_listeners.values()]
             if offloader.passing is not None and not any(stepped):
@@ -364,7 +364,7 @@ class UnitGradients:
                 addition.add(views[row], offloader.kernels, of_part)
                 if takes_norms:
                     total, norms[row] = addition.total_and_norm(offloader.sums)
-                    offloader.norms.note(addition.state.parameter, total)
+                    addition.state.note_norm(total)
 
         ticket = offloader.worker.submit(f"accumulate ({part.name})", add)
         reader.close_until(ticket)

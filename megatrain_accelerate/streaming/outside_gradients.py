@@ -100,4 +100,4 @@ class OutsideGradients:
         with torch.no_grad():
             for state, gradient in self._aside.pop(backward).values():
                 self._offloader.add_in_place(state, gradient)
-                self._offloader.norms.forget(state.parameter)
+                state.normed = None

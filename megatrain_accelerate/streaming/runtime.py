@@ -192,6 +192,11 @@ class StreamingRuntime:
         """The parameter's place in the host store, or None if it isn't this model's."""
         return self._states.get(id(parameter))
 
+    def trains(self, parameter: torch.Tensor) -> bool:
+        """Whether it is a parameter of this model that has a place for gradients."""
+        state = self._states.get(id(parameter))
+        return state is not None and state.row is not None
+
     # ------------------------------------------------------------------ forward and backward of a layer
 
     @contextlib.contextmanager
@@ -268,8 +273,9 @@ class StreamingRuntime:
     def resident_gradient_ready(self, parameter: torch.Tensor) -> None:
         """A resident's gradient is complete: its copy to the host begins under the layers' backward."""
         self.backward_begins()
-        self.sums.take_up(self._states[id(parameter)])
-        self.norms.forget(parameter)
+        state = self._states[id(parameter)]
+        self.sums.take_up(state)
+        state.normed = None
         if self.offloader.gradients_complete():
             self.offloader.fetch(self._group_of[id(parameter)], only=parameter)
 
@@ -353,8 +359,7 @@ class StreamingRuntime:
 
     def _moved(self, unit: HostUnit) -> None:
         for state in unit.states:
-            if state.parameter.grad is not None:
-                self.norms.forget(state.parameter)
+            state.normed = None
         self.outside.moved(unit)
         for listener in self.moved_listeners.values():
             listener(unit)
