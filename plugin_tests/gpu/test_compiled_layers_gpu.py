@@ -18,6 +18,7 @@ from megatrain_accelerate.planning import layer_measurement
 from megatrain_accelerate.planning.step_outline import outline_step
 from megatrain_accelerate.streaming import compiled_layer
 from megatrain_accelerate.streaming.streams import SlotState
+from megatrain_accelerate.units import GIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -135,22 +136,18 @@ def test_twenty_steps_agree_with_the_layers_own_code() -> None:
     torch.testing.assert_close(ours.losses, eager.losses, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("raised", [True, False])
-def test_kernels_are_chosen_without_copies_in_host_memory_if_the_peak_is_raised(
-    raised: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_chosen_without_copies_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[bool] = []
+    rooms: list[int] = []
     copy = CachingAutotuner.copy_args_to_cpu_if_needed
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rooms.append(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
         copies = copy(self, *args, **kwargs)
         copied.append(bool(copies))
         return copies
 
     monkeypatch.setattr(CachingAutotuner, "copy_args_to_cpu_if_needed", watched)
-    if not raised:
-        monkeypatch.setattr(layer_measurement, "raise_peak", lambda *_: None)
-    torch.cuda.reset_peak_memory_stats()  # what was alive in an earlier test would count as room for copies
     # Attention of its own products: their softmax is computed in place, in backward too.
     model, engine = prepared(changes={"attn_implementation": "eager", "max_position_embeddings": 1024})
     ids = token_batches(1, 8, 1024)[0].cuda()
@@ -159,7 +156,9 @@ def test_kernels_are_chosen_without_copies_in_host_memory_if_the_peak_is_raised(
         outline = outline_step(model, engine.runtime, batch, ids.device)
         layer_measurement.measure_layers(model, engine.runtime, batch, outline, budget_bytes=0)
     assert copied
-    assert any(copied) != raised
+    assert not any(copied)
+    # Of copies that would raise the peak: by itself this small step leaves less room below its peak.
+    assert min(rooms) > GIB
 
 
 def test_a_compiler_that_fails_leaves_the_run_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
