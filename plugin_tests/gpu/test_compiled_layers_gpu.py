@@ -142,7 +142,8 @@ def test_kernels_are_chosen_without_copies_in_host_memory(monkeypatch: pytest.Mo
     copy = CachingAutotuner.copy_args_to_cpu_if_needed
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        rooms.append(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
+        if self.optimize_mem:  # in a backward; elsewhere nothing is copied to the host
+            rooms.append(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
         copies = copy(self, *args, **kwargs)
         copied.append(bool(copies))
         return copies
@@ -155,7 +156,7 @@ def test_kernels_are_chosen_without_copies_in_host_memory(monkeypatch: pytest.Mo
         batch = {"input_ids": ids, "labels": ids}
         outline = outline_step(model, engine.runtime, batch, ids.device)
         layer_measurement.measure_layers(model, engine.runtime, batch, outline, budget_bytes=0)
-    assert copied
+    assert rooms
     assert not any(copied)
     # Of copies that would raise the peak: by itself this small step leaves less room below its peak.
     assert min(rooms) > GIB
