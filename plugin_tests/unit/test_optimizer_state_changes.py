@@ -46,8 +46,18 @@ def replace_entries(model: nn.Module, optimizer: Optimizer) -> None:
         optimizer.state[parameter] = {"step": torch.tensor(7.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
 
 
+def count_anew(model: nn.Module, optimizer: Optimizer) -> None:
+    for values in optimizer.state.values():
+        values["step"].fill_(3.0)
+
+
+def replace_counts(model: nn.Module, optimizer: Optimizer) -> None:
+    for values in optimizer.state.values():
+        values["step"] = torch.tensor(float(values["exp_avg"].ndim))
+
+
 @pytest.mark.parametrize("schedule", ["deferred", "backward"])
-@pytest.mark.parametrize("change", [clear, assign, empty_some, replace_moments, replace_entries])
+@pytest.mark.parametrize("change", [clear, assign, empty_some, replace_moments, replace_entries, count_anew, replace_counts])
 def test_a_reset_or_replaced_state_is_stepped_from_as_by_torch(change: Change, schedule: str) -> None:
     run = assert_same_as_torch(change, schedule=schedule)
     for parameter, values in run.optimizer.state.items():
