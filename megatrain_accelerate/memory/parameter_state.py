@@ -156,7 +156,7 @@ class ParameterState:
     """The same beside ``parameter.grad``, where the sum is made: ``gradient_residual`` itself, but for a resident parameter
     whose states are on the host. It counts while the handle :attr:`~ParamHandle.has_fp32_sum`."""
     addresses: tuple[int, ...] | None = None
-    """Of ``weight``, ``residual`` and moments, where a step has asked for them since they were set."""
+    """Where ``weight``, ``residual`` and moments begin. Noted by a step on the device; None again when one is set anew."""
     row: int | None = None
     """Its place in tables of all trained parameters of a model; None of a frozen one."""
     normed: NotedTensor | None = None

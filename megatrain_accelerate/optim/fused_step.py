@@ -72,6 +72,18 @@ def refuse_unfused(groups: Iterable[dict[str, Any]]) -> None:
                 )
 
 
+def _next_steps(entries: Sequence[dict[str, Any]]) -> list[int]:
+    """The number of each parameter's next step."""
+    # All at once: in each operation the worker may take the interpreter, and give it back late.
+    return [int(step) + 1 for step in torch.stack([entry["step"] for entry in entries]).tolist()] if entries else []
+
+
+def _count_up(entries: Sequence[dict[str, Any]]) -> None:
+    """Counts a step of each parameter."""
+    if entries:
+        torch._foreach_add_([entry["step"] for entry in entries], 1)
+
+
 def _versions(state: ParameterState) -> tuple[int, int]:
     assert state.gradient is not None
     return state.parameter._version, state.gradient._version
@@ -95,9 +107,6 @@ class FusedStep(HostStep):
 
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> None:
         self._is_adamw = isinstance(optimizer, AdamW)
-        self._steps = torch.zeros(runtime.norms.count)
-        """How often each trained parameter was stepped, by its row: counted up in one operation, and shown as views."""
-        self._step_views = self._steps.unbind()
         self._shown: dict[int, dict[str, int]] = {}
         """The ``id`` of each view that stands in the optimizer's state of a parameter, by the parameter's ``id``."""
         super().__init__(optimizer, runtime)
@@ -137,11 +146,11 @@ class FusedStep(HostStep):
             self._shown.pop(id(state.parameter), None)
             return
         take_residual(state, values.get(RESIDUAL_KEY))
-        self._show(self._optimizer.state[state.parameter], state, float(values["step"]))
+        entry = self._optimizer.state[state.parameter]
+        entry["step"] = torch.tensor(float(values["step"]), dtype=torch.float32)
+        self._show(entry, state)
 
-    def _show(self, entry: dict[str, Any], state: ParameterState, step: float) -> None:
-        assert state.row is not None
-        entry["step"] = self._step_views[state.row].fill_(step)
+    def _show(self, entry: dict[str, Any], state: ParameterState) -> None:
         expose(entry, state)
         self._shown[id(state.parameter)] = {key: id(view) for key, view in views_of(state).items()}
 
@@ -233,25 +242,15 @@ class FusedStep(HostStep):
         if id(state.parameter) not in self.parameter_ids:  # put into a group by hand
             self.hold([state.parameter])
             entry = states[state.parameter]
-        if self._is_shown(entry, state):
+        if entry and shows(entry, state):
             return entry
         if entry or id(state.parameter) in self._shown:
             self.runtime.worker.drain()
             self.import_state(state, entry)
         if not entry:
-            self._show(entry, state, 0.0)
+            entry["step"] = torch.zeros((), dtype=torch.float32)
+            self._show(entry, state)
         return entry
-
-    def _is_shown(self, entry: dict[str, Any], state: ParameterState) -> bool:
-        """Whether an entry is what :meth:`_show` made it, and nobody put something else there."""
-        return state.row is not None and entry.get("step") is self._step_views[state.row] and shows(entry, state)
-
-    def _next_steps(self, states: Sequence[ParameterState]) -> list[int]:
-        """Counts the steps of parameters up and returns them."""
-        rows = torch.tensor([state.row for state in states], dtype=torch.long)
-        numbers = self._steps[rows] + 1
-        self._steps[rows] = numbers
-        return [int(number) for number in numbers.tolist()]
 
     def _submit(
         self,
@@ -315,9 +314,8 @@ class FusedStep(HostStep):
                 self._skipped_in_backward, norm = False, math.nan
         if not self.allows(norm):
             return
-        for state, _ in found:
-            self._entry(optimizer.state, state)
-        numbers = self._next_steps([state for state, _ in found])
+        entries = [self._entry(optimizer.state, state) for state, _ in found]
+        numbers = _next_steps(entries)
         groups = {id(group): group for group in optimizer.param_groups}
         by_parameter = {
             id(state.parameter): (id(group), number) for (state, group), number in zip(found, numbers, strict=True)
@@ -334,7 +332,7 @@ class FusedStep(HostStep):
                 if (at := by_parameter.get(id(state.parameter))) is not None
             ]
 
-        # First, since the device waits; the worker has the next forward's time.
+        # The device's part first, since the device is idle until then; the worker has until the next forward.
         try:
             on_device = [(unit, steps) for unit in runtime.units if unit.is_on_device and (steps := settings(unit))]
             if on_device:
@@ -348,6 +346,7 @@ class FusedStep(HostStep):
             if not unit.is_on_device and (steps := settings(unit)):
                 for gate, experts in pieces:
                     gate.close_until(self._submit(unit, resident, steps, experts=experts))
+        _count_up(entries)
         if outside:
             with narrowed_to(optimizer, outside):
                 own_step()
@@ -379,7 +378,7 @@ class FusedStep(HostStep):
             if used is None:
                 continue
             entry = self._optimizer.state.get(state.parameter)
-            if not entry or not self._is_shown(entry, state):
+            if not entry or not shows(entry, state):
                 raise StateError(
                     "the optimizer's state was emptied or replaced between backward and step(), but layers were stepped in "
                     "backward already, since max_grad_norm is 0; do it after step(), or set megatrain_config.step_schedule to "
@@ -420,8 +419,9 @@ class FusedStep(HostStep):
         entries = [self._entry(states, state) for state, _ in found]
         steps = [
             (state, _adam_arguments(group, number, 1.0, self._is_adamw))
-            for (state, group), number in zip(found, self._next_steps([state for state, _ in found]), strict=True)
+            for (state, group), number in zip(found, _next_steps(entries), strict=True)
         ]
+        _count_up(entries)
         rows = [state.row for state, _ in steps]
 
         def gradients_are_finite() -> bool:

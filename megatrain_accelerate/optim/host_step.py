@@ -133,8 +133,8 @@ class HostStep:
         Brings foreign gradient tensors into the store, and other modules' states beside their parameters.
 
         Raises:
-            UnsupportedError: a parameter that was frozen when the model was prepared has a gradient, or another streamed
-                model's.
+            UnsupportedError: a parameter has a gradient that was frozen when the model was prepared, or that is another
+                streamed model's.
         """
         found, outside = [], []
         for group in optimizer.param_groups:
