@@ -130,7 +130,6 @@ class HostUnit:
             length, dtype = self._flat(kind)
             setattr(self, kind, tensor(0, (length,), dtype))
         for state in self.states:
-            state.addresses = None
             spec, weight_offset, offset = state.entry.spec, state.entry.weight_offset, state.entry.state_offset
             if kind == "weights":
                 state.weight = tensor(weight_offset, spec.shape, spec.dtype)

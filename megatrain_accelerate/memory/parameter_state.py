@@ -155,8 +155,6 @@ class ParameterState:
     sum_residual: torch.Tensor | None = None
     """The same beside ``parameter.grad``, where the sum is made: ``gradient_residual`` itself, but for a resident parameter
     whose states are on the host. It counts while the handle :attr:`~ParamHandle.has_fp32_sum`."""
-    addresses: tuple[int, ...] | None = None
-    """Where ``weight``, ``residual`` and moments begin. Noted by a step on the device; None again when one is set anew."""
     row: int | None = None
     """Its place in tables of all trained parameters of a model; None of a frozen one."""
     normed: NotedTensor | None = None

@@ -33,13 +33,6 @@ class ParameterStep(NamedTuple):
     arguments: AdamArguments
     grad_residual: torch.Tensor | None = None
     first_element: int = 0
-    addresses: tuple[int, ...] | None = None
-    """Of weight, residual and moments, where they are known."""
-
-
-def addresses_of(*tensors: torch.Tensor | None) -> tuple[int, ...]:
-    """Where tensors begin in memory; 0 for one that there isn't."""
-    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
 
 def device_kernels(device: torch.device, host_kernels: HostKernels) -> StepKernels:
@@ -93,10 +86,10 @@ class DeviceKernels:
         rows, chunks = [], 0
         for step in steps:
             # What the kernel doesn't read stands for what there isn't.
-            addresses = step.addresses or addresses_of(step.weight, step.residual, *step.moments)
-            count = step.weight.numel()
-            rows.append([*addresses, *addresses_of(step.grad, step.grad_residual), count, step.first_element, chunks])
-            chunks += -(-count // _CHUNK)
+            tensors = (step.weight, step.residual, *step.moments, step.grad, step.grad_residual)
+            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+            rows.append([*addresses, step.weight.numel(), step.first_element, chunks])
+            chunks += -(-step.weight.numel() // _CHUNK)
         aligned = not any(address % 16 for row in rows for address in row[:6])
         table = torch.tensor(rows, dtype=torch.int64, pin_memory=True).to(first.weight.device, non_blocking=True)
         chunks_of_row = (table[:, 6] + (_CHUNK - 1)) // _CHUNK

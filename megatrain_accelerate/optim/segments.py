@@ -10,7 +10,7 @@ import torch
 from megatrain_accelerate.memory.flat_layout import ALIGNMENT_ELEMENTS, ExpertRange
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
-from megatrain_accelerate.optim.device_kernel import ParameterStep, StepKernels, addresses_of
+from megatrain_accelerate.optim.device_kernel import ParameterStep, StepKernels
 from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
 from megatrain_accelerate.optim.moments import Int8Moments
 
@@ -85,13 +85,11 @@ def step_on_device(steps: Sequence[tuple[ParameterState, AdamArguments]], kernel
         assert state.moments is not None
         of_sum = state.gradient_residual if state.handle.has_fp32_sum else None
         first = state.entry.state_offset or 0
-        if state.addresses is None:
-            state.addresses = addresses_of(state.weight, state.residual, *state.moments)
         tensors = (state.weight, state.residual, state.moments, gradient.contiguous())
-        found.append(ParameterStep(*tensors, arguments, of_sum, first, state.addresses))
+        found.append(ParameterStep(*tensors, arguments, of_sum, first))
     if isinstance(kernels, HostKernels):
         for step in found:
-            kernels.adamw(*step[:-1])
+            kernels.adamw(*step)
     else:
         kernels.adamw_of_many(found)
 
