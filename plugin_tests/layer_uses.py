@@ -21,13 +21,14 @@ from megatrain_accelerate.streaming.streams import SlotState, WeightSlot
 Step = Callable[[Any], list[torch.Tensor]]
 Failure = type[BaseException]
 
-PLACEMENTS: dict[str, tuple[float, int]] = {
-    "kept": (1.0, 2),
-    "recomputed": (0.0, 2),
-    "mixed": (0.5, 2),
-    "recomputed_with_3_slots": (0.0, 3),
+PLACEMENTS: dict[str, tuple[float, dict[str, int]]] = {
+    "kept": (1.0, {"slots": 2}),
+    "recomputed": (0.0, {"slots": 2}),
+    "mixed": (0.5, {"slots": 2}),
+    "recomputed_with_3_slots": (0.0, {"slots": 3}),
+    "fitting": (1.0, {"device_layers": -1}),
 }
-"""The share of the layers whose activations are kept, counted from the model's end, and the number of slots."""
+"""The share of the layers whose activations are kept, counted from the model's end, and settings."""
 
 RECOMPUTED = ("recomputed", "mixed", "recomputed_with_3_slots")
 
@@ -100,7 +101,7 @@ def spoil_released_slots(prefetcher: Prefetcher) -> None:
 
     def release_and_spoil(slot: WeightSlot) -> None:
         release(slot)
-        if slot.state is not SlotState.IN_USE:
+        if slot.state is not SlotState.IN_USE and slot in prefetcher.slots:  # others are the home of what they hold
             slot.buffer.fill_(0xFF)
             slot.holder = None
 
@@ -110,9 +111,9 @@ def spoil_released_slots(prefetcher: Prefetcher) -> None:
 @contextlib.contextmanager
 def placed(model: nn.Module, placement: str, **settings: Any) -> Iterator[Engine]:
     """``model`` streams and computes in fp32, under one of :data:`PLACEMENTS`. Slots that nobody uses are spoilt."""
-    share, slots = PLACEMENTS[placement]
+    share, of_placement = PLACEMENTS[placement]
     layers = len(discover_layers(model, settings.get("layer_classes", ())).layers)
-    engine = attach(model, bf16=False, keep_layers=int(share * layers), slots=slots, **settings)
+    engine = attach(model, bf16=False, keep_layers=int(share * layers), **{**of_placement, **settings})
     spoil_released_slots(engine.runtime.prefetcher)
     try:
         yield engine

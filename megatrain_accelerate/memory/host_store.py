@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
@@ -217,6 +218,13 @@ class HostUnit:
     @property
     def is_on_device(self) -> bool:
         return self.device is not None
+
+    def note_stepped(self) -> None:
+        """The weights, which live on the device, have been stepped by a kernel of which autograd knows nothing."""
+        self.version += 1
+        increment_version([state.parameter for state in self.states])
+        for state in self.states:
+            state.handle.note_version()
 
     def move(self, device: torch.device | None, kernels: StepKernels) -> None:
         """Weights, residuals and moments live on ``device`` from now on, where gradients are autograd's own.

@@ -59,7 +59,7 @@ class ParamHandle:
                 handle.mark_written()  # others take over what somebody put there, too
         self.parameter.data = self._shown = data
         self._address = data.data_ptr()
-        self._seen_version = self.parameter._version
+        self.note_version()
 
     @property
     def is_shown(self) -> bool:
@@ -77,6 +77,10 @@ class ParamHandle:
         if parameter._version != self._seen_version:
             return True
         return parameter.data_ptr() != self._address and not self._is_shown_by_any
+
+    def note_version(self) -> None:
+        """The master agrees with the data as they are now."""
+        self._seen_version = self.parameter._version
 
     def mark_written(self) -> None:
         """The data count as written, though no version may show it."""
@@ -101,7 +105,7 @@ class ParamHandle:
             yield
         finally:
             self._replace(*before)
-            self._seen_version = self.parameter._version
+            self.note_version()
 
     def _replace(self, data: torch.Tensor, gradient: torch.Tensor | None) -> None:
         self.parameter.grad = None  # data must be of its dtype and device

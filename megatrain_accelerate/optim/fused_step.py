@@ -338,7 +338,7 @@ class FusedStep(HostStep):
             if on_device:
                 step_on_device([step for _, steps in on_device for step in steps], on_device[0][0].kernels)
             for unit, _ in on_device:
-                unit.version += 1
+                unit.note_stepped()
         except BaseException as error:
             runtime.worker.fail(error)
             raise

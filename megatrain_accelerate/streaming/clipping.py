@@ -33,6 +33,15 @@ class NormTable:
         start = next((state.row for state in unit.states if state.row is not None), 0)
         return self.norms[start : start + len(unit.layout.trainable_entries)]
 
+    def fill(self, states: Sequence[ParameterState], norms: torch.Tensor) -> None:
+        """Issues the copies of the norms of these trained parameters' gradients, which are on the device."""
+        rows = [row for state in states if (row := state.row) is not None]
+        if rows == list(range(rows[0], rows[-1] + 1)):
+            self.norms[rows[0] : rows[-1] + 1].copy_(norms, non_blocking=True)
+        else:
+            for row, norm in zip(rows, norms.unbind(), strict=True):
+                self.norms[row].copy_(norm, non_blocking=True)
+
     def close(self) -> None:
         self._memory.close()
 

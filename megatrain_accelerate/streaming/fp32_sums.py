@@ -78,6 +78,8 @@ class Fp32Sums:
         self._device_kernels: DeviceKernels | None = None
         self._is_prepared = False
         self._set_aside: dict[int, RunningSum] = {}
+        self._takes_up: dict[int, Any] = {}
+        """Handles of the hooks that take up what autograd adds to those, by the ``id`` of the state."""
 
     def prepare(self, staging_bytes: int = 0) -> None:
         """Makes the residuals, 2 bytes a parameter, if they don't exist; ``staging_bytes`` are about to be taken besides.
@@ -167,13 +169,18 @@ class Fp32Sums:
         if not self.is_wanted:
             return []
         hook = weakly(self._take_aside)
-        return [state.parameter.register_hook(functools.partial(hook, weakref.ref(state))) for state in states]
+        return [state.parameter.register_hook(functools.partial(hook, weakref.ref(state), False)) for state in states]
 
-    def _take_aside(self, found: weakref.ref[ParameterState], fresh: torch.Tensor) -> None:
+    def before_accumulation(self, found: weakref.ref[ParameterState], arrived: tuple[torch.Tensor | None, ...]) -> None:
+        """A hook of the node by which autograd adds to a parameter's gradient: they are summed in fp32."""
+        if self.is_wanted and arrived[0] is not None:
+            self._take_aside(found, True, arrived[0])
+
+    def _take_aside(self, found: weakref.ref[ParameterState], takes_up: bool, fresh: torch.Tensor) -> None:
         """``fresh`` is about to be accumulated into ``parameter.grad``, or taken by ``torch.autograd.grad``."""
         if (state := found()) is None:
             return
-        self._set_aside.pop(id(state), None)  # of a backward that failed
+        self._pop(state)  # of a backward that failed
         earlier = state.parameter.grad
         if earlier is None or earlier.dtype != torch.bfloat16 or fresh.dtype != torch.bfloat16 or not _is_plain(earlier):
             return
@@ -183,12 +190,25 @@ class Fp32Sums:
         running = self.running(state)
         if running is not None:
             self._set_aside[id(state)] = running
+            if takes_up:
+                added = functools.partial(weakly(self._added), weakref.ref(state))
+                self._takes_up[id(state)] = state.parameter.register_post_accumulate_grad_hook(added)
             state.handle.set_gradient(None, keeps_sum=True)
             Variable._execution_engine.queue_callback(functools.partial(self._put_back, state))
 
+    def _pop(self, state: ParameterState) -> RunningSum | None:
+        if (handle := self._takes_up.pop(id(state), None)) is not None:
+            handle.remove()
+        return self._set_aside.pop(id(state), None)
+
+    def _added(self, found: weakref.ref[ParameterState], _: torch.Tensor) -> None:
+        if (state := found()) is not None:
+            self.take_up(state)
+            state.normed = None
+
     def take_up(self, state: ParameterState) -> None:
         """autograd accumulated into ``parameter.grad``: adds it to what was set aside, which takes its place again."""
-        running = self._set_aside.pop(id(state), None)
+        running = self._pop(state)
         fresh = state.parameter.grad
         if running is None or fresh is None:
             return
@@ -199,7 +219,7 @@ class Fp32Sums:
 
     def _put_back(self, state: ParameterState) -> None:
         """The backward is over: a gradient to which nothing was added (``torch.autograd.grad``) takes its place again."""
-        running = self._set_aside.pop(id(state), None)
+        running = self._pop(state)
         if running is not None and state.parameter.grad is None:
             state.handle.set_gradient(running.gradient, keeps_sum=True)
 

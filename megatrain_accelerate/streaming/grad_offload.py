@@ -133,13 +133,13 @@ class GradientOffloader:
             self.add_in_place(state, gradient)
             state.normed = None
         if self.gradients_complete():
-            self._send_from_device(layer, taken.rows, taken.states, [])
+            self._send_from_device(layer.name, taken.states, [])
 
     def fetch(self, group: ResidentGroup, only: torch.Tensor | None = None) -> None:
         """Copies those of a group's gradients (or one alone) that aren't on the host yet."""
-        for row, state in enumerate(state for state in group.unit.states if state.entry.spec.trainable):
+        for state in group.unit.states:
             parameter = state.parameter
-            if parameter.grad is None or state.has_norm or (only is not None and parameter is not only):
+            if state.row is None or parameter.grad is None or state.has_norm or (only is not None and parameter is not only):
                 continue
             # WAR: a step that is still to be applied reads the gradients of the pass before.
             self.meter.wait_for_step(group.name, group.gate)
@@ -147,33 +147,29 @@ class GradientOffloader:
             residual = state.gradient_residual
             if copies and state.handle.has_fp32_sum and residual is not None and state.sum_residual is not None:
                 copies.append((residual, state.sum_residual))
-            self._send_from_device(group, [row], [state], copies)
+            self._send_from_device(group.name, [state], copies)
+
+    def send_norms(self, states: list[ParameterState]) -> None:
+        """Sends the norms of gradients that stay on the device to the host."""
+        if states:
+            self._send_from_device("norms", states, [])
 
     def _send_from_device(
-        self,
-        owner: StreamedLayer | ResidentGroup,
-        rows: list[int],
-        states: list[ParameterState],
-        copies: list[tuple[torch.Tensor, torch.Tensor]],
+        self, name: str, states: list[ParameterState], copies: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """Issues these copies to the host, and those of the norms to these rows of the unit's."""
+        """Issues these copies to the host, and those of the norms of the parameters' gradients."""
         norms = torch.stack(self.sums.norms(states))
         ready_event = self.streams.event()
         ready_event.record(self.streams.compute_stream)
         d2h_stream = self.streams.d2h_stream
-        table = self.norms.of_unit(owner.unit)
-        with self.streams.on(d2h_stream), named_range(f"megatrain::copy_gradients ({owner.name})"):
+        with self.streams.on(d2h_stream), named_range(f"megatrain::copy_gradients ({name})"):
             # RAW: gradients and norms must be finished.
             d2h_stream.wait_event(ready_event)
             for target, source in copies:
                 with self.meter.copying(Cause.D2H, target.nbytes):
                     target.copy_(source, non_blocking=True)
                 self.meter.counters.d2h_bytes += target.nbytes
-            if len(rows) == table.numel():
-                table.copy_(norms, non_blocking=True)
-            else:
-                for row, norm in zip(rows, norms.unbind(), strict=True):
-                    table[row].copy_(norm, non_blocking=True)
+            self.norms.fill(states, norms)
             self._fetched_event.record(d2h_stream)
         # The allocator may hand out their memory again while the copies run.
         self._in_flight += [norms, *(source for _, source in copies)]

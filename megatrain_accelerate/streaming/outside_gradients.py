@@ -1,8 +1,10 @@
-"""Gradients that reach a streamed weight from outside its layer: a penalty on the weights, a regularisation of adapters.
+"""Gradients that autograd itself accumulates in a layer's parameter, before it does.
 
-The weight lies on the host, so that autograd accumulates them on the thread that called backward, while the GPU's thread
-runs the layers and issues the copies of their own gradients into the same memory. They are set aside until backward is over
-and all copies have landed, and are added then.
+Those of a streamed weight come from outside its layer: a penalty on the weights, a regularisation of adapters. The weight
+lies on the host, so that autograd accumulates them on the thread that called backward, while the GPU's thread runs the
+layers and issues the copies of their own gradients into the same memory. They are set aside until backward is over and all
+copies have landed, and are added then. A weight that lives on the device is itself what computes where nothing streams: its
+gradients stay where they are, and several of them are summed in fp32 (:mod:`.fp32_sums`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _BACKWARDS = 8
 
 
 class OutsideGradients:
-    """Takes such gradients before autograd does, and adds them when their backward is over."""
+    """Takes such gradients before autograd does; those of a streamed weight are added when their backward is over."""
 
     def __init__(self, units: Iterable[HostUnit], offloader: GradientOffloader) -> None:
         self._offloader = offloader
@@ -44,8 +46,11 @@ class OutsideGradients:
     def _watch(self, unit: HostUnit) -> None:
         for _, handle in self._watched.get(id(unit), ()):
             handle.remove()
+        states = [state for state in unit.states if state.entry.spec.trainable]
         # On the device autograd's thread is the one that runs the layers.
-        states = [] if unit.is_on_device else [state for state in unit.states if state.entry.spec.trainable]
+        sums, take = self._offloader.sums, functools.partial(weakly(self._take), weakref.ref(unit))
+        if unit.is_on_device:
+            take = weakly(sums.before_accumulation)
         watched = self._watched[id(unit)] = []
         for state in states:
             # Autograd's node that adds to ``parameter.grad``: there is one at a time, for as long as anybody holds it.
@@ -54,8 +59,7 @@ class OutsideGradients:
                 state.parameter.requires_grad_(True)
                 node = get_gradient_edge(state.parameter).node
                 state.parameter.requires_grad_(is_trained)
-            take = functools.partial(weakly(self._take), weakref.ref(unit), weakref.ref(state))
-            watched.append((node, node.register_prehook(take)))
+            watched.append((node, node.register_prehook(functools.partial(take, weakref.ref(state)))))
 
     def moved(self, unit: HostUnit) -> None:
         """To be called when a unit has moved to or from the device: its weights' nodes are others then."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from megatrain_accelerate.streaming.caches import without_caches
 from megatrain_accelerate.streaming.call_gradients import GradientSums
 from megatrain_accelerate.streaming.call_order import CallOrder, OpenForward, Tape
 from megatrain_accelerate.streaming.clipping import Clipping, NormTable
-from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
+from megatrain_accelerate.streaming.compiled_layer import CompiledLayers, without_autocast_cache
 from megatrain_accelerate.streaming.expert_streams import ExpertStreams
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
@@ -30,7 +31,7 @@ from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter, UpdateGate, named_range
 from megatrain_accelerate.streaming.micro_batches import BatchCut
 from megatrain_accelerate.streaming.model_hook import weakly
-from megatrain_accelerate.streaming.nested_tensors import taken_apart
+from megatrain_accelerate.streaming.nested_tensors import taken_apart, tensors_in
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.outside_gradients import OutsideGradients
 from megatrain_accelerate.streaming.prefetch import Prefetcher
@@ -154,6 +155,8 @@ class StreamingRuntime:
         self.outside = OutsideGradients([part.unit for part in (*self.layers, *self.experts)], self.offloader)
         self.dry_run: LayerRunner | None = None
         """What runs the layers on trial, for a plan or a probe."""
+        self._nothing_streams = False
+        """Whether all layers live on the device, their experts too: their own parameters are what they compute with."""
         self._backward_task: int | None = None
         self._open_forwards: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         self._in_this_backward: weakref.WeakSet[OpenForward] = weakref.WeakSet()
@@ -222,9 +225,15 @@ class StreamingRuntime:
             if layer.has_trainable or any(tensor.requires_grad for tensor in taken_apart(arguments)[0]):
                 self.prefetcher.let_go()  # also where no forward of the whole model told that training goes on
                 tape, position = self.order.record(layer.index)
-                self._open_forwards.add(_open_forward := tape.open_forward())  # alive until a call holds it
+                self._open_forwards.add(open_forward := tape.open_forward())  # alive until a call holds it
+                if self._is_plain:
+                    return self._run_plain(layer, open_forward, *arguments)
                 return self._graph_calls.run(layer, tape, position, *arguments)
         tape, position = self.order.record(layer.index)
+        if self._nothing_streams:
+            self._show_plain(layer)
+            with layer.tiles.at_work(args, kwargs):
+                return layer.forward(*args, **kwargs)
         slot = self.acquire_forward(layer, tape, position, False)
         try:
             weights = slot.views(layer.unit.layout)
@@ -233,6 +242,42 @@ class StreamingRuntime:
                 return layer.forward(*args, **kwargs)
         finally:
             self.prefetcher.release(slot)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the model fits the device with its states and activations: layers run as plain modules do."""
+        is_whole = self.batch_cut.size is None and not self.token_tile
+        return self._nothing_streams and is_whole and len(self.kept_layers) == len(self.layers)
+
+    def _show_plain(self, layer: StreamedLayer) -> None:
+        """The layer is about to compute with its own parameters."""
+        if self.watch.is_on:
+            self.watch.release(state.parameter for state in layer.unit.states)
+        layer.refresh_if_written()
+        self._last_layer_begins(layer)
+
+    def _run_plain(
+        self, layer: StreamedLayer, open_forward: OpenForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs a layer of a model that fits. Autograd saves its parameters themselves and accumulates their gradients."""
+        self._show_plain(layer)
+        shared = SharedMappings(args, kwargs)
+        captures = self.compiled.wants(layer)
+        with named_range(f"megatrain::forward ({layer.name})"), without_autocast_cache():
+            if captures is None:
+                output = layer.run(shared.args, shared.kwargs)
+            else:
+                output = self.compiled.run(layer, captures, shared.args, shared.kwargs, self.memory_budgets[1])
+        begins = functools.partial(weakly(self._plain_backward_begins), open_forward)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(begins)
+        return shared.take_back(output)
+
+    def _plain_backward_begins(self, open_forward: OpenForward, _: torch.Tensor) -> None:
+        """A hook of what such a layer returned; with it the graph holds the forward that made it."""
+        self._in_this_backward.add(open_forward)
+        self.backward_begins()
 
     def offloads_inputs(self, layer: StreamedLayer) -> bool:
         """Whether the layer is recomputed, and its inputs go to the host until then."""
@@ -243,11 +288,14 @@ class StreamingRuntime:
         """The slot with the layer's weights, for a call; it is to be released."""
         upcoming = self.order.after_forward(tape, position, self._look_ahead, backward_follows)
         slot = self.prefetcher.acquire(layer, upcoming)
+        self._last_layer_begins(layer)
+        return slot
+
+    def _last_layer_begins(self, layer: StreamedLayer) -> None:
+        """Some read the head's weight without calling the head (Liger, TRL): behind the last layer it must be valid."""
         if layer is self.layers[-1]:
-            # Some read the head's weight without calling the head (Liger, TRL): it must be valid from here on.
             for group in self.groups:
                 group.wait_for_step()
-        return slot
 
     def lease_backward(self, layer: StreamedLayer, tape: Tape, position: int) -> WeightSlot:
         """A slot with the layer's weights, for the backward of a call."""
@@ -301,6 +349,7 @@ class StreamingRuntime:
         if not self.offloader.gradients_complete():
             self.watch.begin()
         else:
+            self._send_norms()
             # From here on anybody may read `parameter.grad`, or let go of it.
             with self.meter.blocked_by(Cause.BACKWARD_END), named_range("megatrain::wait_for_gradients"):
                 self.offloader.wait()
@@ -353,7 +402,10 @@ class StreamingRuntime:
             self.streams.synchronize()
             targets: list[tuple[Part, bool]] = [(layer, layer.index in on_device) for layer in self.layers]
             targets += [(group, groups_on_device) for group in self.groups]
-            relocate(targets, resident, self.prefetcher, self.streams.device, self.kernels, self._moved)
+            try:
+                relocate(targets, resident, self.prefetcher, self.streams.device, self.kernels, self._moved)
+            finally:
+                self._nothing_streams = not self.experts and all(layer.unit.is_on_device for layer in self.layers)
             if self.offloader.takes_gradients:
                 self.offloader.allocate_slots(self.gradients_leave)
 
@@ -377,7 +429,14 @@ class StreamingRuntime:
             self.clipping.settle_stepped(others_follow=False)
         for group in self.groups:
             self.offloader.fetch(group)
+        self._send_norms()
         self.offloader.wait()
+
+    def _send_norms(self) -> None:
+        """Sends the norms of gradients that autograd accumulated in layers' own parameters, where they aren't known."""
+        if self._nothing_streams:
+            states = [state for layer in self.layers for state in layer.trainable]
+            self.offloader.send_norms([s for s in states if s.parameter.grad is not None and not s.has_norm])
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Lets the next step scale the gradients so that their global norm is at most ``max_norm``.

@@ -14,7 +14,7 @@ from plain_torch import PlainRun, token_batches
 
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.planning.device_plan import LIBRARY_WORKSPACE_BYTES
-from megatrain_accelerate.streaming import expert_function, expert_parts, grad_offload
+from megatrain_accelerate.streaming import expert_function, expert_streams, grad_offload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -100,13 +100,13 @@ def test_a_part_is_not_overwritten_while_its_slow_kernels_read_it(monkeypatch: p
 
 def test_a_part_is_not_read_before_its_slow_copy_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = in_three_parts()
-    copy = expert_parts._PartPrefetcher._copy
+    copy = expert_streams._PartPrefetcher._copy
 
     def slow(self: Any, *args: Any) -> None:
         torch.cuda._sleep(SLEEP_CYCLES)  # on the stream of the copy
         copy(self, *args)
 
-    monkeypatch.setattr(expert_parts._PartPrefetcher, "_copy", slow)
+    monkeypatch.setattr(expert_streams._PartPrefetcher, "_copy", slow)
     assert_same(trained(3), expected)
 
 

@@ -105,7 +105,7 @@ def test_a_training_that_is_resumed_goes_on_by_its_plan_whatever_the_machine_mea
         speeds = Machine(device_flops=1e12, device_bytes=1e12, h2d_bytes=link, d2h_bytes=link, host_step_parameters=link)
         monkeypatch.setattr(device_plan, "measured_machine", lambda *_: speeds)
         script = functools.partial(Trainer.train, resume_from_checkpoint=checkpoint)
-        settings = {"gpu_memory_gib": 0.1257}
+        settings = {"gpu_memory_gib": 0.1255}
         run = run_trainer(tiny_llama, tmp_path / name, streamed=True, script=script, settings=settings, **arguments)
         engine = engine_of(run.trainer.model)
         assert engine is not None
