@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -48,9 +48,9 @@ class OutsideGradients:
             handle.remove()
         states = [state for state in unit.states if state.entry.spec.trainable]
         # On the device autograd's thread is the one that runs the layers.
-        sums, take = self._offloader.sums, functools.partial(weakly(self._take), weakref.ref(unit))
+        take: Callable[..., Any] = functools.partial(weakly(self._take), weakref.ref(unit))
         if unit.is_on_device:
-            take = weakly(sums.before_accumulation)
+            take = weakly(self._offloader.sums.before_accumulation)
         watched = self._watched[id(unit)] = []
         for state in states:
             # Autograd's node that adds to ``parameter.grad``: there is one at a time, for as long as anybody holds it.
