@@ -8,6 +8,7 @@ without data, which the next real forward would find.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import math
@@ -253,29 +254,50 @@ def launches_without_data() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def caches_emptied_after(model: nn.Module) -> Iterator[None]:
-    """Empties the caches (``functools.lru_cache``) to which the body added an entry.
+def nothing_kept(model: nn.Module) -> Iterator[None]:
+    """What the body puts into caches and containers of the model's code is out of them again when it is over.
 
-    Those that the code of the model's classes can name are looked at: decorated functions and
-    methods in the Python modules that define them, also below transformers'
-    ``compile_compatible_method_lru_cache``, and attributes of the model's modules.
+    Caches (``functools.lru_cache``) that got an entry are emptied; lists, dicts, sets and attributes of plain objects hold
+    again what they held. Those are looked at that the model's modules have as attributes, or the Python modules that define
+    their classes: decorated functions and methods, also below transformers' ``compile_compatible_method_lru_cache``, and
+    objects of classes that are defined beside.
     """
-    caches = [(cache, cache.cache_info().misses) for cache in _caches_of(model)]
+    caches, containers = _kept_by(model)
+    misses = [cache.cache_info().misses for cache in caches]
+    held = [_entries(container) for container in containers]
     try:
         yield
     finally:
-        for cache, misses in caches:
-            if cache.cache_info().misses != misses:
+        for cache, before in zip(caches, misses, strict=True):
+            if cache.cache_info().misses != before:
                 cache.cache_clear()
+        for container, entries in zip(containers, held, strict=True):
+            now = _entries(container)
+            if len(now) != len(entries) or any(a is not b for a, b in zip(now, entries, strict=True)):
+                container.clear()
+                if isinstance(container, dict):
+                    container.update(zip(entries[::2], entries[1::2], strict=True))
+                elif isinstance(container, set):
+                    container.update(entries)
+                else:
+                    container.extend(entries)
 
 
-def _caches_of(model: nn.Module) -> list[Any]:
+def _entries(container: Any) -> list[Any]:
+    """What it holds; of a dict each key before its value."""
+    return [at for item in container.items() for at in item] if isinstance(container, dict) else list(container)
+
+
+def _kept_by(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """The caches and the containers; see :func:`nothing_kept`."""
     # Values, each with the name of the Python module that defines the classes to be looked into.
     todo = [(value, "") for module in model.modules() for value in vars(module).values()]
-    for name in {cls.__module__ for module in model.modules() for cls in type(module).__mro__}:
-        if name.split(".")[0] not in _NOT_OF_MODELS and name in sys.modules:
-            todo += [(value, name) for value in vars(sys.modules[name]).values()]
-    found: dict[int, Any] = {}
+    names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    homes = {name for name in names if name.split(".")[0] not in _NOT_OF_MODELS and name in sys.modules}
+    for home in homes:
+        todo += [(value, home) for name, value in vars(sys.modules[home]).items() if not name.startswith("__")]
+    caches: dict[int, Any] = {}
+    containers: dict[int, Any] = {}
     seen: set[tuple[int, str]] = set()
     while todo:
         value, home = todo.pop()
@@ -287,7 +309,7 @@ def _caches_of(model: nn.Module) -> list[Any]:
             continue
         seen.add((id(value), home))
         if isinstance(value, _Cache):
-            found[id(value)] = value
+            caches[id(value)] = value
         elif isinstance(value, types.FunctionType):
             for cell in value.__closure__ or ():
                 with contextlib.suppress(ValueError):  # the cell is still empty
@@ -295,4 +317,11 @@ def _caches_of(model: nn.Module) -> list[Any]:
                         todo.append((cell.cell_contents, home))
         elif isinstance(value, type) and value.__module__ == home:
             todo += [(attribute, home) for attribute in vars(value).values()]
-    return list(found.values())
+        elif isinstance(value, (dict, list, set, collections.deque)):
+            containers[id(value)] = value
+            todo += [
+                (entry, "") for entry in (value.values() if isinstance(value, dict) else value) if not isinstance(entry, str)
+            ]
+        elif type(value).__module__ in homes and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
+            todo.append((vars(value), ""))
+    return list(caches.values()), list(containers.values())

@@ -24,9 +24,9 @@ from megatrain_accelerate.loss.products import runs_on_gpu
 from megatrain_accelerate.planning.fake_runs import (
     KnownValues,
     NumbersOfTensors,
-    caches_emptied_after,
     compiled_functions_as_python,
     launches_without_data,
+    nothing_kept,
     taken_for_data,
 )
 from megatrain_accelerate.planning.machine import Machine
@@ -251,7 +251,7 @@ def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device)
     inputs = _with_own_head(_without_full_masks(inputs))
     with (
         random_numbers_put_back(torch.device("cpu")),
-        caches_emptied_after(model),
+        nothing_kept(model),
         launches_without_data(),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         KnownValues() as values,

@@ -22,7 +22,6 @@ from transformers.models.dinov3_vit import modeling_dinov3_vit
 from megatrain_accelerate.engine import engine_of
 
 PLANNED = {"gpu_memory_gib": 1.0}
-LATER = "Real batches at full speed: one plan, measured once"
 
 
 def empty_caches(*functions: Any) -> None:
@@ -124,19 +123,7 @@ def cached_table(length: int) -> torch.Tensor:
     return table_of(length)
 
 
-# A tensor without data among real ones: the test sees it, or else torch warns of what becomes of it.
-in_containers = pytest.mark.xfail(strict=True, raises=(AssertionError, UserWarning), reason=LATER)
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        "cached function",
-        "cached method",
-        "attribute",
-        *(pytest.param(place, marks=in_containers) for place in ("global", "dict", "helper")),
-    ],
-)
+@pytest.mark.parametrize("place", ["cached function", "cached method", "attribute", "global", "dict", "helper"])
 def test_what_a_forward_keeps_for_later_ones_has_data(place: str) -> None:
     def script(accelerator: Accelerator) -> tuple[nn.Module, Observed]:
         TABLES.clear()
@@ -182,7 +169,6 @@ class Watching(nn.Module):
         return output
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=LATER)
 @pytest.mark.parametrize("where", ["model", "layer"])
 def test_a_list_that_a_forward_appends_to_has_an_entry_for_each_call(where: str) -> None:
     with plugin(**PLANNED):
