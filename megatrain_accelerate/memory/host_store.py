@@ -40,9 +40,6 @@ class HostUnit:
         moments_dtype: fp32, bf16, or int8 for codes and scales.
     """
 
-    changes = 0
-    """Of the versions of all units of this process."""
-
     def __init__(
         self,
         name: str,
@@ -71,7 +68,7 @@ class HostUnit:
             ParameterSpec(key, tuple(parameter.shape), dtype, parameter.requires_grad)
             for (key, parameter), dtype in zip(parameters, dtypes, strict=True)
         )
-        self._version = 0
+        self.version = 0
         self.weights = torch.empty(0)
         """Flat weights, uint8: what one copy moves to a slot."""
         self.residuals = torch.empty(0, dtype=torch.int16)
@@ -207,15 +204,6 @@ class HostUnit:
             if register:
                 self._registered_kinds.add("gradient_residuals")
             self._make("gradient_residuals").register()
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self._version = version
-        HostUnit.changes += 1
 
     @property
     def moment_bytes(self) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 import torch
 
 from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.streaming.expert_parts import ExpertPart
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter, named_range
@@ -54,8 +53,6 @@ class Prefetcher:
         self.leases: dict[int, WeightSlot] = {}
         """Slots of the layers whose backward has begun, by index; see :meth:`lease`."""
         self._upcoming: Sequence[int] = ()
-        self._complete_at = -1
-        """:attr:`HostUnit.changes` when every layer was found to have its weights in a slot of its own."""
         self.at_address: dict[int, WeightSlot] = {}
         """The slots that there are, by where their memory begins."""
         self.give_own_slots(())
@@ -219,7 +216,6 @@ class Prefetcher:
 
     def _note_slots(self) -> None:
         """Called when there are others."""
-        self._complete_at = -1
         slots = (*self.slots, *self.own_slots.values())
         self.at_address = {slot.address: slot for slot in slots}
         current = {slot.holder[0]: slot for slot in slots if slot.holder is not None and not self._is_stale(slot)}
@@ -259,8 +255,6 @@ class Prefetcher:
         return found
 
     def _prefetch(self, upcoming: Sequence[int]) -> None:
-        if self._complete_at == HostUnit.changes:
-            return
         layers, slot_of, own_slots = self._layers, self._slot_of, self.own_slots
         room = sum([slot.state is not SlotState.IN_USE for slot in self.slots])
         wanted: set[int] = set()
@@ -276,8 +270,6 @@ class Prefetcher:
             slot = slot_of.get(index)
             if (slot is None or slot.holder != (index, layers[index].unit.version)) and index not in self._on_device:
                 missing.append(index)
-        if not missing and len(own_slots) == len(set(upcoming)) == len(layers):
-            self._complete_at = HostUnit.changes
         for index in dict.fromkeys(missing):
             layer = layers[index]
             if not layer.gate.is_open:

@@ -10,10 +10,8 @@ import torch
 
 from megatrain_accelerate.cli import main
 from megatrain_accelerate.doctor.checks import measure_link
-from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.planning import machine
-from megatrain_accelerate.units import MIB
 
 pytestmark = pytest.mark.gpu
 
@@ -55,17 +53,8 @@ def test_an_estimate_for_this_machine_goes_by_its_measured_speeds(capsys: pytest
     assert found["rows"][0]["gpu_gib"] <= found["gpu_planned_gib"]
 
 
-def test_copies_are_slower_while_the_host_steps() -> None:
+def test_the_share_of_the_link_that_copies_have_beside_the_hosts_step_is_measured() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    memory = HostMemory(256 * MIB, huge_pages=True, register=True)
-    memory.register()
-    host, on_device = memory.tensor(0, (256 * MIB,), torch.uint8), torch.empty(256 * MIB, dtype=torch.uint8, device=device)
-    alone = machine._seconds_of_both(on_device, host)
-    kernels = HostKernels()
-    with machine._repeated(machine._host_step(kernels, 96 * MIB)):
-        beside = machine._seconds_of_both(on_device, host)
-    memory.close()
-    assert sum(beside) > 1.1 * sum(alone)
-    speeds = machine._measure(device, kernels, register=True)
+    speeds = machine._measure(device, HostKernels(), register=True)
     for share in (speeds.h2d_share_in_step, speeds.d2h_share_in_step):
         assert 0.05 < share <= 1.0

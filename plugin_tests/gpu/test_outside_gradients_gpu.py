@@ -20,7 +20,7 @@ LARGER: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hi
 """Copies that take a while, and several layers of them."""
 
 
-@pytest.mark.parametrize("settings", [{}, {"keep_layers": 6}, {"device_layers": 3}])
+@pytest.mark.parametrize("settings", [{}, {"keep_layers": 6}, {"device_layers": 3}, {"keep_layers": 6, "device_layers": -1}])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("make", "trainer_class"), [(tiny_llama, Penalised), (tiny_llama, PenalisedBefore), (adalora, Trainer)]

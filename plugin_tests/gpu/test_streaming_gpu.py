@@ -261,12 +261,13 @@ def test_gpu_peak_stays_within_the_predicted_figure(length: int) -> None:
 PLACES = [
     {"keep_layers": 0, "device_layers": 0, "resident_layers": 0},
     {"keep_layers": 2, "offload_layers": 1, "device_layers": 1, "resident_layers": 1},
+    {"keep_layers": 4, "device_layers": -1},
 ]
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.parametrize("compile_layers", [False, True])
-@pytest.mark.parametrize("places", PLACES, ids=["streamed and recomputed", "each way"])
+@pytest.mark.parametrize("places", PLACES, ids=["streamed and recomputed", "each way", "fitting"])
 def test_no_operation_of_a_step_synchronises_with_the_device(
     places: dict[str, Any], compile_layers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
