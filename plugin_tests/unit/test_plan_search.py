@@ -233,6 +233,29 @@ def test_a_huge_budget_puts_the_whole_model_on_the_device_where_the_host_bounds(
     assert best.placement == Placement.of_counts(LAYERS, kept=LAYERS, on_device=LAYERS, groups_on_device=True)
 
 
+@pytest.mark.parametrize("fixed", [{}, {"kept": LAYERS}, {"on_device": -1}, {"on_device": LAYERS}, {"offloaded": 0}], ids=str)
+def test_all_of_a_model_that_fits_is_on_the_device_though_the_host_would_step_a_part_of_it_faster(
+    fixed: dict[str, int],
+) -> None:
+    slow = dataclasses.replace(MACHINE, device_bytes=100.0)
+    every = Placement.of_counts(LAYERS, kept=LAYERS, on_device=LAYERS, groups_on_device=True)
+    on_host = simulate_step(outline(), model(), Placement.of_counts(LAYERS, kept=LAYERS), slow)
+    assert on_host.seconds < simulate_step(outline(), model(), every, slow).seconds
+    least = peak_bytes(outline(), model(), every)
+    for budget, fits in ((least, True), (least - 1, False)):
+        found = PlacementSearch(outline(), model(), slow, budget, Choices(**fixed)).best()
+        assert found is not None
+        assert (found.placement == every) == fits
+
+
+@pytest.mark.parametrize("fixed", [{"kept": 2}, {"on_device": 3}], ids=str)
+def test_a_model_that_fits_is_placed_as_the_user_fixed_it(fixed: dict[str, int]) -> None:
+    found = PlacementSearch(outline(), model(), MACHINE, 10**6, Choices(**fixed)).best()
+    assert found is not None
+    ((kind, count),) = fixed.items()
+    assert len(getattr(found.placement, kind)) == count
+
+
 def test_activations_are_kept_where_compute_bounds() -> None:
     best = found(SLOTS + 9 * 5 + 500)
     assert best is not None

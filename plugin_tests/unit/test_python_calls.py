@@ -84,12 +84,12 @@ def calls_of_forward(layers: int, is_streamed: bool, **settings: Any) -> int:
     return calls
 
 
-def calls_of_step(layers: int, is_streamed: bool) -> int:
+def calls_of_step(layers: int, is_streamed: bool, **settings: Any) -> int:
     model = make_model(layers)
     optimizer = torch.optim.AdamW(model.parameters())
     if not is_streamed:
         return count_calls(step_of(model, optimizer))
-    engine = attach(model, bf16=False, keep_layers=layers)
+    engine = attach(model, bf16=False, keep_layers=layers, **settings)
     adopt_optimizer(optimizer, engine.runtime, "deferred")
     step = step_of(model, optimizer)
 
@@ -114,5 +114,6 @@ def test_a_forward_without_gradients_adds_few_python_calls_a_layer(evaluation_we
     assert added_a_layer(calls_of_forward, evaluation_weights=evaluation_weights) <= bound
 
 
-def test_a_training_step_adds_few_python_calls_a_layer() -> None:
-    assert added_a_layer(calls_of_step) <= 740
+@pytest.mark.parametrize(("device_layers", "bound"), [(0, 740), (-1, 380)], ids=["streamed", "fitting"])
+def test_a_training_step_adds_few_python_calls_a_layer(device_layers: int, bound: int) -> None:
+    assert added_a_layer(calls_of_step, device_layers=device_layers) <= bound
