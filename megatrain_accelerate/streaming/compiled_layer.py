@@ -34,7 +34,6 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils.flop_counter import flop_registry
 
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.streaming.ambient_state import RandomState
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.output_recorder import Captures, OutputRecorder, take_handed_out
 from megatrain_accelerate.streaming.shared_mappings import takes_mappings
@@ -140,7 +139,6 @@ class CompiledLayers:
         self._recorder = recorder or OutputRecorder()
         self._smallest = SMALLEST_LAYER_PARAMETERS if wanted == "auto" else 0
         self._is_on = device.type == "cuda" if wanted == "auto" else bool(wanted)
-        self._device = device
         self.backend: str | Callable[..., Callable[..., Any]] = "inductor"
         """What compiles dynamo's graphs: a name that dynamo knows, or a function."""
         self._kinds: dict[Any, _Kind] = {}
@@ -194,7 +192,6 @@ class CompiledLayers:
         kind = self._kind_of(layer, captures, memory_budget)
         if kind is None or takes_mappings(args, kwargs):
             return layer.run(args, kwargs)
-        before = RandomState(self._device)
         try:
             with _run_settings(), captures.replaced():
                 output, recorded = kind.function(layer.module, args, kwargs)
@@ -204,7 +201,7 @@ class CompiledLayers:
             if not any(cause.__module__.startswith(_COMPILERS) for cause in type(error).__mro__):
                 raise  # the layer's own code or the device did
             reason = _in_one_line(error)
-        before.put_back()
+        # Dynamo has put back the random numbers that a compilation drew (``preserve_global_state``, torch/_dynamo/convert_frame.py).
         # Wrong arguments fail in the compiler too. Then this call raises what the user should see, and nothing is given up.
         output = layer.run(args, kwargs)
         kind.gave_up = True
