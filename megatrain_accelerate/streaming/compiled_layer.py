@@ -201,7 +201,7 @@ class CompiledLayers:
             if not any(cause.__module__.startswith(_COMPILERS) for cause in type(error).__mro__):
                 raise  # the layer's own code or the device did
             reason = _in_one_line(error)
-        # Dynamo has put back the random numbers that a compilation drew (``preserve_global_state``, torch/_dynamo/convert_frame.py).
+        # Dynamo has put back what a compilation drew of random numbers (``preserve_global_state`` in its convert_frame.py).
         # Wrong arguments fail in the compiler too. Then this call raises what the user should see, and nothing is given up.
         output = layer.run(args, kwargs)
         kind.gave_up = True
