@@ -219,11 +219,11 @@ class HostUnit:
     def is_on_device(self) -> bool:
         return self.device is not None
 
-    def note_stepped(self) -> None:
-        """The weights, which live on the device, have been stepped by a kernel of which autograd knows nothing."""
+    def note_stepped(self, states: Sequence[ParameterState]) -> None:
+        """These of its weights, which live on the device, have been stepped by a kernel of which autograd knows nothing."""
         self.version += 1
-        increment_version([state.parameter for state in self.states])
-        for state in self.states:
+        increment_version([state.parameter for state in states])
+        for state in states:
             state.handle.note_version()
 
     def move(self, device: torch.device | None, kernels: StepKernels) -> None:

@@ -337,8 +337,8 @@ class FusedStep(HostStep):
             on_device = [(unit, steps) for unit in runtime.units if unit.is_on_device and (steps := settings(unit))]
             if on_device:
                 step_on_device([step for _, steps in on_device for step in steps], on_device[0][0].kernels)
-            for unit, _ in on_device:
-                unit.note_stepped()
+            for unit, steps in on_device:
+                unit.note_stepped([state for state, _ in steps])
         except BaseException as error:
             runtime.worker.fail(error)
             raise

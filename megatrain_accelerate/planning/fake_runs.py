@@ -32,6 +32,11 @@ from megatrain_accelerate.streaming.nested_tensors import tensors_in
 _MOST_ELEMENTS = 1 << 22
 """Of a tensor whose values are known: positions of a few million tokens are, attention masks of all pairs of tokens aren't."""
 
+_CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict, list, set, collections.deque)
+"""No others: a class of somebody's own may import a library when it is asked for its values (transformers' mappings do)."""
+_MOST_ENTRIES = 10_000
+"""Of a container that is looked into; a script's data are more."""
+
 _RANDOM = ("rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "uniform", "dropout", "empty")
 _ATEN = torch.ops.aten
 _Cache = functools._lru_cache_wrapper
@@ -257,10 +262,10 @@ def launches_without_data() -> Iterator[None]:
 def nothing_kept(model: nn.Module) -> Iterator[None]:
     """What the body puts into caches and containers of the model's code is out of them again when it is over.
 
-    Caches (``functools.lru_cache``) that got an entry are emptied; lists, dicts, sets and attributes of plain objects hold
-    again what they held. Those are looked at that the model's modules have as attributes, or the Python modules that define
-    their classes: decorated functions and methods, also below transformers' ``compile_compatible_method_lru_cache``, and
-    objects of classes that are defined beside.
+    Caches (``functools.lru_cache``) that got an entry are emptied. Lists, dicts, sets and deques, and the attributes of plain
+    objects, hold again what they held. They are found among the attributes of the model's modules and the globals of the
+    Python modules that define their classes, also in decorated functions, below transformers'
+    ``compile_compatible_method_lru_cache``, and in objects of classes that these Python modules define.
     """
     caches, containers = _kept_by(model)
     misses = [cache.cache_info().misses for cache in caches]
@@ -317,7 +322,7 @@ def _kept_by(model: nn.Module) -> tuple[list[Any], list[Any]]:
                         todo.append((cell.cell_contents, home))
         elif isinstance(value, type) and value.__module__ == home:
             todo += [(attribute, home) for attribute in vars(value).values()]
-        elif isinstance(value, (dict, list, set, collections.deque)):
+        elif type(value) in _CONTAINERS and len(value) <= _MOST_ENTRIES:
             containers[id(value)] = value
             todo += [
                 (entry, "") for entry in (value.values() if isinstance(value, dict) else value) if not isinstance(entry, str)

@@ -158,8 +158,8 @@ class PlacementSearch:
         return self._first_that_fits(next(iter(self._budget_pairs))) is not None
 
     def best(self) -> Candidate | None:
-        """The fastest placement that fits; None if none does. Where all of the model fits, nothing streams: what the host
-        could step beside the device saves less than its AdamW costs the thread that launches kernels."""
+        """The fastest placement that fits; None if none does. Where all of the model fits, nothing streams: AdamW on the
+        host would save a little time of the device, and cost the thread that launches kernels more."""
         if (everything := self._everything()) is not None:
             return everything
         found = [candidate for pair in self._budget_pairs if (candidate := self._best_with(pair)) is not None]

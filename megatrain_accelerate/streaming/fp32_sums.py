@@ -19,7 +19,7 @@ import torch
 from torch.autograd import Variable
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import KernelError
+from megatrain_accelerate.errors import KernelError, UnsupportedError
 from megatrain_accelerate.memory.host_limits import require_host_bytes
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import DeviceKernels, StepKernels, can_step_on
@@ -79,7 +79,8 @@ class Fp32Sums:
         self._is_prepared = False
         self._set_aside: dict[int, RunningSum] = {}
         self._takes_up: dict[int, Any] = {}
-        """Handles of the hooks that take up what autograd adds to those, by the ``id`` of the state."""
+        """For gradients of layers that were set aside, by the ``id`` of the state: the handle of the hook that calls
+        :meth:`take_up`."""
 
     def prepare(self, staging_bytes: int = 0) -> None:
         """Makes the residuals, 2 bytes a parameter, if they don't exist; ``staging_bytes`` are about to be taken besides.
@@ -189,10 +190,15 @@ class Fp32Sums:
         self.prepare()
         running = self.running(state)
         if running is not None:
-            self._set_aside[id(state)] = running
             if takes_up:
+                if state.parameter._post_accumulate_grad_hooks:
+                    raise UnsupportedError(
+                        f"parameter {state.name} has a hook (register_post_accumulate_grad_hook), which wouldn't see the "
+                        "sum of several backwards; remove it, or set megatrain_config.accumulation_dtype to 'bf16'"
+                    )
                 added = functools.partial(weakly(self._added), weakref.ref(state))
                 self._takes_up[id(state)] = state.parameter.register_post_accumulate_grad_hook(added)
+            self._set_aside[id(state)] = running
             state.handle.set_gradient(None, keeps_sum=True)
             Variable._execution_engine.queue_callback(functools.partial(self._put_back, state))
 

@@ -102,6 +102,18 @@ class StreamedLayer:
         """Makes what fp32 sums of the gradients take, where the unit lives."""
         self.unit.allocate_gradient_residuals()
 
+    def own_parameters(self) -> list[nn.Parameter | None]:
+        """What is in the places of its parameters, in entry order. A StateError if one isn't the one that was adopted."""
+        found = [owner._parameters.get(attribute) for owner, attribute, _, _ in self.bindings]
+        if not self.times_bound and any(map(operator.is_not, found, self.adopted)):
+            pairs = zip(self.bindings, found, strict=True)
+            owner, name = next((owner, name) for (owner, name, _, adopted), there in pairs if there is not adopted)
+            raise StateError(
+                f"parameter {name!r} of {type(owner).__name__} in layer {self.name} was replaced after the "
+                "model was prepared; change the model (adapters, heads, tokens) before accelerator.prepare()"
+            )
+        return found
+
     def bound(self, weights: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
         """The module computes with ``weights`` (in entry order) instead of its parameters while the body runs.
 
@@ -171,14 +183,7 @@ class _Bound:
 
     def __enter__(self) -> None:
         layer, weights, self._weights = self._layer, self._weights, ()
-        self._before = [owner._parameters.get(attribute) for owner, attribute, _, _ in layer.bindings]
-        if not layer.times_bound and any(map(operator.is_not, self._before, layer.adopted)):
-            pairs = zip(layer.bindings, self._before, strict=True)
-            owner, name = next((owner, name) for (owner, name, _, adopted), found in pairs if found is not adopted)
-            raise StateError(
-                f"parameter {name!r} of {type(owner).__name__} in layer {layer.name} was replaced after the "
-                "model was prepared; change the model (adapters, heads, tokens) before accelerator.prepare()"
-            )
+        self._before = layer.own_parameters()
         layer.times_bound += 1
         for owner, attribute, position, _ in layer.bindings:
             owner._parameters[attribute] = weights[position]  # type: ignore[assignment]

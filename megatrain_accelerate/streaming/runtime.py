@@ -232,7 +232,7 @@ class StreamingRuntime:
         tape, position = self.order.record(layer.index)
         if self._nothing_streams:
             self._show_plain(layer)
-            with layer.tiles.at_work(args, kwargs):
+            with layer.tiles.at_work(args, kwargs), without_autocast_cache():
                 return layer.forward(*args, **kwargs)
         slot = self.acquire_forward(layer, tape, position, False)
         try:
@@ -253,7 +253,8 @@ class StreamingRuntime:
         """The layer is about to compute with its own parameters."""
         if self.watch.is_on:
             self.watch.release(state.parameter for state in layer.unit.states)
-        layer.refresh_if_written()
+        layer.own_parameters()
+        self._refresh(layer)
         self._last_layer_begins(layer)
 
     def _run_plain(
@@ -275,7 +276,7 @@ class StreamingRuntime:
         return shared.take_back(output)
 
     def _plain_backward_begins(self, open_forward: OpenForward, _: torch.Tensor) -> None:
-        """A hook of what such a layer returned; with it the graph holds the forward that made it."""
+        """A hook of what such a layer returned. The graph holds it, and with it ``open_forward``."""
         self._in_this_backward.add(open_forward)
         self.backward_begins()
 
@@ -477,7 +478,13 @@ class StreamingRuntime:
     def refresh_if_written(self) -> None:
         """Takes over weights that somebody wrote to any parameter since they were last seen."""
         for part in self.parts:
-            part.refresh_if_written()
+            self._refresh(part)
+
+    def _refresh(self, part: Part) -> None:
+        version = part.unit.version
+        part.refresh_if_written()
+        if part.unit.version != version:
+            self.outside.moved(part.unit)  # autograd's nodes are new if data of another dtype were there for a while
 
     def close(self) -> None:
         """Ends the worker and gives the parameters back to ordinary host memory, masters in full precision."""

@@ -10,6 +10,7 @@ import torch
 from engine_runs import Training, attach
 from plain_torch import tiny_model, token_batches
 
+from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.streaming.graph_call import GraphCall
 
@@ -81,3 +82,40 @@ def test_weights_that_a_script_writes_are_those_that_compute_and_are_stepped(fit
     fitting.optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
     fitting.step(IDS)
     assert torch.equal(weight.detach(), torch.full_like(weight, 0.25))
+
+
+def test_a_hook_that_would_miss_the_sum_of_two_backwards_is_refused(fitting: Training) -> None:
+    fitting.model.model.layers[0].mlp.up_proj.weight.register_post_accumulate_grad_hook(lambda _: None)
+    loss_of(fitting).backward()
+    with pytest.raises(UnsupportedError, match="accumulation_dtype"):
+        loss_of(fitting).backward()
+
+
+def test_a_parameter_that_was_replaced_is_refused(fitting: Training) -> None:
+    layer = fitting.model.model.layers[1].mlp
+    layer.up_proj.weight = torch.nn.Parameter(layer.up_proj.weight.detach().clone(), requires_grad=False)
+    with pytest.raises(StateError, match="was replaced after the model was prepared"):
+        loss_of(fitting)
+    with torch.no_grad(), pytest.raises(StateError, match="was replaced after the model was prepared"):
+        loss_of(fitting)
+
+
+def test_sums_are_fp32_also_after_data_of_another_dtype_were_there(fitting: Training) -> None:
+    fitting.engine.runtime.offloader.gradients_complete = lambda: False
+    weight = fitting.model.model.layers[1].mlp.up_proj.weight
+    weight.data = weight.data.float()
+    for _ in range(2):
+        loss_of(fitting).backward()
+    state = fitting.engine.runtime.state_of(weight)
+    assert state is not None
+    assert state.handle.has_fp32_sum
+
+
+def test_a_backward_goes_on_behind_a_step_of_other_weights_of_the_layer(fitting: Training) -> None:
+    biases = [p for name, p in fitting.model.named_parameters() if name.endswith("q_proj.bias")]
+    optimizer = torch.optim.AdamW(biases, lr=1e-2)
+    adopt_optimizer(optimizer, fitting.engine.runtime, "deferred")
+    loss = loss_of(fitting)
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    loss.backward()
