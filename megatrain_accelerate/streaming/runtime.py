@@ -31,7 +31,7 @@ from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter, UpdateGate, named_range
 from megatrain_accelerate.streaming.micro_batches import BatchCut
 from megatrain_accelerate.streaming.model_hook import weakly
-from megatrain_accelerate.streaming.nested_tensors import taken_apart, tensors_in
+from megatrain_accelerate.streaming.nested_tensors import taken_apart
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.outside_gradients import OutsideGradients
 from megatrain_accelerate.streaming.prefetch import Prefetcher
@@ -270,7 +270,7 @@ class StreamingRuntime:
             else:
                 output = self.compiled.run(layer, captures, shared.args, shared.kwargs, self.memory_budgets[1])
         begins = functools.partial(weakly(self._plain_backward_begins), open_forward)
-        for tensor in tensors_in(output):
+        for tensor in taken_apart(output)[0]:
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(begins)
         return shared.take_back(output)
