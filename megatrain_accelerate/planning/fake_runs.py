@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import functools
 import math
 import sys
@@ -269,23 +270,17 @@ def nothing_kept(model: nn.Module) -> Iterator[None]:
     """
     caches, containers = _kept_by(model)
     misses = [cache.cache_info().misses for cache in caches]
-    held = [_entries(container) for container in containers]
+    held = [copy.copy(container) for container in containers]
     try:
         yield
     finally:
-        for cache, before in zip(caches, misses, strict=True):
-            if cache.cache_info().misses != before:
+        for cache, missed in zip(caches, misses, strict=True):
+            if cache.cache_info().misses != missed:
                 cache.cache_clear()
-        for container, entries in zip(containers, held, strict=True):
-            now = _entries(container)
-            if len(now) != len(entries) or any(a is not b for a, b in zip(now, entries, strict=True)):
+        for container, before in zip(containers, held, strict=True):
+            if list(map(id, _entries(container))) != list(map(id, _entries(before))):
                 container.clear()
-                if isinstance(container, dict):
-                    container.update(zip(entries[::2], entries[1::2], strict=True))
-                elif isinstance(container, set):
-                    container.update(entries)
-                else:
-                    container.extend(entries)
+                (container.extend if hasattr(container, "extend") else container.update)(before)
 
 
 def _entries(container: Any) -> list[Any]:

@@ -36,8 +36,14 @@ def has_global_hooks() -> bool:
 
 def has_hooks_inside(module: nn.Module) -> bool:
     """Whether hooks run inside the module (those on the module itself run outside of its forward)."""
-    inner = (child for child in module.modules() if child is not module)
-    return has_global_hooks() or any(getattr(child, name) for child in inner for name in HOOKS)
+    # Each call of a compiled layer asks, and ``modules()`` is slow.
+    inner: list[nn.Module | None] = [*module._modules.values()]
+    for child in inner:
+        if child is not None:
+            if any(getattr(child, name) for name in HOOKS):
+                return True
+            inner += child._modules.values()
+    return has_global_hooks()
 
 
 def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

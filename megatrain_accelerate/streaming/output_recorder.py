@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from megatrain_accelerate.streaming.model_hook import HOOKS, has_global_hooks
+from megatrain_accelerate.streaming.model_hook import HOOKS, has_global_hooks, has_hooks_inside
 
 _MODULE = "transformers.utils.output_capturing"
 _HOOK_VARIABLES = frozenset({"key", "index", "capture_initial_hidden_state", "append_hidden_state"})
@@ -119,7 +119,7 @@ class Captures:
         """The captures inside the module (not on it); None if hooks there can't be replaced."""
         if has_global_hooks():
             return None
-        if not _has_hooks_below(module):  # each call of a compiled layer asks, and names of modules are slow
+        if not has_hooks_inside(module):
             return cls(())
         owners = []
         for name, child in module.named_modules():
@@ -148,17 +148,6 @@ class Captures:
                 child._forward_hooks = hooks
             # Something is left only if torch.compile is switched off and the layer raised.
             _handed_out.clear()
-
-
-def _has_hooks_below(module: nn.Module) -> bool:
-    todo: list[nn.Module | None] = [*module._modules.values()]
-    for child in todo:
-        if child is not None:
-            own = child.__dict__
-            if any(map(own.__getitem__, HOOKS)):
-                return True
-            todo += own["_modules"].values()
-    return False
 
 
 _handed_out: list[tuple[str, Any]] = []

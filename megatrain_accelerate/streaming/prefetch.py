@@ -76,6 +76,11 @@ class Prefetcher:
         """Of the resident layers' own slots."""
         return sum(slot.buffer.numel() for index, slot in self.own_slots.items() if not self._layers[index].unit.is_on_device)
 
+    @property
+    def all_on_device(self) -> bool:
+        """Whether all layers' units live on the device."""
+        return len(self._on_device) == len(self._layers)
+
     def drop_own_slots(self) -> None:
         """Gives up the slots of single layers, and what of their memory nobody else holds. No copy may be in flight."""
         self.own_slots, self._held = {}, []

@@ -155,8 +155,6 @@ class StreamingRuntime:
         self.outside = OutsideGradients([part.unit for part in (*self.layers, *self.experts)], self.offloader)
         self.dry_run: LayerRunner | None = None
         """What runs the layers on trial, for a plan or a probe."""
-        self._nothing_streams = False
-        """Whether all layers live on the device, their experts too: their own parameters are what they compute with."""
         self._backward_task: int | None = None
         self._open_forwards: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         self._in_this_backward: weakref.WeakSet[OpenForward] = weakref.WeakSet()
@@ -242,6 +240,11 @@ class StreamingRuntime:
                 return layer.forward(*args, **kwargs)
         finally:
             self.prefetcher.release(slot)
+
+    @property
+    def _nothing_streams(self) -> bool:
+        """Whether all layers live on the device, their experts too: their own parameters are what they compute with."""
+        return not self.experts and self.prefetcher.all_on_device
 
     @property
     def _is_plain(self) -> bool:
@@ -403,10 +406,7 @@ class StreamingRuntime:
             self.streams.synchronize()
             targets: list[tuple[Part, bool]] = [(layer, layer.index in on_device) for layer in self.layers]
             targets += [(group, groups_on_device) for group in self.groups]
-            try:
-                relocate(targets, resident, self.prefetcher, self.streams.device, self.kernels, self._moved)
-            finally:
-                self._nothing_streams = not self.experts and all(layer.unit.is_on_device for layer in self.layers)
+            relocate(targets, resident, self.prefetcher, self.streams.device, self.kernels, self._moved)
             if self.offloader.takes_gradients:
                 self.offloader.allocate_slots(self.gradients_leave)
 
