@@ -301,7 +301,8 @@ class DevicePlan:
     @property
     def has_budget(self) -> bool:
         """Whether device memory is planned with; else nothing is placed and no time predicted."""
-        return self._budget_bytes() > 0
+        # Each token that is generated asks, and what is free is the driver's to say, which takes milliseconds.
+        return self._config.gpu_memory_bytes is not None or self._device.type == "cuda"
 
     def _key(self, inputs: Mapping[str, Any]) -> Hashable:
         shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, torch.Tensor))

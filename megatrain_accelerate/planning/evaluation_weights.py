@@ -79,9 +79,8 @@ class EvaluationWeights:
 
     def needed_bytes(self, model: nn.Module, inputs: Mapping[str, Any]) -> int:
         """Predicted, of the largest forward without gradients so far, this one included; 0 if unknown."""
-        extent = BatchExtent.of(inputs)
         # A token's inputs grow by its mask; it needs less than the text before it, and can't run without its cache.
-        if not self._evaluated.covers(extent) and not is_next_token(inputs):
+        if not is_next_token(inputs) and not self._evaluated.covers(extent := BatchExtent.of(inputs)):
             self._evaluated = self._evaluated.union(extent)
             try:
                 self._needed_bytes = evaluation_bytes(model, self._runtime, inputs, self._runtime.streams.device)
@@ -96,7 +95,7 @@ class EvaluationWeights:
         if self._setting == "auto" and self._forwards < 2:
             return
         self._tokens = self._tokens + 1 if is_next_token(inputs) else 0
-        if self._tokens % TOKENS_BETWEEN_LOOKS > 1:
+        if self._tokens and self._tokens % TOKENS_BETWEEN_LOOKS != 1:
             return
         left = left_bytes()
         if left is None and self._setting != "resident":

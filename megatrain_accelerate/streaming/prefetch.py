@@ -144,6 +144,20 @@ class Prefetcher:
         """Layers that have a slot of their own by the placement, and not for a while only."""
         return len(self.own_slots) - len(self._held)
 
+    def held_weights(self, layer: Fetched) -> list[torch.Tensor] | None:
+        """The layer's weights, where all layers have slots of their own and nothing is to be copied or waited for; else None.
+
+        They may be read in a forward without a graph. There is nothing to release.
+        """
+        slot = self.own_slots.get(layer.index)
+        if slot is None or len(self.own_slots) < len(self._layers) or slot.holder != (layer.index, layer.unit.version):
+            return None
+        if not slot.is_copied:
+            if not slot.params_copied_event.query():
+                return None
+            slot.is_copied = True
+        return slot.views(layer.unit.layout)
+
     def acquire(self, layer: Fetched, upcoming: Sequence[int]) -> WeightSlot:
         """Makes the layer's weights usable by kernels issued from now on, and starts the next copies.
 
@@ -289,9 +303,12 @@ class Prefetcher:
         now = time.perf_counter()
         slot.late_ms = 1e3 * (now - self._refused_at.pop(layer.index, now))
         size_bytes = layer.unit.layout.weight_bytes
-        h2d_stream = self._streams.h2d_stream
+        compute_stream, h2d_stream = self._streams.compute_stream, self._streams.h2d_stream
         with self._streams.on(h2d_stream), named_range(f"megatrain::prefetch ({layer.name})"):
             # WAR: kernels of the layer that the slot held may still read it.
+            if slot.is_copied:  # of what held_weights() gave out nobody told
+                slot.compute_finished_event.record(compute_stream)
+            slot.is_copied = False
             h2d_stream.wait_event(slot.compute_finished_event)
             with self._meter.copying(Cause.H2D, size_bytes):
                 self._copy(layer, slot)

@@ -227,16 +227,24 @@ class StreamingRuntime:
                 if self._is_plain:
                     return self._run_plain(layer, open_forward, *arguments)
                 return self._graph_calls.run(layer, tape, position, *arguments)
-        tape, position = self.order.record(layer.index)
         if self._nothing_streams:
             self._show_plain(layer)
-            with layer.tiles.at_work(args, kwargs), without_autocast_cache():
+            with layer.tiles.at_work(args, kwargs):
                 return layer.forward(*args, **kwargs)
-        slot = self.acquire_forward(layer, tape, position, False)
-        try:
-            weights = slot.views(layer.unit.layout)
-            without_graph = torch.no_grad() if has_graph else contextlib.nullcontext()
+        without_graph = torch.no_grad() if has_graph else contextlib.nullcontext()
+        if layer.index not in self.watch.unwritten or not self.watch.is_on:
+            layer.refresh_if_written()
+        weights = self.prefetcher.held_weights(layer)
+        if weights is not None:
+            # Looking for writes takes as long as a small product; from here on the watch tells of them.
+            self.watch.begin()
+            self.watch.unwritten.add(layer.index)
+            self._last_layer_begins(layer)
             with without_graph, layer.bound(weights), layer.tiles.at_work(args, kwargs):
+                return layer.forward(*args, **kwargs)
+        slot = self.acquire_forward(layer, *self.order.record(layer.index), False)
+        try:
+            with without_graph, layer.bound(slot.views(layer.unit.layout)), layer.tiles.at_work(args, kwargs):
                 return layer.forward(*args, **kwargs)
         finally:
             self.prefetcher.release(slot)
@@ -265,18 +273,19 @@ class StreamingRuntime:
     ) -> Any:
         """Runs a layer of a model that fits. Autograd saves its parameters themselves and accumulates their gradients."""
         self._show_plain(layer)
-        shared = SharedMappings(args, kwargs)
         captures = self.compiled.wants(layer)
-        with named_range(f"megatrain::forward ({layer.name})"), without_autocast_cache():
+        with named_range(f"megatrain::forward ({layer.name})"):
             if captures is None:
-                output = layer.run(shared.args, shared.kwargs)
+                output = layer.forward(*args, **kwargs)
             else:
-                output = self.compiled.run(layer, captures, shared.args, shared.kwargs, self.memory_budgets[1])
+                shared = SharedMappings(args, kwargs)
+                returned = self.compiled.run(layer, captures, shared.args, shared.kwargs, self.memory_budgets[1])
+                output = shared.take_back(returned)
         begins = functools.partial(weakly(self._plain_backward_begins), open_forward)
         for tensor in taken_apart(output)[0]:
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(begins)
-        return shared.take_back(output)
+        return output
 
     def _plain_backward_begins(self, open_forward: OpenForward, _: torch.Tensor) -> None:
         """A hook of what such a layer returned. The graph holds it, and with it ``open_forward``."""

@@ -38,6 +38,9 @@ class Watch:
         self._settle = settle
         self._can_watch = all(type(parameter) is nn.Parameter for parameter in self._parameters)
         self.is_on = False
+        self.unwritten: set[int] = set()
+        """Layers whose weights were found to be those of the store since the watch began: as long as it is on, nobody writes to
+        them unnoticed."""
 
     def begin(self) -> None:
         """Watches from now on. Does nothing if the watch is on."""
@@ -45,6 +48,7 @@ class Watch:
             self._settle()
         elif not self.is_on:
             self.is_on = True
+            self.unwritten.clear()
             _watches.add(self)
             for parameter in self._parameters:
                 parameter.__class__ = _WatchedParameter

@@ -101,6 +101,7 @@ def spare_layers(monkeypatch: pytest.MonkeyPatch, engine: Engine, count: float) 
     one = layer_bytes(engine) // 6
     taken = sum(plan.held_bytes_by_kind().values()) - held(engine) * one
     monkeypatch.setattr(plan, "_budget_bytes", lambda: int(taken + MIB + count * one))
+    monkeypatch.setattr(type(plan), "has_budget", True)
 
 
 @pytest.mark.parametrize("setting", ["auto", "resident"])
