@@ -254,7 +254,10 @@ class HostUnit:
         self._memory, self.kernels = made, kernels
         for kind in {"weights", "residuals", "moments"} & old_memory.keys():
             everything = (0, (self._size_of(kind),), torch.uint8)
-            self._memory[kind].tensor(*everything).copy_(old_memory[kind].tensor(*everything))
+            held = old_memory[kind].tensor(*everything)
+            # Moments before the first step are zero, as new memory is. Looking takes a tenth of the time of the copy.
+            if kind != "moments" or held.is_cuda or bool(held.any()):
+                self._memory[kind].tensor(*everything).copy_(held)
         self.gradients = None
         for state in self.states:
             state.handle.set_gradient(None)

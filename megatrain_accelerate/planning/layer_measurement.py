@@ -44,6 +44,8 @@ _SUSTAINED_SECONDS = 0.8
 _ROUNDS = (4, 32)
 _LONG_SECONDS = 2.0
 """A round that takes so long (sequences of several 100,000 tokens) is at the power limit itself, and isn't run again."""
+_LOADING_SECONDS = 10.0
+"""More than a first round waits for kernels to be loaded."""
 _OUTSIDE_ROUNDS = 3
 _CERTAIN_SHARE = 0.75
 """Of the device: where the activations of all layers are less, none will be recomputed, and no graph is compiled for it."""
@@ -273,7 +275,7 @@ class _Measurement:
         made = self._round(chooses_kernels=to_compile)
         if to_compile:
             self._captures = self._compiled.wants(self._layer)  # None where compiling has failed
-        if to_compile or sum(stopwatch.seconds() for stopwatch in stopwatches) < _LONG_SECONDS:
+        if to_compile or sum(stopwatch.seconds() for stopwatch in stopwatches) < _LOADING_SECONDS:
             made = self._round()
         self._warm_up(self._round, stopwatches)
         return made

@@ -160,12 +160,12 @@ class PlacementSearch:
     def best(self) -> Candidate | None:
         """The fastest placement that fits; None if none does. Where all of the model fits, nothing streams: AdamW on the
         host would save a little time of the device, and cost the thread that launches kernels more."""
-        if (everything := self._everything()) is not None:
+        if (everything := self.everything()) is not None:
             return everything
         found = [candidate for pair in self._budget_pairs if (candidate := self._best_with(pair)) is not None]
         return min(found, key=lambda candidate: candidate.time.seconds, default=None)
 
-    def _everything(self) -> Candidate | None:
+    def everything(self) -> Candidate | None:
         """All states and activations on the device; None if that doesn't fit, or the settings ask for something else."""
         every = _Counts(self._count, 0, 0, 0, 0, self._count, True, _WHOLE)
         asked = vars(self._choices).items()

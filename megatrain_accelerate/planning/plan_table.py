@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import textwrap
 
-from megatrain_accelerate.planning.placement import sent_bytes
-from megatrain_accelerate.planning.placement_search import Candidate
+from megatrain_accelerate.planning.placement import Placement, sent_bytes
 from megatrain_accelerate.planning.step_profile import StepOutline
+from megatrain_accelerate.planning.step_simulation import StepTime
 from megatrain_accelerate.planning.step_ways import tiles_text
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.units import GIB
@@ -15,11 +15,15 @@ _COLUMNS = 80
 
 
 def plan_table(
-    chosen: Candidate, runtime: StreamingRuntime, predicted_bytes: int, budget_bytes: int, outline: StepOutline
+    placement: Placement,
+    runtime: StreamingRuntime,
+    predicted_bytes: int,
+    budget_bytes: int,
+    outline: StepOutline,
+    time: StepTime | None,
 ) -> str:
     """What lies where once the placement is applied, the predicted memory and step, and what bounds it. ``predicted_bytes``
-    is the peak of the device's memory, what the engine holds included."""
-    placement, time = chosen.placement, chosen.time
+    is the peak of the device's memory, what the engine holds included; ``time`` is None where it isn't known."""
     outline = outline.at(*placement.budgets)
     count = len(runtime.layers)
     streamed = count - len(placement.resident) - len(placement.on_device)
@@ -55,12 +59,10 @@ def plan_table(
         *([("tiles", tiles_text(runtime))] if runtime.token_tile else []),
         ("GPU memory", f"{predicted_bytes / GIB:.1f} of {budget_bytes / GIB:.1f} GiB"),
         ("host memory", f"{host / GIB:.1f} GiB"),
-        (
-            "step",
-            f"{time.seconds:.3f} s, bound by {time.bound_by} (compute {time.compute:.3f}, H2D {time.h2d:.3f}, "
-            f"D2H {time.d2h:.3f}, host step {time.host_step:.3f} s)",
-        ),
     ]
+    if time is not None:
+        parts = f"compute {time.compute:.3f}, H2D {time.h2d:.3f}, D2H {time.d2h:.3f}, host step {time.host_step:.3f} s"
+        rows.append(("step", f"{time.seconds:.3f} s, bound by {time.bound_by} ({parts})"))
     width = max(len(name) for name, _ in rows)
     lines = ["megatrain: plan"]
     for name, text in rows:

@@ -168,5 +168,10 @@ class StepOutline:
         return max((profile.recomputed_bytes for profile in self.profiles.values()), default=0)
 
     @property
+    def is_measured(self) -> bool:
+        """Whether its times are those of layers that ran on the device."""
+        return all(profile.forward_seconds is not None for profile in self.profiles.values())
+
+    @property
     def forward_calls(self) -> list[Event]:
         return [event for event in self.events if not event.is_backward]

@@ -150,12 +150,17 @@ class CompiledLayers:
         self.compilations = 0
         """Graphs compiled so far."""
 
+    @property
+    def may_compile(self) -> bool:
+        """Whether any layer may run compiled."""
+        return self._is_on and self.pays is not False
+
     def wants(self, layer: StreamedLayer) -> Captures | None:
         """What hooks inside the layer take if this call should run compiled; None if it should run as it is.
 
         Layers with hooks inside that aren't the recorder's aren't: dynamo doesn't look whether hooks come and go.
         """
-        if not self._is_on or self.pays is False or layer.unit.layout.parameter_count < self._smallest:
+        if not self.may_compile or layer.unit.layout.parameter_count < self._smallest:
             return None
         # Dynamo declines under a mode that watches operations (a FLOP counter), and it should see them all. Of a layer that
         # runs in tiles a compiled graph would hold all tokens at once.

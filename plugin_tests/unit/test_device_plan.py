@@ -463,6 +463,37 @@ def test_the_table_says_what_lies_where_and_is_shown_once_a_plan(capsys: pytest.
     assert f"{run.engine.predicted_step_seconds:.3f} s" in shown
 
 
+@pytest.mark.parametrize(("room", "compile_layers", "measured"), [(2.0, False, 0), (1.1, False, 1), (2.0, True, 1)])
+def test_a_model_that_surely_fits_trains_without_a_measured_layer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], room: float, compile_layers: bool, measured: int
+) -> None:
+    everything = planned(200)
+    everything.engine.device_plan.show = False
+    everything.step(batch())
+    needed_mib = (everything.engine.predicted_device_bytes - LIBRARY_WORKSPACE_BYTES) / MIB
+    layers_measured = []
+
+    def measure(model: object, runtime: object, inputs: object, outline: StepOutline, budget: int) -> StepOutline:
+        layers_measured.append(outline)
+        return dataclasses.replace(
+            outline, profiles={kind: dataclasses.replace(at, forward_seconds=1e-3) for kind, at in outline.profiles.items()}
+        )
+
+    monkeypatch.setattr(device_plan, "measure_layers", measure)
+    monkeypatch.setattr(device_plan.DevicePlan, "_measures", True)
+    monkeypatch.setattr(device_plan, "LIBRARY_WORKSPACE_BYTES", 0)
+    run = planned(room * needed_mib - LIBRARY_WORKSPACE_BYTES / MIB, compile_layers=False)
+    run.engine.runtime.compiled._is_on = compile_layers
+    for length in (64, 48, 64):
+        run.step(batch(length))
+    assert len(layers_measured) == measured
+    assert len(run.engine.device_plan.placement.on_device) == len(run.engine.device_plan.placement.kept) == 8
+    assert (run.engine.predicted_step_seconds is None) == (not measured)
+    shown = capsys.readouterr().err
+    assert shown.count("megatrain: plan") == 1
+    assert ("bound by" in shown) == bool(measured)
+
+
 def test_a_model_that_decides_by_what_it_computes_trains_without_a_plan() -> None:
     run = planned(64)
     forward = run.model.forward
