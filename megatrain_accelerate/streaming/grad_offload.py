@@ -159,6 +159,8 @@ class GradientOffloader:
     ) -> None:
         """Issues these copies to the host, and those of the norms of the parameters' gradients."""
         norms = torch.stack(self.sums.norms(states))
+        if self._fetched_event.query():
+            self._in_flight = []
         ready_event = self.streams.event()
         ready_event.record(self.streams.compute_stream)
         d2h_stream = self.streams.d2h_stream

@@ -363,9 +363,10 @@ class StreamingRuntime:
             self.watch.begin()
         else:
             self._send_norms()
-            # From here on anybody may read `parameter.grad`, or let go of it.
-            with self.meter.blocked_by(Cause.BACKWARD_END), named_range("megatrain::wait_for_gradients"):
-                self.offloader.wait()
+            if not self._nothing_streams:  # else nothing leaves the device but norms, which are read behind a wait of their own
+                # From here on anybody may read `parameter.grad`, or let go of it.
+                with self.meter.blocked_by(Cause.BACKWARD_END), named_range("megatrain::wait_for_gradients"):
+                    self.offloader.wait()
             if not self.worker.is_idle:  # layers are stepped in this backward
                 self.watch.begin()
 
