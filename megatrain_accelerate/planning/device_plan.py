@@ -54,7 +54,7 @@ _NOT_PREDICTED = (
 _CLEARLY_LARGER = 1.25
 
 _SURE_SHARE = 0.75
-"""Of the device's memory. Reckoned peaks of models that fit were 1 % and 2 % above the measured ones (0.5B and 3B on an H100)."""
+"""Of the device's memory. Reckoned peaks of models that fit were 1 % to 2 % above the measured ones (0.5B, 3B; H100)."""
 
 # Compiling changes the numbers that a training gives. So the decision uses fixed estimates and never measured times: the same
 # training always decides in the same way.
@@ -97,8 +97,7 @@ class DevicePlan:
         """Predicted peak of the device's memory for the batch that is planned for; 0 before the first plan, or if unknown."""
         self._offloaded_bytes = 0
         self.predicted_time: StepTime | None = None
-        """Predicted step on the batch that is planned for; None before the first, without a GPU or budget, or if unknown: of a model
-        that fits uncompiled nothing is measured."""
+        """Predicted step on the batch that is planned for; None before the first, without a GPU or budget, or if unknown."""
         self.placement = Placement()
         count = len(runtime.layers)
         self._choices = Choices.of_settings(config, count)
@@ -409,7 +408,8 @@ class DevicePlan:
         self._offloaded_bytes = sum(sent_bytes(outline, found.placement))
         self._place(found.placement)
         if self.show:
-            table = plan_table(found.placement, self._runtime, self.predicted_bytes, budget_bytes, outline, self.predicted_time)
+            time = self.predicted_time
+            table = plan_table(found.placement, self._runtime, self.predicted_bytes, budget_bytes, outline, time)
             say(table, file=sys.stderr)
         if self.predicted_bytes > budget_bytes:
             held = {**self._fixed_bytes_by_kind(outline), "step": found.peak_bytes}

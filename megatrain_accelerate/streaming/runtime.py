@@ -22,7 +22,7 @@ from megatrain_accelerate.streaming.caches import without_caches
 from megatrain_accelerate.streaming.call_gradients import GradientSums
 from megatrain_accelerate.streaming.call_order import CallOrder, OpenForward, Tape
 from megatrain_accelerate.streaming.clipping import Clipping, NormTable
-from megatrain_accelerate.streaming.compiled_layer import CompiledLayers, without_autocast_cache
+from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
 from megatrain_accelerate.streaming.expert_streams import ExpertStreams
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
@@ -363,8 +363,9 @@ class StreamingRuntime:
             self.watch.begin()
         else:
             self._send_norms()
-            if not self._nothing_streams:  # else nothing leaves the device but norms, which are read behind a wait of their own
-                # From here on anybody may read `parameter.grad`, or let go of it.
+            # From here on anybody may read `parameter.grad`, or let go of it. What lives on the device is there, and norms are
+            # waited for when they are read.
+            if not self._nothing_streams:
                 with self.meter.blocked_by(Cause.BACKWARD_END), named_range("megatrain::wait_for_gradients"):
                     self.offloader.wait()
             if not self.worker.is_idle:  # layers are stepped in this backward

@@ -39,8 +39,7 @@ class Watch:
         self._can_watch = all(type(parameter) is nn.Parameter for parameter in self._parameters)
         self.is_on = False
         self.unwritten: set[int] = set()
-        """Layers whose weights were found to be those of the store since the watch began: as long as it is on, nobody writes to
-        them unnoticed."""
+        """Layers whose weights were found to be the store's since the watch began: while it is on, no write goes unnoticed."""
 
     def begin(self) -> None:
         """Watches from now on. Does nothing if the watch is on."""
