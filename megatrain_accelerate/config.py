@@ -17,10 +17,15 @@ from megatrain_accelerate.units import GIB
 _MINIMA = {
     "slots": 2,
     **dict.fromkeys(("gradient_slots", "max_nonfinite_steps", "host_threads", "micro_batch_size", "expert_parts"), 1),
-    **dict.fromkeys(("keep_layers", "keep_attention", "offload_layers", "resident_layers", "token_tile"), 0),
+    **dict.fromkeys(("keep_layers", "keep_attention", "offload_layers", "token_tile"), 0),
     "device_layers": -1,
 }
 """Of whole numbers; None and ``auto`` are allowed where they are the default."""
+_GONE = {
+    "resident_layers": "plans gained less than 1% of a step by it; device_layers keeps layers on the GPU with their states",
+    "huge_pages": "the store asks for huge pages in any case",
+}
+"""Settings of earlier versions, and what became of them."""
 CHOICES = {
     "step_schedule": ("auto", "deferred", "backward", "serial"),
     "accumulation_dtype": ("fp32", "bf16"),
@@ -76,9 +81,6 @@ class MegatrainConfig:
     scale for each block of 128, for 5.9 less, on the host only. The smaller ones are rounded stochastically, and a run hasn't
     the bits of fp32 moments. ``docs/architecture.md`` has the measured effect on the loss."""
 
-    huge_pages: bool = True
-    """Ask for transparent huge pages for the host store."""
-
     pin_memory: bool = True
     """Register weights and gradients of the host store with the GPU driver (page-locked, exact size)."""
 
@@ -102,10 +104,6 @@ class MegatrainConfig:
     """Send the inputs of recomputed layers, and kept results of their attention, to host memory until backward, for sequences
     whose inputs alone fill the GPU.
     ``auto``: those of as many layers, from the model's start, as the plan finds fastest; true: of all; false: of none."""
-
-    resident_layers: int | str = "auto"
-    """Layers whose weights stay on the GPU (2 bytes a parameter) and are copied there once a step instead of twice, counted
-    from the first layer that isn't among ``device_layers``. ``auto``: what the plan finds fastest."""
 
     device_layers: int | str = "auto"
     """Layers that live on the GPU whole, masters and moments too (12 bytes a parameter, gradients 2 more), and are stepped
@@ -176,7 +174,7 @@ class MegatrainConfig:
         for name in ("compile_layers", "join_micro_batches", "offload_inputs"):
             if getattr(self, name) != "auto" and not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"megatrain_config.{name} must be auto, true or false; got {getattr(self, name)!r}")
-        for name in ("huge_pages", "pin_memory", "tiled_loss"):
+        for name in ("pin_memory", "tiled_loss"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"megatrain_config.{name} must be true or false, got {getattr(self, name)!r}")
         for name, known in CHOICES.items():
@@ -194,12 +192,11 @@ class MegatrainConfig:
                 f"{self.step_schedule!r}; set step_schedule to auto or backward"
             )
         if self.expert_parts not in ("auto", 1):
-            for name in ("device_layers", "resident_layers"):
-                if getattr(self, name) not in ("auto", 0):
-                    raise ConfigError(
-                        f"megatrain_config.{name} is {getattr(self, name)}, but experts in {self.expert_parts} parts stream; "
-                        f"leave out one of {name} and expert_parts"
-                    )
+            if self.device_layers not in ("auto", 0):
+                raise ConfigError(
+                    f"megatrain_config.device_layers is {self.device_layers}, but experts in {self.expert_parts} parts "
+                    "stream; leave out one of device_layers and expert_parts"
+                )
             if self.host_gradients == "passing" and self.micro_batch_size is not None:
                 raise ConfigError(
                     f"megatrain_config.micro_batch_size is {self.micro_batch_size}, and gradients of experts in parts are "
@@ -231,6 +228,8 @@ class MegatrainConfig:
             raise ConfigError(f"megatrain_config must be a mapping of settings, got {type(settings).__name__}: {settings!r}")
         known = [field.name for field in dataclasses.fields(cls)]
         for key in settings:
+            if key in _GONE:
+                raise ConfigError(f"megatrain_config.{key} is gone: {_GONE[key]}; remove the key")
             if key not in known:
                 meant = nearest(str(key), known)
                 hint = f"did you mean {meant!r}? " if meant else ""

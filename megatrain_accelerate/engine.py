@@ -121,7 +121,7 @@ class Engine:
         streams = Streams(device)
         meter = Meter(streams)
         self.kernels = HostKernels(config.host_threads)
-        make_unit = functools.partial(self.unit_class, kernels=self.kernels, huge_pages=config.huge_pages, register=register)
+        make_unit = functools.partial(self.unit_class, kernels=self.kernels, register=register)
         make_unit.keywords.update(holds_masters=self._holds_masters, moments_dtype=_MOMENTS[config.moments_dtype])
         layers: list[StreamedLayer] = []
         groups: list[ResidentGroup] = []

@@ -18,7 +18,7 @@ from megatrain_accelerate.optim.host_step import HostStep
 
 def attach(model: nn.Module, *, bf16: bool = True, device: str = "cpu", training: bool = True, **settings: object) -> Engine:
     """An engine on ``model``, without a progress bar; it streams, though models as small as these would fit a GPU whole."""
-    streamed = {"device_layers": 0, "resident_layers": 0, "offload_layers": 0}
+    streamed = {"device_layers": 0, "offload_layers": 0}
     config = MegatrainConfig.from_mapping({**streamed, **settings})
     return Engine(model, torch.device(device), config, bf16=bf16, training=training, show_progress=False)
 

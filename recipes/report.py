@@ -30,7 +30,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "gpu_slots_gib": ("weight slots", "GiB"),
         "gpu_gradient_slots_gib": ("gradient slots", "GiB"),
         "gpu_resident_gib": ("weights outside the layers", "GiB"),
-        "gpu_resident_layers_gib": ("weights of resident layers", "GiB"),
+        "gpu_held_layers_gib": ("weights of layers that are held", "GiB"),
         "gpu_layers_gib": ("weights of layers that live there", "GiB"),
         "gpu_states_gib": ("masters and moments that live there", "GiB"),
         "gpu_gradient_sums_gib": ("sums of a batch's pieces", "GiB"),
@@ -41,7 +41,6 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "The plan": {
         "kept_layers": ("layers that aren't recomputed", ""),
         "offloaded_layers": ("layers whose activations leave", ""),
-        "resident_layers": ("layers whose weights stay on the GPU", ""),
         "device_layers": ("layers that live on the GPU", ""),
         "plan_seconds": ("time that it took", "s"),
     },

@@ -331,7 +331,7 @@ def measure_link(device: torch.device) -> tuple[float, float, float]:
     Raises:
         HostMemoryError: the driver refuses to register memory.
     """
-    memory = HostMemory(2 * _COPY_BYTES, huge_pages=True, register=True)
+    memory = HostMemory(2 * _COPY_BYTES, register=True)
     try:
         down, up = (memory.tensor(part * _COPY_BYTES, (_COPY_BYTES,), torch.uint8).zero_() for part in range(2))
         memory.register()
@@ -357,7 +357,7 @@ def measure_host(kernels: HostKernels, elements: int) -> tuple[float, float]:
     """Parameters a second that AdamW steps with all threads, and bytes a second of a plain loop on the same arrays, with the
     same traffic: what the memory gives."""
     dtypes = (torch.bfloat16, torch.int16, torch.bfloat16, torch.float32, torch.float32)
-    memories = [HostMemory(dtype.itemsize * elements, huge_pages=True, register=False) for dtype in dtypes]
+    memories = [HostMemory(dtype.itemsize * elements, register=False) for dtype in dtypes]
     tensors = [memory.tensor(0, (elements,), dtype) for memory, dtype in zip(memories, dtypes, strict=True)]
     for tensor in tensors:
         kernels.zero(tensor)

@@ -34,7 +34,7 @@ _TABLE = re.compile("wpe|embed_positions|pos_emb(ed)?|pos(ition(al)?)?_embedding
 """What models of transformers call tables of positions. Relative ones have other names."""
 _BUFFER = "embed_positions"
 """What GPT-J and CodeGen call theirs, which aren't learned: sines and cosines in each attention."""
-_NOTHING_PLACED: dict[str, Any] = {"keep_layers": 0, "offload_layers": 0, "resident_layers": 0, "device_layers": 0}
+_NOTHING_PLACED: dict[str, Any] = {"keep_layers": 0, "offload_layers": 0, "device_layers": 0}
 _STAGING_BUFFERS = 2
 """Of one layer's gradients each, where gradients are accumulated (streaming/grad_offload.py)."""
 

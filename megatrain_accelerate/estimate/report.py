@@ -119,7 +119,7 @@ def table(estimate: Estimate) -> str:
     lines += ["", *("  ".join(map(str.rjust, row, widths)) for row in cells)]
     lines += [
         "",
-        "layers: on the GPU with their states / weights resident / activations kept / offloaded, of all",
+        "layers: on the GPU with their states / activations kept / offloaded, of all",
         *(
             ["as one: the stock Trainer's micro-batches run as one batch (join_micro_batches)"]
             * any(row.joined for row in rows)
@@ -135,7 +135,7 @@ _HEADER = ("sequences", "tokens each", "step, s", "tokens/s", "TFLOPS", "GPU, Gi
 
 def _row(row: Forecast) -> tuple[str, ...]:
     placement = row.candidate.placement
-    sets = (placement.on_device, placement.resident, placement.kept, placement.offloaded)
+    sets = (placement.on_device, placement.kept, placement.offloaded)
     layers = " / ".join(str(len(found)) for found in sets) + f" of {row.layers}"
     batch = f"{row.batch:,}" + (f" x {row.micro_batches}" if row.micro_batches > 1 else "") + (" as one" if row.joined else "")
     batch += f" by {row.samples}" if row.samples else ""
@@ -212,7 +212,6 @@ def _row_as_json(row: Forecast) -> dict[str, Any]:
         "gpu_gib": row.gpu_bytes / GIB,
         "host_gib": row.host_bytes / GIB,
         "layers_on_gpu": len(placement.on_device),
-        "layers_resident": len(placement.resident),
         "layers_kept": len(placement.kept),
         "layers_offloaded": len(placement.offloaded),
         "outside_on_gpu": placement.groups_on_device,

@@ -211,7 +211,7 @@ class Telemetry:
             self._logged_placement = placement
             values |= {f"host_{kind}_gib": count / GIB for kind, count in self.engine.host_bytes_by_kind().items()}
             values |= {f"gpu_{kind}_gib": count / GIB for kind, count in self.engine.device_bytes_by_kind().items()}
-            for name in ("kept", "offloaded", "resident"):
+            for name in ("kept", "offloaded"):
                 values[f"{name}_layers"] = float(len(getattr(placement, name)))
             values["device_layers"] = float(len(placement.on_device))
         if self.engine.device.type == "cuda":

@@ -31,14 +31,13 @@ class HostMemory:
 
     Args:
         size_bytes: rounded up to whole pages.
-        huge_pages: advise the kernel to back it with transparent huge pages.
         register: page-lock it for the current CUDA device's copies.
 
     Raises:
         HostMemoryError: the kernel or the driver refused; the message has the size and the remedy.
     """
 
-    def __init__(self, size_bytes: int, *, huge_pages: bool, register: bool) -> None:
+    def __init__(self, size_bytes: int, *, register: bool) -> None:
         self.size_bytes = round_up(max(size_bytes, 1), mmap.PAGESIZE)
         try:
             self._mapping = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -47,7 +46,7 @@ class HostMemory:
                 f"the kernel refused {format_bytes(self.size_bytes)} of host memory ({error}); "
                 "check `ulimit -v`, vm.overcommit_memory and the free memory"
             ) from error
-        if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
+        if hasattr(mmap, "MADV_HUGEPAGE"):
             # A kernel without transparent huge pages answers EINVAL; small pages are only slower.
             with contextlib.suppress(OSError):
                 self._mapping.madvise(mmap.MADV_HUGEPAGE)

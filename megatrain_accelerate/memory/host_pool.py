@@ -53,13 +53,12 @@ class HostPool:
         segment_bytes: int,
         *,
         kernels: HostKernels,
-        huge_pages: bool,
         register: bool,
         host_memory_gib: float | None = None,
     ) -> None:
         self._segment_bytes = segment_bytes
         self._kernels = kernels
-        self._new_memory = functools.partial(HostMemory, huge_pages=huge_pages, register=register)
+        self._new_memory = functools.partial(HostMemory, register=register)
         self._host_memory_gib = host_memory_gib
         self._segments: list[HostMemory] = []
         self._buffers: list[torch.Tensor] = []

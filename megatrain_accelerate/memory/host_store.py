@@ -35,7 +35,7 @@ class HostUnit:
     Args:
         parameters: (name, parameter) of the unit, each parameter once, in model order.
         dtypes: the dtype in which each of them computes.
-        huge_pages, register: see :class:`HostMemory`.
+        register: see :class:`HostMemory`.
         holds_masters: False if the weights are all there is of them: loaded in bf16, and not to be trained so far.
         moments_dtype: fp32, bf16, or int8 for codes and scales.
     """
@@ -47,7 +47,6 @@ class HostUnit:
         dtypes: Sequence[torch.dtype],
         *,
         kernels: HostKernels,
-        huge_pages: bool,
         register: bool,
         holds_masters: bool = True,
         moments_dtype: torch.dtype = torch.float32,
@@ -58,7 +57,6 @@ class HostUnit:
         """Those of the unit's home."""
         self.device: torch.device | None = None
         """Where the unit lives if not on the host, see :meth:`move`."""
-        self._huge_pages = huge_pages
         self._register = register
         self._registered_kinds = {"weights", "gradients"}
         self._moments_dtype = moments_dtype
@@ -112,7 +110,7 @@ class HostUnit:
         if self.device is not None:
             return DeviceMemory(size_bytes, self.device)
         register = self._register and kind in self._registered_kinds and size_bytes > 0
-        memory = HostMemory(size_bytes, huge_pages=self._huge_pages, register=register)
+        memory = HostMemory(size_bytes, register=register)
         if touch:
             self._host_kernels.zero(memory.tensor(0, (memory.size_bytes,), torch.uint8))
         return memory

@@ -48,7 +48,7 @@ LIBRARY_WORKSPACE_BYTES = 128 * MIB
 
 _NOT_PREDICTED = (
     "megatrain: a step can't be predicted for this model (%s: %s), so that its layers stream and are recomputed; set "
-    "megatrain_config.keep_layers, resident_layers or device_layers to give them GPU memory"
+    "megatrain_config.keep_layers or device_layers to give them GPU memory"
 )
 
 _CLEARLY_LARGER = 1.25
@@ -117,7 +117,7 @@ class DevicePlan:
             "slots": runtime.prefetcher.device_bytes,
             "gradient_slots": runtime.offloader.device_bytes,
             **self._fixed_bytes_by_kind(),
-            "resident_layers": runtime.prefetcher.resident_bytes,
+            "held_layers": runtime.prefetcher.held_bytes,
             "states": sum(2 * at.layout.split_elements + at.moment_bytes for at in runtime.units if at.is_on_device),
             "layers": sum(unit.layout.weight_bytes for unit in layers),
             **({"gradient_residuals": sum_bytes} if sum_bytes else {}),
@@ -147,7 +147,7 @@ class DevicePlan:
     def make_room(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Before a forward without gradients: what lives on the device leaves it until the next training forward if this one
         wouldn't fit beside it. Where there is room to spare, layers that stream are held (:mod:`.evaluation_weights`)."""
-        moves = (self.placement.on_device or self.placement.resident) and self._device.type == "cuda"
+        moves = self.placement.on_device and self._device.type == "cuda"
         holds = self.evaluation_weights.may_be_held
         if self._runtime.open_forwards or not (moves or holds):
             return
@@ -159,7 +159,7 @@ class DevicePlan:
             if moves and needed_bytes > USABLE_SHARE_OF_DEVICE * free_bytes(self._device):
                 logger.info("megatrain: layers leave the GPU for an evaluation of %.1f GiB", needed_bytes / GIB)
                 self._displaced = self.placement
-                self._place(dataclasses.replace(self.placement.with_states_on_host(), resident=frozenset()))
+                self._place(self.placement.with_states_on_host())
                 torch.cuda.empty_cache()
 
     def follow(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
@@ -235,9 +235,8 @@ class DevicePlan:
     def _fixed_bytes(self, outline: StepOutline) -> int:
         """What such a step takes under any placement."""
         # What others that wait for their backward hold isn't more than what one takes that is recomputed; they share slots.
-        every = Placement.of_counts(len(self._runtime.layers), resident=len(self._runtime.layers))
-        sizes = dataclasses.replace(self.model_sizes(), gradient_slot_bytes=0)
-        waiting = peak_bytes(outline, sizes, every) - sum(layer.weight_bytes for layer in sizes.layers)
+        sizes = dataclasses.replace(self.model_sizes(), slot_bytes=0, gradient_slot_bytes=0)
+        waiting = peak_bytes(outline, sizes, Placement())
         held = sum(self._fixed_bytes_by_kind(outline).values()) + LIBRARY_WORKSPACE_BYTES
         return held + (self._forwards_at_once - 1) * waiting
 
@@ -430,7 +429,7 @@ class DevicePlan:
     def _place(self, placement: Placement) -> None:
         before, self.placement = self.placement, placement
         self._treat_activations()
-        were, where = ((at.resident, at.on_device, at.groups_on_device) for at in (before, placement))
+        were, where = ((at.on_device, at.groups_on_device) for at in (before, placement))
         if self._is_interrupted or where != were:
             self._is_interrupted = True  # until all have moved
             self._runtime.place(*where)

@@ -75,7 +75,7 @@ class EvaluationWeights:
     @property
     def may_be_held(self) -> bool:
         """Whether the setting and the placement leave layers to hold."""
-        return self._setting != "stream" and self._runtime.prefetcher.fixed_slot_count < len(self._runtime.layers)
+        return self._setting != "stream" and not self._runtime.prefetcher.all_on_device
 
     def needed_bytes(self, model: nn.Module, inputs: Mapping[str, Any]) -> int:
         """Predicted, of the largest forward without gradients so far, this one included; 0 if unknown."""

@@ -315,8 +315,7 @@ def _chosen_parts(
 
 def wants_whole_layers(config: MegatrainConfig) -> bool:
     """Whether other settings say of whole layers where they are to be, so that ``auto`` cuts nothing."""
-    placed = config.device_layers not in ("auto", 0) or config.resident_layers not in ("auto", 0)
-    return placed or config.evaluation_weights == "resident"
+    return config.device_layers not in ("auto", 0) or config.evaluation_weights == "resident"
 
 
 def split_experts(

@@ -163,7 +163,7 @@ def _measure(device: torch.device, kernels: HostKernels, register: bool) -> Mach
     size, elements, side = _COPY_BYTES // smaller, _STEP_ELEMENTS // smaller, 8192 // smaller
     # Whether the speeds were known already mustn't change what the training draws.
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if is_gpu else []):
-        host_memory = HostMemory(size, huge_pages=True, register=register)
+        host_memory = HostMemory(size, register=register)
         host = host_memory.tensor(0, (size,), torch.uint8)
         kernels.zero(host)
         host_memory.register()

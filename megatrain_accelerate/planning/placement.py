@@ -47,8 +47,6 @@ class Placement:
     """Recomputed layers whose attention isn't computed again: its results wait until backward."""
     inputs_offloaded: frozenset[int] = frozenset()
     """Of those among them that are recomputed, the inputs wait in host memory until backward, and attention's results too."""
-    resident: frozenset[int] = frozenset()
-    """Weights stay on the device, states on the host."""
     on_device: frozenset[int] = frozenset()
     """Weights, masters and moments live on the device."""
     groups_on_device: bool = False
@@ -65,7 +63,6 @@ class Placement:
         offloaded: int = 0,
         inputs_offloaded: int = 0,
         attention_kept: int = 0,
-        resident: int = 0,
         on_device: int = 0,
         groups_on_device: bool = False,
         budgets: tuple[float, float] = (0.0, 1.0),
@@ -85,7 +82,6 @@ class Placement:
             offload_spacing=spacing,
             attention_kept=frozenset(range(max(0, layers - kept - attention_kept), layers - kept)) - away,
             inputs_offloaded=frozenset(range(min(inputs_offloaded, layers))),
-            resident=frozenset(range(on_device, min(layers, on_device + resident))),
             on_device=frozenset(range(on_device)),
             groups_on_device=groups_on_device,
             budgets=budgets,
@@ -237,11 +233,10 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
 def _held_bytes(model: Model, placement: Placement) -> int:
     """What is on the device during all of a step, besides what the engine holds there in any case."""
     held = sum(model.layers[i].state_bytes for i in placement.on_device)
-    held += sum(model.layers[i].weight_bytes for i in placement.resident)
-    if len(placement.on_device | placement.resident) < len(model.layers):
-        held += model.slot_bytes
     parts_have_gradients = any(part.gradient_bytes for parts in model.parts.values() for part in parts)
-    if len(placement.on_device) < len(model.layers) or parts_have_gradients:
+    if len(placement.on_device) < len(model.layers):
+        held += model.slot_bytes + model.gradient_slot_bytes
+    elif parts_have_gradients:
         held += model.gradient_slot_bytes
     if placement.groups_on_device:
         held += sum(unit.state_bytes - unit.weight_bytes for unit in model.groups)

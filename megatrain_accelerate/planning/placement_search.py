@@ -40,7 +40,6 @@ class Choices:
 
     kept: int | None = None
     offloaded: int | None = None
-    resident: int | None = None
     on_device: int | None = None
     """-1: all layers and the groups."""
     inputs_offloaded: int | None = None
@@ -54,7 +53,6 @@ class Choices:
         return cls(
             kept=fixed(config.keep_layers),
             offloaded=fixed(config.offload_layers),
-            resident=fixed(config.resident_layers),
             on_device=fixed(config.device_layers),
             attention_kept=fixed(config.keep_attention),
             inputs_offloaded=None if config.offload_inputs == "auto" else layers * bool(config.offload_inputs),
@@ -86,7 +84,6 @@ class _Counts:
     attention_kept: int
     inputs_offloaded: int
     offloaded: int
-    resident: int
     on_device: int
     groups_on_device: bool
     budgets: tuple[float, float]
@@ -146,7 +143,6 @@ class PlacementSearch:
             (choices.on_device, lambda at: _varied(at, groups_on_device=[not at.groups_on_device])),
             (choices.on_device, self._on_device),
             (choices.on_device, self._near),
-            (choices.resident, lambda at: _varied(at, resident=_spread(self._count - at.on_device))),
             (choices.offloaded, self._offloaded),
             (choices.on_device if choices.offloaded is None else choices.offloaded, self._offloaded_for_layers),
         ]
@@ -167,7 +163,7 @@ class PlacementSearch:
 
     def everything(self) -> Candidate | None:
         """All states and activations on the device; None if that doesn't fit, or the settings ask for something else."""
-        every = _Counts(self._count, 0, 0, 0, 0, self._count, True, _WHOLE)
+        every = _Counts(self._count, 0, 0, 0, self._count, True, _WHOLE)
         asked = vars(self._choices).items()
         is_open = all(choice is None or choice in (getattr(every, kind), -1) for kind, choice in asked)
         found = self._try(every) if is_open and not self._model.parts else None
@@ -213,7 +209,7 @@ class PlacementSearch:
         """The same with as much on the device as there is room for: it takes load off the host and the link."""
         if self._choices.on_device is not None:
             return found
-        at = dataclasses.replace(at, resident=self._choices.resident or 0, groups_on_device=True)
+        at = dataclasses.replace(at, groups_on_device=True)
         for counts in _varied(at, on_device=range(self._count, at.on_device, -1)):
             candidate = self._try(counts)
             if (
@@ -240,9 +236,7 @@ class PlacementSearch:
         return _varied(at, groups_on_device=(at.groups_on_device, not at.groups_on_device), on_device=_spread(self._count))
 
     def _near(self, at: _Counts) -> Iterable[_Counts]:
-        for count in _around(at.on_device, 3, self._count):
-            residents = {at.resident} if self._choices.resident is not None else {at.resident, 0, self._count - count}
-            yield from _varied(dataclasses.replace(at, on_device=count), resident=residents, groups_on_device=(False, True))
+        return _varied(at, on_device=_around(at.on_device, 3, self._count), groups_on_device=(False, True))
 
     def _offloaded(self, at: _Counts) -> Iterable[_Counts]:
         return _varied(at, offloaded=self._some_and_near(at.offloaded, 3) if at.budgets == _WHOLE else ())

@@ -26,7 +26,7 @@ def plan_table(
     is the peak of the device's memory, what the engine holds included; ``time`` is None where it isn't known."""
     outline = outline.at(*placement.budgets)
     count = len(runtime.layers)
-    streamed = count - len(placement.resident) - len(placement.on_device)
+    streamed = count - len(placement.on_device)
     recomputed = count - len(placement.kept) - len(placement.offloaded)
     host = sum(sum(unit.bytes_by_kind().values()) for unit in runtime.units if not unit.is_on_device)
     host += sum(sent_bytes(outline, placement))
@@ -41,8 +41,7 @@ def plan_table(
     rows = [
         (
             "weights",
-            f"{streamed} of {count} layers streamed, {len(placement.resident)} resident, "
-            f"{len(placement.on_device)} on the GPU with their states",
+            f"{streamed} of {count} layers streamed, {len(placement.on_device)} on the GPU with their states",
         ),
         *([("experts", experts_text(runtime))] if runtime.experts else []),
         ("states outside the layers", f"on the {groups}"),

@@ -180,7 +180,6 @@ class _Pipeline:
         self.h2d = Link(machine.h2d_bytes, machine.h2d_share_in_step, self.host)
         self.d2h = Link(machine.d2h_bytes, machine.d2h_share_in_step, self.host)
         self.applied = [0.0] * len(model.layers)
-        self.resident_at = [0.0] * len(model.layers)
         self.before_at = self.after_at = 0.0
         self.slots = Slots(model.slots, self.h2d)
         self.parts = _Parts(self)
@@ -190,12 +189,7 @@ class _Pipeline:
         """When the layer's weights are on the device."""
         if layer in self.placement.on_device:
             return 0.0
-        size = self.model.layers[layer].weight_bytes
-        if layer in self.placement.resident:
-            if self.resident_at[layer] < 0.0:  # stale since its last step
-                self.resident_at[layer] = self.h2d.copy(size, self.applied[layer])
-            return self.resident_at[layer]
-        return self.slots.filled_at(layer, size, self.applied[layer])
+        return self.slots.filled_at(layer, self.model.layers[layer].weight_bytes, self.applied[layer])
 
     def forward_and_backward(self, is_last: bool) -> None:
         placement, machine = self.placement, self.machine
@@ -242,7 +236,7 @@ class _Pipeline:
                 copies.leave(end)
                 if position == last_forward:
                     self.compute.work(0.0, self.after_at)
-            if event.layer not in placement.on_device and event.layer not in placement.resident:
+            if event.layer not in placement.on_device:
                 self.slots.use(event.layer, end)
             # The next layer's weights are fetched before activations come back ahead of their time.
             fetched_at = self._weights_at(events[position + 1].layer) if position + 1 < len(events) else None
@@ -282,10 +276,8 @@ class _Pipeline:
             groups = ((), ())
         before = [(unit, self.step_unit(unit, now)) for unit in groups[0]]
         for layer, unit in enumerate(model.layers):
-            if layer not in placement.on_device:
-                if not model.steps_in_backward:
-                    self.applied[layer] = self.step_unit(unit, now)
-                self.resident_at[layer] = -1.0
+            if layer not in placement.on_device and not model.steps_in_backward:
+                self.applied[layer] = self.step_unit(unit, now)
             self.parts.step(layer, now)
         after = [(unit, self.step_unit(unit, now)) for unit in groups[1]]
         # Issued when its step is over, between copies of layers that were issued before and after, while layers are stepped.

@@ -191,7 +191,6 @@ class ActivationOffloader:
             # The stand-in's memory costs no registering, and its models are tiny.
             256 * MIB if streams.is_cuda else MIB,
             kernels=kernels,
-            huge_pages=config.huge_pages,
             register=register,
             host_memory_gib=config.host_memory_gib,
         )

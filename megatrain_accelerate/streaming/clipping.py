@@ -24,7 +24,7 @@ class NormTable:
         for row, state in enumerate(trained):
             state.row = row
         count = len(trained)
-        self._memory = HostMemory(4 * max(1, count), huge_pages=False, register=register)
+        self._memory = HostMemory(4 * max(1, count), register=register)
         self._memory.register()
         self.norms = self._memory.tensor(0, (max(1, count),), torch.float32)
 

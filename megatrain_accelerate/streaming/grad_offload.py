@@ -47,7 +47,7 @@ class GradientOffloader:
     ) -> None:
         self.streams, self.worker, self.kernels, self.meter = streams, worker, kernels, meter
         self.norms, self.sums = norms, sums
-        self._buffers_of = functools.partial(HostBuffers, huge_pages=config.huge_pages, register=register, meter=meter)
+        self._buffers_of = functools.partial(HostBuffers, register=register, meter=meter)
         layouts = [layer.unit.layout for layer in layers]
         experts = [whole for layer in layers for whole in layer.experts]
         # Those that pass through the host do so experts by experts, since that is how they are stepped.

@@ -41,9 +41,9 @@ class HostBuffers:
     Owner: the offloader. Writer of one: the d2h stream. Reader: the step worker, until the gate opens for which it was taken.
     """
 
-    def __init__(self, count: int, size_bytes: int, *, huge_pages: bool, register: bool, meter: Meter) -> None:
+    def __init__(self, count: int, size_bytes: int, *, register: bool, meter: Meter) -> None:
         self._meter = meter
-        self._memories = [HostMemory(size_bytes, huge_pages=huge_pages, register=register) for _ in range(count)]
+        self._memories = [HostMemory(size_bytes, register=register) for _ in range(count)]
         for memory in self._memories:
             memory.register()
         self._turns: collections.deque[tuple[torch.Tensor, UpdateGate]] = collections.deque(

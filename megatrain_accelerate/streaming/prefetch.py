@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -21,10 +21,10 @@ Fetched = StreamedLayer | ExpertPart
 class Prefetcher:
     """Owner of the weight slots.
 
-    The shared slots take turns; a *resident* layer has a slot of its own, so that it is copied once a step; a layer whose
-    unit lives on the device is its own slot and is never copied. A copy is issued on the h2d stream as soon as its slot's
-    last reader was issued and its layer's step is applied; the launching thread never waits for a copy, and waits for a step
-    only when the layer itself is next.
+    The shared slots take turns; a layer that is *held* has a slot of its own for a while, so that it is copied once a step; a
+    layer whose unit lives on the device is its own slot and is never copied. A copy is issued on the h2d stream as soon as its
+    slot's last reader was issued and its layer's step is applied; the launching thread never waits for a copy, and waits for a
+    step only when the layer itself is next.
 
     Args:
         layers: all streamed layers, by index.
@@ -40,13 +40,13 @@ class Prefetcher:
         self._slot_count = slots
         self.slots: list[WeightSlot] = []
         self.own_slots: dict[int, WeightSlot] = {}
-        """Slots of single layers, for good or for a while, by the layer's index."""
+        """Slots of single layers, on the device or held, by the layer's index."""
         self._on_device: set[int] = set()
         """Layers whose units live on the device, each the slot of its own: they need no copy."""
         self._slot_of: dict[int, WeightSlot] = {}
         """The slot that was last filled for a layer, by its index; what it holds by now its ``holder`` tells."""
         self._held: list[int] = []
-        """Layers whose own slot is theirs for a while only; in the order in which they got it."""
+        """Layers that have a slot of :meth:`hold`, in the order in which they got it."""
         self._clock = itertools.count(1)
         self._refused_at: dict[int, float] = {}
         """When a layer's copy could have been issued but for its step, by index."""
@@ -55,7 +55,7 @@ class Prefetcher:
         self._upcoming: Sequence[int] = ()
         self.at_address: dict[int, WeightSlot] = {}
         """The slots that there are, by where their memory begins."""
-        self.give_own_slots(())
+        self.note_moves()
 
     def _new_slot(self, index: int, size_bytes: int) -> WeightSlot:
         buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._streams.device)
@@ -72,9 +72,9 @@ class Prefetcher:
         return sum(slot.buffer.numel() for slot in self.slots)
 
     @property
-    def resident_bytes(self) -> int:
-        """Of the resident layers' own slots."""
-        return sum(slot.buffer.numel() for index, slot in self.own_slots.items() if not self._layers[index].unit.is_on_device)
+    def held_bytes(self) -> int:
+        """Of the slots of :meth:`hold`."""
+        return sum(self.own_slots[index].buffer.numel() for index in self._held)
 
     @property
     def all_on_device(self) -> bool:
@@ -119,30 +119,19 @@ class Prefetcher:
             self._note_slots()
         return freed_bytes
 
-    def give_own_slots(self, indices: Collection[int]) -> None:
-        """Makes these layers, besides those on the device, the ones that have a slot of their own.
-
-        No kernel and no copy may be in flight.
-        """
+    def note_moves(self) -> None:
+        """Layers whose units live on the device by now are slots of their own. No kernel and no copy may be in flight."""
         self.drop_own_slots()
         self._refused_at.clear()
         for layer in self._layers:
-            index, unit = layer.index, layer.unit
-            if unit.is_on_device:
-                self.own_slots[index] = WeightSlot(index, unit.weights, self._streams)
-                self.own_slots[index].move_to(SlotState.FILLED)
-            elif index in indices:
-                self.own_slots[index] = self._new_slot(index, unit.layout.weight_bytes)
+            if layer.unit.is_on_device:
+                slot = self.own_slots[layer.index] = WeightSlot(layer.index, layer.unit.weights, self._streams)
+                slot.move_to(SlotState.FILLED)
         if len(self.own_slots) == len(self._layers):
             self.slots = []
         elif not self.slots:
             self.slots = [self._new_slot(index, self._largest) for index in range(self._slot_count)]
         self._note_slots()
-
-    @property
-    def fixed_slot_count(self) -> int:
-        """Layers that have a slot of their own by the placement, and not for a while only."""
-        return len(self.own_slots) - len(self._held)
 
     def held_weights(self, layer: Fetched) -> list[torch.Tensor] | None:
         """The layer's weights, where all layers have slots of their own and nothing is to be copied or waited for; else None.
@@ -280,7 +269,7 @@ class Prefetcher:
         """Layers for which there is a shared slot."""
         missing = []
         for index in upcoming:
-            # A resident layer takes no room: its copy may begin as soon as its step is applied.
+            # A held layer takes no room: its copy may begin as soon as its step is applied.
             if index not in own_slots and index not in wanted:
                 if len(wanted) == room:
                     continue

@@ -7,7 +7,7 @@ Their masters and moments live on the host like everybody's, unless the plan mov
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -122,7 +122,6 @@ Part = StreamedLayer | ResidentGroup
 
 def relocate(
     targets: Sequence[tuple[Part, bool]],
-    resident: Collection[int],
     prefetcher: Prefetcher,
     device: torch.device,
     host_kernels: HostKernels,
@@ -130,8 +129,8 @@ def relocate(
 ) -> None:
     """Moves units between the host and the device. Nothing may be in flight.
 
-    ``targets`` says of each layer and resident group whether it is to live on the device; ``resident`` are the indices of
-    layers that get a slot of their own; ``moved`` is called with each unit that moved.
+    ``targets`` says of each layer and resident group whether it is to live on the device; ``moved`` is called with each unit
+    that moved.
 
     Raises:
         torch.OutOfMemoryError, HostMemoryError: a unit found no room. Those before it have moved, it and those after it not.
@@ -149,7 +148,5 @@ def relocate(
         for part in arriving:
             part.move(device, kernels)
             moved(part.unit)
-    except BaseException:
-        prefetcher.give_own_slots(())  # those that have moved are their own slots
-        raise
-    prefetcher.give_own_slots(resident)
+    finally:
+        prefetcher.note_moves()

@@ -131,7 +131,7 @@ class StreamingRuntime:
         self.moved_listeners: dict[int, Callable[[HostUnit], None]] = {}
         """Called with a unit that moved to or from the device; entered by optimizers, by their id."""
         self.steps_on_host: set[int] = set()  # ids of optimizers without a kernel: their step works on masters on the host
-        self.keep_states_on_host: Callable[[], None] = lambda: self.place((), (), groups_on_device=False)
+        self.keep_states_on_host: Callable[[], None] = lambda: self.place((), groups_on_device=False)
         """Brings all states to the host; set by the plan."""
         self.recorder = OutputRecorder()
         self.compiled = CompiledLayers(config.compile_layers, streams.device, self.recorder)
@@ -399,11 +399,10 @@ class StreamingRuntime:
 
     # ------------------------------------------------------------------ placement
 
-    def place(self, resident: Collection[int], on_device: Collection[int], groups_on_device: bool) -> None:
+    def place(self, on_device: Collection[int], groups_on_device: bool) -> None:
         """Moves weights and states to where they are to live. Between steps only; waits for everything in flight.
 
         Args:
-            resident: indices of layers whose weights stay on the device, in slots of their own.
             on_device: indices of layers that live there whole, with masters and moments.
             groups_on_device: whether the masters and moments of the resident groups do.
 
@@ -417,7 +416,7 @@ class StreamingRuntime:
             self.streams.synchronize()
             targets: list[tuple[Part, bool]] = [(layer, layer.index in on_device) for layer in self.layers]
             targets += [(group, groups_on_device) for group in self.groups]
-            relocate(targets, resident, self.prefetcher, self.streams.device, self.kernels, self._moved)
+            relocate(targets, self.prefetcher, self.streams.device, self.kernels, self._moved)
             if self.offloader.takes_gradients:
                 self.offloader.allocate_slots(self.gradients_leave)
 

@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SLEEP_CYCLES = 4_000_000  # about 2 ms a copy: far longer than the kernels of the tiny models here
 
 STREAMED: dict[str, Any] = {
-    "resident_layers": 0,
     "device_layers": 0,
     "offload_layers": 0,
     "keep_layers": 0,

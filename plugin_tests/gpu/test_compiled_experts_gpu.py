@@ -92,7 +92,7 @@ def test_kept_layers_record_and_train_as_recomputed_ones(name: str) -> None:
 
 
 def test_the_plan_measures_the_graph_that_the_steps_run() -> None:
-    model, engine = prepared("qwen3_moe", device_layers="auto", resident_layers="auto", offload_layers="auto")
+    model, engine = prepared("qwen3_moe", device_layers="auto", offload_layers="auto")
     count = []
     for _ in range(3):
         output = one_pass(model, "cuda")

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ({"slots": 2}, {"slots": 3, "resident_layers": 2}),
+        ({"slots": 2}, {"slots": 3}),
         ({"schedule": "serial"}, {"schedule": "backward", "host_gradients": "passing"}),
     ],
     ids=["placement", "schedule"],
@@ -46,7 +46,7 @@ def test_a_plan_with_room_for_all_leaves_the_states_on_the_host() -> None:
     placed = {}
     for dtype in ("fp32", "int8"):
         model = tiny_model().train()
-        engine = attach(model, device="cuda", moments_dtype=dtype, device_layers="auto", resident_layers="auto")
+        engine = attach(model, device="cuda", moments_dtype=dtype, device_layers="auto")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         adopt_optimizer(optimizer, engine.runtime, "deferred")
         for ids in token_batches(2):

@@ -15,7 +15,7 @@ from megatrain_accelerate.units import GIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-STREAMED: dict[str, Any] = {"resident_layers": 0, "device_layers": 0, "offload_layers": 0, "compile_layers": False}
+STREAMED: dict[str, Any] = {"device_layers": 0, "offload_layers": 0, "compile_layers": False}
 """The plan would put all of so small a model on the GPU."""
 
 

@@ -55,7 +55,7 @@ class Halved(nn.Module):
     [
         {"keep_layers": 0},
         {"keep_layers": "auto"},
-        {"keep_layers": "auto", "resident_layers": "auto", "device_layers": "auto", "offload_layers": "auto"},
+        {"keep_layers": "auto", "device_layers": "auto", "offload_layers": "auto"},
     ],
     ids=["recomputed", "kept", "planned"],
 )

@@ -26,7 +26,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 1 << 17,
 }
-STREAMED: dict[str, Any] = {"device_layers": 0, "resident_layers": 0, "offload_layers": 0, "compile_layers": False}
+STREAMED: dict[str, Any] = {"device_layers": 0, "offload_layers": 0, "compile_layers": False}
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +120,7 @@ def test_memory_is_linear_in_the_length_and_as_predicted() -> None:
 
 def test_the_plan_runs_by_tiles_what_does_not_fit_whole_and_keeps_its_promises(capsys: pytest.CaptureFixture[str]) -> None:
     whole, _, _ = peak_of_step(1 << 16, keep_layers=0, token_tile=0)
-    free = {"device_layers": "auto", "resident_layers": "auto", "offload_layers": "auto"}
+    free = {"device_layers": "auto", "offload_layers": "auto"}
     budget = 0.7 * whole
     torch.cuda.empty_cache()
     base = torch.cuda.memory_allocated()

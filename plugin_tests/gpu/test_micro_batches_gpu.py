@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 STREAMED: dict[str, Any] = {
-    "resident_layers": 0,
     "device_layers": 0,
     "offload_layers": 0,
     "keep_layers": 0,

@@ -13,7 +13,7 @@ from transformers import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-STREAMED: dict[str, Any] = {"device_layers": 0, "resident_layers": 0, "keep_layers": 0, "compile_layers": False}
+STREAMED: dict[str, Any] = {"device_layers": 0, "keep_layers": 0, "compile_layers": False}
 
 
 LARGER: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}

@@ -81,10 +81,9 @@ def test_splitting_and_joining_masters_on_the_gpu_has_the_bits_of_the_host() -> 
 
 
 PLACEMENTS = [
-    {"resident_layers": 4},
     {"device_layers": 2},
     {"device_layers": -1},
-    {"device_layers": 1, "resident_layers": 2, "keep_layers": 2},
+    {"device_layers": 1, "keep_layers": 2},
     {"device_layers": -1, "keep_layers": 4},
 ]
 
@@ -93,9 +92,9 @@ PLACEMENTS = [
 def test_every_placement_has_the_same_bits_on_the_gpu(accumulation: int) -> None:
     model, batches = tiny_model(attn_implementation="eager"), token_batches(12)
     fixed = {"device": "cuda", "accumulation": accumulation}
-    streamed = train_streamed(model, batches, **fixed, device_layers=0, resident_layers=0, keep_layers=0)
+    streamed = train_streamed(model, batches, **fixed, device_layers=0, keep_layers=0)
     for placement in PLACEMENTS:
-        other = train_streamed(model, batches, **fixed, **{"device_layers": 0, "resident_layers": 0, **placement})
+        other = train_streamed(model, batches, **fixed, **{"device_layers": 0, **placement})
         assert other.losses == streamed.losses, placement
         assert other.norms == streamed.norms, placement
         for name, master in streamed.masters.items():
@@ -137,7 +136,7 @@ def test_the_predicted_peak_holds_within_five_percent(
     monkeypatch.setattr(device_plan, "GROWTH_FACTORS", (1.0,))
     gc.collect()  # what earlier tests left would go in the middle
     before = torch.cuda.memory_allocated()
-    run = trained(*lengths, gpu_memory_gib=budget_gib, device_layers="auto", resident_layers="auto")
+    run = trained(*lengths, gpu_memory_gib=budget_gib, device_layers="auto")
     measured = torch.cuda.max_memory_allocated() - before
     predicted = run.engine.predicted_device_bytes
     assert measured <= predicted

@@ -260,8 +260,8 @@ def test_gpu_peak_stays_within_the_predicted_figure(length: int) -> None:
 
 
 PLACES = [
-    {"keep_layers": 0, "device_layers": 0, "resident_layers": 0},
-    {"keep_layers": 2, "offload_layers": 1, "device_layers": 1, "resident_layers": 1},
+    {"keep_layers": 0, "device_layers": 0},
+    {"keep_layers": 2, "offload_layers": 1, "device_layers": 1},
     {"keep_layers": 4, "device_layers": -1},
 ]
 

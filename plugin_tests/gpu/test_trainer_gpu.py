@@ -14,7 +14,7 @@ from trainer_runs import Padding, close, ragged_examples, run_trainer, tiny_llam
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 # They stream, though they would fit.
-STREAMED: dict[str, Any] = {"device_layers": 0, "resident_layers": 0, "keep_layers": 0, "compile_layers": False}
+STREAMED: dict[str, Any] = {"device_layers": 0, "keep_layers": 0, "compile_layers": False}
 
 
 def llama(**changes: Any) -> nn.Module:

@@ -149,9 +149,9 @@ class FakeDriver:
 def test_a_refused_registration_is_an_error_with_size_code_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver(limit=3 << 20)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    first = HostMemory(1 << 20, huge_pages=False, register=True)
+    first = HostMemory(1 << 20, register=True)
     first.register()
-    second = HostMemory(3 << 20, huge_pages=False, register=True)
+    second = HostMemory(3 << 20, register=True)
     with pytest.raises(HostMemoryError, match=r"3\.00 MiB .*\(error 2\).*ulimit -l unlimited.*pin_memory"):
         second.register()
     assert first.is_registered
@@ -172,9 +172,7 @@ def test_a_refused_registration_while_adopting_leaves_the_plain_model(monkeypatc
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     from megatrain_accelerate.memory import host_store
 
-    monkeypatch.setattr(
-        host_store, "HostMemory", lambda size, huge_pages, register: HostMemory(size, huge_pages=False, register=True)
-    )
+    monkeypatch.setattr(host_store, "HostMemory", lambda size, register: HostMemory(size, register=True))
     with pytest.raises(HostMemoryError, match="refused to page-lock"):
         attach(model)
     assert driver.registered == {}, "everything that was registered must be let go"

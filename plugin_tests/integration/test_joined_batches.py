@@ -141,9 +141,7 @@ def assert_joined_like_stock(folder: Path, settings: Record | None = None, **arg
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
 @pytest.mark.parametrize("accumulation", [2, 3])
-@pytest.mark.parametrize(
-    "settings", [{}, {"keep_layers": 3}, {"micro_batch_size": 1}, {"device_layers": 1, "resident_layers": 1}], ids=str
-)
+@pytest.mark.parametrize("settings", [{}, {"keep_layers": 3}, {"micro_batch_size": 1}, {"device_layers": 1}], ids=str)
 def test_joined_micro_batches_train_as_stock_accumulation(
     tmp_path: Path, accumulation: int, max_grad_norm: float, settings: Record
 ) -> None:
@@ -520,7 +518,7 @@ def decided(folder: Path, monkeypatch: pytest.MonkeyPatch, *, link: float, budge
     """A run under ``auto`` on a machine whose link is ``link`` times as fast as it computes."""
     speed = Machine(device_flops=1e12, device_bytes=1e12, h2d_bytes=link, d2h_bytes=link, host_step_parameters=link)
     monkeypatch.setattr(device_plan, "measured_machine", lambda *args: speed)
-    settings = {"gpu_memory_gib": budget_gib, "device_layers": 0, "resident_layers": 0, **changes}
+    settings = {"gpu_memory_gib": budget_gib, "device_layers": 0, **changes}
     return run(folder, settings, gradient_accumulation_steps=3)[1]
 
 
@@ -650,7 +648,7 @@ def test_a_training_that_joined_is_resumed_so_whatever_the_machine_measures_then
     def seen_by(link: float, **arguments: Any) -> list[int]:
         speed = Machine(device_flops=1e12, device_bytes=1e12, h2d_bytes=link, d2h_bytes=link, host_step_parameters=link)
         monkeypatch.setattr(device_plan, "measured_machine", lambda *args: speed)
-        settings = {"gpu_memory_gib": 1.0, "device_layers": 0, "resident_layers": 0}
+        settings = {"gpu_memory_gib": 1.0, "device_layers": 0}
         arguments = {"gradient_accumulation_steps": 3, "save_strategy": "steps", "save_steps": 3, **arguments}
         return run(tmp_path, settings, **arguments)[1].samples
 

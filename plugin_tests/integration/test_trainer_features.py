@@ -80,7 +80,7 @@ def test_generation_between_steps_and_training_after_it(tmp_path: Path, setting:
     run_both(
         lambda: tiny_llama(num_hidden_layers=4),
         tmp_path,
-        settings={"evaluation_weights": setting, "resident_layers": 1},
+        settings={"evaluation_weights": setting},
         options=lambda model: {"callbacks": [Sampler(next(free), counted)]},
     )
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*texts, strict=True))

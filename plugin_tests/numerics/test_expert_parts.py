@@ -219,7 +219,7 @@ def test_the_rest_of_a_layer_may_live_on_the_device() -> None:
         engine = attach(model, expert_parts=3)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
         driver = adopt_optimizer(optimizer, engine.runtime, "deferred")
-        engine.runtime.place((), on_device, groups_on_device=bool(on_device))
+        engine.runtime.place(on_device, groups_on_device=bool(on_device))
         training = Training(model, engine, optimizer, driver)
         for ids in token_batches(3):
             training.step(ids)

@@ -66,7 +66,7 @@ def test_accumulated_gradients_are_the_fp32_sums_of_plain_pytorchs(family: Decod
     [
         {"keep_layers": 2},
         {"offload_layers": 1},
-        {"keep_layers": 1, "resident_layers": 1, "device_layers": 1},
+        {"keep_layers": 1, "device_layers": 1},
         {"device_layers": -1},
         {"offload_inputs": True, "slots": 3},
         {"step_schedule": "serial"},

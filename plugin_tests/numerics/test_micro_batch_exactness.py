@@ -123,7 +123,7 @@ def test_placement_and_schedule_never_change_the_numbers_of_pieces(
     reference = trained(dropout=0.2, micro_batch_size=2, **loop)
     for settings in (
         {"keep_layers": 2, "offload_layers": 2, "device_layers": 2},
-        {"keep_layers": 1, "offload_layers": 1, "offload_inputs": True, "resident_layers": 1},
+        {"keep_layers": 1, "offload_layers": 1, "offload_inputs": True},
     ):
         run = trained(dropout=0.2, micro_batch_size=2, **shared, **settings)
         assert run.losses == reference.losses, settings

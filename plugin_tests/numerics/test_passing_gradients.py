@@ -14,11 +14,9 @@ from torch import nn
 from trainer_runs import assert_same_run, run_trainer, tiny_llama
 
 from megatrain_accelerate.errors import ConfigError, StateError, UnsupportedError
-from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.memory.host_store import PASSING_BUFFERS
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.kernel import HostKernels
-from megatrain_accelerate.streaming import gradient_buffers
 
 PASSING: dict[str, Any] = {"host_gradients": "passing", "max_norm": None, "schedule": "backward"}
 LAYERS = 2 * PASSING_BUFFERS
@@ -47,7 +45,6 @@ def test_weights_have_the_bits_that_they_have_with_gradients_that_stay(bf16: boo
     [
         {"device_layers": 2},
         {"micro_batch_size": 1},
-        pytest.param({"resident_layers": 2}, marks=pytest.mark.long),
         pytest.param({"keep_layers": 3}, marks=pytest.mark.long),
         pytest.param({"gradient_slots": 1}, marks=pytest.mark.long),
     ],
@@ -209,20 +206,6 @@ def test_a_second_step_with_consumed_gradients_is_an_error() -> None:
     with pytest.raises(StateError, match=r"consumed by an earlier step and not cleared.*call optimizer\.zero_grad\(\)"):
         optimizer.step()
     engine.close()
-
-
-@pytest.mark.parametrize("huge_pages", [True, False])
-def test_buffers_are_in_huge_pages_only_if_these_are_wanted(huge_pages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-
-    def memory(size_bytes: int, *, huge_pages: bool, register: bool) -> HostMemory:
-        asked.append(huge_pages)
-        return HostMemory(size_bytes, huge_pages=huge_pages, register=register)
-
-    monkeypatch.setattr(gradient_buffers, "HostMemory", memory)
-    _, engine, _ = trained(huge_pages=huge_pages)
-    engine.runtime.offloader.prepare_accumulation()
-    assert asked == [huge_pages] * (PASSING_BUFFERS + 2)
     engine.close()
 
 

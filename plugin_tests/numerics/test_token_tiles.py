@@ -153,7 +153,7 @@ PLACEMENTS: list[dict[str, object]] = [
     {"keep_layers": 1, "offload_layers": 2},
     {"keep_layers": 0, "offload_inputs": True},
     {"keep_layers": 1, "keep_attention": 2},
-    {"keep_layers": 0, "device_layers": 2, "resident_layers": 1},
+    {"keep_layers": 0, "device_layers": 2},
     {"keep_layers": 1, "compile_layers": True},
 ]
 

@@ -30,7 +30,7 @@ from megatrain_accelerate.units import MIB
 @pytest.fixture
 def offloader() -> Iterator[ActivationOffloader]:
     kernels, streams = HostKernels(1), Streams(torch.device("cpu"))
-    pool = HostPool(MIB, kernels=kernels, huge_pages=False, register=False)
+    pool = HostPool(MIB, kernels=kernels, register=False)
     made = ActivationOffloader(pool, streams, Meter(streams))
     yield made
     made.close()

@@ -98,7 +98,7 @@ def test_shapes_have_the_published_numbers_of_parameters(scripts: Any, preset: s
 
 @pytest.mark.parametrize(
     ("text", "setting"),
-    [("slots=3", ("slots", 3)), ("keep_layers=auto", ("keep_layers", "auto")), ("huge_pages=false", ("huge_pages", False))],
+    [("slots=3", ("slots", 3)), ("keep_layers=auto", ("keep_layers", "auto")), ("tiled_loss=false", ("tiled_loss", False))],
 )
 def test_settings_are_json_or_text(scripts: Any, text: str, setting: tuple[str, Any]) -> None:
     assert scripts("bench_cases").parse_setting(text) == setting

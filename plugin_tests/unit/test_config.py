@@ -53,7 +53,7 @@ def test_settings_survive_json() -> None:
         ({"host_memory_gib": float("inf")}, "host_memory_gib must be above 0 and finite, got inf"),
         ({"gpu_memory_gib": float("nan")}, "gpu_memory_gib must be above 0 and finite, got nan"),
         ({"host_memory_gib": "10"}, "number of GiB"),
-        ({"huge_pages": 1}, "true or false"),
+        ({"resident_layers": 2}, "resident_layers is gone.*device_layers"),
         ({"pin_memory": "yes"}, "true or false"),
         ({"tiled_loss": "no"}, "true or false"),
         ({"evaluation_weights": "held"}, "auto, stream or resident"),

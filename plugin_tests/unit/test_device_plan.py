@@ -26,7 +26,7 @@ from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.streaming import activation_offload
 from megatrain_accelerate.units import GIB, MIB
 
-FREE = {"device_layers": "auto", "resident_layers": "auto", "offload_layers": "auto"}
+FREE = {"device_layers": "auto", "offload_layers": "auto"}
 MACHINE = Machine(h2d_bytes=5e10, d2h_bytes=5e10, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
 SHAPE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 512}
 
@@ -95,7 +95,7 @@ def test_the_predicted_step_counts_offloaded_layers_wherever_they_lie(
     monkeypatch: pytest.MonkeyPatch, kept: int, offloaded: int, on_device: int, micro_batch_size: int | None
 ) -> None:
     monkeypatch.setattr(activation_offload, "MIN_OFFLOADED_BYTES", 1)
-    fixed = {"keep_layers": kept, "offload_layers": offloaded, "device_layers": on_device, "resident_layers": 0}
+    fixed = {"keep_layers": kept, "offload_layers": offloaded, "device_layers": on_device}
     run = planned(200, micro_batch_size=micro_batch_size, **fixed)
     for _ in range(2):  # the pool grows in the first
         run.step(batch(), max_norm=1.0)
@@ -121,7 +121,6 @@ def test_attention_that_is_kept_takes_what_is_predicted(
     fixed = {
         "offload_layers": 0,
         "device_layers": 0,
-        "resident_layers": 0,
         "keep_layers": kept,
         "offload_inputs": offload_inputs,
     }
@@ -147,7 +146,7 @@ def test_attention_that_is_kept_takes_what_is_predicted(
 def test_tiles_take_what_is_predicted_and_less_than_whole_layers(kept: int) -> None:
     predicted = {}
     for tile in (0, 256):
-        run = planned(200, token_tile=tile, keep_layers=kept, offload_layers=0, device_layers=0, resident_layers=0)
+        run = planned(200, token_tile=tile, keep_layers=kept, offload_layers=0, device_layers=0)
         ids = long_batch()
         run.step(ids, max_norm=1.0)
         taken, predicted[tile] = peak_of_a_step(run, ids)
@@ -205,7 +204,7 @@ def test_tiles_are_for_steps_that_do_not_fit_whole(
 def test_long_sequences_that_fit_whole_run_by_tiles_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_ways, "AUTO_TILE_TOKENS", 128)
     monkeypatch.setattr(step_ways, "LONG_TOKENS", 2048)
-    fixed = {"device_layers": 0, "resident_layers": 0, "offload_layers": 0}
+    fixed = {"device_layers": 0, "offload_layers": 0}
     seconds = {}
     for tile in (0, 128, "auto"):
         run = planned(36, token_tile=tile, **fixed)
@@ -420,6 +419,7 @@ def test_layers_are_measured_once_and_other_steps_are_in_proportion(monkeypatch:
 
     monkeypatch.setattr(device_plan, "measure_layers", measures)
     monkeypatch.setattr(device_plan.DevicePlan, "_measures", True)
+    monkeypatch.setattr(device_plan, "_SURE_SHARE", 0.0)
     # Products alone, so that a layer's time is that of its operations.
     monkeypatch.setattr(
         device_plan, "measured_machine", lambda *_: dataclasses.replace(MACHINE, device_bytes=1e30, device_flops=1e12)
@@ -455,7 +455,7 @@ def test_the_table_says_what_lies_where_and_is_shown_once_a_plan(capsys: pytest.
     assert all(len(line) <= 80 for line in shown.splitlines())
     shown = " ".join(shown.split())
     placement = run.engine.device_plan.placement
-    streamed = 8 - len(placement.on_device) - len(placement.resident)
+    streamed = 8 - len(placement.on_device)
     assert f"{streamed} of 8 layers streamed" in shown
     assert f"{len(placement.kept)} layers kept" in shown
     assert "bound by" in shown
@@ -544,7 +544,7 @@ def test_arguments_without_a_name_leave_a_run_without_a_plan() -> None:
 
 
 def test_an_evaluation_that_would_not_fit_moves_layers_off_until_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, plain = planned(200, device_layers=3, resident_layers=2), planned(200, device_layers=3, resident_layers=2)
+    run, plain = planned(200, device_layers=3), planned(200, device_layers=3)
     for training in (run, plain):
         training.step(batch())
     plan, before = run.engine.device_plan, run.engine.device_plan.placement
@@ -580,7 +580,7 @@ def test_an_evaluation_is_predicted_to_make_its_logits_whole() -> None:
 
 def test_two_forwards_before_one_backward_find_room_and_nothing_moves_between() -> None:
     losses = []
-    for settings in ({"device_layers": 0, "resident_layers": 0, "keep_layers": 0}, {}):
+    for settings in ({"device_layers": 0, "keep_layers": 0}, {}):
         run = planned(14, **settings)
         found = []
         for _ in range(4):

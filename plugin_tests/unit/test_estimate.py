@@ -46,7 +46,7 @@ from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.units import GIB, MIB
 
 MACHINE = Machine(h2d_bytes=5e10, d2h_bytes=5e10, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
-STREAMED = {"keep_layers": 0, "offload_layers": 0, "device_layers": 0, "resident_layers": 0}
+STREAMED = {"keep_layers": 0, "offload_layers": 0, "device_layers": 0}
 
 
 def forecaster(gpu_bytes: int = GIB, **settings: object) -> Forecaster:

@@ -21,7 +21,7 @@ from megatrain_accelerate.units import GIB
 
 # A link so slow that a second fetch of the layers costs more than what they compute.
 MACHINE = Machine(h2d_bytes=1e8, d2h_bytes=1e8, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
-STREAMED = {"keep_layers": 0, "offload_layers": 0, "device_layers": 0, "resident_layers": 0}
+STREAMED = {"keep_layers": 0, "offload_layers": 0, "device_layers": 0}
 MICRO_BATCHES, SAMPLES, LENGTH = 4, 2, 64
 
 

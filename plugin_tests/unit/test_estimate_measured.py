@@ -26,7 +26,7 @@ from megatrain_accelerate.units import GIB
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes" / "benchmarks"))
 from model_shapes import empty_model, shape_config
 
-STREAMED = {"keep_layers": 0, "offload_layers": 0, "device_layers": 0, "resident_layers": 0}
+STREAMED = {"keep_layers": 0, "offload_layers": 0, "device_layers": 0}
 PLAIN = {**STREAMED, "compile_layers": False, "tiled_loss": False}
 
 

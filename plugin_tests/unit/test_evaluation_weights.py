@@ -30,7 +30,7 @@ def layer_bytes(engine: Engine) -> int:
 
 def held(engine: Engine) -> int:
     """Layers that are on the device for a while."""
-    return len(engine.runtime.prefetcher.own_slots) - engine.runtime.prefetcher.fixed_slot_count
+    return len(engine.runtime.prefetcher._held)
 
 
 def generate(model: nn.Module, tokens: int = TOKENS, **options: Any) -> torch.Tensor:
@@ -156,7 +156,7 @@ def test_a_growing_cache_makes_layers_leave(engines: Any, monkeypatch: pytest.Mo
     assert one < 240 * 2 * 2 * 2 * 16 * 6 * 2
 
 
-@pytest.mark.parametrize("settings", [{}, {"keep_layers": 2, "offload_layers": 2}, {"resident_layers": 2, "device_layers": 1}])
+@pytest.mark.parametrize("settings", [{}, {"keep_layers": 2, "offload_layers": 2}, {"device_layers": 1}])
 @pytest.mark.parametrize("schedule", ["deferred", "backward"])
 def test_training_after_it_is_bit_equal_to_training_without_it(settings: Any, schedule: str) -> None:
     states, losses = [], []
@@ -169,7 +169,7 @@ def test_training_after_it_is_bit_equal_to_training_without_it(settings: Any, sc
         for position, ids in enumerate(token_batches(4)):
             if kind != "none" and position:
                 generate(model, 3)
-                fixed = settings.get("resident_layers", 0) + settings.get("device_layers", 0)
+                fixed = settings.get("device_layers", 0)
                 assert held(engine) == (0 if kind == "stream" else 6 - fixed)
                 model.train()
             found.append(run.step(ids, max_norm=1.0 if schedule == "deferred" else None))

@@ -329,7 +329,7 @@ def forecaster(gpu_bytes: int, **settings: Any) -> Forecaster:
     with torch.device("meta"):
         model = tiny_experts("grouped_mm", hidden_size=512, moe_intermediate_size=1024, num_experts=16).to(torch.bfloat16)
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-    fixed = {"keep_layers": 0, "device_layers": 0, "resident_layers": 0, "offload_layers": 0, "token_tile": 0}
+    fixed = {"keep_layers": 0, "device_layers": 0, "offload_layers": 0, "token_tile": 0}
     config = MegatrainConfig.from_mapping({**fixed, "compile_layers": False, **settings})
     return Forecaster(model, config, MACHINE, gpu_bytes, 8 * GIB)
 
@@ -347,7 +347,6 @@ def test_an_estimate_reckons_with_parts_where_a_plan_would_make_them(monkeypatch
 def test_an_estimate_cuts_nothing_where_the_engine_would_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_discovery, "SMALLEST_PART_BYTES", 16 * MIB)
     assert forecaster(GIB // 2, device_layers=1).engine.runtime.experts == []
-    assert forecaster(GIB // 2, resident_layers=1).engine.runtime.experts == []
 
 
 def moved_bytes(model: nn.Module, engine: Engine) -> tuple[int, int, StepOutline, Model]:

@@ -138,7 +138,7 @@ def kernels() -> Any:
 
 def unit_of(specs: list[ParameterSpec], kernels: HostKernels) -> HostUnit:
     parameters = [(s.name, nn.Parameter(torch.zeros(s.shape), requires_grad=s.trainable)) for s in specs]
-    return HostUnit("unit", parameters, [s.dtype for s in specs], kernels=kernels, huge_pages=False, register=False)
+    return HostUnit("unit", parameters, [s.dtype for s in specs], kernels=kernels, register=False)
 
 
 def arguments(lr: float = 1e-3, step: int = 1, clip_factor: float = 1.0) -> AdamArguments:

@@ -37,7 +37,7 @@ def kernels() -> Iterator[HostKernels]:
 
 
 def make_pool(kernels: HostKernels, **settings: float) -> HostPool:
-    return HostPool(SEGMENT, kernels=kernels, huge_pages=False, register=False, **settings)
+    return HostPool(SEGMENT, kernels=kernels, register=False, **settings)
 
 
 def fill(block: HostBlock, value: int) -> None:

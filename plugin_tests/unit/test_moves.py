@@ -159,7 +159,7 @@ def test_what_moves_in_inference_mode_can_be_trained_afterwards() -> None:
     run.step(batches[0])
     weights = {name: value.clone() for name, value in run.model.state_dict().items()}
     with torch.inference_mode():
-        run.engine.runtime.place((), (), groups_on_device=False)
+        run.engine.runtime.place((), groups_on_device=False)
     run.model.load_state_dict(weights)
     run.step(batches[1])
     run.engine.drain()
@@ -169,7 +169,7 @@ def test_what_moves_in_inference_mode_can_be_trained_afterwards() -> None:
 def test_states_stay_on_the_host_while_one_of_several_optimizers_works_there() -> None:
     model = tiny_model().train()
     parameters = list(model.parameters())
-    engine = attach(model, gpu_memory_gib=1.0, device_layers="auto", resident_layers="auto")
+    engine = attach(model, gpu_memory_gib=1.0, device_layers="auto")
     plain = torch.optim.SGD(parameters[:6], lr=0.1)
     fused = torch.optim.AdamW(parameters[6:], lr=1e-3)
     drivers = [adopt_optimizer(optimizer, engine.runtime, "deferred") for optimizer in (plain, fused)]
@@ -188,13 +188,12 @@ def test_states_stay_on_the_host_while_one_of_several_optimizers_works_there() -
     assert engine.runtime.states_may_move
 
 
-def test_an_optimizer_without_a_kernel_leaves_weights_resident() -> None:
+def test_an_optimizer_without_a_kernel_leaves_no_layer_on_the_device() -> None:
     model = tiny_model().train()
-    run = training(model, torch.optim.SGD(model.parameters(), lr=0.1), device_layers=1, resident_layers=2)
+    run = training(model, torch.optim.SGD(model.parameters(), lr=0.1), device_layers=1)
     run.step(token_batches(1)[0])
     assert run.engine.device_plan.placement.on_device == frozenset()
-    assert run.engine.device_plan.placement.resident == {1, 2}
-    assert len(run.engine.runtime.prefetcher.own_slots) == 2
+    assert not run.engine.runtime.prefetcher.own_slots
 
 
 def test_a_smaller_batch_is_planned_after_one_that_was_too_large_to_plan(monkeypatch: pytest.MonkeyPatch) -> None:

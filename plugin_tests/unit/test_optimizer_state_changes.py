@@ -79,7 +79,7 @@ def test_what_was_done_to_a_state_before_its_layer_moved_still_counts(change: Ch
     def change_and_move(model: nn.Module, optimizer: Optimizer) -> None:
         change(model, optimizer)
         if (engine := engine_of(model)) is not None:
-            engine.runtime.place((), (0,), groups_on_device=True)
+            engine.runtime.place((0,), groups_on_device=True)
 
     run = assert_same_as_torch(change_and_move)
     assert any(unit.is_on_device for unit in run.engine.runtime.units)

@@ -117,7 +117,6 @@ def test_the_link_carries_weights_twice_but_for_the_last_slots_and_gradients_onc
     groups = 2 * 2 / 100
     assert time.h2d == pytest.approx((LAYERS + LAYERS - 2) * 20 / 100 + groups)
     assert time.d2h == pytest.approx(LAYERS * 20 / 100 + groups)
-    assert seconds(resident=LAYERS).h2d == pytest.approx(LAYERS * 20 / 100 + groups)
     on_device = seconds(on_device=LAYERS, groups_on_device=True)
     assert (on_device.h2d, on_device.d2h, on_device.host_step) == (0.0, 0.0, 0.0)
 
@@ -171,7 +170,7 @@ def test_fewer_layers_are_offloaded_where_copies_are_slow_beside_the_host_step()
     assert seconds(dataclasses.replace(alone, h2d_share_in_step=0.4), offloaded=5).seconds == pytest.approx(
         every_second[0], rel=0.01
     )
-    best = [found(SLOTS + 9 * 5 + 200, machine, offloaded=None, resident=0, on_device=0) for machine in (alone, beside)]
+    best = [found(SLOTS + 9 * 5 + 200, machine, offloaded=None, on_device=0) for machine in (alone, beside)]
     assert best[0] is not None
     assert best[1] is not None
     assert 0 < len(best[1].placement.offloaded) < len(best[0].placement.offloaded)
@@ -193,7 +192,6 @@ def test_peak_grows_by_what_is_placed_on_the_device() -> None:
         return peak_bytes(step, sizes, Placement.of_counts(LAYERS, **counts))  # type: ignore[arg-type]
 
     assert peak() == SLOTS + 9 * 5 + 100
-    assert peak(resident=3) == peak() + 3 * 20
     assert peak(groups_on_device=True) == peak() + 2 * 10
     # The layer before it is recomputed while the kept one is gone already.
     assert peak(kept=1) == SLOTS + max(9 * 5 + 50 + 40, 8 * 5 + 100)
@@ -271,10 +269,9 @@ def test_the_search_comes_within_two_percent_of_trying_everything(budget: int, h
     assert best is not None
     step, sizes = outline(), model()
     candidates = [
-        Placement.of_counts(LAYERS, kept=kept, resident=resident, on_device=on_device, groups_on_device=groups)
+        Placement.of_counts(LAYERS, kept=kept, on_device=on_device, groups_on_device=groups)
         for kept in range(LAYERS + 1)
         for on_device in range(LAYERS + 1)
-        for resident in range(LAYERS + 1 - on_device)
         for groups in (False, True)
     ]
     fitting = [placement for placement in candidates if peak_bytes(step, sizes, placement) <= budget]
@@ -303,9 +300,9 @@ def test_layers_on_the_device_and_offloaded_ones_are_found_where_neither_pays_al
 
 
 def test_what_the_user_fixed_stays() -> None:
-    best = found(10**6, kept=3, resident=2, on_device=1)
+    best = found(10**6, kept=3, on_device=1)
     assert best is not None
-    assert best.placement == Placement.of_counts(LAYERS, kept=3, resident=2, on_device=1)
+    assert best.placement == Placement.of_counts(LAYERS, kept=3, on_device=1)
     everything = found(10**6, on_device=-1)
     assert everything is not None
     assert everything.placement.groups_on_device
@@ -313,17 +310,13 @@ def test_what_the_user_fixed_stays() -> None:
 
 @pytest.mark.parametrize("budget", [SLOTS + 9 * 5 + 300, 600, 1500, 10**6])
 @pytest.mark.parametrize("count", [1, 5, LAYERS])
-@pytest.mark.parametrize("name", ["kept", "resident", "on_device", "offloaded", "inputs_offloaded"])
+@pytest.mark.parametrize("name", ["kept", "on_device", "offloaded", "inputs_offloaded"])
 def test_one_thing_that_the_user_fixed_stays_where_the_rest_is_chosen(name: str, count: int, budget: int) -> None:
     best = found(budget, **{"offloaded": None, "inputs_offloaded": None, "kept": 0, name: count})
     if best is None:
         assert peak_bytes(outline(), model(), Placement.of_counts(LAYERS, **{name: count})) > budget  # type: ignore[arg-type]
         return
-    placement = best.placement
-    # Layers on the device hold their weights anyway: resident ones are among the others.
-    most = LAYERS - len(placement.on_device) if name == "resident" else LAYERS
-    assert len(getattr(placement, name)) == min(count, most)
-    assert not placement.resident & placement.on_device
+    assert len(getattr(best.placement, name)) == count
 
 
 def test_offloading_is_chosen_where_the_link_is_idle_and_host_memory_is_there() -> None:
@@ -348,10 +341,10 @@ def test_offloading_is_chosen_where_the_link_is_idle_and_host_memory_is_there() 
 
 def test_inputs_leave_where_a_step_does_not_fit_with_them_and_no_more_than_must() -> None:
     smallest = SLOTS + 9 * 5 + 100
-    with_room = found(smallest, kept=0, on_device=0, resident=0, inputs_offloaded=None)
+    with_room = found(smallest, kept=0, on_device=0, inputs_offloaded=None)
     assert with_room is not None
     assert with_room.placement.inputs_offloaded == frozenset()
-    tight = found(smallest - 20, kept=0, on_device=0, resident=0, inputs_offloaded=None)
+    tight = found(smallest - 20, kept=0, on_device=0, inputs_offloaded=None)
     assert tight is not None
     # At the peak two of those that leave are there.
     assert 4 <= len(tight.placement.inputs_offloaded) <= 6
@@ -362,7 +355,7 @@ def test_inputs_leave_where_a_step_does_not_fit_with_them_and_no_more_than_must(
 def test_layers_with_tiles_keep_attention_first_where_room_is_short_and_attention_long() -> None:
     profile = {"attention": OpCosts(), "attention_bytes": 5, "attention_seconds": 0.8}
     budget = SLOTS + 9 * 5 + 100 + 10 * 5
-    fixed = Choices(offloaded=0, resident=0, on_device=0, inputs_offloaded=0)
+    fixed = Choices(offloaded=0, on_device=0, inputs_offloaded=0)
     for tile in (8192, 0):
         step = dataclasses.replace(outline(**profile), token_tile=tile)  # type: ignore[arg-type]
         best = PlacementSearch(step, model(), MACHINE, budget, fixed).best()
@@ -377,7 +370,7 @@ def test_layers_with_tiles_keep_attention_first_where_room_is_short_and_attentio
 def test_inputs_leave_to_make_room_for_attention() -> None:
     profile = {"attention": OpCosts(), "attention_bytes": 5, "attention_seconds": 0.8}
     step = dataclasses.replace(outline(**profile), token_tile=8192)  # type: ignore[arg-type]
-    fixed = {"kept": 0, "offloaded": 0, "resident": 0, "on_device": 0}
+    fixed = {"kept": 0, "offloaded": 0, "on_device": 0}
     seconds = {}
     for inputs in (0, None):
         choices = Choices(**fixed, inputs_offloaded=inputs)  # type: ignore[arg-type]
@@ -391,7 +384,7 @@ def test_inputs_leave_to_make_room_for_attention() -> None:
 
 @pytest.mark.parametrize("layers", [10, 40])
 def test_a_step_that_fits_with_one_number_of_inputs_away_is_found(layers: int) -> None:
-    fixed = {"kept": 0, "offloaded": 0, "resident": 0, "on_device": 0}
+    fixed = {"kept": 0, "offloaded": 0, "on_device": 0}
     step, sizes = outline(layers=layers), model(layers=[LAYER] * layers)
     for away in range(layers + 1):
         # Neither the device nor the host has room for one more.
@@ -404,7 +397,7 @@ def test_a_step_that_fits_with_one_number_of_inputs_away_is_found(layers: int) -
 def test_results_of_attention_wait_on_the_host_as_far_as_it_has_room() -> None:
     profile = {"attention": OpCosts(), "attention_bytes": 5, "attention_seconds": 0.8}
     step = dataclasses.replace(outline(**profile), token_tile=8192)  # type: ignore[arg-type]
-    choices = Choices(kept=0, offloaded=0, resident=0, on_device=0)
+    choices = Choices(kept=0, offloaded=0, on_device=0)
     attending = []
     for host in (10**9, 40, 10):
         # Device memory for what is there of two layers at a time, and a few more.
@@ -419,7 +412,7 @@ def test_results_of_attention_wait_on_the_host_as_far_as_it_has_room() -> None:
 
 
 def test_what_fits_in_no_way_takes_the_least_that_it_can() -> None:
-    choices = Choices(kept=0, offloaded=0, resident=0, on_device=0)
+    choices = Choices(kept=0, offloaded=0, on_device=0)
     placements = []
     for inputs, host in ((None, 10**6), (None, 20), (None, 0), (0, 10**6)):
         free = dataclasses.replace(choices, inputs_offloaded=inputs)
@@ -435,7 +428,7 @@ def test_what_fits_in_no_way_takes_the_least_that_it_can() -> None:
 
 
 def test_inputs_stay_where_the_host_has_no_room_for_them() -> None:
-    choices = Choices(kept=0, offloaded=0, resident=0, on_device=0, attention_kept=0)
+    choices = Choices(kept=0, offloaded=0, on_device=0, attention_kept=0)
     assert PlacementSearch(outline(), model(), MACHINE, SLOTS + 9 * 5 + 80, choices, host_budget_bytes=10).best() is None
     assert PlacementSearch(outline(), model(), MACHINE, SLOTS + 9 * 5 + 80, choices, host_budget_bytes=100).best() is not None
 
@@ -480,7 +473,7 @@ BUDGETS = (MemoryBudget(0.0, 0.0, 1.0), MemoryBudget(0.4, 0.3, 0.5), MemoryBudge
 @pytest.mark.parametrize("room", [0, 60, 150, 250, 400, 1000])
 def test_layers_are_divided_between_two_neighbouring_memory_budgets_where_that_is_faster(room: int) -> None:
     step = outline(recompute_seconds=1.0, budgets=BUDGETS)
-    choices = Choices(offloaded=0, inputs_offloaded=0, attention_kept=0, on_device=0, resident=0)
+    choices = Choices(offloaded=0, inputs_offloaded=0, attention_kept=0, on_device=0)
     budget = 200 + SLOTS + room
 
     def best(step: StepOutline) -> Candidate:

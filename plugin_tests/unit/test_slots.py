@@ -74,7 +74,6 @@ class Bench:
                 [("weight", module.weight)],
                 [torch.float32],
                 kernels=kernels,
-                huge_pages=False,
                 register=False,
             )
             self.layers.append(StreamedLayer(index, f"layers.{index}", module, module.forward, unit))
