@@ -386,8 +386,9 @@ class DevicePlan:
         return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, choices, self._host_budget_bytes())
 
     def _measured(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
+        is_plain = self._search_for(outline).everything() is not None
         try:
-            return measure_layers(model, self._runtime, inputs, outline, self._budget_bytes())
+            return measure_layers(model, self._runtime, inputs, outline, self._budget_bytes(), is_plain)
         except torch.OutOfMemoryError:
             if self.placement == self._settled():
                 raise
@@ -397,13 +398,14 @@ class DevicePlan:
         # What an earlier plan put on the device for smaller batches makes room.
         self._place(Placement())
         torch.cuda.empty_cache()
-        return measure_layers(model, self._runtime, inputs, outline, self._budget_bytes())
+        return measure_layers(model, self._runtime, inputs, outline, self._budget_bytes(), is_plain)
 
     def _plan(self, outline: StepOutline, budget_bytes: int) -> None:
         search = self._search_for(outline, budget_bytes)
         found = search.best() or search.leanest(self._settled())
         self.predicted_bytes = self._fixed_bytes(outline) + found.peak_bytes
-        self.predicted_time = found.time if outline.is_measured or not self._measures else None
+        is_reckoned_by_choice = self._measures and not outline.is_measured and self._surely_fits(outline)
+        self.predicted_time = None if is_reckoned_by_choice else found.time
         self._offloaded_bytes = sum(sent_bytes(outline, found.placement))
         self._place(found.placement)
         if self.show:

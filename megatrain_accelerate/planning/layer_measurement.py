@@ -110,17 +110,23 @@ class _Stopwatch:
 
 
 def measure_layers(
-    model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], outline: StepOutline, budget_bytes: int
+    model: nn.Module,
+    runtime: StreamingRuntime,
+    inputs: Mapping[str, Any],
+    outline: StepOutline,
+    budget_bytes: int,
+    is_plain: bool = False,
 ) -> StepOutline:
     """The outline with measured profiles, of a prepared model on a CUDA device, between steps.
 
-    ``inputs`` are the keyword arguments of the real call that the outline is of; a step may take ``budget_bytes``.
+    ``inputs`` are the keyword arguments of the real call that the outline is of; a step may take ``budget_bytes``. If the
+    model ``is_plain``, layers will compute with their own parameters: what is compiled here is for such, too.
 
     Raises:
         torch.OutOfMemoryError: the working set of one layer doesn't fit.
     """
     device = runtime.streams.device
-    layers = _MeasuredLayers(runtime, outline, budget_bytes)
+    layers = _MeasuredLayers(runtime, outline, budget_bytes, is_plain)
     with (
         random_numbers_put_back(device),
         without_hooks(model),
@@ -140,22 +146,23 @@ def measure_layers(
 class _MeasuredLayers:
     """Runs in the place of the layers: the first call of each kind is measured, later ones hand on what it returned."""
 
-    def __init__(self, runtime: StreamingRuntime, outline: StepOutline, budget_bytes: int) -> None:
+    def __init__(self, runtime: StreamingRuntime, outline: StepOutline, budget_bytes: int, is_plain: bool) -> None:
         self.profiles: dict[Hashable, LayerProfile] = {}
         self.leaves: list[torch.Tensor] = []
         """What the last layer returned: the loss's backward ends here."""
         self.kinds = [event.kind for event in outline.forward_calls]
         self.position = 0
         """Of the next call in the model's forward."""
-        self._runtime, self._outline, self._budget_bytes = runtime, outline, budget_bytes
+        self._runtime, self._outline, self._budget_bytes, self._is_plain = runtime, outline, budget_bytes, is_plain
         self._outputs: dict[Hashable, tuple[Any, Recorded]] = {}
 
     def __call__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = self.kinds[self.position]
         self.position += 1
         if kind not in self._outputs:
+            may_recompute = functools.partial(self._may_recompute, kind)
             self.profiles[kind], self._outputs[kind] = _measure(
-                self._runtime, layer, args, kwargs, self._outline.profiles[kind], functools.partial(self._may_recompute, kind)
+                self._runtime, layer, args, kwargs, self._outline.profiles[kind], may_recompute, self._is_plain
             )
         made = self._outputs[kind]
         needs = [tensor.is_floating_point() for tensor in tensors_in(made)]
@@ -205,6 +212,7 @@ def _measure(
     kwargs: dict[str, Any],
     dry: LayerProfile,
     may_recompute: Callable[[int], bool],
+    is_plain: bool,
 ) -> tuple[LayerProfile, tuple[Any, Recorded]]:
     """The profile of a layer's call; what the call returns, and what it records."""
     split = BatchSplit.of_call(layer, args, kwargs, runtime.batch_cut)
@@ -212,7 +220,8 @@ def _measure(
     slot = runtime.prefetcher.acquire(layer, ())
     try:
         inputs = functools.partial(as_leaves, args, kwargs, dry.inputs_need_grad)
-        measurement = _Measurement(runtime, layer, slot, inputs, bool(layer.tiles.tile_tokens and dry.attention_bytes))
+        times_attention = bool(layer.tiles.tile_tokens and dry.attention_bytes)
+        measurement = _Measurement(runtime, layer, slot, inputs, times_attention, is_plain)
         made = measurement.run()
         forward, kept_forward, backward = measurement.forward, measurement.kept_forward, measurement.backward
         kept_bytes = max(0, kept_forward.left_bytes - measurement.given_up_bytes)
@@ -251,6 +260,7 @@ class _Measurement:
         slot: WeightSlot,
         inputs: Callable[[], _Arguments],
         times_attention: bool,
+        is_plain: bool,
     ) -> None:
         limit_bytes = runtime.config.gpu_memory_bytes
         self.forward, self.kept_forward, self._recompute, self.backward = (
@@ -261,6 +271,7 @@ class _Measurement:
         self._attention = _Spans() if times_attention else None
         """Of the last forward."""
         self._layer, self._slot, self._inputs = layer, slot, inputs
+        self._weight: Callable[[torch.Tensor, bool], torch.Tensor] = nn.Parameter if is_plain else torch.Tensor.requires_grad_
         self._recorder, self._compiled = runtime.recorder, runtime.compiled
         self._captures = None if layer.experts else self._compiled.wants(layer)
 
@@ -335,7 +346,7 @@ class _Measurement:
         """The layer has its weights in the body. Yields arguments, and what among both gradients are wanted of."""
         arguments = self._inputs()
         views = self._slot.views(self._layer.unit.layout)
-        weights = [view.data.requires_grad_(flag) for view, flag in zip(views, self._layer.trained_now(), strict=True)]
+        weights = [self._weight(view.data, flag) for view, flag in zip(views, self._layer.trained_now(), strict=True)]
         wanted = [tensor for tensor in [*tensors_in(arguments), *weights] if tensor.requires_grad]
         with self._layer.bound(weights), torch.enable_grad():
             yield arguments, wanted
