@@ -139,7 +139,10 @@ class Prefetcher:
         They may be read in a forward without a graph. There is nothing to release.
         """
         slot = self.own_slots.get(layer.index)
-        if slot is None or len(self.own_slots) < len(self._layers) or slot.holder != (layer.index, layer.unit.version):
+        if slot is None or len(self.own_slots) < len(self._layers):
+            return None
+        layer.refresh_if_written()
+        if slot.holder != (layer.index, layer.unit.version):
             return None
         if not slot.is_copied:
             if not slot.params_copied_event.query():

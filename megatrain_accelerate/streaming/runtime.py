@@ -232,13 +232,8 @@ class StreamingRuntime:
             with layer.tiles.at_work(args, kwargs):
                 return layer.forward(*args, **kwargs)
         without_graph = torch.no_grad() if has_graph else contextlib.nullcontext()
-        if layer.index not in self.watch.unwritten or not self.watch.is_on:
-            layer.refresh_if_written()
         weights = self.prefetcher.held_weights(layer)
         if weights is not None:
-            # Looking for writes takes as long as a small product; from here on the watch tells of them.
-            self.watch.begin()
-            self.watch.unwritten.add(layer.index)
             self._last_layer_begins(layer)
             with without_graph, layer.bound(weights), layer.tiles.at_work(args, kwargs):
                 return layer.forward(*args, **kwargs)

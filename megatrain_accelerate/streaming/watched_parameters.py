@@ -38,8 +38,6 @@ class Watch:
         self._settle = settle
         self._can_watch = all(type(parameter) is nn.Parameter for parameter in self._parameters)
         self.is_on = False
-        self.unwritten: set[int] = set()
-        """Layers whose weights were found to be the store's since the watch began: while it is on, no write goes unnoticed."""
 
     def begin(self) -> None:
         """Watches from now on. Does nothing if the watch is on."""
@@ -47,7 +45,6 @@ class Watch:
             self._settle()
         elif not self.is_on:
             self.is_on = True
-            self.unwritten.clear()
             _watches.add(self)
             for parameter in self._parameters:
                 parameter.__class__ = _WatchedParameter

@@ -146,3 +146,16 @@ def test_a_sweep_with_traces_and_a_setting_that_is_refused(tmp_path: Path) -> No
     assert "exit status 2" in document["rows"][0]["error"]
     assert "did you mean 'slots'" in (tmp_path / "refused" / "tiny-1x16" / "log.txt").read_text()
     assert not (tmp_path / "refused" / "memory.png").exists(), "nothing was measured"
+
+
+def test_host_time_is_told_of_streamed_and_held_weights_beside_plain_pytorch(tmp_path: Path) -> None:
+    result_file = tmp_path / "result.json"
+    script = RECIPES / "benchmarks" / "host_overhead.py"
+    printed = run_command(sys.executable, script, "--steps", "1", "--rounds", "1", "--json", result_file)
+    result = json.loads(result_file.read_text())
+    assert result.keys() == {"training step", "forward without gradients"}
+    for what, systems in {"training step": ["streamed"], "forward without gradients": ["streamed", "held"]}.items():
+        for system in systems:
+            ratio = result[what][system] / result[what]["plain"]
+            assert result[what][f"{system}_ratio"] == pytest.approx(ratio)
+            assert f"{system} {result[what][system]:.2f} ms, {ratio:.2f} times" in printed

@@ -199,6 +199,44 @@ def test_a_step_is_seen_by_the_next_evaluation(engines: Any) -> None:
         assert torch.equal(plain(input_ids=ids).logits, trained)
 
 
+def in_place(model: nn.Module) -> Callable[[nn.Parameter], None]:
+    return lambda parameter: parameter.mul_(1.5)  # type: ignore[return-value]
+
+
+def through_an_alias(model: nn.Module) -> Callable[[nn.Parameter], None]:
+    aliases = {id(parameter): parameter.detach() for parameter in model.parameters()}
+    return lambda parameter: aliases[id(parameter)].mul_(1.5)  # type: ignore[return-value]
+
+
+def through_the_state_dict(model: nn.Module) -> Callable[[nn.Parameter], None]:
+    names, states = {id(parameter): name for name, parameter in model.named_parameters()}, model.state_dict()
+    return lambda parameter: states[names[id(parameter)]].mul_(1.5)
+
+
+def by_other_data(model: nn.Module) -> Callable[[nn.Parameter], None]:
+    def write(parameter: nn.Parameter) -> None:
+        parameter.data = 1.5 * parameter.data
+
+    return write
+
+
+@pytest.mark.parametrize("writing", [in_place, through_an_alias, through_the_state_dict, by_other_data])
+def test_a_write_to_held_weights_is_seen_by_the_next_forward(engines: Any, writing: Any) -> None:
+    ids = token_batches(1)[0]
+    logits = []
+    for setting in ("stream", "resident"):
+        model, engine = engines(evaluation_weights=setting)
+        model.eval()
+        write = writing(model)
+        with torch.no_grad():
+            before = [model(input_ids=ids).logits for _ in range(3)][-1]
+            assert held(engine) == (6 if setting == "resident" else 0)
+            write(model.model.layers[2].mlp.up_proj.weight)
+            logits.append(model(input_ids=ids).logits)
+        assert not torch.equal(logits[-1], before)
+    assert torch.equal(*logits)
+
+
 def test_a_training_forward_of_the_inner_model_gives_the_memory_back(engines: Any) -> None:
     # Losses that never make all logits call the model without its head, so that no hook on the model runs.
     model, engine = engines(evaluation_weights="resident")
