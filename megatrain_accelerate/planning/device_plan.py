@@ -69,8 +69,8 @@ _EAGER_FLOPS = 3.5e14
 class DevicePlan:
     """Follows the batches: when one is larger than what is planned for, its step is predicted and planned anew.
 
-    Layers are measured once, on the first batch; other steps are extrapolated from it. The second plan and later ones leave
-    room for batches that are larger still, so that data of many lengths has few plans.
+    Layers are measured once, on the first batch that doesn't surely fit; other steps are extrapolated from it. The second plan
+    and later ones leave room for batches that are larger still, so that data of many lengths has few plans.
     """
 
     def __init__(self, runtime: StreamingRuntime, config: MegatrainConfig, device: torch.device, show: bool = False) -> None:
@@ -90,7 +90,7 @@ class DevicePlan:
         self._resumed: dict[str, Any] | None = None
         """The record of an interrupted training, until its plan is taken over."""
         self.record: dict[str, Any] | None = None
-        """The last plan, as :meth:`PlanRecord.as_data` gives it; None before the first."""
+        """The last plan, as :meth:`PlanRecord.as_data` gives it; None before the first, and without a predicted time."""
         self.micro_batches = 1
         """Backwards before each optimizer step."""
         self.predicted_bytes = 0
@@ -363,11 +363,9 @@ class DevicePlan:
 
     def _surely_fits(self, outline: StepOutline) -> bool:
         """Whether states and activations leave so much room on the device that nothing needs to be measured: what they take is
-        reckoned well enough, and all of them lie there however long a step takes. What a compiler saves can't be reckoned, and
-        times are weighed where micro-batches may be joined."""
-        runtime = self._runtime
-        in_one = self.micro_batches == 1 and runtime.batch_cut.size is None and not runtime.token_tile
-        if not in_one or runtime.compiled.may_compile:
+        reckoned well enough, and all of them lie there however long a step takes. What a compiler saves can't be reckoned.
+        Where micro-batches may be joined, the times of both ways are compared, and so they are measured."""
+        if self.micro_batches > 1 or not self._runtime.runs_whole or self._runtime.compiled.may_compile:
             return False
         return self._search_for(outline, int(_SURE_SHARE * self._budget_bytes())).everything() is not None
 
@@ -386,7 +384,7 @@ class DevicePlan:
         return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, choices, self._host_budget_bytes())
 
     def _measured(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
-        is_plain = self._search_for(outline).everything() is not None
+        is_plain = self._runtime.runs_whole and self._search_for(outline).everything() is not None
         try:
             return measure_layers(model, self._runtime, inputs, outline, self._budget_bytes(), is_plain)
         except torch.OutOfMemoryError:

@@ -43,9 +43,9 @@ _SUSTAINED_SECONDS = 0.8
 """A GPU that has just begun to work is faster than one that is at its power limit, where its clock goes up and down."""
 _ROUNDS = (4, 32)
 _LONG_SECONDS = 2.0
-"""A round that takes so long (sequences of several 100,000 tokens) is at the power limit itself, and isn't run again."""
+"""A round that takes so long (sequences of several 100,000 tokens) is at the power limit itself, and needs no warm-up."""
 _LOADING_SECONDS = 10.0
-"""More than a first round waits for kernels to be loaded."""
+"""More than a first round waits for kernels to be loaded: one that takes longer isn't run again."""
 _OUTSIDE_ROUNDS = 3
 _CERTAIN_SHARE = 0.75
 """Of the device: where the activations of all layers are less, none will be recomputed, and no graph is compiled for it."""

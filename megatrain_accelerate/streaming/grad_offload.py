@@ -1,7 +1,8 @@
 """Gradients to the host: device slots, one copy a layer, accumulation over micro-batches, norms.
 
 The norms are taken on the device, gradient by gradient, while the gradients are still there, and travel with them; so
-the global norm is known on the host when backward ends, without another pass over the gradients.
+the global norm is known on the host when backward ends, without another pass over the gradients. Norms of a model that lives
+on the device whole travel then, and are waited for when they are read.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Prefetcher:
 
     def close(self) -> None:
         """Gives up all slots. Nothing may be fetched afterwards."""
-        for held in (self.slots, self.own_slots, self._slot_of, self.at_address):
+        for held in (self.slots, self.own_slots, self._held, self._slot_of, self.at_address):
             held.clear()
 
     def hold(self, index: int) -> None:
@@ -136,11 +136,12 @@ class Prefetcher:
     def held_weights(self, layer: Fetched) -> list[torch.Tensor] | None:
         """The layer's weights, where all layers have slots of their own and nothing is to be copied or waited for; else None.
 
-        They may be read in a forward without a graph. There is nothing to release.
+        They may be read in a forward without a graph. There is nothing to release: the next copy into the slot is ordered
+        behind what the stream has that is current then, so a script that changes streams has to join them.
         """
-        slot = self.own_slots.get(layer.index)
-        if slot is None or len(self.own_slots) < len(self._layers):
+        if len(self.own_slots) < len(self._layers) or layer.index in self._on_device:
             return None
+        slot = self.own_slots[layer.index]
         layer.refresh_if_written()
         if slot.holder != (layer.index, layer.unit.version):
             return None

@@ -22,7 +22,7 @@ from megatrain_accelerate.streaming.caches import without_caches
 from megatrain_accelerate.streaming.call_gradients import GradientSums
 from megatrain_accelerate.streaming.call_order import CallOrder, OpenForward, Tape
 from megatrain_accelerate.streaming.clipping import Clipping, NormTable
-from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
+from megatrain_accelerate.streaming.compiled_layer import CompiledLayers, without_autocast_cache
 from megatrain_accelerate.streaming.expert_streams import ExpertStreams
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
@@ -229,15 +229,16 @@ class StreamingRuntime:
                 return self._graph_calls.run(layer, tape, position, *arguments)
         if self._nothing_streams:
             self._show_plain(layer)
-            with layer.tiles.at_work(args, kwargs):
+            with layer.tiles.at_work(args, kwargs), without_autocast_cache():
                 return layer.forward(*args, **kwargs)
+        tape, position = self.order.record(layer.index)
         without_graph = torch.no_grad() if has_graph else contextlib.nullcontext()
         weights = self.prefetcher.held_weights(layer)
         if weights is not None:
             self._last_layer_begins(layer)
             with without_graph, layer.bound(weights), layer.tiles.at_work(args, kwargs):
                 return layer.forward(*args, **kwargs)
-        slot = self.acquire_forward(layer, *self.order.record(layer.index), False)
+        slot = self.acquire_forward(layer, tape, position, False)
         try:
             with without_graph, layer.bound(slot.views(layer.unit.layout)), layer.tiles.at_work(args, kwargs):
                 return layer.forward(*args, **kwargs)
@@ -252,8 +253,12 @@ class StreamingRuntime:
     @property
     def _is_plain(self) -> bool:
         """Whether the model fits the device with its states and activations: layers run as plain modules do."""
-        is_whole = self.batch_cut.size is None and not self.token_tile
-        return self._nothing_streams and is_whole and len(self.kept_layers) == len(self.layers)
+        return self._nothing_streams and self.runs_whole and len(self.kept_layers) == len(self.layers)
+
+    @property
+    def runs_whole(self) -> bool:
+        """Whether a layer computes all of a batch at once, neither pieces nor tiles of it."""
+        return self.batch_cut.size is None and not self.token_tile
 
     def _show_plain(self, layer: StreamedLayer) -> None:
         """The layer is about to compute with its own parameters."""
@@ -269,7 +274,7 @@ class StreamingRuntime:
         """Runs a layer of a model that fits. Autograd saves its parameters themselves and accumulates their gradients."""
         self._show_plain(layer)
         captures = self.compiled.wants(layer)
-        with named_range(f"megatrain::forward ({layer.name})"):
+        with named_range(f"megatrain::forward ({layer.name})"), without_autocast_cache():
             if captures is None:
                 output = layer.forward(*args, **kwargs)
             else:

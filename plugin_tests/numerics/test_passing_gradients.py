@@ -206,7 +206,6 @@ def test_a_second_step_with_consumed_gradients_is_an_error() -> None:
     with pytest.raises(StateError, match=r"consumed by an earlier step and not cleared.*call optimizer\.zero_grad\(\)"):
         optimizer.step()
     engine.close()
-    engine.close()
 
 
 def test_an_optimizer_without_a_kernel_is_refused() -> None:

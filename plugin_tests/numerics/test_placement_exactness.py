@@ -30,7 +30,6 @@ PLACEMENTS = [
     {"device_layers": 1},
     {"device_layers": 4},
     {"device_layers": -1},
-    {"device_layers": 1},
     {"device_layers": 2, "keep_layers": 3},
     {"device_layers": -1, "keep_layers": 4},
 ]

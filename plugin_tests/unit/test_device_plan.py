@@ -473,7 +473,7 @@ def test_a_model_that_surely_fits_trains_without_a_measured_layer(
     needed_mib = (everything.engine.predicted_device_bytes - LIBRARY_WORKSPACE_BYTES) / MIB
     layers_measured = []
 
-    def measure(model: object, runtime: object, inputs: object, outline: StepOutline, budget: int) -> StepOutline:
+    def measure(model: object, runtime: object, inputs: object, outline: StepOutline, *_: object) -> StepOutline:
         layers_measured.append(outline)
         return dataclasses.replace(
             outline, profiles={kind: dataclasses.replace(at, forward_seconds=1e-3) for kind, at in outline.profiles.items()}

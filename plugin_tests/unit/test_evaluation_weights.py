@@ -199,6 +199,24 @@ def test_a_step_is_seen_by_the_next_evaluation(engines: Any) -> None:
         assert torch.equal(plain(input_ids=ids).logits, trained)
 
 
+@pytest.mark.parametrize("device_layers", [0, 2])
+def test_layers_are_fetched_ahead_in_the_first_training_forward_after_it(
+    engines: Any, monkeypatch: pytest.MonkeyPatch, device_layers: int
+) -> None:
+    model, engine = engines(evaluation_weights="resident", device_layers=device_layers)
+    ids = token_batches(1)[0]
+    with torch.no_grad():
+        for _ in range(3):
+            model.eval()(input_ids=ids)
+    prefetcher, expected = engine.runtime.prefetcher, []
+    acquire = prefetcher.acquire
+    monkeypatch.setattr(
+        prefetcher, "acquire", lambda layer, upcoming: (expected.append(list(upcoming)), acquire(layer, upcoming))[1]
+    )
+    model.train()(input_ids=ids)
+    assert [upcoming[:1] for upcoming in expected[:5]] == [[1], [2], [3], [4], [5]]
+
+
 def in_place(model: nn.Module) -> Callable[[nn.Parameter], None]:
     return lambda parameter: parameter.mul_(1.5)  # type: ignore[return-value]
 
