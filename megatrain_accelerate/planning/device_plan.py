@@ -17,7 +17,7 @@ from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES, ava
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.optim.device_kernel import can_step_on
 from megatrain_accelerate.planning.evaluation_weights import EvaluationWeights, has_cache
-from megatrain_accelerate.planning.layer_measurement import measure_layers
+from megatrain_accelerate.planning.layer_measurement import CERTAIN_SHARE, measure_layers
 from megatrain_accelerate.planning.machine import (
     SEGMENT_BYTES,
     STEP_BYTES,
@@ -52,9 +52,6 @@ _NOT_PREDICTED = (
 )
 
 _CLEARLY_LARGER = 1.25
-
-_SURE_SHARE = 0.75
-"""Of the device's memory. Reckoned peaks of models that fit were 1 % to 2 % above the measured ones (0.5B, 3B; H100)."""
 
 # Compiling changes the numbers that a training gives. So the decision uses fixed estimates and never measured times: the same
 # training always decides in the same way.
@@ -367,7 +364,7 @@ class DevicePlan:
         Where micro-batches may be joined, the times of both ways are compared, and so they are measured."""
         if self.micro_batches > 1 or not self._runtime.runs_whole or self._runtime.compiled.may_compile:
             return False
-        return self._search_for(outline, int(_SURE_SHARE * self._budget_bytes())).everything() is not None
+        return self._search_for(outline, int(CERTAIN_SHARE * self._budget_bytes())).everything() is not None
 
     def _ways(self, model: nn.Module, inputs: Mapping[str, Any]) -> WayChoice:
         outline = functools.partial(outline_step, model, self._runtime, inputs, self._device)

@@ -209,8 +209,7 @@ class PlacementSearch:
         """The same with as much on the device as there is room for: it takes load off the host and the link."""
         if self._choices.on_device is not None:
             return found
-        at = dataclasses.replace(at, groups_on_device=True)
-        for counts in _varied(at, on_device=range(self._count, at.on_device, -1)):
+        for counts in _varied(at, groups_on_device=[True], on_device=range(self._count, at.on_device, -1)):
             candidate = self._try(counts)
             if (
                 candidate is not None

@@ -296,12 +296,12 @@ class Prefetcher:
         now = time.perf_counter()
         slot.late_ms = 1e3 * (now - self._refused_at.pop(layer.index, now))
         size_bytes = layer.unit.layout.weight_bytes
-        compute_stream, h2d_stream = self._streams.compute_stream, self._streams.h2d_stream
+        if slot.is_copied:  # held_weights() gave it out, and its readers don't tell when they are done
+            slot.compute_finished_event.record(self._streams.compute_stream)
+            slot.is_copied = False
+        h2d_stream = self._streams.h2d_stream
         with self._streams.on(h2d_stream), named_range(f"megatrain::prefetch ({layer.name})"):
             # WAR: kernels of the layer that the slot held may still read it.
-            if slot.is_copied:  # of what held_weights() gave out nobody told
-                slot.compute_finished_event.record(compute_stream)
-            slot.is_copied = False
             h2d_stream.wait_event(slot.compute_finished_event)
             with self._meter.copying(Cause.H2D, size_bytes):
                 self._copy(layer, slot)

@@ -86,7 +86,7 @@ def test_a_forward_without_a_backward_gives_its_memory_back(settings: dict[str, 
 
 
 def test_planning_leaves_nothing_behind_where_layers_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_plan, "_SURE_SHARE", 0.0)  # a model that surely fits isn't measured
+    monkeypatch.setattr(device_plan, "CERTAIN_SHARE", 0.0)  # a model that surely fits isn't measured
 
     def fails(graph: Any, inputs: list[Any]) -> Any:
         raise NotImplementedError("no such kernel")

@@ -419,7 +419,7 @@ def test_layers_are_measured_once_and_other_steps_are_in_proportion(monkeypatch:
 
     monkeypatch.setattr(device_plan, "measure_layers", measures)
     monkeypatch.setattr(device_plan.DevicePlan, "_measures", True)
-    monkeypatch.setattr(device_plan, "_SURE_SHARE", 0.0)
+    monkeypatch.setattr(device_plan, "CERTAIN_SHARE", 0.0)
     # Products alone, so that a layer's time is that of its operations.
     monkeypatch.setattr(
         device_plan, "measured_machine", lambda *_: dataclasses.replace(MACHINE, device_bytes=1e30, device_flops=1e12)

@@ -111,10 +111,10 @@ def main() -> None:
             for what, work in works.items():
                 found[what][name] = min(found[what].get(name, float("inf")), median_ms(work, arguments.steps))
     for what, times in found.items():
-        ratios = {f"{name}_ratio": times[name] / times["plain"] for name in models if name in times and name != "plain"}
-        told = (f"{name} {times[name]:.2f} ms, {times[name] / times['plain']:.2f} times" for name in times if name != "plain")
+        ratios = {name: took / times["plain"] for name, took in times.items() if name != "plain"}
+        told = (f"{name} {times[name]:.2f} ms, {ratio:.2f} times" for name, ratio in ratios.items())
         print(f"{what}: plain {times['plain']:.2f} ms, {'; '.join(told)}")
-        times |= ratios
+        times |= {f"{name}_ratio": ratio for name, ratio in ratios.items()}
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(found, file, indent=2)
