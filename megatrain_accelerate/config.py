@@ -22,7 +22,7 @@ _MINIMA = {
 }
 """Of whole numbers; None and ``auto`` are allowed where they are the default."""
 _GONE = {
-    "resident_layers": "plans gained less than 1% of a step by it; device_layers keeps layers on the GPU with their states",
+    "resident_layers": "it was predicted to gain less than 1% of a step; device_layers keeps whole layers on the GPU",
     "huge_pages": "the store asks for huge pages in any case",
 }
 """Settings of earlier versions, and what became of them."""
