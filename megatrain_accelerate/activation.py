@@ -74,7 +74,7 @@ def _over_base(settings: Mapping[str, Any]) -> MegatrainConfig:
     from megatrain_accelerate.config import MegatrainConfig
 
     base = dataclasses.asdict(_base_config) if _base_config is not None else {}
-    return MegatrainConfig.from_mapping({**base, **settings})
+    return MegatrainConfig.from_mapping(base, settings)
 
 
 def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:

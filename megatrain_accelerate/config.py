@@ -14,16 +14,28 @@ from typing import Any
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.units import GIB
 
-_MINIMA = {
-    "slots": 2,
-    **dict.fromkeys(("gradient_slots", "max_nonfinite_steps", "host_threads", "micro_batch_size", "expert_parts"), 1),
-    **dict.fromkeys(("keep_layers", "keep_attention", "offload_layers", "token_tile"), 0),
-    "device_layers": -1,
-}
+_MINIMA = dict.fromkeys(("host_threads", "micro_batch_size", "expert_parts"), 1) | {"token_tile": 0}
 """Of whole numbers; None and ``auto`` are allowed where they are the default."""
+_PLACEMENT_MINIMA = {
+    **dict.fromkeys(("kept_layers", "offloaded_layers", "kept_attention"), 0),
+    "device_layers": -1,
+    "slots": 2,
+}
+_RENAMED = {
+    "keep_layers": "kept_layers",
+    "offload_layers": "offloaded_layers",
+    "keep_attention": "kept_attention",
+    "offload_inputs": "offloaded_inputs",
+    "device_layers": "device_layers",
+    "slots": "slots",
+}
 _GONE = {
-    "resident_layers": "it was predicted to gain less than 1% of a step; device_layers keeps whole layers on the GPU",
-    "huge_pages": "the store asks for huge pages in any case",
+    **{old: f"set placement.{new}" for old, new in _RENAMED.items()},
+    "gradient_slots": "two were always enough; remove the key",
+    "max_nonfinite_steps": "the fifth such step in a row stops a run; remove the key",
+    "pin_memory": "memory is page-locked wherever there is a GPU; remove the key",
+    "resident_layers": "it was predicted to gain less than 1% of a step; placement.device_layers keeps whole layers there",
+    "huge_pages": "the store asks for huge pages in any case; remove the key",
 }
 """Settings of earlier versions, and what became of them."""
 CHOICES = {
@@ -40,6 +52,78 @@ def nearest(given: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)), None)
 
 
+def _require_known(key: object, kind: type, section: str) -> None:
+    """Raises a :class:`ConfigError` where ``kind``, the settings of ``section``, has no field of this name."""
+    known = [field.name for field in dataclasses.fields(kind)]
+    if key in known:
+        return
+    names = dict(zip(known, known, strict=True))
+    if kind is MegatrainConfig:
+        names |= {field.name: f"placement.{field.name}" for field in dataclasses.fields(PlacementSettings)}
+    meant = nearest(str(key), names)
+    hint = f"did you mean {names[meant]!r}? " if meant else ""
+    raise ConfigError(f"{section} has no setting {key!r}; {hint}known settings: {', '.join(known)}")
+
+
+def _require_whole_numbers(settings: MegatrainConfig | PlacementSettings, minima: Mapping[str, int], section: str) -> None:
+    for name, minimum in minima.items():
+        value, default = getattr(settings, name), getattr(type(settings), name)
+        if value == default and not isinstance(default, int):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            choices = {"auto": " or auto", None: " or left out"}.get(default, "")
+            raise ConfigError(f"{section}.{name} must be a whole number{choices}, got {value!r}")
+        if value < minimum:
+            raise ConfigError(f"{section}.{name} must be at least {minimum}, got {value}")
+
+
+def _require_mapping(settings: object, section: str) -> Mapping[str, Any]:
+    if settings is None:  # a section of a yaml file with nothing below it
+        return {}
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{section} must be a mapping of settings, got {type(settings).__name__}: {settings!r}")
+    return settings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlacementSettings:
+    """What experts may fix of the plan (``placement``). What is left out, or None, the plan chooses as it finds fastest.
+
+    Raises:
+        ConfigError: a value has the wrong type or lies outside its range.
+    """
+
+    kept_layers: int | None = None
+    """Layers whose activations stay on the GPU until backward instead of being recomputed, counted from the model's end; 0
+    recomputes all. The plan keeps as many as fit the GPU memory by the predicted peak of the largest batch so far."""
+
+    offloaded_layers: int | None = None
+    """Layers whose activations go to host memory in forward and come back in backward instead of being recomputed: spread over
+    those before the kept ones, so that the link has time. Costs host memory."""
+
+    kept_attention: int | None = None
+    """Recomputed layers whose attention's results wait where the layer's inputs do, so that attention, of a long sequence most
+    of a layer's time, isn't computed again; counted from the last layer that isn't kept. These aren't compiled. The plan
+    chooses so of layers with tiles only (``token_tile``)."""
+
+    offloaded_inputs: bool | None = None
+    """Send the inputs of recomputed layers, and kept results of their attention, to host memory until backward, for sequences
+    whose inputs alone fill the GPU: true of all layers, false of none. The plan chooses how many, from the model's start."""
+
+    device_layers: int | None = None
+    """Layers that live on the GPU whole, masters and moments too (12 bytes a parameter, gradients 2 more), and are stepped
+    there, counted from the model's start; -1 stands for all layers, and the embeddings and the head with them."""
+
+    slots: int = 2
+    """Device buffers that hold one streamed layer's weights each; at least 2 (one computes, one is filled)."""
+
+    def __post_init__(self) -> None:
+        section = "megatrain_config.placement"
+        _require_whole_numbers(self, _PLACEMENT_MINIMA, section)
+        if self.offloaded_inputs is not None and not isinstance(self.offloaded_inputs, bool):
+            raise ConfigError(f"{section}.offloaded_inputs must be true, false or left out; got {self.offloaded_inputs!r}")
+
+
 @dataclasses.dataclass(frozen=True)
 class MegatrainConfig:
     """Settings of megatrain_accelerate. Every field has a default; an unknown key is an error.
@@ -47,12 +131,6 @@ class MegatrainConfig:
     Raises:
         ConfigError: a value has the wrong type or lies outside its range.
     """
-
-    slots: int = 2
-    """Device buffers that hold one streamed layer's weights each; at least 2 (one computes, one is filled)."""
-
-    gradient_slots: int = 2
-    """Device buffers that hold one layer's gradients each until their copy to the host is over; at least 1."""
 
     step_schedule: str = "auto"
     """When the optimizer's arithmetic runs. ``deferred``: after ``step()``, a layer at a time, before the layer is
@@ -81,34 +159,8 @@ class MegatrainConfig:
     scale for each block of 128, for 5.9 less, on the host only. The smaller ones are rounded stochastically, and a run hasn't
     the bits of fp32 moments. ``docs/architecture.md`` has the measured effect on the loss."""
 
-    pin_memory: bool = True
-    """Register weights and gradients of the host store with the GPU driver (page-locked, exact size)."""
-
-    max_nonfinite_steps: int = 5
-    """Steps with a non-finite gradient norm in a row that are skipped before the run stops with an error."""
-
-    keep_layers: int | str = "auto"
-    """Layers whose activations stay on the GPU until backward instead of being recomputed, counted from the model's end.
-    ``auto``: as many as fit the GPU memory by the predicted peak of the largest batch so far; 0 recomputes all."""
-
-    offload_layers: int | str = "auto"
-    """Layers whose activations go to host memory in forward and come back in backward instead of being recomputed: spread over
-    those before the kept ones, so that the link has time. Costs host memory. ``auto``: what the plan finds fastest."""
-
-    keep_attention: int | str = "auto"
-    """Recomputed layers whose attention's results wait where the layer's inputs do, so that attention, of a long sequence most
-    of a layer's time, isn't computed again; counted from the last layer that isn't kept. These aren't compiled. ``auto``: of
-    layers with tiles (``token_tile``) as many as the plan finds fastest."""
-
-    offload_inputs: bool | str = "auto"
-    """Send the inputs of recomputed layers, and kept results of their attention, to host memory until backward, for sequences
-    whose inputs alone fill the GPU.
-    ``auto``: those of as many layers, from the model's start, as the plan finds fastest; true: of all; false: of none."""
-
-    device_layers: int | str = "auto"
-    """Layers that live on the GPU whole, masters and moments too (12 bytes a parameter, gradients 2 more), and are stepped
-    there, counted from the model's start; -1 stands for all layers, and the embeddings and the head with them. ``auto``: what
-    the plan finds fastest."""
+    placement: PlacementSettings = PlacementSettings()
+    """For experts: where layers, their activations and their weights are, as far as the plan isn't to choose it."""
 
     expert_parts: int | str = "auto"
     """Into how many parts the experts of a layer are cut, each fetched and computed for itself, and stepped so after backward,
@@ -154,15 +206,12 @@ class MegatrainConfig:
     """Class names of the modules that stream; by default what the model names in ``_no_split_modules``."""
 
     def __post_init__(self) -> None:
-        for name, minimum in _MINIMA.items():
-            value, default = getattr(self, name), getattr(type(self), name)
-            if value == default and not isinstance(default, int):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                choices = "a whole number or auto" if default == "auto" else "a whole number"
-                raise ConfigError(f"megatrain_config.{name} must be {choices}, got {value!r}")
-            if value < minimum:
-                raise ConfigError(f"megatrain_config.{name} must be at least {minimum}, got {value}")
+        if not isinstance(self.placement, PlacementSettings):
+            given = _require_mapping(self.placement, "megatrain_config.placement")
+            for key in given:
+                _require_known(key, PlacementSettings, "megatrain_config.placement")
+            object.__setattr__(self, "placement", PlacementSettings(**given))
+        _require_whole_numbers(self, _MINIMA, "megatrain_config")
         for name in ("host_memory_gib", "gpu_memory_gib"):
             value = getattr(self, name)
             if value is None:
@@ -171,20 +220,20 @@ class MegatrainConfig:
                 raise ConfigError(f"megatrain_config.{name} must be a number of GiB, got {value!r}")
             if not 0 < value < math.inf:
                 raise ConfigError(f"megatrain_config.{name} must be above 0 and finite, got {value}")
-        for name in ("compile_layers", "join_micro_batches", "offload_inputs"):
+        for name in ("compile_layers", "join_micro_batches"):
             if getattr(self, name) != "auto" and not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"megatrain_config.{name} must be auto, true or false; got {getattr(self, name)!r}")
-        for name in ("pin_memory", "tiled_loss"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"megatrain_config.{name} must be true or false, got {getattr(self, name)!r}")
+        if not isinstance(self.tiled_loss, bool):
+            raise ConfigError(f"megatrain_config.tiled_loss must be true or false, got {self.tiled_loss!r}")
         for name, known in CHOICES.items():
             if (value := getattr(self, name)) not in known:
                 listed = f"{', '.join(known[:-1])} or {known[-1]}"
                 raise ConfigError(f"megatrain_config.{name} must be {listed}; got {value!r}")
-        if self.moments_dtype == "int8" and self.device_layers not in ("auto", 0):
+        on_device = self.placement.device_layers
+        if self.moments_dtype == "int8" and on_device:
             raise ConfigError(
-                f"megatrain_config.device_layers is {self.device_layers}, but moments in 8 bits are stepped on the host only; "
-                "leave device_layers out, or set moments_dtype to bf16"
+                f"megatrain_config.placement.device_layers is {on_device}, but moments in 8 bits are stepped on the host "
+                "only; leave device_layers out, or set moments_dtype to bf16"
             )
         if self.host_gradients == "passing" and self.step_schedule not in ("auto", "backward"):
             raise ConfigError(
@@ -192,9 +241,9 @@ class MegatrainConfig:
                 f"{self.step_schedule!r}; set step_schedule to auto or backward"
             )
         if self.expert_parts not in ("auto", 1):
-            if self.device_layers not in ("auto", 0):
+            if on_device:
                 raise ConfigError(
-                    f"megatrain_config.device_layers is {self.device_layers}, but experts in {self.expert_parts} parts "
+                    f"megatrain_config.placement.device_layers is {on_device}, but experts in {self.expert_parts} parts "
                     "stream; leave out one of device_layers and expert_parts"
                 )
             if self.host_gradients == "passing" and self.micro_batch_size is not None:
@@ -217,24 +266,26 @@ class MegatrainConfig:
         return None if self.gpu_memory_gib is None else int(self.gpu_memory_gib * GIB)
 
     @classmethod
-    def from_mapping(cls, settings: Mapping[str, Any] | None) -> MegatrainConfig:
-        """Builds the settings from a yaml section or a dict.
+    def from_mapping(cls, *given: Mapping[str, Any] | None) -> MegatrainConfig:
+        """Builds the settings from yaml sections or dicts, of which later ones count. Those of ``placement`` count one by one,
+        and may be written ``placement.slots: 3``, for command lines.
 
         Raises ``ConfigError`` where a key is unknown (the message names the nearest one) or a value is out of range.
         """
-        if settings is None:
-            return cls()
-        if not isinstance(settings, Mapping):
-            raise ConfigError(f"megatrain_config must be a mapping of settings, got {type(settings).__name__}: {settings!r}")
-        known = [field.name for field in dataclasses.fields(cls)]
-        for key in settings:
-            if key in _GONE:
-                raise ConfigError(f"megatrain_config.{key} is gone: {_GONE[key]}; remove the key")
-            if key not in known:
-                meant = nearest(str(key), known)
-                hint = f"did you mean {meant!r}? " if meant else ""
-                raise ConfigError(f"megatrain_config has no setting {key!r}; {hint}known settings: {', '.join(known)}")
-        return cls(**settings)
+        settings: dict[str, Any] = {}
+        placement: dict[str, Any] = {}
+        for source in given:
+            for key, value in _require_mapping(source, "megatrain_config").items():
+                if key in _GONE:
+                    raise ConfigError(f"megatrain_config.{key} is gone: {_GONE[key]}")
+                if key == "placement":
+                    placement |= _require_mapping(value, "megatrain_config.placement")
+                elif str(key).startswith("placement."):
+                    placement[key.removeprefix("placement.")] = value
+                else:
+                    _require_known(key, cls, "megatrain_config")
+                    settings[key] = value
+        return cls(**settings | {"placement": placement})
 
     def to_json(self) -> str:
         """The form in which the launcher hands the settings to the training processes."""

@@ -117,7 +117,7 @@ class Engine:
         self._holds_masters = training or rounds
         counts_sums = training and accumulates and config.accumulation_dtype == "fp32"
         store_bytes = self._require_memory(discovery, training, counts_sums)
-        register = config.pin_memory and device.type == "cuda"
+        register = device.type == "cuda"
         streams = Streams(device)
         meter = Meter(streams)
         self.kernels = HostKernels(config.host_threads)
@@ -129,8 +129,8 @@ class Engine:
         self.plan_seconds = 0.0
         """Spent on plans in training forwards so far: their runs without data and their measurements."""
         self.is_closed = False
-        require_layers(len(discovery.layers), config.keep_layers, config.offload_layers)
-        require_attention_to_keep(model, config.keep_attention)
+        require_layers(len(discovery.layers), config.placement)
+        require_attention_to_keep(model, config.placement.kept_attention)
         try:
             adopting = f"adopting {len(discovery.layers)} layers"
             adoption = Adoption(model, discovery, make_unit, self._dtypes, device=device, store_bytes=store_bytes)

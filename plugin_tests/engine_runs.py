@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
+from flat_settings import nested
 from plain_torch import PlainRun
 from torch import nn
 
@@ -18,8 +19,8 @@ from megatrain_accelerate.optim.host_step import HostStep
 
 def attach(model: nn.Module, *, bf16: bool = True, device: str = "cpu", training: bool = True, **settings: object) -> Engine:
     """An engine on ``model``, without a progress bar; it streams, though models as small as these would fit a GPU whole."""
-    streamed = {"device_layers": 0, "offload_layers": 0}
-    config = MegatrainConfig.from_mapping({**streamed, **settings})
+    streamed = {"device_layers": 0, "offloaded_layers": 0}
+    config = MegatrainConfig.from_mapping(nested({**streamed, **settings}))
     return Engine(model, torch.device(device), config, bf16=bf16, training=training, show_progress=False)
 
 

@@ -25,7 +25,7 @@ STEPS = 5
 MAX_NORM = 0.5
 """Below the norms of all families here, so that clipping is at work."""
 
-STREAMED: dict[str, Any] = {"device_layers": 0, "keep_layers": 0, "offload_layers": 0}
+STREAMED: dict[str, Any] = {"device_layers": 0, "kept_layers": 0, "offloaded_layers": 0}
 """Everything streams and is recomputed, though models as small as these would fit whole."""
 
 

@@ -113,7 +113,7 @@ def placed(model: nn.Module, placement: str, **settings: Any) -> Iterator[Engine
     """``model`` streams and computes in fp32, under one of :data:`PLACEMENTS`. Slots that nobody uses are spoilt."""
     share, of_placement = PLACEMENTS[placement]
     layers = len(discover_layers(model, settings.get("layer_classes", ())).layers)
-    engine = attach(model, bf16=False, keep_layers=int(share * layers), **{**of_placement, **settings})
+    engine = attach(model, bf16=False, kept_layers=int(share * layers), **{**of_placement, **settings})
     spoil_released_slots(engine.runtime.prefetcher)
     try:
         yield engine

@@ -50,7 +50,7 @@ print("trained to the end")
 )
 
 
-STREAMED = json.dumps({"keep_layers": 0, "device_layers": 0})
+STREAMED = json.dumps({"placement": {"kept_layers": 0, "device_layers": 0}})
 """Left to itself the plan would put a model of this size on a GPU as a whole."""
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from flat_settings import nested
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from versions import older
@@ -61,7 +62,7 @@ def plugin(active: bool = True, **settings: Any) -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     if active:
-        megatrain_accelerate.enable(settings or None)
+        megatrain_accelerate.enable(nested(settings))
     try:
         yield
     finally:

@@ -22,13 +22,14 @@ from transformers import (
     XLMRobertaXLConfig,
 )
 
-from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.config import PlacementSettings
 from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES
 from megatrain_accelerate.memory.host_store import planned_host_bytes
 from megatrain_accelerate.planning.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.planning.layer_discovery import discover_layers
 from megatrain_accelerate.planning.step_memory import dry_model
+from megatrain_accelerate.streaming.grad_offload import GRADIENT_SLOTS
 from megatrain_accelerate.units import GIB
 
 LORA_RANK = 16
@@ -128,7 +129,7 @@ def adapter_parameters(layer: nn.Module) -> int:
 
 def needs(case: Case) -> Needs:
     """What a row needs, with the default settings, without gradient accumulation."""
-    config, settings = MODELS[case.model], MegatrainConfig()
+    config, slots = MODELS[case.model], PlacementSettings().slots
     model = make_model(config).requires_grad_(case.trains == "all")
     discovery = discover_layers(model)
     in_layers = [[p for _, p in module.named_parameters()] for _, module in discovery.layers]
@@ -140,8 +141,8 @@ def needs(case: Case) -> Needs:
     host = planned_host_bytes([*layouts, *adapters], training=case.trains != "nothing")
     weights, gradients = layouts[0].weight_bytes + 4 * adapter, layouts[0].gradient_bytes + 4 * adapter
     copies = 2 if case.has_reference else 1
-    held = copies * (settings.slots * weights + layouts[-1].weight_bytes)
-    held += settings.gradient_slots * gradients + layouts[-1].gradient_bytes
+    held = copies * (slots * weights + layouts[-1].weight_bytes)
+    held += GRADIENT_SLOTS * gradients + layouts[-1].gradient_bytes
     # Each layer's input waits for backward; without one, a layer's input dies when its output is there.
     waiting = len(in_layers) if case.trains != "nothing" else 0
     held += waiting * 2 * case.sequences * case.tokens * config.hidden_size

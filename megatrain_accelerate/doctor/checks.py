@@ -374,11 +374,11 @@ def link(device: torch.device, config: MegatrainConfig) -> list[Finding]:
     try:
         speeds = measure_link(device)
     except HostMemoryError as error:
-        remedy = "ulimit -l unlimited (docker run --ulimit memlock=-1), or megatrain_config.pin_memory: false (slower copies)"
+        remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
         return [Finding("link", "broken", str(error), remedy)]
     with contextlib.closing(HostKernels(config.host_threads)) as kernels:
-        path = speeds_path(device, kernels, config.pin_memory)
-        machine = measured_machine(device, kernels, config.pin_memory)
+        path = speeds_path(device, kernels)
+        machine = measured_machine(device, kernels)
         count = len(kept_speeds(path))
         step, _ = measure_host(kernels, _elements(_MOST_ELEMENTS))
     slower = min(speeds[:2])

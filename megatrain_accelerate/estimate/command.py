@@ -72,7 +72,7 @@ def _count(text: str) -> int:
 def _setting(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} isn't KEY=VALUE, for example keep_layers=0")
+        raise argparse.ArgumentTypeError(f"{text!r} isn't KEY=VALUE, for example placement.kept_layers=0")
     try:
         return key, json.loads(value)
     except json.JSONDecodeError:

@@ -146,7 +146,7 @@ class Forecaster:
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.active_parameters = active_parameters(model, getattr(model, "config", None))
         self.engine = MetaEngine(model, config, gpu_bytes)
-        require_layers(len(self.engine.runtime.layers), config.keep_layers, config.offload_layers)
+        require_layers(len(self.engine.runtime.layers), config.placement)
         for_states = None if host_bytes is None else host_bytes - CONSTANT_OVERHEAD_BYTES
         self.plan = ForecastPlan(self.engine, config, machine, gpu_bytes, for_states, micro_batches)
         self.engine.device_plan = self.plan

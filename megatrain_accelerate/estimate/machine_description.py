@@ -158,7 +158,7 @@ def _this_machine(options: MachineOptions, config: MegatrainConfig) -> MachineDe
         )
     device = torch.device("cuda", torch.cuda.current_device())
     with contextlib.closing(HostKernels(config.host_threads)) as kernels:
-        machine = measured_machine(device, kernels, config.pin_memory)
+        machine = measured_machine(device, kernels)
     free, total = torch.cuda.mem_get_info(device)
     name = torch.cuda.get_device_name(device)
     sustained = at_the_power_limit(machine, name)
@@ -259,11 +259,6 @@ def _notes(gpu: KnownGpu, options: MachineOptions, cores: int, dram: float, conf
     if options.host_step_parameters is None:
         at_work = "" if config.host_threads is None else f", host_threads {config.host_threads}"
         yield f"host step reckoned from {cores} cores{at_work} and {dram / GB:.0f} GB/s of DRAM"
-    if not config.pin_memory and options.link_bytes is None:
-        yield (
-            "the link's speed is that of page-locked memory, and pin_memory is false: copies will be slower; measure theirs "
-            "and name it by --link"
-        )
 
 
 def _unknown_gpu(options: MachineOptions) -> KnownGpu:

@@ -34,7 +34,6 @@ _TABLE = re.compile("wpe|embed_positions|pos_emb(ed)?|pos(ition(al)?)?_embedding
 """What models of transformers call tables of positions. Relative ones have other names."""
 _BUFFER = "embed_positions"
 """What GPT-J and CodeGen call theirs, which aren't learned: sines and cosines in each attention."""
-_NOTHING_PLACED: dict[str, Any] = {"keep_layers": 0, "offload_layers": 0, "device_layers": 0}
 _STAGING_BUFFERS = 2
 """Of one layer's gradients each, where gradients are accumulated (streaming/grad_offload.py)."""
 
@@ -145,8 +144,9 @@ class MetaEngine(Engine):
         # What the settings place says whether experts are cut.
         parts = 1 if config.expert_parts == "auto" and wants_whole_layers(config) else config.expert_parts
         others: dict[str, Any] = {"host_threads": 1, "gpu_memory_gib": None if gpu_bytes is None else gpu_bytes / GIB}
-        nothing_placed = dataclasses.replace(config, **_NOTHING_PLACED, expert_parts=parts, **others)
-        super().__init__(model, META, nothing_placed, bf16=True, training=True, show_progress=False, show_plan=False)
+        nothing = dataclasses.replace(config.placement, kept_layers=0, offloaded_layers=0, device_layers=0)
+        config = dataclasses.replace(config, placement=nothing, expert_parts=parts, **others)
+        super().__init__(model, META, config, bf16=True, training=True, show_progress=False, show_plan=False)
 
     def close(self) -> None:
         """Ends the threads. There are no weights to give back: the model is of no use afterwards."""

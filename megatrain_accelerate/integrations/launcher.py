@@ -130,8 +130,7 @@ def _prepare_launch(arguments: Any) -> None:
         return
     import_hook.ensure_ready()
     written = section.settings if section is not None else None
-    given = {**(written or {}), **read_settings(flag_settings)}
-    config = MegatrainConfig.from_mapping(given)
+    config = MegatrainConfig.from_mapping(written, read_settings(flag_settings))
     _refuse_unsupported(arguments, content, file)
     sys.excepthook = _report
     # accelerate copies sections of the yaml over arguments that are None.

@@ -102,7 +102,7 @@ def settings_that_take_less(config: MegatrainConfig, *, accumulates: bool) -> st
         found.append("host_gradients: passing (2 bytes a parameter less; needs max_grad_norm=0)")
     # AdamW's moments take 8 bytes a parameter in fp32, 4 in bf16, and 2.06 in 8 bits.
     smaller = {"fp32": {"bf16": "4", "int8": "5.9"}, "bf16": {"int8": "1.9"}}.get(config.moments_dtype, {})
-    if config.device_layers not in ("auto", 0):
+    if config.placement.device_layers:
         smaller.pop("int8", None)  # they are stepped on the host only
     found += [
         f"moments_dtype: {name} ({less} bytes a parameter less; slightly other numbers)" for name, less in smaller.items()

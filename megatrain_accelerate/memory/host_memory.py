@@ -74,8 +74,8 @@ class HostMemory:
         if code != 0:
             raise HostMemoryError(
                 f"the CUDA driver refused to page-lock {format_bytes(self.size_bytes)} of host memory (error {code}); "
-                "raise the limit on locked memory (`ulimit -l unlimited`, in a container `--ulimit memlock=-1`), free "
-                "host memory, or set megatrain_config.pin_memory to false (slower copies)"
+                "raise the limit on locked memory (`ulimit -l unlimited`, in a container `--ulimit memlock=-1`), or free "
+                "host memory"
             )
         self._finalizer = weakref.finalize(self, _unregister, self.address, self._mapping)
         self._finalizer.atexit = False

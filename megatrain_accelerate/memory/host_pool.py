@@ -134,7 +134,7 @@ class HostPool:
             raise HostMemoryError(
                 f"activations that leave the GPU hold {format_bytes(self.size_bytes)} of host memory and need "
                 f"{format_bytes(size)} more, but {format_bytes(available)} are left; lower "
-                "megatrain_config.offload_layers, set megatrain_config.offload_inputs to false, or take shorter batches"
+                "megatrain_config.placement.offloaded_layers, set placement.offloaded_inputs to false, or take shorter batches"
             )
         memory = self._new_memory(size)
         buffer = memory.tensor(0, (size,), torch.uint8)

@@ -42,7 +42,7 @@ def device_kernels(device: torch.device, host_kernels: HostKernels) -> StepKerne
     if not can_step_on(device):
         raise KernelError(
             "optimizer states on the GPU need Triton, which this torch has not; install it (`pip install triton`), or set "
-            "megatrain_config.device_layers to 0"
+            "megatrain_config.placement.device_layers to 0"
         )
     return DeviceKernels()
 

@@ -22,6 +22,9 @@ from megatrain_accelerate.streaming.runtime import StreamingRuntime, streamed_am
 
 logger = logging.getLogger(__name__)
 
+MOST_NONFINITE_STEPS = 5
+"""The run stops at so many steps in a row with a non-finite gradient norm; fewer are skipped."""
+
 TAKEN_OVER = (
     "another optimizer has taken over parameters of this one since it was prepared, and only one at a time can step them; "
     "call accelerator.prepare(optimizer) before it steps again (it goes on with its own moments), or use one optimizer with "
@@ -178,15 +181,16 @@ class HostStep:
             return True
         self._nonfinite_in_a_row += 1
         self.runtime.meter.counters.skipped_steps += 1
-        limit = self.runtime.config.max_nonfinite_steps
-        if self._nonfinite_in_a_row >= limit:
+        if self._nonfinite_in_a_row >= MOST_NONFINITE_STEPS:
             raise NonFiniteGradientError(
                 f"the gradient norm was not finite ({norm}) in {self._nonfinite_in_a_row} steps in a row; the weights are "
-                "those of the last good step. Lower the learning rate or check the data; "
-                "megatrain_config.max_nonfinite_steps sets the limit"
+                "those of the last good step. Lower the learning rate or check the data"
             )
         logger.warning(
-            "megatrain: gradient norm is %s, step skipped (%d in a row, %d allowed)", norm, self._nonfinite_in_a_row, limit - 1
+            "megatrain: gradient norm is %s, step skipped (%d in a row, %d allowed)",
+            norm,
+            self._nonfinite_in_a_row,
+            MOST_NONFINITE_STEPS - 1,
         )
         return False
 

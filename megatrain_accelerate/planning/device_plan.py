@@ -48,7 +48,7 @@ LIBRARY_WORKSPACE_BYTES = 128 * MIB
 
 _NOT_PREDICTED = (
     "megatrain: a step can't be predicted for this model (%s: %s), so that its layers stream and are recomputed; set "
-    "megatrain_config.keep_layers or device_layers to give them GPU memory"
+    "megatrain_config.placement.kept_layers or device_layers to give them GPU memory"
 )
 
 _CLEARLY_LARGER = 1.25
@@ -139,7 +139,7 @@ class DevicePlan:
 
     @functools.cached_property
     def _machine(self) -> Machine:
-        return measured_machine(self._device, self._runtime.kernels, self._runtime.register)
+        return measured_machine(self._device, self._runtime.kernels)
 
     def make_room(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Before a forward without gradients: what lives on the device leaves it until the next training forward if this one
@@ -455,8 +455,7 @@ class DevicePlan:
             layers=[sizes(layer.unit) for layer in runtime.layers],
             groups_before=[sizes(group.unit) for group in runtime.groups if not group.layers_before],
             groups_after=[sizes(group.unit) for group in runtime.groups if group.layers_before],
-            slots=config.slots,
-            gradient_slots=config.gradient_slots,
+            slots=config.placement.slots,
             slot_bytes=runtime.prefetcher.shared_bytes,
             gradient_slot_bytes=runtime.offloader.slot_bytes,
             steps_in_backward=bool(runtime.offloader.layer_done_listeners),

@@ -16,6 +16,7 @@ from megatrain_accelerate.config import MegatrainConfig, nearest
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec, expert_ranges
 from megatrain_accelerate.planning.machine import USABLE_SHARE_OF_DEVICE
+from megatrain_accelerate.streaming.grad_offload import GRADIENT_SLOTS
 from megatrain_accelerate.units import MIB
 
 logger = logging.getLogger(__name__)
@@ -297,14 +298,14 @@ def _chosen_parts(
     experts = [(spec.count, layout(spec.module.named_parameters())) for spec in found]
 
     def of_all_slots(weights: Sequence[FlatLayout], gradients: Sequence[FlatLayout]) -> int:
-        of_gradients = config.gradient_slots * training * max(layout.gradient_bytes for layout in gradients)
-        return config.slots * max(layout.weight_bytes for layout in weights) + of_gradients
+        of_gradients = GRADIENT_SLOTS * training * max(layout.gradient_bytes for layout in gradients)
+        return config.placement.slots * max(layout.weight_bytes for layout in weights) + of_gradients
 
     def slot_bytes(parts: int) -> int:
         if parts == 1:
             return of_all_slots(whole, whole)
         largest = [expert_ranges(count, parts)[0].layout(of_layer) for count, of_layer in experts]
-        of_parts = config.slots * max(layout.weight_bytes for layout in largest)
+        of_parts = config.placement.slots * max(layout.weight_bytes for layout in largest)
         return of_parts + of_all_slots(rest, [*rest, *largest])
 
     # Parts that are still worth a copy, on average: their sizes differ by one expert.
@@ -315,7 +316,7 @@ def _chosen_parts(
 
 def wants_whole_layers(config: MegatrainConfig) -> bool:
     """Whether other settings say of whole layers where they are to be, so that ``auto`` cuts nothing."""
-    return config.device_layers not in ("auto", 0) or config.evaluation_weights == "resident"
+    return bool(config.placement.device_layers) or config.evaluation_weights == "resident"
 
 
 def split_experts(

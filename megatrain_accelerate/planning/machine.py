@@ -80,10 +80,10 @@ class Machine:
         return STEP_BYTES * self.host_step_parameters
 
 
-def speeds_path(device: torch.device, kernels: HostKernels, register: bool) -> Path:
+def speeds_path(device: torch.device, kernels: HostKernels) -> Path:
     """Where the speeds are kept that are measured under these circumstances."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-    circumstances: list[object] = [platform.node(), name, os.cpu_count(), kernels.threads, register, torch.__version__]
+    circumstances: list[object] = [platform.node(), name, os.cpu_count(), kernels.threads, torch.__version__]
     circumstances += [_ROUNDS, SHARE_IN_A_STEP, STEP_OVERHEAD, [field.name for field in dataclasses.fields(Machine)]]
     key = hashlib.sha256(json.dumps(circumstances).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
@@ -102,14 +102,14 @@ def kept_speeds(path: Path) -> list[Machine]:
     return []
 
 
-def measured_machine(device: torch.device, kernels: HostKernels, register: bool) -> Machine:
+def measured_machine(device: torch.device, kernels: HostKernels) -> Machine:
     """The speeds of this machine: medians of what up to :data:`MEASUREMENTS` processes found under the same circumstances,
-    each once. ``register`` says whether host memory is page-locked."""
-    path = speeds_path(device, kernels, register)
+    each once."""
+    path = speeds_path(device, kernels)
     if path not in _of_this_process:
         measured = kept_speeds(path)
         if len(measured) < MEASUREMENTS:
-            found = _measure(device, kernels, register)
+            found = _measure(device, kernels)
             measured = [*kept_speeds(path), found]  # others may have measured at the same time
             _keep(path, measured)
         _of_this_process[path] = _median(measured)
@@ -157,13 +157,13 @@ def seconds_of(
     return chosen(rounds[1:])
 
 
-def _measure(device: torch.device, kernels: HostKernels, register: bool) -> Machine:
+def _measure(device: torch.device, kernels: HostKernels) -> Machine:
     is_gpu = device.type == "cuda"
     smaller = 1 if is_gpu else 16
     size, elements, side = _COPY_BYTES // smaller, _STEP_ELEMENTS // smaller, 8192 // smaller
     # Whether the speeds were known already mustn't change what the training draws.
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if is_gpu else []):
-        host_memory = HostMemory(size, register=register)
+        host_memory = HostMemory(size, register=is_gpu)
         host = host_memory.tensor(0, (size,), torch.uint8)
         kernels.zero(host)
         host_memory.register()

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
+from megatrain_accelerate.config import PlacementSettings
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.planning.machine import STEP_BYTES
 from megatrain_accelerate.planning.step_profile import StepOutline
@@ -17,15 +18,17 @@ MOST_SPACING = 8
 """A layer's activations reach the host while this many others compute, on any link worth using."""
 
 
-def require_layers(layer_count: int, keep_layers: int | str, offload_layers: int | str) -> None:
+def require_layers(layer_count: int, settings: PlacementSettings) -> None:
     """Raises a :class:`ConfigError` where the settings name more layers than the model has."""
-    kept = keep_layers if isinstance(keep_layers, int) else 0
+    kept, offloaded = settings.kept_layers or 0, settings.offloaded_layers or 0
     if kept > layer_count:
-        raise ConfigError(f"megatrain_config.keep_layers is {kept}, but the model has {layer_count} layers; lower it")
-    if isinstance(offload_layers, int) and offload_layers > layer_count - kept:
         raise ConfigError(
-            f"megatrain_config.offload_layers is {offload_layers}, but {layer_count - kept} of the model's {layer_count} "
-            f"layers aren't kept (megatrain_config.keep_layers is {keep_layers!r}); lower one of the two"
+            f"megatrain_config.placement.kept_layers is {kept}, but the model has {layer_count} layers; lower it"
+        )
+    if offloaded > layer_count - kept:
+        raise ConfigError(
+            f"megatrain_config.placement.offloaded_layers is {offloaded}, but {layer_count - kept} of the model's "
+            f"{layer_count} layers aren't kept (kept_layers is {kept}); lower one of the two"
         )
 
 
@@ -138,7 +141,6 @@ class Model:
     """Resident groups that the first layer needs."""
     groups_after: Sequence[UnitSizes]
     slots: int
-    gradient_slots: int
     slot_bytes: int
     """Of all weight slots, and of all gradient slots, where any layer uses them."""
     gradient_slot_bytes: int

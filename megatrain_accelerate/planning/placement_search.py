@@ -47,15 +47,13 @@ class Choices:
 
     @classmethod
     def of_settings(cls, config: MegatrainConfig, layers: int) -> Choices:
-        def fixed(setting: int | str) -> int | None:
-            return setting if isinstance(setting, int) else None
-
+        fixed = config.placement
         return cls(
-            kept=fixed(config.keep_layers),
-            offloaded=fixed(config.offload_layers),
-            on_device=fixed(config.device_layers),
-            attention_kept=fixed(config.keep_attention),
-            inputs_offloaded=None if config.offload_inputs == "auto" else layers * bool(config.offload_inputs),
+            kept=fixed.kept_layers,
+            offloaded=fixed.offloaded_layers,
+            on_device=fixed.device_layers,
+            attention_kept=fixed.kept_attention,
+            inputs_offloaded=None if fixed.offloaded_inputs is None else layers * fixed.offloaded_inputs,
         )
 
     def fewest(self, layers: int) -> dict[str, Any]:

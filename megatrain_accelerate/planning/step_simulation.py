@@ -18,6 +18,7 @@ from megatrain_accelerate.planning.machine import Machine
 from megatrain_accelerate.planning.placement import Model, Placement, UnitSizes, sent_bytes
 from megatrain_accelerate.planning.step_memory import OpCosts
 from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
+from megatrain_accelerate.streaming.grad_offload import GRADIENT_SLOTS
 
 _NORM_BYTES = 2
 """Device memory traffic of a norm, a parameter: on the device it is taken apart from the step."""
@@ -183,7 +184,7 @@ class _Pipeline:
         self.before_at = self.after_at = 0.0
         self.slots = Slots(model.slots, self.h2d)
         self.parts = _Parts(self)
-        self.gradients_out: collections.deque[float] = collections.deque(maxlen=model.gradient_slots)
+        self.gradients_out: collections.deque[float] = collections.deque(maxlen=GRADIENT_SLOTS)
 
     def _weights_at(self, layer: int) -> float:
         """When the layer's weights are on the device."""
@@ -258,7 +259,7 @@ class _Pipeline:
         return out
 
     def gradient_slot_at(self) -> float:
-        return self.gradients_out[0] if len(self.gradients_out) == self.model.gradient_slots else 0.0
+        return self.gradients_out[0] if len(self.gradients_out) == GRADIENT_SLOTS else 0.0
 
     def step_unit(self, unit: UnitSizes, not_before: float) -> float:
         """The host steps a unit; returns when it has."""

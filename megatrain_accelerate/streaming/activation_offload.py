@@ -294,8 +294,8 @@ class ActivationOffloader:
         if parcel.was_written:
             raise UnsupportedError(
                 f"something that layer {parcel.label} needs in backward was written to in place after it was computed; leave "
-                "the layers' inputs and outputs as they are, or set megatrain_config.offload_layers to 0 and "
-                "megatrain_config.offload_inputs to false"
+                "the layers' inputs and outputs as they are, or set megatrain_config.placement.offloaded_layers to 0 and "
+                "placement.offloaded_inputs to false"
             )
         if parcel.on_device is None:
             self._bring_back([parcel])

@@ -45,13 +45,13 @@ def _drops(func: Any, args: Any, kwargs: Any) -> bool:
     return False
 
 
-def require_attention_to_keep(model: nn.Module, keep_attention: int | str) -> None:
+def require_attention_to_keep(model: nn.Module, kept_attention: int | None) -> None:
     """Raises an UnsupportedError for flex attention, a compiled function that can't be compiled while it is watched."""
     kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if kind == "flex_attention" and keep_attention not in ("auto", 0):
+    if kind == "flex_attention" and kept_attention:
         raise UnsupportedError(
-            f"megatrain_config.keep_attention is {keep_attention}, and the results of flex attention can't be kept; set it to "
-            "auto or 0, or load the model with attn_implementation='sdpa'"
+            f"megatrain_config.placement.kept_attention is {kept_attention}, and the results of flex attention can't be kept; "
+            "leave it out, or load the model with attn_implementation='sdpa'"
         )
 
 

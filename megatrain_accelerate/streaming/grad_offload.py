@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.memory.host_store import PASSING_BUFFERS
 from megatrain_accelerate.memory.parameter_state import ParameterState
@@ -29,6 +28,9 @@ from megatrain_accelerate.streaming.meter import Cause, Meter, UpdateGate, named
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.streams import GradientSlot, Streams
 
+GRADIENT_SLOTS = 2
+"""Device buffers that hold one layer's gradients each: one is written while the other's are copied to the host."""
+
 
 class GradientOffloader:
     """Owner of the gradient slots, of layers and experts, and of the way from a backward to ``parameter.grad`` on the host."""
@@ -36,7 +38,6 @@ class GradientOffloader:
     def __init__(
         self,
         layers: Sequence[StreamedLayer],
-        config: MegatrainConfig,
         *,
         streams: Streams,
         worker: StepWorker,
@@ -57,7 +58,7 @@ class GradientOffloader:
         layouts += [part.unit.layout for at in experts for part in at.parts]
         self._largest = max(layout.gradient_bytes for layout in layouts)
         self._most_parameters = max(len(layout.trainable_entries) for layout in layouts)
-        self._slot_count = config.gradient_slots if self._largest else 0
+        self._slot_count = GRADIENT_SLOTS if self._largest else 0
         self.slots: collections.deque[GradientSlot] = collections.deque()
         """In the order in which they are next written."""
         self.takes_gradients = False

@@ -259,7 +259,7 @@ class Prefetcher:
         if not leased:
             raise StateError(
                 f"layer {layer.name} needs a weight slot while all {len(slots)} are in use by layers that run; set "
-                "megatrain_config.slots to a larger number"
+                "megatrain_config.placement.slots to a larger number"
             )
         index = min(leased, key=lambda index: self.leases[index].last_used)
         found = self.leases[index]

@@ -103,13 +103,12 @@ class StreamingRuntime:
         self.experts = [experts for layer in self.layers for experts in layer.experts]
         self.parts: list[Part] = [*self.layers, *self.experts, *self.groups]
         self.streams, self.meter, self.kernels, self.worker = streams, meter, kernels, worker
-        self.config, self.register = config, register
+        self.config = config
         self.norms = NormTable(self.units, register)
         self.sums = Fp32Sums(self.parts, config, streams.device, kernels)
-        self.prefetcher = Prefetcher(self.layers, config.slots, streams, meter)
+        self.prefetcher = Prefetcher(self.layers, config.placement.slots, streams, meter)
         self.offloader = GradientOffloader(
             self.layers,
-            config,
             streams=streams,
             worker=worker,
             kernels=kernels,
@@ -161,7 +160,7 @@ class StreamingRuntime:
         self._backward_tape: Tape | None = None
         self.clipping = Clipping(self.norms, self.sums, self._states)
         self.expert_streams = ExpertStreams(
-            self.experts, config.slots, self.offloader, self.anchor, lambda: self.dry_run is not None, self.order
+            self.experts, config.placement.slots, self.offloader, self.anchor, lambda: self.dry_run is not None, self.order
         )
         _running.add(self)
 
@@ -321,7 +320,7 @@ class StreamingRuntime:
     @property
     def _look_ahead(self) -> int:
         """Calls to look ahead, so that as many as there are slots need one."""
-        return self.config.slots + len(self.prefetcher.own_slots)
+        return self.config.placement.slots + len(self.prefetcher.own_slots)
 
     def backward_begins(self) -> None:
         """Something of a backward runs; the first time, what is to be done at its end is noted."""

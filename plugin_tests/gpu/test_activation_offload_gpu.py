@@ -21,17 +21,17 @@ SLEEP_CYCLES = 4_000_000  # about 2 ms a copy: far longer than the kernels of th
 
 STREAMED: dict[str, Any] = {
     "device_layers": 0,
-    "offload_layers": 0,
-    "keep_layers": 0,
+    "offloaded_layers": 0,
+    "kept_layers": 0,
     "compile_layers": False,
 }
 """What a test doesn't ask for: the plan would put all of so small a model on the GPU."""
 
 PLACEMENTS: list[dict[str, Any]] = [
-    {"keep_layers": 0, "offload_layers": 4},
-    {"keep_layers": 1, "offload_layers": 2},
-    {"keep_layers": 0, "offload_inputs": True},
-    {"keep_layers": 1, "offload_layers": 1, "offload_inputs": True},
+    {"kept_layers": 0, "offloaded_layers": 4},
+    {"kept_layers": 1, "offloaded_layers": 2},
+    {"kept_layers": 0, "offloaded_inputs": True},
+    {"kept_layers": 1, "offloaded_layers": 1, "offloaded_inputs": True},
 ]
 
 
@@ -66,21 +66,21 @@ def same_bits(run: PlainRun, other: PlainRun) -> bool:
 def test_offloaded_layers_are_bit_equal_to_recomputed_ones_on_the_gpu(
     placement: dict[str, Any], small_tensors_leave: None
 ) -> None:
-    assert same_bits(trained(20, **placement), trained(20, keep_layers=0))
+    assert same_bits(trained(20, **placement), trained(20, kept_layers=0))
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_kernels_wait_for_slow_copies_and_memory_for_both_ways(
     placement: dict[str, Any], small_tensors_leave: None, slow_copies: None
 ) -> None:
-    assert same_bits(trained(**placement), trained(keep_layers=0))
+    assert same_bits(trained(**placement), trained(kept_layers=0))
 
 
 @pytest.mark.parametrize("missing", ["_wait_for", "_give_up"])
 def test_the_race_tests_see_a_missing_wait(
     missing: str, small_tensors_leave: None, slow_copies: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reference = trained(keep_layers=0)
+    reference = trained(kept_layers=0)
     brought_back, copy = [], ActivationOffloader._copy
 
     def copy_and_hold(self: Any, block: Any, storage: Any, to_host: bool) -> None:
@@ -97,7 +97,7 @@ def test_the_race_tests_see_a_missing_wait(
 
     monkeypatch.setattr(ActivationOffloader, "_copy", copy_and_hold)
     monkeypatch.setattr(ActivationOffloader, missing, use_at_once if missing == "_wait_for" else give_up_at_once)
-    assert not same_bits(trained(keep_layers=0, offload_layers=4), reference)
+    assert not same_bits(trained(kept_layers=0, offloaded_layers=4), reference)
 
 
 def measured_and_predicted(**settings: Any) -> tuple[int, int]:
@@ -121,16 +121,16 @@ def measured_and_predicted(**settings: Any) -> tuple[int, int]:
 
 def test_the_peak_falls_by_what_was_predicted() -> None:
     torch.use_deterministic_algorithms(False)
-    kept, kept_predicted = measured_and_predicted(keep_layers=8)
-    for settings in ({"offload_layers": 8}, {"keep_layers": 2, "offload_layers": 6}, {"offload_layers": 4}):
-        peak, predicted = measured_and_predicted(**{"keep_layers": 0, **settings})
+    kept, kept_predicted = measured_and_predicted(kept_layers=8)
+    for settings in ({"offloaded_layers": 8}, {"kept_layers": 2, "offloaded_layers": 6}, {"offloaded_layers": 4}):
+        peak, predicted = measured_and_predicted(**{"kept_layers": 0, **settings})
         assert peak <= predicted
         fall, predicted_fall = kept - peak, kept_predicted - predicted
         # Two of the layers' activations are on the device in any case, and 4 of 8 layers or more go out.
         assert fall > 0.25 * kept
         assert fall == pytest.approx(predicted_fall, rel=0.1, abs=8 * MIB), settings
-    inputs, inputs_predicted = measured_and_predicted(keep_layers=0, offload_inputs=True)
-    recomputed, recomputed_predicted = measured_and_predicted(keep_layers=0)
+    inputs, inputs_predicted = measured_and_predicted(kept_layers=0, offloaded_inputs=True)
+    recomputed, recomputed_predicted = measured_and_predicted(kept_layers=0)
     # Eight inputs of 8 x 1024 x 256 bf16 values, 4 MiB each; some are on their way at the peak.
     assert recomputed - inputs >= 12 * MIB
     assert recomputed - inputs == pytest.approx(recomputed_predicted - inputs_predicted, abs=8 * MIB)
@@ -141,7 +141,7 @@ def test_a_step_synchronises_nothing_pins_nothing_and_does_not_grow(
 ) -> None:
     model = tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    placement = {**STREAMED, "keep_layers": 1, "offload_layers": 2, "offload_inputs": True}
+    placement = {**STREAMED, "kept_layers": 1, "offloaded_layers": 2, "offloaded_inputs": True}
     engine = attach(model, device="cuda", **placement)
     adopt_optimizer(optimizer, engine.runtime, "deferred")
     pool, sizes, allocated = engine.runtime.activations.pool, [], []

@@ -77,7 +77,7 @@ def test_kept_layers_record_and_train_as_recomputed_ones(name: str) -> None:
     truth = true_gradients(name, "cuda")
     outputs, errors = [], []
     for kept in (0, 3):
-        model, engine = prepared(name, keep_layers=kept)
+        model, engine = prepared(name, kept_layers=kept)
         outputs.append(one_pass(model, "cuda"))
         gradients = gradients_of(model)
         errors.append([error_of(gradients, truth, part) for part in ("", ROUTER[name])])
@@ -92,7 +92,7 @@ def test_kept_layers_record_and_train_as_recomputed_ones(name: str) -> None:
 
 
 def test_the_plan_measures_the_graph_that_the_steps_run() -> None:
-    model, engine = prepared("qwen3_moe", device_layers="auto", offload_layers="auto")
+    model, engine = prepared("qwen3_moe", device_layers=None, offloaded_layers=None)
     count = []
     for _ in range(3):
         output = one_pass(model, "cuda")
@@ -102,7 +102,7 @@ def test_the_plan_measures_the_graph_that_the_steps_run() -> None:
 
 
 def test_many_lengths_take_few_compilations() -> None:
-    model, engine = prepared("mixtral", keep_layers=3)
+    model, engine = prepared("mixtral", kept_layers=3)
     for batch, length in [(2, 32), (2, 64), (2, 40), (2, 33), (3, 57), (4, 48), (6, 16), (2, 32), (5, 24)]:
         ids = ids_of(batch, length).cuda()
         output = model(input_ids=ids, labels=ids)

@@ -51,7 +51,7 @@ def one_pass(**settings: Any) -> tuple[float, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(("kept", "slots"), [(0, 2), (LAYERS, 3)])
 def test_all_layers_share_one_compilation_also_in_the_backward_thread(kept: int, slots: int) -> None:
-    model, engine = prepared(keep_layers=kept, slots=slots)
+    model, engine = prepared(kept_layers=kept, slots=slots)
     for _ in range(3):
         with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = loss_of(model)
@@ -63,7 +63,7 @@ def test_all_layers_share_one_compilation_also_in_the_backward_thread(kept: int,
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_kept_and_recomputed_layers_are_close_to_their_own_code_and_drop_the_same(dropout: float) -> None:
     changes = {"attention_dropout": dropout}
-    recomputed, kept = (one_pass(keep_layers=count, changes=changes) for count in (0, LAYERS))
+    recomputed, kept = (one_pass(kept_layers=count, changes=changes) for count in (0, LAYERS))
     eager = one_pass(compile_layers=False, changes=changes)
     for mine in (kept, recomputed):
         assert mine[0] == pytest.approx(eager[0], rel=1e-2)
@@ -74,7 +74,7 @@ def test_kept_and_recomputed_layers_are_close_to_their_own_code_and_drop_the_sam
 
 
 def test_many_lengths_and_batch_sizes_take_few_compilations() -> None:
-    model, engine = prepared(keep_layers=LAYERS)
+    model, engine = prepared(kept_layers=LAYERS)
     for batch, length in [(2, 32), (2, 64), (2, 40), (2, 33), (3, 57), (4, 80), (6, 16), (2, 32), (5, 24)]:
         loss_of(model, batch, length).backward()
     # One for the first shape, then any length, then any batch size; lengths that attention's kernels align may be apart.
@@ -108,7 +108,7 @@ def test_a_backward_that_recomputes_is_measured_with_what_it_makes() -> None:
 def test_backward_doesnt_read_what_forward_left_in_the_slots(kept: int) -> None:
     gradients = []
     for garbage in (False, True):
-        model, engine = prepared(keep_layers=kept, slots=LAYERS)
+        model, engine = prepared(kept_layers=kept, slots=LAYERS)
         loss = loss_of(model)
         torch.cuda.synchronize()
         for slot in engine.runtime.prefetcher.slots if garbage else ():
@@ -128,7 +128,7 @@ def test_backward_doesnt_read_what_forward_left_in_the_slots(kept: int) -> None:
 def test_twenty_steps_agree_with_the_layers_own_code() -> None:
     model, batches = tiny_model(), token_batches(20)
     eager = train_streamed(model, batches, device="cuda", compile_layers=False)
-    ours = train_streamed(model, batches, device="cuda", compile_layers=True, keep_layers=2)
+    ours = train_streamed(model, batches, device="cuda", compile_layers=True, kept_layers=2)
     # bf16 products round to 8 bits; the loss averages them down.
     torch.testing.assert_close(ours.losses, eager.losses, rtol=1e-2, atol=1e-2)
 

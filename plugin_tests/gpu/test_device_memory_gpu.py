@@ -65,7 +65,7 @@ def test_what_counts_as_whole_is_what_the_allocator_gives_back(monkeypatch: pyte
 
 @pytest.mark.parametrize(
     "settings",
-    [{"keep_layers": 4}, {"keep_layers": 4, "compile_layers": True}],
+    [{"kept_layers": 4}, {"kept_layers": 4, "compile_layers": True}],
     ids=["kept", "compiled"],
 )
 def test_a_forward_without_a_backward_gives_its_memory_back(settings: dict[str, Any]) -> None:
@@ -95,7 +95,7 @@ def test_planning_leaves_nothing_behind_where_layers_cannot_be_compiled(monkeypa
     # The first one isn't looked at: a process's first products leave the workspaces of their library (33 MiB).
     for compile_layers in (False, False, True):
         model = tiny_model().train()
-        engine = attach(model, device="cuda", compile_layers=compile_layers, device_layers="auto")
+        engine = attach(model, device="cuda", compile_layers=compile_layers, device_layers=None)
         engine.runtime.compiled.backend = fails
         ids = token_batches(1, batch=4, length=512)[0].cuda()
         gc.collect()

@@ -28,7 +28,7 @@ def trainings() -> Iterator[Any]:
 
     def make(**settings: object) -> Training:
         model = tiny_model(num_hidden_layers=LAYERS, num_key_value_heads=4, **SHAPE)
-        engine = attach(model, device="cuda", compile_layers=False, keep_layers=2, **settings)
+        engine = attach(model, device="cuda", compile_layers=False, kept_layers=2, **settings)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         made.append(Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred")))
         return made[-1]

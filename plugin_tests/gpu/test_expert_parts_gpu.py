@@ -60,10 +60,9 @@ def test_the_number_of_parts_changes_no_bit() -> None:
     [
         {"schedule": "backward"},
         {"schedule": "backward", "host_gradients": "passing"},
-        {"keep_layers": 3},
-        {"offload_layers": 1},
-        {"offload_inputs": True},
-        {"gradient_slots": 1},
+        {"kept_layers": 3},
+        {"offloaded_layers": 1},
+        {"offloaded_inputs": True},
         {"slots": 4},
     ],
     ids=lambda settings: "-".join(settings),
@@ -114,8 +113,8 @@ def test_a_part_is_not_read_before_its_slow_copy_is_over(monkeypatch: pytest.Mon
 def test_gradients_of_a_part_are_not_overwritten_while_a_slow_copy_reads_them(
     accumulation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"accumulation": accumulation, "gradient_slots": 1}
-    expected = trained(3, **settings)
+    monkeypatch.setattr(grad_offload, "GRADIENT_SLOTS", 1)
+    expected = trained(3, accumulation=accumulation)
     send = grad_offload.GradientOffloader.send
 
     def slow(self: Any, *args: Any) -> Any:
@@ -124,7 +123,7 @@ def test_gradients_of_a_part_are_not_overwritten_while_a_slow_copy_reads_them(
         return send(self, *args)
 
     monkeypatch.setattr(grad_offload.GradientOffloader, "send", slow)
-    assert_same(trained(3, **settings), expected)
+    assert_same(trained(3, accumulation=accumulation), expected)
 
 
 def test_zeros_of_a_part_without_tokens_are_written_behind_slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +161,7 @@ def peak_of(parts: int, **settings: Any) -> tuple[int, int, int]:
     gc.collect()  # what a run before left in cycles would leave in the middle of this one
     torch.cuda.empty_cache()
     base = torch.cuda.memory_allocated()
-    engine = attach(model, device="cuda", expert_parts=parts, compile_layers=False, keep_layers=0, **settings)
+    engine = attach(model, device="cuda", expert_parts=parts, compile_layers=False, kept_layers=0, **settings)
     adopt_optimizer(optimizer, engine.runtime, "deferred")
     torch.cuda.reset_peak_memory_stats()
     for ids in token_batches(3, length=1024, batch=4, vocabulary=512):
@@ -193,7 +192,7 @@ def test_a_plan_cuts_experts_whose_slots_would_fill_the_gpu_and_trains_within_it
     gc.collect()  # what a run before left in cycles would leave in the middle of this one
     torch.cuda.empty_cache()
     base = torch.cuda.memory_allocated()
-    engine = attach(model, device="cuda", gpu_memory_gib=1.25, device_layers="auto")
+    engine = attach(model, device="cuda", gpu_memory_gib=1.25, device_layers=None)
     assert [len(experts.parts) for experts in engine.runtime.experts] == [3, 3, 3]
     adopt_optimizer(optimizer, engine.runtime, "deferred")
     torch.cuda.reset_peak_memory_stats()

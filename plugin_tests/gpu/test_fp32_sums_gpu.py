@@ -20,7 +20,7 @@ from megatrain_accelerate.streaming.fp32_sums import joined_sum
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 COUNT = 3_000_017
-PLACEMENTS = [{}, {"device_layers": 2}, {"device_layers": -1, "keep_layers": 4}, {"keep_layers": 2}]
+PLACEMENTS = [{}, {"device_layers": 2}, {"device_layers": -1, "kept_layers": 4}, {"kept_layers": 2}]
 
 
 @pytest.fixture(autouse=True)

@@ -46,7 +46,7 @@ def test_a_plan_with_room_for_all_leaves_the_states_on_the_host() -> None:
     placed = {}
     for dtype in ("fp32", "int8"):
         model = tiny_model().train()
-        engine = attach(model, device="cuda", moments_dtype=dtype, device_layers="auto")
+        engine = attach(model, device="cuda", moments_dtype=dtype, device_layers=None)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         adopt_optimizer(optimizer, engine.runtime, "deferred")
         for ids in token_batches(2):

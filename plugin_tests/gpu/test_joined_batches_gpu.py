@@ -15,7 +15,7 @@ from megatrain_accelerate.units import GIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-STREAMED: dict[str, Any] = {"device_layers": 0, "offload_layers": 0, "compile_layers": False}
+STREAMED: dict[str, Any] = {"device_layers": 0, "offloaded_layers": 0, "compile_layers": False}
 """The plan would put all of so small a model on the GPU."""
 
 
@@ -57,8 +57,8 @@ def traffic(run: TrainerRun, key: str) -> float:
 
 @pytest.mark.parametrize("kept", [0, 3])
 def test_joined_micro_batches_move_less_and_lose_the_same(tmp_path: Path, kept: int) -> None:
-    apart, _, _ = trained(tmp_path / "apart", keep_layers=kept, join_micro_batches=False)
-    together, peak, predicted = trained(tmp_path / "together", keep_layers=kept, join_micro_batches=True)
+    apart, _, _ = trained(tmp_path / "apart", kept_layers=kept, join_micro_batches=False)
+    together, peak, predicted = trained(tmp_path / "together", kept_layers=kept, join_micro_batches=True)
     # bf16 has 8 bits of mantissa, and accumulated gradients are rounded once a micro-batch.
     pairs = zip(together.logged("loss"), apart.logged("loss"), strict=True)
     assert all(close(ours, theirs, 1e-2) for ours, theirs in pairs)
@@ -68,7 +68,7 @@ def test_joined_micro_batches_move_less_and_lose_the_same(tmp_path: Path, kept: 
 
 
 def test_auto_decides_by_the_plan_and_stays_within_the_budget(tmp_path: Path) -> None:
-    _, _, predicted = trained(tmp_path / "together", keep_layers=0, join_micro_batches=True)
+    _, _, predicted = trained(tmp_path / "together", kept_layers=0, join_micro_batches=True)
     for budget in (1.2 * predicted, 8 * predicted):
         run, peak, planned = trained(tmp_path / str(int(budget)), gpu_memory_gib=budget / GIB)
         assert peak <= planned <= budget

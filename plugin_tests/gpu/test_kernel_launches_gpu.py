@@ -53,9 +53,9 @@ class Halved(nn.Module):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"keep_layers": 0},
-        {"keep_layers": "auto"},
-        {"keep_layers": "auto", "device_layers": "auto", "offload_layers": "auto"},
+        {"kept_layers": 0},
+        {"kept_layers": None},
+        {"kept_layers": None, "device_layers": None, "offloaded_layers": None},
     ],
     ids=["recomputed", "kept", "planned"],
 )

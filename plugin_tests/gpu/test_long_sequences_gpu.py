@@ -26,7 +26,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 1 << 17,
 }
-STREAMED: dict[str, Any] = {"device_layers": 0, "offload_layers": 0, "compile_layers": False}
+STREAMED: dict[str, Any] = {"device_layers": 0, "offloaded_layers": 0, "compile_layers": False}
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_tiles_give_the_gradients_of_whole_layers(tile: int) -> None:
     found = []
     for token_tile in (0, tile):
         model, ids = tiny_model(**SHAPE), long_text(8192)
-        engine = attach(model, device="cuda", keep_layers=0, token_tile=token_tile, **STREAMED)
+        engine = attach(model, device="cuda", kept_layers=0, token_tile=token_tile, **STREAMED)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         found.append({name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None})
@@ -84,12 +84,12 @@ def test_tiles_give_the_gradients_of_whole_layers(tile: int) -> None:
 def test_placement_changes_no_bit_of_layers_with_tiles() -> None:
     ids, states = long_text(16384), []
     placements: list[dict[str, Any]] = [
-        {"keep_layers": 0},
-        {"keep_layers": 3},
-        {"keep_layers": 0, "offload_inputs": True},
-        {"keep_layers": 0, "keep_attention": 6},
-        {"keep_layers": 1, "keep_attention": 2},
-        {"keep_layers": 1, "offload_layers": 2},
+        {"kept_layers": 0},
+        {"kept_layers": 3},
+        {"kept_layers": 0, "offloaded_inputs": True},
+        {"kept_layers": 0, "kept_attention": 6},
+        {"kept_layers": 1, "kept_attention": 2},
+        {"kept_layers": 1, "offloaded_layers": 2},
     ]
     torch.use_deterministic_algorithms(True)
     for placement in placements:
@@ -107,7 +107,7 @@ def test_memory_is_linear_in_the_length_and_as_predicted() -> None:
     peaks = {}
     for length in (1 << 15, 1 << 16):
         for tile in (0, 8192):
-            peak, predicted, _ = peak_of_step(length, keep_layers=0, token_tile=tile)
+            peak, predicted, _ = peak_of_step(length, kept_layers=0, token_tile=tile)
             assert peak <= 1.02 * predicted, (length, tile)
             assert peak >= 0.8 * (predicted - LIBRARY_WORKSPACE_BYTES), (length, tile)
             peaks[length, tile] = peak
@@ -119,8 +119,8 @@ def test_memory_is_linear_in_the_length_and_as_predicted() -> None:
 
 
 def test_the_plan_runs_by_tiles_what_does_not_fit_whole_and_keeps_its_promises(capsys: pytest.CaptureFixture[str]) -> None:
-    whole, _, _ = peak_of_step(1 << 16, keep_layers=0, token_tile=0)
-    free = {"device_layers": "auto", "offload_layers": "auto"}
+    whole, _, _ = peak_of_step(1 << 16, kept_layers=0, token_tile=0)
+    free = {"device_layers": None, "offloaded_layers": None}
     budget = 0.7 * whole
     torch.cuda.empty_cache()
     base = torch.cuda.memory_allocated()
@@ -143,7 +143,7 @@ def test_the_plan_runs_by_tiles_what_does_not_fit_whole_and_keeps_its_promises(c
 def test_attention_that_is_kept_takes_what_is_predicted() -> None:
     peaks = {}
     for count in (0, 6):
-        peaks[count], predicted, _ = peak_of_step(1 << 16, keep_layers=0, token_tile=8192, keep_attention=count)
+        peaks[count], predicted, _ = peak_of_step(1 << 16, kept_layers=0, token_tile=8192, kept_attention=count)
         assert 0.8 * (predicted - LIBRARY_WORKSPACE_BYTES) <= peaks[count] <= 1.02 * predicted
     results = 6 * (1 << 16) * 512 * 2
     assert 0.6 * results <= peaks[6] - peaks[0] <= 1.2 * results
@@ -152,8 +152,8 @@ def test_attention_that_is_kept_takes_what_is_predicted() -> None:
 def test_inputs_leave_for_as_many_layers_as_must(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_ways, "LONG_TOKENS", 1 << 30)
     length, hidden = 1 << 16, (1 << 16) * 512 * 2
-    settings = {"keep_layers": 0, "keep_attention": 0, "token_tile": 8192}
-    all_here, predicted, _ = peak_of_step(length, **settings, offload_inputs=False)
+    settings = {"kept_layers": 0, "kept_attention": 0, "token_tile": 8192}
+    all_here, predicted, _ = peak_of_step(length, **settings, offloaded_inputs=False)
     budget = predicted - 2 * hidden
     peak, _, run = peak_of_step(length, **settings, gpu_memory_gib=budget / GIB)
     away = run.engine.device_plan.placement.inputs_offloaded

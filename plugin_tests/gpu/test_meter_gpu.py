@@ -43,7 +43,7 @@ def last_entries(slow_kernels: bool = False, **settings: Any) -> tuple[str, dict
         for layer in model.model.layers:
             layer.input_layernorm.register_forward_pre_hook(lambda *_: torch.cuda._sleep(SLEEP_CYCLES))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine = attach(model, device="cuda", keep_layers=0, **settings)
+    engine = attach(model, device="cuda", kept_layers=0, **settings)
     adopt_optimizer(optimizer, engine.runtime, "deferred")
     telemetry = Telemetry(engine, model)
     entries: dict[str, float] = {}
@@ -77,7 +77,8 @@ def test_slow_weight_copies_bound_the_step(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_slow_gradient_copies_bound_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     sleep_before(monkeypatch, grad_offload.GradientOffloader, "send", "d2h_stream")
-    word, entries = last_entries(gradient_slots=1)
+    monkeypatch.setattr(grad_offload, "GRADIENT_SLOTS", 1)
+    word, entries = last_entries()
     assert word == "d2h", entries
     assert entries["gpu_wait_d2h_ms"] > 20.0
     assert entries["gpu_wait_backward_end_ms"] > 5.0, "the last layer's copy has nothing to hide under"

@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 STREAMED: dict[str, Any] = {
     "device_layers": 0,
-    "offload_layers": 0,
-    "keep_layers": 0,
+    "offloaded_layers": 0,
+    "kept_layers": 0,
     "compile_layers": False,
 }
 """What a test doesn't ask for: the plan would put all of so small a model on the GPU."""
@@ -34,15 +34,15 @@ def trained(**settings: Any) -> PlainRun:
 @pytest.mark.parametrize(
     "placement",
     [
-        {"keep_layers": 4},
-        {"keep_layers": 0, "offload_layers": 4},
-        {"keep_layers": 1, "offload_layers": 1, "offload_inputs": True, "slots": 3},
-        {"keep_layers": 0, "schedule": "serial", "gradient_slots": 1},
+        {"kept_layers": 4},
+        {"kept_layers": 0, "offloaded_layers": 4},
+        {"kept_layers": 1, "offloaded_layers": 1, "offloaded_inputs": True, "slots": 3},
+        {"kept_layers": 0, "schedule": "serial"},
     ],
 )
 def test_placement_never_changes_the_numbers_of_pieces(placement: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation_offload, "MIN_OFFLOADED_BYTES", 1)
-    reference, run = trained(keep_layers=0, micro_batch_size=2), trained(micro_batch_size=2, **placement)
+    reference, run = trained(kept_layers=0, micro_batch_size=2), trained(micro_batch_size=2, **placement)
     assert run.losses == reference.losses
     assert run.norms == reference.norms
     for name, master in reference.masters.items():

@@ -64,7 +64,7 @@ def combination(seed: int) -> dict[str, int]:
 
 def smallest_budget_bytes(case: dict[str, int]) -> int:
     """What pure streaming with everything recomputed takes, by the engine's own prediction."""
-    run = built(case, compile_layers=False, gpu_memory_gib=1e-3, keep_layers=0, device_layers=0)
+    run = built(case, compile_layers=False, gpu_memory_gib=1e-3, kept_layers=0, device_layers=0)
     ids = torch.zeros(case["batch"], case["length"] + case["longer"], dtype=torch.long, device="cuda")
     run.engine.device_plan.follow(run.model, {"input_ids": ids, "labels": ids})
     run.engine.close()
@@ -80,7 +80,7 @@ def built(case: dict[str, int], **settings: object) -> Training:
         tie_word_embeddings=bool(case["tied"]),
         max_position_embeddings=2048,
     ).train()
-    free = {"device_layers": "auto", "offload_layers": "auto"}
+    free = {"device_layers": None, "offloaded_layers": None}
     engine = attach(model, device="cuda", slots=case["slots"], **{**free, **settings})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     return Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred"))
@@ -116,7 +116,7 @@ def test_no_random_combination_runs_out_of_its_budget(first: int) -> None:
 @pytest.mark.parametrize("placement", [{"device_layers": 0}, {"device_layers": 3}, {"device_layers": -1}], ids=str)
 def test_neither_memory_grows_over_500_steps(placement: dict[str, int]) -> None:
     model = tiny_model(hidden_size=256, intermediate_size=512, num_hidden_layers=6).train()
-    engine = attach(model, device="cuda", keep_layers=2, **placement)
+    engine = attach(model, device="cuda", kept_layers=2, **placement)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     run = Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred"))
     ids = token_batches(1, batch=4, length=64)[0].cuda()

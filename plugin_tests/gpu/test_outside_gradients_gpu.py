@@ -13,14 +13,14 @@ from transformers import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-STREAMED: dict[str, Any] = {"device_layers": 0, "keep_layers": 0, "compile_layers": False}
+STREAMED: dict[str, Any] = {"device_layers": 0, "kept_layers": 0, "compile_layers": False}
 
 
 LARGER: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
 """Copies that take a while, and several layers of them."""
 
 
-@pytest.mark.parametrize("settings", [{}, {"keep_layers": 6}, {"device_layers": 3}, {"keep_layers": 6, "device_layers": -1}])
+@pytest.mark.parametrize("settings", [{}, {"kept_layers": 6}, {"device_layers": 3}, {"kept_layers": 6, "device_layers": -1}])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("make", "trainer_class"), [(tiny_llama, Penalised), (tiny_llama, PenalisedBefore), (adalora, Trainer)]

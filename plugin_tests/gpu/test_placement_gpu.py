@@ -83,8 +83,8 @@ def test_splitting_and_joining_masters_on_the_gpu_has_the_bits_of_the_host() -> 
 PLACEMENTS = [
     {"device_layers": 2},
     {"device_layers": -1},
-    {"device_layers": 1, "keep_layers": 2},
-    {"device_layers": -1, "keep_layers": 4},
+    {"device_layers": 1, "kept_layers": 2},
+    {"device_layers": -1, "kept_layers": 4},
 ]
 
 
@@ -92,7 +92,7 @@ PLACEMENTS = [
 def test_every_placement_has_the_same_bits_on_the_gpu(accumulation: int) -> None:
     model, batches = tiny_model(attn_implementation="eager"), token_batches(12)
     fixed = {"device": "cuda", "accumulation": accumulation}
-    streamed = train_streamed(model, batches, **fixed, device_layers=0, keep_layers=0)
+    streamed = train_streamed(model, batches, **fixed, device_layers=0, kept_layers=0)
     for placement in PLACEMENTS:
         other = train_streamed(model, batches, **fixed, **{"device_layers": 0, **placement})
         assert other.losses == streamed.losses, placement
@@ -118,7 +118,7 @@ def trained(*lengths: int, **settings: object) -> Training:
 
 
 def test_a_model_that_fits_is_wholly_on_the_gpu() -> None:
-    run = trained(device_layers="auto")
+    run = trained(device_layers=None)
     assert run.engine.device_plan.placement.groups_on_device
     assert len(run.engine.device_plan.placement.on_device) == 12
     assert sum(run.engine.host_bytes_by_kind().values()) == 0
@@ -136,7 +136,7 @@ def test_the_predicted_peak_holds_within_five_percent(
     monkeypatch.setattr(device_plan, "GROWTH_FACTORS", (1.0,))
     gc.collect()  # what earlier tests left would go in the middle
     before = torch.cuda.memory_allocated()
-    run = trained(*lengths, gpu_memory_gib=budget_gib, device_layers="auto")
+    run = trained(*lengths, gpu_memory_gib=budget_gib, device_layers=None)
     measured = torch.cuda.max_memory_allocated() - before
     predicted = run.engine.predicted_device_bytes
     assert measured <= predicted
@@ -148,7 +148,7 @@ def test_the_predicted_peak_holds_within_five_percent(
 def test_every_kind_of_call_and_the_loss_are_measured_and_nothing_is_left_behind() -> None:
     model = tiny_model(hidden_size=512, intermediate_size=1024).train()
     model.get_input_embeddings().requires_grad_(False)  # so that the first layer's call is of another kind
-    engine = attach(model, device="cuda", device_layers="auto")
+    engine = attach(model, device="cuda", device_layers=None)
     ids = token_batches(1, batch=4, length=256)[0].cuda()
     before = torch.cuda.memory_allocated()
     outline = engine.device_plan.foresee(model, {"input_ids": ids, "labels": ids})

@@ -140,13 +140,14 @@ def test_gradient_slot_is_not_overwritten_while_a_slow_copy_reads_it(monkeypatch
         return send(self, *args)
 
     monkeypatch.setattr(grad_offload.GradientOffloader, "send", slow_send)
-    assert_bit_equal(train_streamed(model, batches, device="cuda", max_norm=None, gradient_slots=1), plain)
+    monkeypatch.setattr(grad_offload, "GRADIENT_SLOTS", 1)
+    assert_bit_equal(train_streamed(model, batches, device="cuda", max_norm=None), plain)
 
 
 @pytest.mark.parametrize("kept", [0, 2, 4])
 def test_kept_layers_are_bit_equal_on_the_gpu_while_their_slots_hold_others(kept: int) -> None:
     model, batches = tiny_model(attn_implementation="eager"), token_batches(6)
-    streamed = train_streamed(model, batches, device="cuda", max_norm=None, keep_layers=kept)
+    streamed = train_streamed(model, batches, device="cuda", max_norm=None, kept_layers=kept)
     assert_bit_equal(streamed, plain_on_gpu(model, batches))
 
 
@@ -161,7 +162,7 @@ def test_layers_are_kept_up_to_the_budget_and_fewer_for_a_larger_batch(monkeypat
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         base = torch.cuda.memory_allocated()
         # Inputs that leave would make room at the smallest budget.
-        engine = attach(model, device="cuda", gpu_memory_gib=budget_gib, offload_inputs=False)
+        engine = attach(model, device="cuda", gpu_memory_gib=budget_gib, offloaded_inputs=False)
         adopt_optimizer(optimizer, engine.runtime, "deferred")
         torch.cuda.reset_peak_memory_stats()
         for length in (512, 1024):
@@ -263,9 +264,9 @@ def test_gpu_peak_stays_within_the_predicted_figure(length: int) -> None:
 
 
 PLACES = [
-    {"keep_layers": 0, "device_layers": 0},
-    {"keep_layers": 2, "offload_layers": 1, "device_layers": 1},
-    {"keep_layers": 4, "device_layers": -1},
+    {"kept_layers": 0, "device_layers": 0},
+    {"kept_layers": 2, "offloaded_layers": 1, "device_layers": 1},
+    {"kept_layers": 4, "device_layers": -1},
 ]
 
 

@@ -99,7 +99,7 @@ def test_a_step_doesn_t_wait_for_the_device() -> None:
 def test_the_predicted_peak_of_a_step_with_a_large_vocabulary_is_the_real_one() -> None:
     model = tiny_model(vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1024, attn_implementation="sdpa").train()
     base = torch.cuda.memory_allocated()
-    engine = attach(model, device="cuda", keep_layers=0)
+    engine = attach(model, device="cuda", kept_layers=0)
     ids = torch.randint(0, VOCABULARY, (8, 256), device="cuda").repeat(1, 8)
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()

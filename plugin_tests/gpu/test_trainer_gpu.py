@@ -14,7 +14,7 @@ from trainer_runs import Padding, close, ragged_examples, run_trainer, tiny_llam
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 # They stream, though they would fit.
-STREAMED: dict[str, Any] = {"device_layers": 0, "keep_layers": 0, "compile_layers": False}
+STREAMED: dict[str, Any] = {"device_layers": 0, "kept_layers": 0, "compile_layers": False}
 
 
 def llama(**changes: Any) -> nn.Module:
@@ -87,7 +87,7 @@ def test_flash_attention_trains_alike(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "settings",
-    [STREAMED, {**STREAMED, "token_tile": 8}, {**STREAMED, "compile_layers": True}, {**STREAMED, "keep_layers": "auto"}, {}],
+    [STREAMED, {**STREAMED, "token_tile": 8}, {**STREAMED, "compile_layers": True}, {**STREAMED, "kept_layers": None}, {}],
     ids=["streamed", "tiles", "compiled", "kept", "planned"],
 )
 def test_liger_kernels_run_in_layers_wherever_they_live(

@@ -26,7 +26,7 @@ pytestmark = [
     *(pytest.mark.filterwarnings(warning) for warning in TRL_WARNINGS),
 ]
 
-STREAMED: dict[str, Any] = {"device_layers": 0, "offload_layers": 0, "compile_layers": False}
+STREAMED: dict[str, Any] = {"device_layers": 0, "offloaded_layers": 0, "compile_layers": False}
 """The plan would put all of so small a model on the GPU."""
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"]}
 

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 LARGER: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
 """Copies and steps that take a while."""
-STREAMED: dict[str, Any] = {"device_layers": 0, "keep_layers": 0, "compile_layers": False}
+STREAMED: dict[str, Any] = {"device_layers": 0, "kept_layers": 0, "compile_layers": False}
 PLACEMENTS: list[dict[str, Any]] = [{}, {"device_layers": 3}]
 
 

@@ -56,25 +56,31 @@ class TestArguments:
         assert activation.active_config() is None
 
     def test_config_as_json(self) -> None:
-        parsed = parse("--megatrain", "--megatrain_config", '{"slots": 3, "layer_classes": ["Block"]}')
-        assert parsed.megatrain_config == {"slots": 3, "layer_classes": ["Block"]}
+        parsed = parse("--megatrain", "--megatrain_config", '{"host_threads": 3, "layer_classes": ["Block"]}')
+        assert parsed.megatrain_config == {"host_threads": 3, "layer_classes": ["Block"]}
         config = activation.active_config()
         assert config is not None
-        assert (config.slots, config.layer_classes) == (3, ("Block",))
+        assert (config.host_threads, config.layer_classes) == (3, ("Block",))
 
-    @pytest.mark.parametrize("content", [{"slots": 4}, {"distributed_type": "MEGATRAIN", "megatrain_config": {"slots": 4}}])
+    @pytest.mark.parametrize(
+        "content", [{"host_threads": 4}, {"distributed_type": "MEGATRAIN", "megatrain_config": {"host_threads": 4}}]
+    )
     def test_config_as_a_file(self, tmp_path: Path, content: dict[str, Any]) -> None:
         path = tmp_path / "settings.yaml"
         path.write_text(yaml.safe_dump(content))
         parsed = parse("--megatrain", "--megatrain_config", str(path))
         config = activation.active_config()
         assert config is not None
-        assert config.slots == 4
+        assert config.host_threads == 4
         assert parsed.megatrain_config == str(path)
 
     @pytest.mark.parametrize(
         ("given", "message"),
-        [({"slotz": 3}, "did you mean 'slots'"), ("no/such/file.yaml", "no/such/file.yaml"), ("{broken", "JSON object")],
+        [
+            ({"host_threadz": 3}, "did you mean 'host_threads'"),
+            ("no/such/file.yaml", "no/such/file.yaml"),
+            ("{broken", "JSON object"),
+        ],
     )
     def test_a_config_that_cannot_be_read_is_an_error(self, given: Any, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
@@ -83,19 +89,19 @@ class TestArguments:
 
     def test_a_config_without_the_flag_is_an_error(self) -> None:
         with pytest.raises(ConfigError, match="megatrain is off"):
-            arguments(megatrain_config={"slots": 3})
+            arguments(megatrain_config={"host_threads": 3})
 
     def test_settings_of_the_script_are_laid_over_those_of_the_launcher(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(activation.ENV_ACTIVE, "1")
-        monkeypatch.setenv(activation.ENV_CONFIG, '{"slots": 5, "gradient_slots": 4}')
-        arguments(megatrain=True, megatrain_config={"slots": 3})
+        monkeypatch.setenv(activation.ENV_CONFIG, '{"host_threads": 5, "micro_batch_size": 4}')
+        arguments(megatrain=True, megatrain_config={"host_threads": 3})
         config = activation.active_config()
         assert config is not None
-        assert (config.slots, config.gradient_slots) == (3, 4)
+        assert (config.host_threads, config.micro_batch_size) == (3, 4)
         arguments(megatrain=True)
         config = activation.active_config()
         assert config is not None
-        assert (config.slots, config.gradient_slots) == (5, 4)
+        assert (config.host_threads, config.micro_batch_size) == (5, 4)
 
     @pytest.mark.parametrize("name", ["fp16", "fp16_full_eval"])
     def test_fp16_is_refused_with_the_reason(self, name: str) -> None:
@@ -141,12 +147,12 @@ class TestArguments:
         trl = pytest.importorskip("trl", minversion="1.0")
         parser = trl.TrlParser(trl.SFTConfig)
         path = tmp_path / "sft.yaml"
-        path.write_text(yaml.safe_dump({"use_cpu": True, "megatrain": True, "megatrain_config": {"slots": 6}}))
+        path.write_text(yaml.safe_dump({"use_cpu": True, "megatrain": True, "megatrain_config": {"host_threads": 6}}))
         options = ["--output_dir", "x", "--bf16", "False"]
         (parsed,) = parser.parse_args_and_config(["--config", str(path), *options])
         config = activation.active_config()
         assert config is not None
-        assert config.slots == 6
+        assert config.host_threads == 6
         assert parsed.megatrain
         megatrain_accelerate.disable()
         trl.TrlParser(trl.SFTConfig).parse_args_and_config([*options, "--use_cpu", "--megatrain"])
@@ -155,15 +161,15 @@ class TestArguments:
     def test_unused_fields_stay_out_of_dictionaries(self) -> None:
         assert not [key for key in arguments().to_dict() if "megatrain" in key]
         assert arguments(megatrain=True).to_dict()["megatrain"] is True
-        assert '"slots": 3' in arguments(megatrain=True, megatrain_config={"slots": 3}).to_json_string()
+        assert '"host_threads": 3' in arguments(megatrain=True, megatrain_config={"host_threads": 3}).to_json_string()
         assert "megatrain=True" in repr(arguments(megatrain=True))
 
     def test_replace_and_a_saved_file_keep_the_fields(self, tmp_path: Path) -> None:
-        made = arguments(megatrain=True, megatrain_config={"slots": 3})
-        assert dataclasses.replace(made, seed=7).megatrain_config == {"slots": 3}
+        made = arguments(megatrain=True, megatrain_config={"host_threads": 3})
+        assert dataclasses.replace(made, seed=7).megatrain_config == {"host_threads": 3}
         path = tmp_path / "training_args.bin"
         torch.save(made, path)
-        assert torch.load(path, weights_only=False).megatrain_config == {"slots": 3}
+        assert torch.load(path, weights_only=False).megatrain_config == {"host_threads": 3}
         code = "import sys, torch; args = torch.load(sys.argv[1], weights_only=False); print(args.seed, args)"
         assert "42" in run_python(code, str(path), MEGATRAIN_DISABLE="1")
 
@@ -175,17 +181,17 @@ class TestArguments:
 
 class TestEnable:
     def test_settings_may_come_in_every_form(self) -> None:
-        assert megatrain_accelerate.enable(slots=3).slots == 3
-        assert megatrain_accelerate.enable({"slots": 4}).slots == 4
-        assert megatrain_accelerate.enable('{"slots": 5}').slots == 5
-        config = megatrain_accelerate.MegatrainConfig(slots=6)
+        assert megatrain_accelerate.enable(host_threads=3).host_threads == 3
+        assert megatrain_accelerate.enable({"host_threads": 4}).host_threads == 4
+        assert megatrain_accelerate.enable('{"host_threads": 5}').host_threads == 5
+        config = megatrain_accelerate.MegatrainConfig(host_threads=6)
         assert megatrain_accelerate.enable(config) is config
         assert activation.active_config() is config
-        assert megatrain_accelerate.enable().slots == 2
+        assert megatrain_accelerate.enable().host_threads is None
 
     def test_two_kinds_of_settings_are_an_error(self) -> None:
         with pytest.raises(ConfigError, match="not both"):
-            megatrain_accelerate.enable({"slots": 3}, slots=4)
+            megatrain_accelerate.enable({"host_threads": 3}, host_threads=4)
 
     def test_the_off_switch_wins(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(activation.ENV_DISABLE, "1")
@@ -320,7 +326,7 @@ class TestTrainer:
             before = make("before")
             before.train()
             stock, untrained = snapshot(before.model), loss(make("untrained"))
-            three, four = (make(name, megatrain=True, megatrain_config={"slots": int(name)}) for name in ("3", "4"))
+            three, four = (make(name, megatrain=True, megatrain_config={"host_threads": int(name)}) for name in ("3", "4"))
             plain = make("plain", megatrain=False)
             # In turns, and not in the order in which they were made.
             for trainer in (plain, three, four):
@@ -329,10 +335,10 @@ class TestTrainer:
                 trainer.train()
                 assert_same_weights(snapshot(trainer.model), stock)
                 assert loss(trainer) == pytest.approx(loss(before), abs=1e-5)
-        for trainer, slots in ((three, 3), (four, 4)):
+        for trainer, host_threads in ((three, 3), (four, 4)):
             engine = engine_of(trainer.model)
             assert engine is not None
-            assert engine.config.slots == slots
+            assert engine.config.host_threads == host_threads
         for trainer in (before, plain):
             assert engine_of(trainer.model) is None
             names = {type(callback).__name__ for callback in trainer.callback_handler.callbacks}

@@ -233,11 +233,12 @@ def test_layers_that_share_a_weight_are_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"slot": 3}, r"no setting 'slot'; did you mean 'slots'\?.*gradient_slots"),
-        ({"slots": 1}, "slots must be at least 2, got 1"),
-        ({"slots": "2"}, "slots must be a whole number, got '2'"),
-        ({"slots": True}, "slots must be a whole number, got True"),
-        ({"gradient_slots": 0}, "gradient_slots must be at least 1"),
+        ({"slot": 3}, r"no setting 'slot'; did you mean 'placement\.slots'\?.*host_threads"),
+        ({"slots": 3}, r"megatrain_config\.slots is gone: set placement\.slots"),
+        ({"placement": {"slots": 1}}, r"placement\.slots must be at least 2, got 1"),
+        ({"placement": {"slots": "2"}}, "slots must be a whole number, got '2'"),
+        ({"placement": {"slots": True}}, "slots must be a whole number, got True"),
+        ({"host_threads": 0}, "host_threads must be at least 1"),
         ({"step_schedule": "eager"}, "step_schedule must be auto, deferred, backward or serial; got 'eager'"),
         ({"host_memory_gib": 0}, "host_memory_gib must be above 0"),
         ({"layer_classes": "Block"}, "layer_classes must be a list"),

@@ -25,7 +25,7 @@ def test_pieces_train_as_the_whole_batch_and_as_accumulated_batches_under_the_tr
     runs = {
         "pieces": ({"micro_batch_size": size}, {"per_device_train_batch_size": 6}),
         "accumulated": ({}, {"per_device_train_batch_size": size, "gradient_accumulation_steps": 6 // size}),
-        "kept pieces": ({"micro_batch_size": size, "keep_layers": 2}, {"per_device_train_batch_size": 6}),
+        "kept pieces": ({"micro_batch_size": size, "kept_layers": 2}, {"per_device_train_batch_size": 6}),
     }
     for name, (settings, arguments) in runs.items():
         run = run_trainer(tiny_llama, tmp_path / name, streamed=True, settings=settings, **arguments)
@@ -69,8 +69,8 @@ def tiny_qwen3_moe() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [tiny_mixtral, tiny_qwen3_moe])
-@pytest.mark.parametrize("keep_layers", [0, 3])
-def test_router_logits_of_pieces_are_those_of_the_batch_in_order(make: Callable[[], nn.Module], keep_layers: int) -> None:
+@pytest.mark.parametrize("kept_layers", [0, 3])
+def test_router_logits_of_pieces_are_those_of_the_batch_in_order(make: Callable[[], nn.Module], kept_layers: int) -> None:
     def script(accelerator: Accelerator) -> tuple[nn.Module, Observed]:
         model, optimizer = prepared(accelerator, make)
         observed: Observed = []
@@ -86,7 +86,7 @@ def test_router_logits_of_pieces_are_those_of_the_batch_in_order(make: Callable[
             optimizer.zero_grad()
         return model, observed
 
-    both(script, tolerance=5e-5, settings={"micro_batch_size": 2, "keep_layers": keep_layers})
+    both(script, tolerance=5e-5, settings={"micro_batch_size": 2, "kept_layers": kept_layers})
 
 
 def test_hidden_states_and_attentions_that_are_asked_for_are_those_of_the_batch() -> None:

@@ -38,7 +38,7 @@ def bench(out: Path, *arguments: str | Path, check: bool = True) -> tuple[str, d
 def test_our_job_and_the_peers_end_in_one_table(tmp_path: Path) -> None:
     (tmp_path / "run_suite.sh").write_text(SUITE)
     peers = ("--peers", tmp_path, "--peer-benches", "ds3", "broken")
-    cases = ("--cases", "tiny-2x32", "tiny-2x32-1gib", "--set", "slots=3", "host_threads=1")
+    cases = ("--cases", "tiny-2x32", "tiny-2x32-1gib", "--set", "placement.slots=3", "host_threads=1")
     printed, document = bench(tmp_path / "out", *cases, *peers, check=False)  # a peer that fails is reported as a failure
     rows = {(row["case"], row["system"]): row for row in document["rows"]}
     assert set(rows) == {
@@ -60,8 +60,8 @@ def test_our_job_and_the_peers_end_in_one_table(tmp_path: Path) -> None:
         assert sum(ours["split_ms"].values()) == pytest.approx(ours["step_ms"], rel=0.05), "medians of shares add up nearly"
         assert ours["bound_by"] in printed
     commands = {line["case"]: line["command"] for line in document["results"] if line["system"] == "megatrain"}
-    assert '{"slots": 3, "host_threads": 1}' in commands["tiny-2x32"]
-    assert '{"slots": 3, "host_threads": 1, "gpu_memory_gib": 1.0}' in commands["tiny-2x32-1gib"]
+    assert '{"placement.slots": 3, "host_threads": 1}' in commands["tiny-2x32"]
+    assert '{"placement.slots": 3, "host_threads": 1, "gpu_memory_gib": 1.0}' in commands["tiny-2x32-1gib"]
     assert "failed: does not fit" in printed
     for name in ("torch", "transformers", "accelerate"):
         assert document["versions"][name][0].isdigit()
@@ -145,7 +145,7 @@ def test_a_sweep_with_traces_and_a_setting_that_is_refused(tmp_path: Path) -> No
     assert all("error" not in row for row in document["rows"])
     for case in ("tiny-1x16", "tiny-2x16"):
         assert (tmp_path / "sweep" / case / "trace.perfetto.json.gz").exists(), printed
-    printed, document = bench(tmp_path / "refused", "--cases", "tiny-1x16", "--set", "slotz=3", check=False)
+    printed, document = bench(tmp_path / "refused", "--cases", "tiny-1x16", "--set", "placement.slotz=3", check=False)
     assert "exit status 2" in document["rows"][0]["error"]
     assert "did you mean 'slots'" in (tmp_path / "refused" / "tiny-1x16" / "log.txt").read_text()
     assert not (tmp_path / "refused" / "memory.png").exists(), "nothing was measured"

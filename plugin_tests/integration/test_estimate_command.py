@@ -72,9 +72,9 @@ def test_limits_are_the_last_that_fit(folder: Path, capsys: pytest.CaptureFixtur
 def test_a_sequence_that_fits_since_inputs_leave_is_said_to_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 24, "vocab_size": 512}))
     arguments = ["estimate", str(folder), *MACHINE, "--length", "24576", "--batch", "1", "--no-limits", "--json"]
-    for offload_inputs in ("auto", "false"):
-        fits = offload_inputs == "auto"
-        assert main([*arguments, "--set", f"offload_inputs={offload_inputs}"]) == (0 if fits else 1)
+    for offloaded_inputs in ("null", "false"):
+        fits = offloaded_inputs == "null"
+        assert main([*arguments, "--set", f"placement.offloaded_inputs={offloaded_inputs}"]) == (0 if fits else 1)
         found = json.loads(capsys.readouterr().out)
         assert found["fits"] is found["rows"][0]["fits"] is fits
         assert (found["rows"][0]["offloaded_gib"] > 0) is fits
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_said_with_what_is_missing(folder: Path, capsys: py
 
 def test_settings_of_the_plugin_count(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = []
-    for settings in ([], ["--set", "keep_layers=0", "device_layers=0", "offload_layers=0"]):
+    for settings in ([], ["--set", *(f"placement.{kind}_layers=0" for kind in ("kept", "device", "offloaded"))]):
         assert (
             main(["estimate", str(folder), *MACHINE, "--length", "64", "--batch", "2", "--no-limits", "--json", *settings])
             == 0
@@ -105,8 +105,8 @@ def test_settings_of_the_plugin_count(folder: Path, capsys: pytest.CaptureFixtur
     [
         (["--gpu", "H300"], "isn't known"),
         (["--gpu", "H200", "--no-limits"], "needs --batch"),
-        (["--gpu", "H200", "--set", "keep_layer=0"], "did you mean 'keep_layers'"),
-        (["--gpu", "H200", "--set", "keep_layers=5"], "keep_layers is 5, but the model has 4 layers"),
+        (["--gpu", "H200", "--set", "keep_layer=0"], "did you mean 'placement.kept_layers'"),
+        (["--gpu", "H200", "--set", "placement.kept_layers=5"], "kept_layers is 5, but the model has 4 layers"),
         (["--gpu", "H200", "--set", "host_gradients=passing", "--accumulation", "2"], "gradient_accumulation_steps is 2"),
         pytest.param([], "no GPU", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")),
     ],

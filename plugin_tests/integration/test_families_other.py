@@ -74,10 +74,10 @@ def test_accumulated_gradients_are_those_of_plain_pytorch(family: Family) -> Non
 
 
 PLACEMENTS = {
-    "kept": {"keep_layers": 99},
-    "offloaded": {"offload_layers": 99},
-    "half_kept": {"keep_layers": 2, "slots": 3},
-    "planned": {"keep_layers": "auto", "gpu_memory_gib": 8.0},
+    "kept": {"kept_layers": 99},
+    "offloaded": {"offloaded_layers": 99},
+    "half_kept": {"kept_layers": 2, "slots": 3},
+    "planned": {"kept_layers": None, "gpu_memory_gib": 8.0},
 }
 
 
@@ -116,13 +116,13 @@ def with_eager_kernels(self: CompiledLayers, original: Callable[..., None], *arg
     self.backend = "aot_eager"
 
 
-@pytest.mark.parametrize("keep_layers", [0, 5])
-def test_a_trained_attention_bias_takes_the_kernel_of_a_plain_run(keep_layers: int) -> None:
+@pytest.mark.parametrize("kept_layers", [0, 5])
+def test_a_trained_attention_bias_takes_the_kernel_of_a_plain_run(kept_layers: int) -> None:
     # Under no_grad torch's attention takes another kernel than where its mask requires grad, as T5's position biases do, and
     # with a gradient where plain PyTorch has none, as for the zeros of T5's cross attention, it does so too.
     family = FAMILIES["t5_gated"]
     plain = train_plainly(family, torch.float32)
-    assert_parity(train_streamed(family, torch.float32, keep_layers=keep_layers), plain, 0.0)
+    assert_parity(train_streamed(family, torch.float32, kept_layers=kept_layers), plain, 0.0)
 
 
 # ---------------------------------------------------------------------------------------- what is special

@@ -103,15 +103,15 @@ class Mine(TrainingArguments):
 
 assert not hasattr(TrainingArguments, "megatrain")
 import megatrain_accelerate
-megatrain_accelerate.enable(slots=3)
+megatrain_accelerate.enable(host_threads=3)
 check("enable()")
 megatrain_accelerate.disable()
 from megatrain_accelerate.activation import active_config
 for cls in (Mine, SFTConfig, TrainingArguments):
-    flags = ["--output_dir", "x", "--use_cpu", "--bf16", "False", "--megatrain", "--megatrain_config", '{"slots": 5}']
+    flags = ["--output_dir", "x", "--use_cpu", "--bf16", "False", "--megatrain", "--megatrain_config", '{"host_threads": 5}']
     (arguments,) = HfArgumentParser(cls).parse_args_into_dataclasses(flags)
-    assert arguments.megatrain and active_config().slots == 5
-    assert dataclasses.replace(arguments).megatrain_config == {"slots": 5}
+    assert arguments.megatrain and active_config().host_threads == 5
+    assert dataclasses.replace(arguments).megatrain_config == {"host_threads": 5}
     megatrain_accelerate.disable()
     assert not cls(output_dir="x", use_cpu=True, bf16=False).megatrain and active_config() is None
 assert Mine(output_dir="x", own=4).own == 4

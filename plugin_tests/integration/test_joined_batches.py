@@ -141,7 +141,7 @@ def assert_joined_like_stock(folder: Path, settings: Record | None = None, **arg
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
 @pytest.mark.parametrize("accumulation", [2, 3])
-@pytest.mark.parametrize("settings", [{}, {"keep_layers": 3}, {"micro_batch_size": 1}, {"device_layers": 1}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"kept_layers": 3}, {"micro_batch_size": 1}, {"device_layers": 1}], ids=str)
 def test_joined_micro_batches_train_as_stock_accumulation(
     tmp_path: Path, accumulation: int, max_grad_norm: float, settings: Record
 ) -> None:

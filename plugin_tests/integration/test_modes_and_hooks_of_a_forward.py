@@ -16,7 +16,7 @@ from plain_torch import token_batches
 from torch import nn
 from trainer_runs import tiny_llama
 
-PLACEMENTS: list[dict[str, Any]] = [{}, {"keep_layers": 2}, {"micro_batch_size": 1}]
+PLACEMENTS: list[dict[str, Any]] = [{}, {"kept_layers": 2}, {"micro_batch_size": 1}]
 
 
 def one_step(accelerator: Accelerator, model: nn.Module, optimizer: Any, loss: torch.Tensor) -> tuple[nn.Module, Observed]:

@@ -28,7 +28,7 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])
-@pytest.mark.parametrize("settings", [{}, {"keep_layers": 1}, {"micro_batch_size": 1}])
+@pytest.mark.parametrize("settings", [{}, {"kept_layers": 1}, {"micro_batch_size": 1}])
 def test_numbers_of_python_and_numpy_are_drawn_again_in_a_recompute(
     draw: Callable[[], float], settings: dict[str, Any]
 ) -> None:

@@ -137,11 +137,11 @@ def test_resume_from_any_step_is_bit_equal_to_the_run_that_was_not_interrupted(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"slots": 4, "gradient_slots": 1},
+        {"slots": 4},
         {"step_schedule": "serial"},
         {"slots": 3, "host_threads": 2},
         {"device_layers": 1},
-        {"device_layers": -1, "keep_layers": 2},
+        {"device_layers": -1, "kept_layers": 2},
     ],
     ids=str,
 )

@@ -25,7 +25,7 @@ def test_twenty_compiled_steps_agree_with_plain_ones_kept_or_recomputed(tmp_path
     eager = run_trainer(tiny_llama, tmp_path / "eager", streamed=True, settings={"compile_layers": False}, **changes)
     # Kept and recomputed layers have a graph each, which rounds in its own way.
     for kept, graphs in ((0, 1), (2, 2)):
-        settings = {"compile_layers": True, "keep_layers": kept}
+        settings = {"compile_layers": True, "kept_layers": kept}
         run = run_trainer(tiny_llama, tmp_path / f"{kept}", streamed=True, settings=settings, **changes)
         engine = engine_of(run.trainer.model)
         assert engine is not None

@@ -182,7 +182,7 @@ def test_a_step_can_be_planned_though_trls_head_looks_at_data(tmp_path: Path, mo
 
 
 def test_activation_offloading_of_trl_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"activation_offloading=True.*offload_layers"):
+    with pytest.raises(UnsupportedError, match=r"activation_offloading=True.*offloaded_layers"):
         run_trl(trainer(activation_offloading=True), tmp_path, streamed=True)
 
 

@@ -32,7 +32,7 @@ class Checkpointing(nn.Module):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"keep_layers": 0, "device_layers": -1},
+        {"kept_layers": 0, "device_layers": -1},
         {"device_layers": 1},
         {"micro_batch_size": 2},
         {"gpu_memory_gib": 1.0},

@@ -74,7 +74,7 @@ def test_kept_layers_are_bit_equal_to_recomputed_ones(kept: int, schedule: str, 
     torch.manual_seed(3)
     plain = train_bf16_with_masters(model, batches, accumulation=3, max_norm=max_norm)
     torch.manual_seed(3)
-    streamed = train_streamed(model, batches, accumulation=3, max_norm=max_norm, schedule=schedule, keep_layers=kept, slots=2)
+    streamed = train_streamed(model, batches, accumulation=3, max_norm=max_norm, schedule=schedule, kept_layers=kept, slots=2)
     assert_bit_equal(streamed, plain)
 
 

@@ -82,7 +82,9 @@ def test_parts_of_layers_that_are_tried_for_tiles_take_no_call_of_their_experts(
     engine.close()
 
 
-@pytest.mark.parametrize("settings", [{"keep_layers": 3}, {"offload_layers": 3}, {}], ids=["kept", "offloaded", "recomputed"])
+@pytest.mark.parametrize(
+    "settings", [{"kept_layers": 3}, {"offloaded_layers": 3}, {}], ids=["kept", "offloaded", "recomputed"]
+)
 def test_weights_written_between_steps_are_those_of_the_next_backward(settings: dict[str, Any]) -> None:
     theirs = tiny_experts()
     engine = attach(ours := copy.deepcopy(theirs), bf16=False, expert_parts=3, **settings)
@@ -125,7 +127,7 @@ def test_repeated_calls_of_experts_are_foreseen(repeats: str, monkeypatch: pytes
 
 def test_pairs_are_sorted_once_for_forward_and_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_experts()
-    engine = attach(model, bf16=False, expert_parts=3, keep_layers=1)
+    engine = attach(model, bf16=False, expert_parts=3, kept_layers=1)
     ids = token_batches(1)[0]
     sorted_ = spy(monkeypatch, Routing, "of", lambda experts, *_: experts.name)
     model(input_ids=ids, labels=ids).loss  # noqa: B018
@@ -263,15 +265,15 @@ class Fault(Exception):
 
 
 @pytest.mark.parametrize("place", ["forward", "recompute"])
-@pytest.mark.parametrize("keep_layers", [0, 3])
+@pytest.mark.parametrize("kept_layers", [0, 3])
 def test_a_step_after_one_that_failed_in_a_part_is_as_if_it_hadn_t_been(
-    place: str, keep_layers: int, monkeypatch: pytest.MonkeyPatch
+    place: str, kept_layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_part, batches = expert_function._run_part, token_batches(3)
     states = []
     for fails in (False, True):
         model = tiny_experts()
-        engine = attach(model, expert_parts=3, keep_layers=keep_layers)
+        engine = attach(model, expert_parts=3, kept_layers=kept_layers)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         training = Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred"))
         training.step(batches[0])

@@ -102,13 +102,12 @@ def test_neither_the_number_of_parts_nor_their_sizes_change_a_bit(bf16: bool) ->
     [
         {"schedule": "backward"},
         {"schedule": "backward", "host_gradients": "passing"},
-        {"keep_layers": 2},
-        pytest.param({"offload_layers": 1}, marks=pytest.mark.long),
+        {"kept_layers": 2},
+        pytest.param({"offloaded_layers": 1}, marks=pytest.mark.long),
         pytest.param({"schedule": "serial"}, marks=pytest.mark.long),
         pytest.param({"slots": 4}, marks=pytest.mark.long),
-        pytest.param({"gradient_slots": 1}, marks=pytest.mark.long),
-        {"offload_inputs": True},
-        pytest.param({"keep_attention": 3}, marks=pytest.mark.long),
+        {"offloaded_inputs": True},
+        pytest.param({"kept_attention": 3}, marks=pytest.mark.long),
         pytest.param({"compile_layers": True}, marks=pytest.mark.long),
     ],
     ids=lambda settings: "-".join(settings),
@@ -228,10 +227,10 @@ def test_the_rest_of_a_layer_may_live_on_the_device() -> None:
     assert_equal_states(*states)
 
 
-@pytest.mark.parametrize("keep_layers", [0, 3])
-def test_a_second_backward_through_the_same_graph_doubles_the_gradients(keep_layers: int) -> None:
+@pytest.mark.parametrize("kept_layers", [0, 3])
+def test_a_second_backward_through_the_same_graph_doubles_the_gradients(kept_layers: int) -> None:
     model = tiny_experts()
-    engine = attach(model, bf16=False, expert_parts=3, keep_layers=keep_layers)
+    engine = attach(model, bf16=False, expert_parts=3, kept_layers=kept_layers)
     ids = token_batches(1)[0]
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward(retain_graph=True)

@@ -64,11 +64,11 @@ def test_accumulated_gradients_are_the_fp32_sums_of_plain_pytorchs(family: Decod
 @pytest.mark.parametrize(
     "settings",
     [
-        {"keep_layers": 2},
-        {"offload_layers": 1},
-        {"keep_layers": 1, "device_layers": 1},
+        {"kept_layers": 2},
+        {"offloaded_layers": 1},
+        {"kept_layers": 1, "device_layers": 1},
         {"device_layers": -1},
-        {"offload_inputs": True, "slots": 3},
+        {"offloaded_inputs": True, "slots": 3},
         {"step_schedule": "serial"},
     ],
     ids=["kept", "offloaded", "mixed", "on_device", "inputs_offloaded", "serial"],

@@ -21,7 +21,7 @@ pytestmark = [
         reason="torch's baseline CPU kernels have no fused multiply-add and round AdamW differently from its others",
     ),
 ]
-PLACEMENTS = [{}, {"device_layers": 2}, {"device_layers": -1, "keep_layers": 4}, {"keep_layers": 2}]
+PLACEMENTS = [{}, {"device_layers": 2}, {"device_layers": -1, "kept_layers": 4}, {"kept_layers": 2}]
 
 
 def prepared(**settings: object) -> Training:

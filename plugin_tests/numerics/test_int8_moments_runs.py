@@ -53,7 +53,7 @@ def test_training_is_close_to_that_with_fp32_moments_but_not_the_same() -> None:
     [
         ({"slots": 2, "host_threads": 1}, {"slots": 3, "host_threads": 2}),
         ({"schedule": "serial"}, {"schedule": "backward", "host_gradients": "passing"}),
-        ({"accumulation": 2}, {"accumulation": 2, "schedule": "backward", "keep_layers": 1}),
+        ({"accumulation": 2}, {"accumulation": 2, "schedule": "backward", "kept_layers": 1}),
     ],
     ids=["placement", "schedule", "accumulation"],
 )
@@ -111,7 +111,7 @@ def test_a_trained_parameter_takes_6_bytes_less(
 
 def test_the_plan_leaves_all_states_on_the_host() -> None:
     model = tiny_model()
-    engine, optimizer = adopted(model, "int8", device_layers="auto", gpu_memory_gib=8)
+    engine, optimizer = adopted(model, "int8", device_layers=None, gpu_memory_gib=8)
     train(model, optimizer, 2)
     assert not engine.runtime.states_may_move
     assert not any(unit.is_on_device for unit in engine.runtime.units)

@@ -111,7 +111,7 @@ def test_bf16_gradients_in_pieces_are_rounded_once() -> None:
     [
         pytest.param({}, marks=pytest.mark.long),
         {"slots": 3, "schedule": "serial", "accumulation": 2},
-        {"max_norm": None, "schedule": "backward", "gradient_slots": 1},
+        {"max_norm": None, "schedule": "backward"},
     ],
     ids=["deferred", "serial", "backward"],
 )
@@ -122,8 +122,8 @@ def test_placement_and_schedule_never_change_the_numbers_of_pieces(
     loop = {key: value for key, value in shared.items() if key in ("accumulation", "max_norm")}
     reference = trained(dropout=0.2, micro_batch_size=2, **loop)
     for settings in (
-        {"keep_layers": 2, "offload_layers": 2, "device_layers": 2},
-        {"keep_layers": 1, "offload_layers": 1, "offload_inputs": True},
+        {"kept_layers": 2, "offloaded_layers": 2, "device_layers": 2},
+        {"kept_layers": 1, "offloaded_layers": 1, "offloaded_inputs": True},
     ):
         run = trained(dropout=0.2, micro_batch_size=2, **shared, **settings)
         assert run.losses == reference.losses, settings

@@ -52,14 +52,14 @@ def trained(make: Callable[[], nn.Module], **settings: object) -> PlainRun:
     [
         (tiny_qwen, {}),
         (tiny_llama, {"accumulation": 2}),
-        (tiny_qwen, {"slots": 3, "schedule": "serial", "accumulation": 4, "gradient_slots": 1}),
+        (tiny_qwen, {"slots": 3, "schedule": "serial", "accumulation": 4}),
         (tiny_qwen, {"max_norm": None, "schedule": "backward"}),
     ],
     ids=["deferred", "llama", "serial", "backward"],
 )
 def test_placement_of_activations_never_changes_the_numbers(make: Callable[[], nn.Module], shared: dict[str, object]) -> None:
     reference = trained(make, **shared)
-    for settings in ({"offload_layers": 3}, {"keep_layers": 1, "offload_layers": 1, "offload_inputs": True}):
+    for settings in ({"offloaded_layers": 3}, {"kept_layers": 1, "offloaded_layers": 1, "offloaded_inputs": True}):
         run = trained(make, **shared, **settings)
         assert run.losses == reference.losses, settings
         assert run.norms == reference.norms, settings

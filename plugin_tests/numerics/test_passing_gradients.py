@@ -45,8 +45,7 @@ def test_weights_have_the_bits_that_they_have_with_gradients_that_stay(bf16: boo
     [
         {"device_layers": 2},
         {"micro_batch_size": 1},
-        pytest.param({"keep_layers": 3}, marks=pytest.mark.long),
-        pytest.param({"gradient_slots": 1}, marks=pytest.mark.long),
+        pytest.param({"kept_layers": 3}, marks=pytest.mark.long),
     ],
     ids=lambda settings: next(iter(settings)),
 )

@@ -30,8 +30,8 @@ PLACEMENTS = [
     {"device_layers": 1},
     {"device_layers": 4},
     {"device_layers": -1},
-    {"device_layers": 2, "keep_layers": 3},
-    {"device_layers": -1, "keep_layers": 4},
+    {"device_layers": 2, "kept_layers": 3},
+    {"device_layers": -1, "kept_layers": 4},
 ]
 
 
@@ -43,7 +43,7 @@ def test_every_placement_is_bit_equal_to_plain_pytorch(
     assert_bit_equal(train_streamed(tiny_model(), token_batches(STEPS), schedule=schedule, **placement), plain_clipped)
 
 
-@pytest.mark.parametrize("placement", [{"device_layers": 2}, {"device_layers": -1, "keep_layers": 4}], ids=str)
+@pytest.mark.parametrize("placement", [{"device_layers": 2}, {"device_layers": -1, "kept_layers": 4}], ids=str)
 @pytest.mark.parametrize(("schedule", "max_norm"), [("deferred", 1.0), ("backward", None)])
 def test_accumulation_under_every_placement(placement: dict[str, int], schedule: str, max_norm: float | None) -> None:
     batches = token_batches(12)

@@ -58,7 +58,7 @@ def gradients(family: Decoder, dtype: torch.dtype, **settings: object) -> tuple[
     """Loss, gradients of all parameters and of the layers' inputs (through the embeddings); and what ran by tiles."""
     model = family.build()
     model.config.output_router_logits = False  # nothing collects them here
-    engine = attach(model, bf16=dtype == torch.bfloat16, keep_layers=0, **settings)
+    engine = attach(model, bf16=dtype == torch.bfloat16, kept_layers=0, **settings)
     torch.manual_seed(3)
     output = model(**family.batch(0))
     output.loss.backward()
@@ -148,13 +148,13 @@ def test_what_adds_nothing_over_tokens_has_the_same_bits(shape: tuple[int, ...],
 
 
 PLACEMENTS: list[dict[str, object]] = [
-    {"keep_layers": 2},
-    {"keep_layers": 4, "slots": 3},
-    {"keep_layers": 1, "offload_layers": 2},
-    {"keep_layers": 0, "offload_inputs": True},
-    {"keep_layers": 1, "keep_attention": 2},
-    {"keep_layers": 0, "device_layers": 2},
-    {"keep_layers": 1, "compile_layers": True},
+    {"kept_layers": 2},
+    {"kept_layers": 4, "slots": 3},
+    {"kept_layers": 1, "offloaded_layers": 2},
+    {"kept_layers": 0, "offloaded_inputs": True},
+    {"kept_layers": 1, "kept_attention": 2},
+    {"kept_layers": 0, "device_layers": 2},
+    {"kept_layers": 1, "compile_layers": True},
 ]
 
 
@@ -162,7 +162,7 @@ PLACEMENTS: list[dict[str, object]] = [
 def test_placement_changes_no_bit_of_layers_with_tiles(monkeypatch: pytest.MonkeyPatch, placement: dict[str, object]) -> None:
     monkeypatch.setattr("megatrain_accelerate.streaming.activation_offload.MIN_OFFLOADED_BYTES", 1)
     model, batches = tiny_model(), token_batches(2)
-    expected = train_streamed(model, batches, keep_layers=0, token_tile=24)
+    expected = train_streamed(model, batches, kept_layers=0, token_tile=24)
     found = train_streamed(model, batches, token_tile=24, **placement)
     assert found.losses == expected.losses
     assert found.norms == expected.norms

@@ -21,7 +21,7 @@ IDS = token_batches(1)[0]
 def fitting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
     """A training in which no layer may run in another way."""
     model = tiny_model().train()
-    engine = attach(model, device_layers=-1, keep_layers=4, compile_layers=False)
+    engine = attach(model, device_layers=-1, kept_layers=4, compile_layers=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     monkeypatch.setattr(GraphCall, "run", lambda *_: pytest.fail("a layer's weights are looked for in a slot"))
     yield Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred"))

@@ -194,7 +194,7 @@ def places_storages(places: list[tuple[object, weakref.ref[torch.UntypedStorage]
 
 
 @pytest.mark.parametrize(
-    "settings", [{"offload_layers": 4}, {"keep_layers": 1, "offload_layers": 2}, {"offload_inputs": True}]
+    "settings", [{"offloaded_layers": 4}, {"kept_layers": 1, "offloaded_layers": 2}, {"offloaded_inputs": True}]
 )
 def test_the_pool_does_not_grow_after_the_first_step(settings: dict[str, object], small_tensors_leave: None) -> None:
     model, engine, optimizer = prepared(**settings)
@@ -214,7 +214,7 @@ def test_the_pool_does_not_grow_after_the_first_step(settings: dict[str, object]
 
 
 def test_shorter_and_longer_batches_share_the_pool(small_tensors_leave: None) -> None:
-    model, engine, optimizer = prepared(offload_layers=4)
+    model, engine, optimizer = prepared(offloaded_layers=4)
     pool, sizes = engine.runtime.activations.pool, []
     for length in (256, 32, 200, 77, 256, 133, 255):
         loss_of(model, token_batches(1, length=length)[0]).backward()
@@ -226,7 +226,7 @@ def test_shorter_and_longer_batches_share_the_pool(small_tensors_leave: None) ->
 
 
 def test_a_forward_that_fails_half_way_leaves_nothing_behind(small_tensors_leave: None) -> None:
-    model, engine, _ = prepared(offload_layers=4)
+    model, engine, _ = prepared(offloaded_layers=4)
     activations, ids = engine.runtime.activations, token_batches(1)[0]
 
     def fail(*_: object) -> None:
@@ -243,13 +243,13 @@ def test_a_forward_that_fails_half_way_leaves_nothing_behind(small_tensors_leave
     assert activations.pool.used_bytes == len(activations._leaving) == 0
     after = gradients(model)
     engine.close()
-    model, engine, _ = prepared(offload_layers=4)
+    model, engine, _ = prepared(offloaded_layers=4)
     loss_of(model, ids).backward()
     assert all(torch.equal(a, b) for a, b in zip(after, gradients(model), strict=True))
     engine.close()
 
 
-@pytest.mark.parametrize("settings", [{"offload_layers": 4}, {"offload_layers": 2, "offload_inputs": True}])
+@pytest.mark.parametrize("settings", [{"offloaded_layers": 4}, {"offloaded_layers": 2, "offloaded_inputs": True}])
 def test_forwards_evaluations_and_backwards_in_any_order_give_the_gradients_of_recompute(
     settings: dict[str, object], small_tensors_leave: None
 ) -> None:
@@ -273,7 +273,7 @@ def test_forwards_evaluations_and_backwards_in_any_order_give_the_gradients_of_r
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("settings", [{"offload_layers": 4}, {"offload_inputs": True}])
+@pytest.mark.parametrize("settings", [{"offloaded_layers": 4}, {"offloaded_inputs": True}])
 def test_a_second_backward_gives_the_gradients_of_recompute(settings: dict[str, object], small_tensors_leave: None) -> None:
     results = []
     for chosen in ({}, settings):
@@ -286,7 +286,7 @@ def test_a_second_backward_gives_the_gradients_of_recompute(settings: dict[str, 
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("settings", [{"offload_layers": 4}, {"offload_inputs": True}])
+@pytest.mark.parametrize("settings", [{"offloaded_layers": 4}, {"offloaded_inputs": True}])
 def test_a_backward_that_fails_half_way_leaves_nothing_behind(settings: dict[str, object], small_tensors_leave: None) -> None:
     model, engine, _ = prepared(**settings)
     activations = engine.runtime.activations
@@ -310,7 +310,7 @@ def test_a_backward_that_fails_half_way_leaves_nothing_behind(settings: dict[str
 
 
 def test_a_closed_engine_lets_a_graph_that_is_still_alive_go(small_tensors_leave: None) -> None:
-    model, engine, _ = prepared(offload_layers=4)
+    model, engine, _ = prepared(offloaded_layers=4)
     loss = loss_of(model, token_batches(1)[0])
     engine.close()
     del loss
@@ -322,13 +322,13 @@ def test_a_closed_engine_lets_a_graph_that_is_still_alive_go(small_tensors_leave
 
 
 def test_offloaded_layers_lie_directly_before_the_kept_ones() -> None:
-    engine = attach(tiny_model(), keep_layers=1, offload_layers=2)
+    engine = attach(tiny_model(), kept_layers=1, offloaded_layers=2)
     assert engine.runtime.kept_layers == {3}
     assert engine.runtime.offloaded_layers == {1, 2}
     engine.close()
 
 
-@pytest.mark.parametrize("settings", [{"offload_layers": 5}, {"offload_layers": 2, "keep_layers": 3}])
+@pytest.mark.parametrize("settings", [{"offloaded_layers": 5}, {"offloaded_layers": 2, "kept_layers": 3}])
 def test_more_offloaded_layers_than_there_are_is_an_error(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"of the model's 4 layers aren't kept"):
         attach(tiny_model(), **settings)

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from flat_settings import nested
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -22,7 +23,7 @@ def forecaster(rate: float, **settings: object) -> Forecaster:
     shape = GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=512, vocab_size=512, attn_pdrop=rate)
     with torch.device("meta"):
         model = GPT2LMHeadModel(shape).to(torch.bfloat16)
-    config = MegatrainConfig.from_mapping({"keep_layers": 0, **settings})
+    config = MegatrainConfig.from_mapping(nested({"kept_layers": 0, **settings}))
     return Forecaster(model, config, MACHINE, GIB, 4 * GIB)
 
 

@@ -97,10 +97,10 @@ def small_tensors_leave(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_that_keep_attention_have_the_bits_of_recomputed_ones(changes: dict[str, Any]) -> None:
     model, batches = tiny_model(**changes).train(), token_batches(3)
     runs = []
-    away = {"keep_attention": 3, "offload_inputs": True}
-    for settings in ({}, {"keep_attention": 4}, {"keep_layers": 1, "keep_attention": 2, "micro_batch_size": None}, away):
+    away = {"kept_attention": 3, "offloaded_inputs": True}
+    for settings in ({}, {"kept_attention": 4}, {"kept_layers": 1, "kept_attention": 2, "micro_batch_size": None}, away):
         torch.manual_seed(1)
-        runs.append(train_streamed(model, batches, **{"keep_layers": 0, **settings}))
+        runs.append(train_streamed(model, batches, **{"kept_layers": 0, **settings}))
     for run in runs[1:]:
         assert run.losses == runs[0].losses
         assert run.norms == runs[0].norms
@@ -113,12 +113,12 @@ def backward_kernels(loss: torch.Tensor, **arguments: Any) -> int:
     return counted.kernels
 
 
-@pytest.mark.parametrize(("settings", "again"), [({}, 4), ({"keep_attention": 3}, 1), ({"keep_attention": 9}, 0)], ids=str)
+@pytest.mark.parametrize(("settings", "again"), [({}, 4), ({"kept_attention": 3}, 1), ({"kept_attention": 9}, 0)], ids=str)
 def test_backward_runs_attention_of_the_other_layers_only_and_once_more_if_asked_twice(
     settings: dict[str, Any], again: int
 ) -> None:
     model = tiny_model().train()
-    engine = attach(model, keep_layers=0, **settings)
+    engine = attach(model, kept_layers=0, **settings)
     (ids,) = token_batches(1)
     loss = model(input_ids=ids, labels=ids).loss
     assert backward_kernels(loss, retain_graph=True) == again
@@ -150,11 +150,11 @@ def test_layers_that_keep_attention_are_recomputed_and_before_the_kept_ones(
 
 
 @pytest.mark.usefixtures("small_tensors_leave")
-@pytest.mark.parametrize("offload_inputs", [False, True])
-def test_pieces_of_a_batch_keep_theirs(offload_inputs: bool) -> None:
+@pytest.mark.parametrize("offloaded_inputs", [False, True])
+def test_pieces_of_a_batch_keep_theirs(offloaded_inputs: bool) -> None:
     model, batches = tiny_model(), token_batches(2, batch=4)
     make: Callable[..., Any] = lambda **settings: train_streamed(model, batches, micro_batch_size=1, **settings)  # noqa: E731
-    recomputed, kept = make(keep_layers=0), make(keep_layers=0, keep_attention=4, offload_inputs=offload_inputs)
+    recomputed, kept = make(kept_layers=0), make(kept_layers=0, kept_attention=4, offloaded_inputs=offloaded_inputs)
     assert recomputed.losses == kept.losses
     assert recomputed.norms == kept.norms
 
@@ -165,7 +165,7 @@ def test_results_wait_on_the_host_where_the_inputs_do_and_come_back_for_backward
     (ids,) = token_batches(1, length=64)
     for attention in (0, 4):
         model = tiny_model().train()
-        engine = attach(model, keep_layers=0, keep_attention=attention, offload_inputs=True)
+        engine = attach(model, kept_layers=0, kept_attention=attention, offloaded_inputs=True)
         loss = model(input_ids=ids, labels=ids).loss
         engine.runtime.activations.settle()
         waiting[attention] = engine.runtime.activations.pool.used_bytes

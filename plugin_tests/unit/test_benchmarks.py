@@ -98,7 +98,11 @@ def test_shapes_have_the_published_numbers_of_parameters(scripts: Any, preset: s
 
 @pytest.mark.parametrize(
     ("text", "setting"),
-    [("slots=3", ("slots", 3)), ("keep_layers=auto", ("keep_layers", "auto")), ("tiled_loss=false", ("tiled_loss", False))],
+    [
+        ("placement.slots=3", ("placement.slots", 3)),
+        ("token_tile=auto", ("token_tile", "auto")),
+        ("tiled_loss=false", ("tiled_loss", False)),
+    ],
 )
 def test_settings_are_json_or_text(scripts: Any, text: str, setting: tuple[str, Any]) -> None:
     assert scripts("bench_cases").parse_setting(text) == setting
@@ -106,7 +110,7 @@ def test_settings_are_json_or_text(scripts: Any, text: str, setting: tuple[str, 
 
 def test_a_setting_without_a_value_is_refused(scripts: Any) -> None:
     with pytest.raises(ValueError, match="a setting is KEY=VALUE"):
-        scripts("bench_cases").parse_setting("slots")
+        scripts("bench_cases").parse_setting("token_tile")
 
 
 def test_the_stock_trainers_job_knows_nothing_of_the_plugin_and_has_as_many_threads(

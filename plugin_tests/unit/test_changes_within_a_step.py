@@ -15,7 +15,7 @@ from torch import nn
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 
-PLACEMENTS = pytest.mark.parametrize("settings", [{}, {"keep_layers": 4}, {"offload_layers": 4}], ids=str)
+PLACEMENTS = pytest.mark.parametrize("settings", [{}, {"kept_layers": 4}, {"offloaded_layers": 4}], ids=str)
 
 
 class Projections(nn.Module):

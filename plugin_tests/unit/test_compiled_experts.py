@@ -103,17 +103,17 @@ def test_losses_router_logits_and_every_gradient_are_those_of_plain_torch(name: 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"keep_layers": 1, "offload_layers": 1}, {"micro_batch_size": 1, "keep_layers": 3}],
+    [{"kept_layers": 1, "offloaded_layers": 1}, {"micro_batch_size": 1, "kept_layers": 3}],
     ids=["each way", "in pieces"],
 )
 def test_placement_changes_no_bit_of_what_is_recorded_and_of_no_gradient(settings: dict[str, Any]) -> None:
     runs = []
     pieces = {"micro_batch_size": settings.get("micro_batch_size")}
-    for changes in ({"keep_layers": 0, **pieces}, settings):
+    for changes in ({"kept_layers": 0, **pieces}, settings):
         model = of_experts("mixtral")
         engine = compiled(model, **changes)
         output = one_pass(model)
-        remembering = sum(changes.get(key, 0) for key in ("keep_layers", "offload_layers"))
+        remembering = sum(changes.get(key, 0) for key in ("kept_layers", "offloaded_layers"))
         assert engine.runtime.compiled.compilations == (1 if remembering in (0, 3) else 2), "of 3 layers"
         runs.append([*output.router_logits, output.aux_loss, *gradients_of(model).values()])
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
@@ -222,7 +222,7 @@ def test_attentions_that_are_asked_for_are_recorded_by_compiled_layers() -> None
 
 def test_one_compilation_serves_all_slots_and_lengths_of_layers_that_record() -> None:
     model = of_experts("mixtral")
-    engine = compiled(model, keep_layers=1, slots=2)
+    engine = compiled(model, kept_layers=1, slots=2)
     count = []
     for batch, length in [(3, 24), (3, 17), (3, 30), (4, 11), (2, 19)]:
         ids = ids_of(batch, length)

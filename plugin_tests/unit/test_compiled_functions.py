@@ -86,5 +86,5 @@ def test_a_step_with_flex_attention_is_outlined(monkeypatch: pytest.MonkeyPatch)
     assert profile.forward.flops > 0
     assert profile.attention_bytes == 0  # it isn't kept for a recompute
     engine.close()
-    with pytest.raises(UnsupportedError, match="keep_attention is 2"):
-        attach(tiny_model(attn_implementation="flex_attention"), keep_attention=2)
+    with pytest.raises(UnsupportedError, match="kept_attention is 2"):
+        attach(tiny_model(attn_implementation="flex_attention"), kept_attention=2)

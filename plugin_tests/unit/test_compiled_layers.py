@@ -90,7 +90,7 @@ def reasons(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 @pytest.mark.parametrize(("kept", "slots", "graphs"), [(0, 2, 1), (LAYERS, 3, 1), (2, 2, 2)])
 def test_all_layers_share_one_compilation_in_every_slot_and_kept_ones_another(kept: int, slots: int, graphs: int) -> None:
     model = tiny_model().train()
-    engine = compiled(model, keep_layers=kept, slots=slots)
+    engine = compiled(model, kept_layers=kept, slots=slots)
     for _ in range(2):
         loss_of(model).backward()
     assert engine.runtime.compiled.compilations == graphs
@@ -98,7 +98,7 @@ def test_all_layers_share_one_compilation_in_every_slot_and_kept_ones_another(ke
 
 def test_many_lengths_and_batch_sizes_take_three_compilations_of_kept_and_of_recomputed_layers() -> None:
     model = tiny_model().train()
-    engine = compiled(model, keep_layers=1)
+    engine = compiled(model, kept_layers=1)
     count = []
     for batch, length in [(2, 16), (2, 24), (2, 17), (2, 9), (3, 30), (4, 25), (6, 11), (5, 16), (2, 16)]:
         loss_of(model, batch, length).backward()
@@ -208,7 +208,7 @@ def test_compiled_gradients_are_close_to_the_layers_own_and_complete(bf16: bool,
 
 def test_keeping_compiled_layers_changes_no_bit_with_dropout() -> None:
     changes = {"attention_dropout": 0.3}
-    runs = [one_pass(True, keep_layers=kept, changes=changes) for kept in (0, LAYERS)]
+    runs = [one_pass(True, kept_layers=kept, changes=changes) for kept in (0, LAYERS)]
     assert runs[1][0] == runs[0][0]
     assert all(torch.equal(runs[1][1][name], gradient) for name, gradient in runs[0][1].items())
     eager = one_pass(False, changes=changes)
@@ -222,10 +222,10 @@ def test_backward_doesnt_read_what_forward_left_in_the_slots(kept: int, monkeypa
     packed: list[Any] = []
     pack = SavedTensors._pack
     monkeypatch.setattr(SavedTensors, "_pack", lambda self, tensor: packed.append(pack(self, tensor)) or packed[-1])
-    reference = one_pass(True, keep_layers=kept)[1]
+    reference = one_pass(True, kept_layers=kept)[1]
     model = tiny_model().train()
     # A slot for every layer: all would still be there.
-    engine = compiled(model, keep_layers=kept, slots=LAYERS)
+    engine = compiled(model, kept_layers=kept, slots=LAYERS)
     loss = loss_of(model)
     for slot in engine.runtime.prefetcher.slots:
         slot.buffer.fill_(0x7F)
@@ -241,7 +241,7 @@ def test_an_offloaded_layer_is_compiled_though_recomputed_ones_keep_attention() 
     torch.manual_seed(0)
     model = tiny_model(num_hidden_layers=LAYERS)
     for offloaded in (0, 1):
-        engine = compiled(model, offload_layers=offloaded, keep_attention=LAYERS)
+        engine = compiled(model, offloaded_layers=offloaded, kept_attention=LAYERS)
         loss_of(model)
         assert engine.runtime.compiled.compilations == offloaded
         engine.close()
@@ -251,7 +251,7 @@ def test_a_second_backward_through_compiled_layers_that_are_kept_or_recomputed_i
     gradients = []
     for kept in (0, LAYERS):
         model = tiny_model().train()
-        compiled(model, keep_layers=kept)
+        compiled(model, kept_layers=kept)
         loss = loss_of(model)
         loss.backward(retain_graph=True)
         loss.backward()
@@ -308,8 +308,8 @@ def _fails_in_backward(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("kept", [0, LAYERS])
 def test_layers_run_as_they_are_when_the_compiler_fails(backend: Any, kept: int, reasons: Callable[[], list[str]]) -> None:
     changes = {"attention_dropout": 0.3}
-    ours = one_pass(True, backend=backend, keep_layers=kept, changes=changes)
-    theirs = one_pass(False, keep_layers=kept, changes=changes)
+    ours = one_pass(True, backend=backend, kept_layers=kept, changes=changes)
+    theirs = one_pass(False, kept_layers=kept, changes=changes)
     assert ours[0] == theirs[0]
     assert all(torch.equal(ours[1][name], gradient) for name, gradient in theirs[1].items())
     assert ours[2] == 1, "it isn't tried again"

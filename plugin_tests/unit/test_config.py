@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatrain_accelerate.activation import read_settings
-from megatrain_accelerate.config import MegatrainConfig, usable_cpu_count
+from megatrain_accelerate.config import MegatrainConfig, PlacementSettings, usable_cpu_count
 from megatrain_accelerate.errors import ConfigError
 
 
@@ -19,48 +19,80 @@ def test_every_setting_has_a_default() -> None:
 
 
 def test_settings_survive_json() -> None:
-    config = MegatrainConfig(slots=3, host_memory_gib=1.5, layer_classes=("A", "B"), step_schedule="serial")
+    config = MegatrainConfig(
+        placement=PlacementSettings(slots=3, offloaded_inputs=True),
+        host_memory_gib=1.5,
+        layer_classes=("A", "B"),
+        step_schedule="serial",
+    )
     assert MegatrainConfig.from_json(config.to_json()) == config
+
+
+def test_later_settings_count_and_those_of_the_placement_one_by_one() -> None:
+    sources: list[dict[str, Any]] = [
+        {"host_threads": 3, "placement": {"slots": 3, "kept_layers": 2}},
+        {"host_threads": 4, "placement": {"kept_layers": None}},
+        {"placement.device_layers": -1},
+        {"placement": None},
+    ]
+    placement = PlacementSettings(slots=3, device_layers=-1)
+    assert MegatrainConfig.from_mapping(*sources) == MegatrainConfig(host_threads=4, placement=placement)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"slot": 3}, "did you mean 'slots'"),
+        ({"slot": 3}, "did you mean 'placement.slots'"),
+        ({"kept_layers": 3}, "did you mean 'placement.kept_layers'"),
         ({"hostthreads": 3}, "did you mean 'host_threads'"),
-        ({"zzz": 3}, "no setting 'zzz'; known settings: slots"),
+        ({"zzz": 3}, "no setting 'zzz'; known settings: step_schedule"),
         ({3: 3}, "no setting 3"),
-        ({"slots": 1}, "at least 2"),
+        ({"placement": 3}, "megatrain_config.placement must be a mapping of settings, got int: 3"),
+        (
+            {"placement": {"keep_layers": 3}},
+            "megatrain_config.placement has no setting 'keep_layers'; did you mean 'kept_layers'",
+        ),
+        ({"placement.keep_layers": 3}, "megatrain_config.placement has no setting 'keep_layers'; did you mean 'kept_layers'"),
+        ({"placement": {"kept_layers": "auto"}}, "placement.kept_layers must be a whole number or left out, got 'auto'"),
+        ({"placement": {"slots": 1}}, "megatrain_config.placement.slots must be at least 2, got 1"),
+        ({"placement": {"slots": True}}, "whole number"),
+        ({"placement": {"slots": None}}, "slots must be a whole number, got None"),
+        ({"placement": {"slots": "3"}}, "slots must be a whole number, got '3'"),
+        ({"placement": {"offloaded_layers": -1}}, "at least 0"),
+        ({"placement": {"device_layers": -2}}, "at least -1"),
+        ({"placement": {"kept_attention": -1}}, "kept_attention must be at least 0"),
+        ({"placement": {"offloaded_layers": "all"}}, "whole number"),
+        ({"placement": {"offloaded_inputs": 1}}, "offloaded_inputs must be true, false or left out; got 1"),
         ({"compile_layers": "yes"}, "compile_layers must be auto, true or false; got 'yes'"),
         ({"compile_layers": 1}, "compile_layers must be auto, true or false; got 1"),
         ({"join_micro_batches": "always"}, "join_micro_batches must be auto, true or false; got 'always'"),
         ({"join_micro_batches": 0}, "join_micro_batches must be auto, true or false; got 0"),
-        ({"slots": True}, "whole number"),
-        ({"slots": "3"}, "slots must be a whole number, got '3'"),
-        ({"gradient_slots": 0}, "at least 1"),
-        ({"offload_layers": -1}, "at least 0"),
-        ({"keep_attention": -1}, "keep_attention must be at least 0"),
         ({"token_tile": -1}, "token_tile must be at least 0"),
         ({"token_tile": "all"}, "token_tile must be a whole number or auto, got 'all'"),
         ({"token_tile": 1.5}, "token_tile must be a whole number"),
-        ({"offload_layers": "all"}, "whole number"),
-        ({"offload_inputs": 1}, "offload_inputs must be auto, true or false; got 1"),
         ({"micro_batch_size": 0}, "at least 1"),
         ({"micro_batch_size": "2"}, "whole number"),
         ({"host_threads": 0}, "at least 1"),
-        ({"max_nonfinite_steps": 0}, "at least 1"),
         ({"host_memory_gib": 0}, "above 0"),
         ({"host_memory_gib": float("inf")}, "host_memory_gib must be above 0 and finite, got inf"),
         ({"gpu_memory_gib": float("nan")}, "gpu_memory_gib must be above 0 and finite, got nan"),
         ({"host_memory_gib": "10"}, "number of GiB"),
         ({"resident_layers": 2}, "resident_layers is gone.*device_layers"),
-        ({"pin_memory": "yes"}, "true or false"),
+        ({"keep_layers": "auto"}, "megatrain_config.keep_layers is gone: set placement.kept_layers"),
+        ({"offload_layers": 2}, "offload_layers is gone: set placement.offloaded_layers"),
+        ({"keep_attention": 0}, "keep_attention is gone: set placement.kept_attention"),
+        ({"offload_inputs": True}, "offload_inputs is gone: set placement.offloaded_inputs"),
+        ({"device_layers": -1}, "device_layers is gone: set placement.device_layers"),
+        ({"slots": 3}, "slots is gone: set placement.slots"),
+        ({"gradient_slots": 2}, "gradient_slots is gone.*remove the key"),
+        ({"max_nonfinite_steps": 5}, "max_nonfinite_steps is gone.*remove the key"),
+        ({"pin_memory": True}, "pin_memory is gone.*remove the key"),
         ({"tiled_loss": "no"}, "true or false"),
         ({"evaluation_weights": "held"}, "auto, stream or resident"),
         ({"step_schedule": "later"}, "deferred"),
         ({"accumulation_dtype": "fp16"}, "accumulation_dtype must be fp32 or bf16; got 'fp16'"),
         ({"moments_dtype": "fp16"}, "moments_dtype must be fp32, bf16 or int8; got 'fp16'"),
-        ({"moments_dtype": "int8", "device_layers": 2}, "device_layers is 2, but moments in 8 bits are stepped on the host"),
+        ({"moments_dtype": "int8", "placement": {"device_layers": 2}}, "placement.device_layers is 2, but moments in 8 bits"),
         ({"host_gradients": "none"}, "host_gradients must be kept or passing; got 'none'"),
         ({"host_gradients": "passing", "step_schedule": "deferred"}, "step_schedule is 'deferred'; set step_schedule to auto"),
         ({"accumulation_dtype": 32}, "accumulation_dtype must be fp32 or bf16; got 32"),
@@ -88,8 +120,9 @@ def test_malformed_settings_of_the_launcher_are_shown() -> None:
 
 def test_a_person_may_give_settings_in_three_forms(tmp_path: Path) -> None:
     file = tmp_path / "settings.json"
-    file.write_text(json.dumps({"slots": 3}))
-    assert read_settings({"slots": 3}) == read_settings(' {"slots": 3}') == read_settings(str(file)) == {"slots": 3}
+    file.write_text(json.dumps({"host_threads": 3}))
+    assert read_settings({"host_threads": 3}) == read_settings(' {"host_threads": 3}')
+    assert read_settings(str(file)) == {"host_threads": 3}
     assert read_settings(None) == {}
     file.write_text("")
     assert read_settings(str(file)) == {}

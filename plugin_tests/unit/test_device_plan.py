@@ -26,7 +26,7 @@ from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.streaming import activation_offload
 from megatrain_accelerate.units import GIB, MIB
 
-FREE = {"device_layers": "auto", "offload_layers": "auto"}
+FREE = {"device_layers": None, "offloaded_layers": None}
 MACHINE = Machine(h2d_bytes=5e10, d2h_bytes=5e10, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
 SHAPE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 512}
 
@@ -82,7 +82,7 @@ def test_the_predicted_step_is_what_the_step_takes(
 ) -> None:
     machine = dataclasses.replace(MACHINE, host_step_parameters=host_speed)
     monkeypatch.setattr(device_plan, "measured_machine", lambda *_: machine)
-    run = planned(budget_mib, micro_batch_size=micro_batch_size, offload_layers=0)
+    run = planned(budget_mib, micro_batch_size=micro_batch_size, offloaded_layers=0)
     run.step(batch(), max_norm=1.0)
     taken, predicted = peak_of_a_step(run, batch())
     # Small tensors that every layer's call makes, such as masks and the norms of gradients, show at this size.
@@ -95,7 +95,7 @@ def test_the_predicted_step_counts_offloaded_layers_wherever_they_lie(
     monkeypatch: pytest.MonkeyPatch, kept: int, offloaded: int, on_device: int, micro_batch_size: int | None
 ) -> None:
     monkeypatch.setattr(activation_offload, "MIN_OFFLOADED_BYTES", 1)
-    fixed = {"keep_layers": kept, "offload_layers": offloaded, "device_layers": on_device}
+    fixed = {"kept_layers": kept, "offloaded_layers": offloaded, "device_layers": on_device}
     run = planned(200, micro_batch_size=micro_batch_size, **fixed)
     for _ in range(2):  # the pool grows in the first
         run.step(batch(), max_norm=1.0)
@@ -110,23 +110,23 @@ def long_batch(length: int = 2048) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kept", "offload_inputs"),
+    ("kept", "offloaded_inputs"),
     [pytest.param(0, False, marks=pytest.mark.long), (0, True), pytest.param(2, False, marks=pytest.mark.long)],
     ids=str,
 )
 def test_attention_that_is_kept_takes_what_is_predicted(
-    monkeypatch: pytest.MonkeyPatch, kept: int, offload_inputs: bool
+    monkeypatch: pytest.MonkeyPatch, kept: int, offloaded_inputs: bool
 ) -> None:
     monkeypatch.setattr(activation_offload, "MIN_OFFLOADED_BYTES", 1)
     fixed = {
-        "offload_layers": 0,
+        "offloaded_layers": 0,
         "device_layers": 0,
-        "keep_layers": kept,
-        "offload_inputs": offload_inputs,
+        "kept_layers": kept,
+        "offloaded_inputs": offloaded_inputs,
     }
     predicted, seconds = {}, {}
     for attention in (0, 4):
-        run = planned(200, token_tile=128, keep_attention=attention, **fixed)
+        run = planned(200, token_tile=128, kept_attention=attention, **fixed)
         ids = long_batch(1024)
         run.step(ids, max_norm=1.0)
         taken, predicted[attention] = peak_of_a_step(run, ids)
@@ -134,7 +134,7 @@ def test_attention_that_is_kept_takes_what_is_predicted(
         assert run.engine.predicted_step_seconds is not None
         seconds[attention] = run.engine.predicted_step_seconds
     results = 1024 * 128 * 2
-    if offload_inputs:
+    if offloaded_inputs:
         # Of the layer in backward and of the next one alone.
         assert results <= predicted[4] - predicted[0] < 3.5 * results
     else:
@@ -146,7 +146,7 @@ def test_attention_that_is_kept_takes_what_is_predicted(
 def test_tiles_take_what_is_predicted_and_less_than_whole_layers(kept: int) -> None:
     predicted = {}
     for tile in (0, 256):
-        run = planned(200, token_tile=tile, keep_layers=kept, offload_layers=0, device_layers=0)
+        run = planned(200, token_tile=tile, kept_layers=kept, offloaded_layers=0, device_layers=0)
         ids = long_batch()
         run.step(ids, max_norm=1.0)
         taken, predicted[tile] = peak_of_a_step(run, ids)
@@ -159,7 +159,7 @@ def test_a_batch_that_does_not_fit_is_trained_in_the_pieces_that_a_user_would_as
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     ids = token_batches(1, batch=16, length=128, vocabulary=512)[0]
-    fixed: dict[str, Any] = {"offload_layers": 0, "offload_inputs": False}
+    fixed: dict[str, Any] = {"offloaded_layers": 0, "offloaded_inputs": False}
     runs = {"free": planned(22, **fixed), "asked": planned(22, **fixed, micro_batch_size=8), "roomy": planned(200, **fixed)}
     chosen, tables = {}, {}
     for name, run in runs.items():
@@ -185,7 +185,7 @@ def test_tiles_are_for_steps_that_do_not_fit_whole(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(step_ways, "AUTO_TILE_TOKENS", 128)
-    run = planned(22, offload_layers=0, offload_inputs=False)
+    run = planned(22, offloaded_layers=0, offloaded_inputs=False)
     run.engine.device_plan.show = True
     run.step(long_batch(512))
     assert run.engine.runtime.token_tile == 0
@@ -204,7 +204,7 @@ def test_tiles_are_for_steps_that_do_not_fit_whole(
 def test_long_sequences_that_fit_whole_run_by_tiles_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_ways, "AUTO_TILE_TOKENS", 128)
     monkeypatch.setattr(step_ways, "LONG_TOKENS", 2048)
-    fixed = {"device_layers": 0, "offload_layers": 0}
+    fixed = {"device_layers": 0, "offloaded_layers": 0}
     seconds = {}
     for tile in (0, 128, "auto"):
         run = planned(36, token_tile=tile, **fixed)
@@ -260,7 +260,7 @@ def test_what_does_not_fit_in_any_way_takes_the_least(
 @pytest.mark.long
 def test_a_plan_that_is_only_weighed_leaves_the_layers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_ways, "AUTO_TILE_TOKENS", 128)
-    run = planned(22, offload_layers=0, offload_inputs=False)
+    run = planned(22, offloaded_layers=0, offloaded_inputs=False)
     ids = long_batch()
     assert run.engine.device_plan.weigh(run.model, {"input_ids": ids, "labels": ids}) is not None
     assert run.engine.runtime.token_tile == 0
@@ -306,7 +306,7 @@ def test_from_the_second_plan_on_there_is_room_for_longer_batches(outlined: list
 
 
 def test_no_room_is_left_where_a_larger_batch_would_not_fit(outlined: list[tuple[int, ...]]) -> None:
-    run = planned(9, offload_layers=0, offload_inputs=False, token_tile=0)
+    run = planned(9, offloaded_layers=0, offloaded_inputs=False, token_tile=0)
     run.step(batch(64))
     run.step(batch(128))
     assert outlined == [(4, 64), (4, 192), (4, 128)]
@@ -580,7 +580,7 @@ def test_an_evaluation_is_predicted_to_make_its_logits_whole() -> None:
 
 def test_two_forwards_before_one_backward_find_room_and_nothing_moves_between() -> None:
     losses = []
-    for settings in ({"device_layers": 0, "keep_layers": 0}, {}):
+    for settings in ({"device_layers": 0, "kept_layers": 0}, {}):
         run = planned(14, **settings)
         found = []
         for _ in range(4):
@@ -670,7 +670,7 @@ def test_a_model_whose_step_can_not_be_predicted_says_so_at_the_default_level(
     run.engine.close()
     (said,) = [record.getMessage() for record in caplog.records if "can't be predicted" in record.getMessage()]
     assert "ValueError: it looks at its data" in said
-    assert "set megatrain_config.keep_layers" in said
+    assert "set megatrain_config.placement.kept_layers" in said
 
 
 def test_moments_in_bf16_make_the_predicted_step_of_the_host_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -719,7 +719,7 @@ def test_a_resumed_training_goes_on_by_its_plan_and_plans_nothing(outlined: list
 
 
 @pytest.mark.parametrize(
-    "changes", [{"budget_mib": 20}, {"keep_layers": 0}, {"slots": 3}], ids=lambda changes: next(iter(changes))
+    "changes", [{"budget_mib": 20}, {"kept_layers": 0}, {"slots": 3}], ids=lambda changes: next(iter(changes))
 )
 def test_a_plan_that_was_made_for_something_else_is_not_taken_over(
     outlined: list[tuple[int, ...]], changes: dict[str, Any]

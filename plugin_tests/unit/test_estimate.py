@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 import torch
 from engine_runs import attach
+from flat_settings import nested
 from meta_models import SHAPE, meta_experts, meta_model
 from plain_torch import tiny_model
 from torch import nn
@@ -46,11 +47,11 @@ from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.units import GIB, MIB
 
 MACHINE = Machine(h2d_bytes=5e10, d2h_bytes=5e10, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
-STREAMED = {"keep_layers": 0, "offload_layers": 0, "device_layers": 0}
+STREAMED = {"kept_layers": 0, "offloaded_layers": 0, "device_layers": 0}
 
 
 def forecaster(gpu_bytes: int = GIB, **settings: object) -> Forecaster:
-    return Forecaster(meta_model(), MegatrainConfig.from_mapping(settings), MACHINE, gpu_bytes, 4 * GIB)
+    return Forecaster(meta_model(), MegatrainConfig.from_mapping(nested(settings)), MACHINE, gpu_bytes, 4 * GIB)
 
 
 # ---------------------------------------------------------------- the engine without memory
@@ -77,7 +78,7 @@ def test_the_store_is_what_the_engine_allocates(moments_dtype: str) -> None:
 
 
 def test_the_leanest_step_is_the_one_that_the_engine_predicts() -> None:
-    settings = {"keep_layers": 0, "compile_layers": False}
+    settings = {"kept_layers": 0, "compile_layers": False}
     model = tiny_model(**SHAPE).train()
     ids = torch.zeros((4, 64), dtype=torch.long)
     real = attach(model, **settings)
@@ -164,7 +165,7 @@ def test_pieces_of_a_batch_take_less_memory_and_no_less_time() -> None:
 def test_a_step_in_backward_hides_under_more_than_one_after_it(settings: dict[str, str]) -> None:
     slow_host = dataclasses.replace(MACHINE, host_step_parameters=2e7)
     seconds = [
-        Forecaster(meta_model(), MegatrainConfig.from_mapping({**STREAMED, **some}), slow_host, GIB, 4 * GIB)
+        Forecaster(meta_model(), MegatrainConfig.from_mapping(nested({**STREAMED, **some})), slow_host, GIB, 4 * GIB)
         .forecast(8, 256)
         .seconds
         for some in ({}, settings)
@@ -199,7 +200,7 @@ def test_accumulation_does_several_batches_before_a_step() -> None:
 
 
 def of_experts(records_routing: bool, **settings: object) -> Forecaster:
-    settings_of = MegatrainConfig.from_mapping(settings)
+    settings_of = MegatrainConfig.from_mapping(nested(settings))
     return Forecaster(meta_experts(records_routing), settings_of, MACHINE, GIB, 4 * GIB)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from flat_settings import nested
 from meta_models import meta_experts, meta_model
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
@@ -21,7 +22,7 @@ from megatrain_accelerate.units import GIB
 
 # A link so slow that a second fetch of the layers costs more than what they compute.
 MACHINE = Machine(h2d_bytes=1e8, d2h_bytes=1e8, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
-STREAMED = {"keep_layers": 0, "offload_layers": 0, "device_layers": 0}
+STREAMED = {"kept_layers": 0, "offloaded_layers": 0, "device_layers": 0}
 MICRO_BATCHES, SAMPLES, LENGTH = 4, 2, 64
 
 
@@ -33,7 +34,7 @@ def forecaster(
     gpu_bytes: int = GIB,
     **settings: object,
 ) -> Forecaster:
-    config = MegatrainConfig.from_mapping({**STREAMED, **settings})
+    config = MegatrainConfig.from_mapping(nested({**STREAMED, **settings}))
     model = model or meta_model()
     return Forecaster(model, config, machine, gpu_bytes, 4 * GIB, micro_batches=micro_batches)
 
@@ -86,7 +87,7 @@ def test_micro_batches_stay_apart_where_all_at_once_do_not_fit() -> None:
 def test_micro_batches_stay_apart_where_all_of_them_would_be_recomputed() -> None:
     # Whose computing is so slow that the link doesn't matter; and room for the activations of one micro-batch.
     slow = dataclasses.replace(MACHINE, h2d_bytes=1e12, d2h_bytes=1e12, device_flops=1e10)
-    free = {"keep_layers": "auto", "machine": slow}
+    free = {"kept_layers": None, "machine": slow}
     kept = forecast(join_micro_batches=False, **free)
     assert len(kept.candidate.placement.kept) == kept.layers
     found = forecast(gpu_bytes=kept.gpu_bytes, **free)

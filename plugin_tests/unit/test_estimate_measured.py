@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from flat_settings import nested
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.estimate import layer_graph
@@ -26,7 +27,7 @@ from megatrain_accelerate.units import GIB
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes" / "benchmarks"))
 from model_shapes import empty_model, shape_config
 
-STREAMED = {"keep_layers": 0, "offload_layers": 0, "device_layers": 0}
+STREAMED = {"kept_layers": 0, "offloaded_layers": 0, "device_layers": 0}
 PLAIN = {**STREAMED, "compile_layers": False, "tiled_loss": False}
 
 
@@ -144,11 +145,11 @@ KEPT_OUT = [
     Measured("32b", 8, 4096, 7.05, 13.599, 120.79, 430.8, 124.9, 442.0, other_speeds=COPIES_BESIDE_B),
     Measured("30b_a3b", 8, 4096, 7.05, 4.810, 123.33, 400.9, 124.9, 412.0, other_speeds=COPIES_BESIDE_B),
     # Its plan offloaded nothing; today's would.
-    Measured("14b", 8, 4096, 8.2, 6.139, 124.47, 196.8, host_memory_gib=503.0, settings={"offload_layers": 0}),
+    Measured("14b", 8, 4096, 8.2, 6.139, 124.47, 196.8, host_memory_gib=503.0, settings={"offloaded_layers": 0}),
     Measured("7b", 1, 524288, 8.12, 433.8, 121.06, 235.0, 125.1, 240.0, other_speeds=CORES_64),
     # Its plan had one layer on the device and offloaded one; today's would have more of both.
     Measured(
-        *("llama_70b", 8, 4096, 7.08, 3.604, 124.81, 142.6, 125.1, 150.0, {"offload_layers": 1}),
+        *("llama_70b", 8, 4096, 7.08, 3.604, 124.81, 142.6, 125.1, 150.0, {"offloaded_layers": 1}),
         layers=10,
         other_speeds=CORES_32,
     ),
@@ -191,7 +192,7 @@ def layers_are_recomputed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 def assert_predicted(case: Measured) -> None:
     forecaster = Forecaster(
         empty_model(shape_config(case.shape, case.length, case.layers)),
-        MegatrainConfig.from_mapping(case.settings),
+        MegatrainConfig.from_mapping(nested(case.settings)),
         case.machine,
         int(case.gpu_planned_gib * GIB),
         int(case.host_memory_gib * GIB),

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from flat_settings import nested
 from fresh_process import clean_environment
 from transformers import LlamaConfig
 
@@ -29,7 +30,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
 
 
 def described(options: MachineOptions = DESKTOP, **settings: object) -> MachineDescription:
-    return describe_machine(options, MegatrainConfig.from_mapping(settings))
+    return describe_machine(options, MegatrainConfig.from_mapping(nested(settings)))
 
 
 @pytest.mark.parametrize("option", ["--host-step", "--tflops", "--link"])
@@ -46,9 +47,20 @@ def test_a_size_beyond_all_numbers_is_refused() -> None:
 
 
 def test_an_argument_that_is_given_again_adds_to_the_first() -> None:
-    options = parsed("--set", "slots=3", "keep_layers=0", "--batch", "1", "2", "--set", "slots=4", "--batch", "8")
+    options = parsed(
+        "--set",
+        "placement.slots=3",
+        "placement.kept_layers=0",
+        "--batch",
+        "1",
+        "2",
+        "--set",
+        "placement.slots=4",
+        "--batch",
+        "8",
+    )
     assert options.batch == [1, 2, 8]
-    assert dict(options.set) == {"slots": 4, "keep_layers": 0}
+    assert dict(options.set) == {"placement.slots": 4, "placement.kept_layers": 0}
     assert parsed().set == []
     assert parsed().batch is None
 
@@ -83,13 +95,6 @@ def test_host_threads_bound_the_step_of_a_described_host() -> None:
 def test_a_step_that_hides_under_nothing_is_not_estimated_as_one_that_does() -> None:
     with pytest.raises(ConfigError, match="step_schedule is 'serial'"):
         estimate(parsed("--gpu", "H200", "--set", "step_schedule=serial"))
-
-
-def test_memory_that_is_not_page_locked_is_said_to_be_slower() -> None:
-    assert any("pin_memory is false" in note for note in described(pin_memory=False).notes)
-    assert not any("pin_memory" in note for note in described().notes)
-    measured = dataclasses.replace(DESKTOP, link_bytes=5e9)
-    assert not any("pin_memory" in note for note in described(measured, pin_memory=False).notes)
 
 
 def test_speeds_that_options_name_are_not_said_to_be_reckoned() -> None:

@@ -156,7 +156,7 @@ def test_a_growing_cache_makes_layers_leave(engines: Any, monkeypatch: pytest.Mo
     assert one < 240 * 2 * 2 * 2 * 16 * 6 * 2
 
 
-@pytest.mark.parametrize("settings", [{}, {"keep_layers": 2, "offload_layers": 2}, {"device_layers": 1}])
+@pytest.mark.parametrize("settings", [{}, {"kept_layers": 2, "offloaded_layers": 2}, {"device_layers": 1}])
 @pytest.mark.parametrize("schedule", ["deferred", "backward"])
 def test_training_after_it_is_bit_equal_to_training_without_it(settings: Any, schedule: str) -> None:
     states, losses = [], []

@@ -78,7 +78,7 @@ def test_a_run_that_will_accumulate_counts_the_sums_before_anything_is_allocated
     monkeypatch.setattr(
         "megatrain_accelerate.engine.require_host_bytes", lambda required, freed, parts, *_: planned.append(parts)
     )
-    config = MegatrainConfig(device_layers=0)
+    config = MegatrainConfig.from_mapping({"placement": {"device_layers": 0}})
     engine = Engine(model, torch.device("cpu"), config, bf16=True, training=True, accumulates=True, show_progress=False)
     adopt_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), engine.runtime, "deferred")
     # What was counted once isn't refused later, when the machine has less free because of what was allocated since.

@@ -22,12 +22,12 @@ from megatrain_accelerate.streaming.saved_tensors import SavedTensors, SlotPlace
 
 def test_more_kept_layers_than_there_are_is_an_error() -> None:
     with pytest.raises(ConfigError, match="has 4 layers"):
-        attach(tiny_model(), keep_layers=5)
+        attach(tiny_model(), kept_layers=5)
 
 
 def test_a_kept_layer_holds_no_weights_and_lets_go_after_backward() -> None:
     model = tiny_model().train()
-    engine = attach(model, keep_layers=4)
+    engine = attach(model, kept_layers=4)
     ids = token_batches(1)[0]
     buffers = {slot.buffer.untyped_storage().data_ptr() for slot in engine.runtime.prefetcher.slots}
     saved: list[torch.Tensor] = []
@@ -53,7 +53,7 @@ def test_a_second_backward_through_kept_layers_is_that_through_recomputed_ones()
     gradients = []
     for kept in (0, 4):
         model = tiny_model().train()
-        engine = attach(model, keep_layers=kept)
+        engine = attach(model, kept_layers=kept)
         ids = token_batches(1)[0]
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward(retain_graph=True)
@@ -81,10 +81,10 @@ class Made(TorchDispatchMode):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"keep_layers": 4},
-        {"keep_layers": 4, "micro_batch_size": 1},
-        {"keep_layers": 0, "keep_attention": 4},
-        {"offload_layers": 4},
+        {"kept_layers": 4},
+        {"kept_layers": 4, "micro_batch_size": 1},
+        {"kept_layers": 0, "kept_attention": 4},
+        {"offloaded_layers": 4},
     ],
     ids=["kept", "pieces", "attention", "offloaded"],
 )
@@ -93,7 +93,7 @@ def test_a_forward_without_a_backward_gives_all_of_it_back(settings: dict[str, A
     # Attention and softmax save their own outputs: a graph that holds them as they come would hold itself.
     length = 23
     model = tiny_model().train()
-    engine = attach(model, **{"keep_layers": 0, **settings})
+    engine = attach(model, **{"kept_layers": 0, **settings})
     ids = token_batches(1, length=length)[0]
     model(input_ids=ids, labels=ids).loss.backward()  # is planned for
     with Made(length) as made:
@@ -133,7 +133,7 @@ def test_tensors_without_a_gradient_are_kept_as_they_are() -> None:
     model = tiny_model().train()
     for layer in model.model.layers:
         layer.mlp.act_fn = nn.Sequential(layer.mlp.act_fn, Scaled())
-    engine = attach(model, keep_layers=4)
+    engine = attach(model, kept_layers=4)
     ids = token_batches(1)[0]
     model(input_ids=ids, labels=ids).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -143,7 +143,7 @@ def test_tensors_without_a_gradient_are_kept_as_they_are() -> None:
 @pytest.mark.parametrize("keep", [0, 4], ids=["recomputed", "kept"])
 def test_what_a_layer_returned_is_given_up_before_its_own_backward(keep: int) -> None:
     model = tiny_model().train()
-    engine = attach(model, keep_layers=keep)
+    engine = attach(model, kept_layers=keep)
     returned: dict[int, weakref.ref[torch.UntypedStorage]] = {}
     is_gone: dict[int, bool] = {}
 

@@ -48,17 +48,17 @@ class Stack(nn.Module):
 @pytest.mark.parametrize("writes_to", ["hidden", "mask"])
 def test_a_recomputed_layer_that_writes_to_its_inputs_is_refused(writes_to: str) -> None:
     model = Stack(writes_to)
-    attach(model, bf16=False, keep_layers=0)
+    attach(model, bf16=False, kept_layers=0)
     with pytest.raises(UnsupportedError, match=r"layer layers\.0 writes to its inputs in place.*layer_classes"):
         model(torch.tensor([[0, 1], [2, 3]]))
 
 
-@pytest.mark.parametrize("keep_layers", [0, 2])
-def test_a_layer_may_write_to_what_it_made_itself(keep_layers: int) -> None:
+@pytest.mark.parametrize("kept_layers", [0, 2])
+def test_a_layer_may_write_to_what_it_made_itself(kept_layers: int) -> None:
     torch.manual_seed(0)
     plain, streamed = (Stack("own") for _ in range(2))
     streamed.load_state_dict(plain.state_dict())
-    engine = attach(streamed, bf16=False, keep_layers=keep_layers)
+    engine = attach(streamed, bf16=False, kept_layers=kept_layers)
     for model in (plain, streamed):
         model(torch.tensor([[0, 1], [2, 3]])).backward()
     engine.runtime.collect_gradients()

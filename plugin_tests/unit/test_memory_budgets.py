@@ -64,7 +64,7 @@ def passes(
 ) -> Passes:
     """Losses, the sum of gradients, and the number of graphs, of a pass for each length."""
     model = build().train()
-    engine = attach(model, **{"compile_layers": True, "keep_layers": 0, **settings})
+    engine = attach(model, **{"compile_layers": True, "kept_layers": 0, **settings})
     engine.device_plan.placement = dataclasses.replace(engine.device_plan.placement, budgets=budgets)
     torch.manual_seed(3)
     losses = []
@@ -97,7 +97,7 @@ def assert_close(mine: Passes, other: Passes, bf16: bool) -> None:
 @pytest.mark.parametrize("kept", [0, LAYERS])
 def test_a_recomputed_layer_saves_its_inputs_alone(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = qwen2().train()
-    engine = attach(model, bf16=False, compile_layers=True, keep_layers=kept)
+    engine = attach(model, bf16=False, compile_layers=True, kept_layers=kept)
     inputs, saved = set[int](), list[torch.Tensor]()
 
     def note(module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ def test_a_recomputed_layer_saves_its_inputs_alone(kept: int, monkeypatch: pytes
 @pytest.mark.parametrize("bf16", [False, True])
 def test_recomputed_layers_train_as_kept_ones_and_as_their_own_code(bf16: bool) -> None:
     recomputed, kept, plain = (
-        passes(qwen2, bf16=bf16, **settings) for settings in ({}, {"keep_layers": LAYERS}, {"compile_layers": False})
+        passes(qwen2, bf16=bf16, **settings) for settings in ({}, {"kept_layers": LAYERS}, {"compile_layers": False})
     )
     assert recomputed[2] == kept[2] == 1
     assert plain[2] == 0
@@ -137,10 +137,10 @@ def test_where_weights_lie_changes_no_bit_of_recomputed_layers(settings: dict[st
 
 
 def test_equal_budgets_give_equal_bits_whether_layers_are_kept_and_another_one_trains_alike() -> None:
-    lean, kept = (passes(qwen2, bf16=False, budgets=(0.4, 0.4), keep_layers=count) for count in (0, LAYERS))
+    lean, kept = (passes(qwen2, bf16=False, budgets=(0.4, 0.4), kept_layers=count) for count in (0, LAYERS))
     assert lean[2] == kept[2] == 1
     assert_equal(lean, kept)
-    divided = passes(qwen2, bf16=False, budgets=(0.2, 0.4), keep_layers=1)
+    divided = passes(qwen2, bf16=False, budgets=(0.2, 0.4), kept_layers=1)
     assert divided[2] == 2
     assert_close(lean, passes(qwen2, bf16=False, compile_layers=False), bf16=False)
     assert_close(divided, lean, bf16=False)
@@ -149,7 +149,7 @@ def test_equal_budgets_give_equal_bits_whether_layers_are_kept_and_another_one_t
 def saved_bytes(budgets: tuple[float, float], foretold: list[MemoryBudget] | None = None) -> int:
     """What a pass saves besides inputs and places in slots; ``foretold`` gets the distinct budgets of a layer."""
     model = tiny_model(hidden_size=128, intermediate_size=512, num_hidden_layers=1).train()
-    engine = attach(model, bf16=False, compile_layers=True, keep_layers=0)
+    engine = attach(model, bf16=False, compile_layers=True, kept_layers=0)
     runtime = engine.runtime
     engine.device_plan.placement = dataclasses.replace(engine.device_plan.placement, budgets=budgets)
     inputs, saved = set[int](), dict[int, int]()
@@ -205,7 +205,7 @@ def test_backward_drops_what_forward_dropped(name: str) -> None:
     build = DROPPING[name]
     recomputed, partly, kept, plain = (
         passes(build, bf16=False, lengths=(16, 16), **settings)
-        for settings in ({}, {"budgets": (0.4, 0.4)}, {"keep_layers": LAYERS}, {"compile_layers": False})
+        for settings in ({}, {"budgets": (0.4, 0.4)}, {"kept_layers": LAYERS}, {"compile_layers": False})
     )
     # The partitioner's own recompute would draw other masks, so that one graph serves both, and their bits are the same.
     assert_equal(recomputed, kept)
@@ -248,7 +248,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_trains_as_when_it_is_kept(name: str, precision: str) -> None:
     options: dict[str, Any] = {"bf16": precision != "fp32", "autocast": precision == "autocast"}
-    recomputed, kept = (passes(FAMILIES[name], keep_layers=count, **options) for count in (0, LAYERS))
+    recomputed, kept = (passes(FAMILIES[name], kept_layers=count, **options) for count in (0, LAYERS))
     assert_close(recomputed, kept, bf16=precision != "fp32")
 
 
@@ -258,5 +258,5 @@ def test_every_family_trains_as_when_it_is_kept(name: str, precision: str) -> No
 @pytest.mark.parametrize("name", EXPERTS)
 def test_recorded_routers_are_trained_as_when_their_layers_are_kept(name: str, dtype: torch.dtype) -> None:
     bf16 = dtype == torch.bfloat16
-    recomputed, kept = (passes(lambda: of_experts(name, dtype), bf16=bf16, keep_layers=count) for count in (0, LAYERS))
+    recomputed, kept = (passes(lambda: of_experts(name, dtype), bf16=bf16, kept_layers=count) for count in (0, LAYERS))
     assert_close(recomputed, kept, bf16)

@@ -230,7 +230,7 @@ def step_counters(**settings: object) -> Any:
     return counters
 
 
-@pytest.mark.parametrize("placement", [{}, {"keep_layers": 4}, {"keep_layers": 2, "offload_layers": 2}], ids=str)
+@pytest.mark.parametrize("placement", [{}, {"kept_layers": 4}, {"kept_layers": 2, "offloaded_layers": 2}], ids=str)
 def test_a_layer_is_fetched_once_for_all_pieces_and_its_gradients_leave_once(placement: dict[str, int]) -> None:
     whole, cut = step_counters(**placement), step_counters(micro_batch_size=2, **placement)
     assert cut.weight_fetches == whole.weight_fetches == 4 + 2
@@ -240,12 +240,12 @@ def test_a_layer_is_fetched_once_for_all_pieces_and_its_gradients_leave_once(pla
 @pytest.mark.parametrize("size", [1, 2])
 def test_inputs_that_leave_the_device_leave_it_once_for_all_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation_offload, "MIN_OFFLOADED_BYTES", 1)
-    whole, cut = step_counters(offload_inputs=True), step_counters(offload_inputs=True, micro_batch_size=size)
+    whole, cut = step_counters(offloaded_inputs=True), step_counters(offloaded_inputs=True, micro_batch_size=size)
     assert cut.d2h_bytes == whole.d2h_bytes > step_counters().d2h_bytes
 
 
 def test_a_second_backward_through_pieces_gives_the_gradients_of_the_first_twice() -> None:
-    for settings in ({}, {"keep_layers": 4}):
+    for settings in ({}, {"kept_layers": 4}):
         model = tiny_model().train()
         engine = attach(model, bf16=False, micro_batch_size=2, **settings)
         ids = token_batches(1, batch=B)[0]
@@ -293,7 +293,7 @@ def peaks(**settings: object) -> tuple[int, int]:
     engine = attach(model, **settings)
     ids = token_batches(1, batch=8, length=128, vocabulary=16)[0]
     outline = outline_step(model, engine.runtime, {"input_ids": ids, "labels": ids}, engine.device)
-    placement = Placement.of_counts(4, kept=int(settings.get("keep_layers", 0)))  # type: ignore[call-overload]
+    placement = Placement.of_counts(4, kept=int(settings.get("kept_layers", 0)))  # type: ignore[call-overload]
     sizes = engine.device_plan.model_sizes()
     predicted = peak_bytes(outline, sizes, placement) - sizes.slot_bytes - sizes.gradient_slot_bytes
     runtime = engine.runtime
@@ -311,8 +311,8 @@ def peaks(**settings: object) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("kept", "share"), [(0, 0.4), (4, -0.1)])
 def test_the_working_set_of_a_layer_shrinks_to_a_piece_as_predicted(kept: int, share: float) -> None:
-    whole, whole_predicted = peaks(keep_layers=kept)
-    cut, cut_predicted = peaks(keep_layers=kept, micro_batch_size=1)
+    whole, whole_predicted = peaks(kept_layers=kept)
+    cut, cut_predicted = peaks(kept_layers=kept, micro_batch_size=1)
     # Kept layers hold the whole batch's activations in any case, and their outputs twice.
     assert whole - cut > share * whole
     assert cut_predicted == pytest.approx(cut, rel=0.05)

@@ -113,7 +113,7 @@ def test_a_second_graph_stays_open_after_the_backward_of_the_first() -> None:
 
 
 def test_a_forward_that_nobody_differentiates_is_not_waited_for() -> None:
-    run = training(gpu_memory_gib=1.0, keep_layers=2)
+    run = training(gpu_memory_gib=1.0, kept_layers=2)
     ids = token_batches(1)[0]
     run.step(ids)
     loss = run.model(input_ids=ids, labels=ids).loss
@@ -126,7 +126,7 @@ def test_a_forward_that_nobody_differentiates_is_not_waited_for() -> None:
 
 
 def test_the_loss_of_the_last_step_in_a_variable_does_not_count_as_open() -> None:
-    run = training(gpu_memory_gib=1.0, keep_layers=2)
+    run = training(gpu_memory_gib=1.0, kept_layers=2)
     for ids in token_batches(3):
         loss = run.model(input_ids=ids, labels=ids).loss
         assert run.engine.runtime.kept_layers == {2, 3}
@@ -137,7 +137,7 @@ def test_the_loss_of_the_last_step_in_a_variable_does_not_count_as_open() -> Non
 
 
 def test_a_failed_backward_does_not_count_as_open() -> None:
-    run = training(gpu_memory_gib=1.0, keep_layers=2)
+    run = training(gpu_memory_gib=1.0, kept_layers=2)
     ids = token_batches(1)[0]
     run.step(ids)
 
@@ -169,7 +169,7 @@ def test_what_moves_in_inference_mode_can_be_trained_afterwards() -> None:
 def test_states_stay_on_the_host_while_one_of_several_optimizers_works_there() -> None:
     model = tiny_model().train()
     parameters = list(model.parameters())
-    engine = attach(model, gpu_memory_gib=1.0, device_layers="auto")
+    engine = attach(model, gpu_memory_gib=1.0, device_layers=None)
     plain = torch.optim.SGD(parameters[:6], lr=0.1)
     fused = torch.optim.AdamW(parameters[6:], lr=1e-3)
     drivers = [adopt_optimizer(optimizer, engine.runtime, "deferred") for optimizer in (plain, fused)]

@@ -49,7 +49,6 @@ def model(**changes: object) -> Model:
         "groups_before": [GROUP],
         "groups_after": [GROUP],
         "slots": 2,
-        "gradient_slots": 2,
         "slot_bytes": 40,
         "gradient_slot_bytes": 40,
         "steps_in_backward": False,

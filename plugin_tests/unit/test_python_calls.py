@@ -89,7 +89,7 @@ def calls_of_step(layers: int, is_streamed: bool, **settings: Any) -> int:
     optimizer = torch.optim.AdamW(model.parameters())
     if not is_streamed:
         return count_calls(step_of(model, optimizer))
-    engine = attach(model, bf16=False, keep_layers=layers, **settings)
+    engine = attach(model, bf16=False, kept_layers=layers, **settings)
     adopt_optimizer(optimizer, engine.runtime, "deferred")
     step = step_of(model, optimizer)
 

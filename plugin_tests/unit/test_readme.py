@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_accelerate.config import CHOICES, MegatrainConfig
+from megatrain_accelerate.config import CHOICES, MegatrainConfig, PlacementSettings
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
@@ -25,7 +25,15 @@ def test_settings_table_lists_every_setting_in_order_with_its_default(
     settings_table: dict[str, tuple[str, str]],
 ) -> None:
     documented = [(key, ast.literal_eval(default)) for key, (default, _) in settings_table.items()]
-    assert documented == [(field.name, field.default) for field in dataclasses.fields(MegatrainConfig)]
+    fields = [(field.name, field.default) for field in dataclasses.fields(MegatrainConfig)]
+    assert documented == [(name, {} if name == "placement" else default) for name, default in fields]
+
+
+def test_placement_table_lists_every_key_in_order_with_its_default() -> None:
+    table = README.split("<!-- end of settings -->")[1]
+    documented = re.findall(r"^\| `placement\.(\w+)` \| `(.+?)` \|", table, re.M)
+    expected = [(field.name, repr(field.default)) for field in dataclasses.fields(PlacementSettings)]
+    assert documented == expected
 
 
 def test_settings_table_names_every_step_schedule(settings_table: dict[str, tuple[str, str]]) -> None:

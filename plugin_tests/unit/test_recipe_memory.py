@@ -49,7 +49,7 @@ def test_gpu_memory_is_the_engines_prediction_where_every_layer_streams(monkeypa
     monkeypatch.setattr(memory, "LIBRARY_WORKSPACE_BYTES", 0)
     monkeypatch.setattr("megatrain_accelerate.planning.device_plan.LIBRARY_WORKSPACE_BYTES", 0)
     need = memory.needs(memory.Case("any", "small", 4, 512, whole_logits=True))
-    nothing = {"keep_layers": 0, "offload_layers": 0, "device_layers": 0}
+    nothing = {"kept_layers": 0, "offloaded_layers": 0, "device_layers": 0}
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     engine = attach(model, **nothing)
     ids = torch.zeros((4, 512), dtype=torch.long)

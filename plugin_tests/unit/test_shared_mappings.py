@@ -62,7 +62,7 @@ def batch() -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"keep_layers": 3}, {"offload_layers": 2}, {"device_layers": -1}, {"compile_layers": True}],
+    [{}, {"kept_layers": 3}, {"offloaded_layers": 2}, {"device_layers": -1}, {"compile_layers": True}],
     ids=lambda settings: next(iter(settings), "streamed"),
 )
 def test_gradients_pass_through_the_mapping(settings: dict[str, Any]) -> None:
@@ -125,15 +125,15 @@ class Removes(Block):
         return super().forward(x, shared) if self.number < 3 else x + shared.pop("pair")[0]
 
 
-@pytest.mark.parametrize("keep_layers", [0, 4])
-def test_an_entry_that_a_layer_removes_is_gone_and_has_its_gradient(keep_layers: int) -> None:
+@pytest.mark.parametrize("kept_layers", [0, 4])
+def test_an_entry_that_a_layer_removes_is_gone_and_has_its_gradient(kept_layers: int) -> None:
     model = Model()
     for block in model.blocks:
         block.__class__ = Removes
     made: list[UserDict[Any, Any]] = []
     model.make = lambda: made.append(UserDict()) or made[-1]
     plain = copy.deepcopy(model)
-    engine = attach(model, bf16=False, keep_layers=keep_layers)
+    engine = attach(model, bf16=False, kept_layers=kept_layers)
     for each in (plain, model):
         each(batch()).backward()
     assert all(list(shared) == [7] for shared in made)

@@ -60,7 +60,7 @@ def test_trying_a_part_out_leaves_the_forwards_random_numbers_alone(monkeypatch:
     parts = [Part(64, rate=0.5) for _ in model.model.layers]
     for layer, part in zip(model.model.layers, parts, strict=True):
         layer.mlp = part
-    engine = attach(model, bf16=False, keep_layers=0, token_tile=TILE)
+    engine = attach(model, bf16=False, kept_layers=0, token_tile=TILE)
     # The inner model, so that no run without data has tried the part out before.
     model.model(input_ids=token_batches(1)[0]).last_hidden_state.pow(2).mean().backward()
     assert all(len(part.dropped) == 2 and part.dropped[0] == part.dropped[1] for part in parts)

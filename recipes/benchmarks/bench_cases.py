@@ -118,7 +118,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     """
     key, equals, value = text.partition("=")
     if not equals:
-        raise ValueError(f"a setting is KEY=VALUE, for example slots=3; got {text!r}")
+        raise ValueError(f"a setting is KEY=VALUE, for example placement.slots=3; got {text!r}")
     try:
         return key, json.loads(value)
     except json.JSONDecodeError:

@@ -46,7 +46,7 @@ def prepared(model: nn.Module, evaluation_weights: str | None = None) -> tuple[n
     """The model and its AdamW after ``accelerator.prepare``: plain, or by the plugin with this setting."""
     AcceleratorState._reset_state(reset_partial_state=True)
     if evaluation_weights is not None:
-        megatrain_accelerate.enable(keep_layers=48, device_layers=0, evaluation_weights=evaluation_weights)
+        megatrain_accelerate.enable(placement={"kept_layers": 48, "device_layers": 0}, evaluation_weights=evaluation_weights)
     else:
         megatrain_accelerate.disable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
