@@ -35,7 +35,7 @@ from megatrain_accelerate.planning.plan_table import plan_table
 from megatrain_accelerate.planning.step_outline import outline_step
 from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.planning.step_simulation import StepTime
-from megatrain_accelerate.planning.step_ways import WayChoice, take_way_of, way_put_back
+from megatrain_accelerate.planning.step_ways import WayChoice, take_way_of
 from megatrain_accelerate.progress import say
 from megatrain_accelerate.streaming.micro_batches import rows_of
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
@@ -74,14 +74,14 @@ class DevicePlan:
         self._runtime, self._config, self._device = runtime, config, device
         self.show = show
         """Whether this process shows the table."""
-        self._seen, self._planned, self._plans = BatchExtent(), BatchExtent(), 0
+        self._made = PlanRecord()
+        """The last plan, and the batches that it covers."""
         self._measured_steps: dict[Hashable, tuple[StepOutline, StepOutline]] = {}
         """For each way of running a step, one that was measured: its estimate, and its measured outline."""
         self._displaced: Placement | None = None
         self._is_interrupted = False
         self.evaluation_weights = EvaluationWeights(runtime, config.evaluation_weights)
         """Which layers stay on the device from one forward without gradients to the next."""
-        self._forwards_at_once = 1
         self._foreseen: dict[Hashable, StepOutline] = {}
         self._expected: tuple[int | None, bool | None] = (None, None)
         self._resumed: dict[str, Any] | None = None
@@ -90,11 +90,6 @@ class DevicePlan:
         """The last plan, as :meth:`PlanRecord.as_data` gives it; None before the first, and without a predicted time."""
         self.micro_batches = 1
         """Backwards before each optimizer step."""
-        self.predicted_bytes = 0
-        """Predicted peak of the device's memory for the batch that is planned for; 0 before the first plan, or if unknown."""
-        self._offloaded_bytes = 0
-        self.predicted_time: StepTime | None = None
-        """Predicted step on the batch that is planned for; None before the first, without a GPU or budget, or if unknown."""
         self.placement = Placement()
         count = len(runtime.layers)
         self._choices = Choices.of_settings(config, count)
@@ -102,6 +97,16 @@ class DevicePlan:
         self._asked = Placement.of_counts(count, **self._choices.fewest(count))
         runtime.keep_states_on_host = self._keep_states_on_host
         self._place(self._asked)
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Predicted peak of the device's memory for the batch that is planned for; 0 before the first plan, or if unknown."""
+        return self._made.predicted_bytes
+
+    @property
+    def predicted_time(self) -> StepTime | None:
+        """Predicted step on the batch that is planned for; None before the first, without a GPU or budget, or if unknown."""
+        return self._made.predicted_time
 
     def held_bytes_by_kind(self) -> dict[str, int]:
         """Bytes that the engine holds on the device now, by what they hold."""
@@ -124,13 +129,16 @@ class DevicePlan:
         """Those under any placement: now, or when a step of this outline is under way."""
         runtime, sums = self._runtime, self._runtime.gradient_sums
         part_slots = runtime.expert_streams.slot_bytes
-        is_cut = outline is not None and (outline.samples or runtime.batch_cut.asked) is not None
-        has_sums = sums.is_made or is_cut
+        has_sums = sums.is_made or (outline is not None and self._is_cut(outline))
         return {
             **({"expert_slots": part_slots} if part_slots else {}),
             "resident": sum(group.device_bytes for group in runtime.groups),
             **({"gradient_sums": sums.planned_bytes} if has_sums else {}),
         }
+
+    def _is_cut(self, outline: StepOutline) -> bool:
+        """Whether layers run on pieces of the batch in this step."""
+        return (outline.samples or self._runtime.batch_cut.asked) is not None
 
     @property
     def _measures(self) -> bool:
@@ -165,8 +173,8 @@ class DevicePlan:
         leaves room for as many at once."""
         open_forwards = self._runtime.open_forwards
         if open_forwards:
-            if open_forwards >= self._forwards_at_once:
-                self._forwards_at_once, self._planned = open_forwards + 1, BatchExtent()
+            if open_forwards >= self._made.forwards_at_once:
+                self._note(forwards_at_once=open_forwards + 1, planned=BatchExtent())
             self._runtime.kept_layers = self._runtime.offloaded_layers = self._runtime.attention_layers = frozenset()
             return
         self._treat_activations()
@@ -178,42 +186,51 @@ class DevicePlan:
             record, self._resumed = PlanRecord.of_data(self._resumed), None
             self._take_over(model, record)
         extent = BatchExtent.of(inputs)
-        if self._planned.covers(extent):
+        seen, planned = self._made.seen.union(extent), self._made.planned
+        if planned.covers(extent):
             return
         budget_bytes = self._budget_bytes()
         # A plan that fills the memory has no room for a batch that is only a little larger; a mere prediction may wait.
-        if not budget_bytes and self._planned.scaled(_CLEARLY_LARGER).covers(extent):
+        if not budget_bytes and planned.scaled(_CLEARLY_LARGER).covers(extent):
             return
-        self._runtime.refresh_if_written()
-        seen = self._seen.union(extent)
         try:
-            with way_put_back(self._runtime, also_on_success=False):
-                batch, outline = self._batch_to_plan_for(model, inputs, seen)
+            batch, outline = self._batch_to_plan_for(model, inputs, seen)
         except torch.OutOfMemoryError:
             raise  # and the batch doesn't count: it is tried again smaller
         except Exception as error:  # a model that looks at its data can't be run without any
             logger.log(logging.WARNING if budget_bytes else logging.INFO, _NOT_PREDICTED, type(error).__name__, error)
             self._place(self._settled())
-            self._planned = seen
+            self._note(planned=seen)
             return
         self._foreseen.clear()
         take_way_of(self._runtime, outline)
         if budget_bytes:
             self._plan(outline, budget_bytes)
         else:
-            self.predicted_bytes = self._fixed_bytes(outline) + peak_bytes(outline, self.model_sizes(), self.placement)
-        self._seen, self._planned = seen, BatchExtent.of(batch)
-        self._plans += 1
-        self.record = self._recorded(model)
+            self._note(predicted_bytes=self._fixed_bytes(outline) + peak_bytes(outline, self.model_sizes(), self.placement))
+        self._note(
+            made_for=made_for(model, self._runtime, self._config, self.micro_batches),
+            seen=seen,
+            planned=BatchExtent.of(batch),
+            plans=self._made.plans + 1,
+            samples=outline.samples,
+            token_tile=outline.token_tile,
+            placement=self.placement,
+        )
+        self.record = None if self.predicted_time is None else self._made.as_data()
+
+    def _note(self, **changes: Any) -> None:
+        self._made = dataclasses.replace(self._made, **changes)
 
     def _batch_to_plan_for(
         self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent
     ) -> tuple[Mapping[str, Any], StepOutline]:
         """The batch to plan for and its step: in the first plan the batch itself, in later ones a batch that covers
         all batches so far and, if such a step fits, larger ones."""
-        if self._plans and self.has_budget:
+        plans = self._made.plans
+        if plans and self.has_budget:
             # Steps may be planned anew for another reason than their batches: more forwards at once.
-            growths = () if seen == self._seen else (GROWTH_FACTORS[min(self._plans, len(GROWTH_FACTORS)) - 1],)
+            growths = () if seen == self._made.seen else (GROWTH_FACTORS[min(plans, len(GROWTH_FACTORS)) - 1],)
             for growth in (*growths, 1.0):
                 batch = enlarged_batch(model, inputs, seen, growth)
                 if batch is None:
@@ -227,7 +244,7 @@ class DevicePlan:
                     continue
                 if outline is not None and self._search_for(outline).something_fits:
                     return batch, outline
-        return inputs, self._foreseen.get(self._key(inputs)) or self._predicted(model, inputs)
+        return inputs, self.foresee(model, inputs)
 
     def _fixed_bytes(self, outline: StepOutline) -> int:
         """What such a step takes under any placement."""
@@ -235,24 +252,7 @@ class DevicePlan:
         sizes = dataclasses.replace(self.model_sizes(), slot_bytes=0, gradient_slot_bytes=0)
         waiting = peak_bytes(outline, sizes, Placement())
         held = sum(self._fixed_bytes_by_kind(outline).values()) + LIBRARY_WORKSPACE_BYTES
-        return held + (self._forwards_at_once - 1) * waiting
-
-    def _recorded(self, model: nn.Module) -> dict[str, Any] | None:
-        if self.predicted_time is None:
-            return None
-        return PlanRecord(
-            made_for=made_for(model, self._runtime, self._config, self.micro_batches),
-            offloaded_bytes=self._offloaded_bytes,
-            seen=self._seen,
-            planned=self._planned,
-            plans=self._plans,
-            forwards_at_once=self._forwards_at_once,
-            samples=self._runtime.batch_cut.chosen,
-            token_tile=self._runtime.token_tile,
-            placement=self.placement,
-            predicted_bytes=self.predicted_bytes,
-            predicted_time=self.predicted_time,
-        ).as_data()
+        return held + (self._made.forwards_at_once - 1) * waiting
 
     def _take_over(self, model: nn.Module, record: PlanRecord | None) -> None:
         """Goes on by a recorded plan, if it was made for what is here and fits; else the next batch is planned for."""
@@ -267,14 +267,9 @@ class DevicePlan:
         elif record.predicted_bytes > budget_bytes or record.offloaded_bytes > room_bytes:
             logger.info("megatrain: there is less memory than the checkpoint's plan was made for")
         else:
-            with way_put_back(self._runtime, also_on_success=False):
-                self._runtime.batch_cut.chosen, self._runtime.token_tile = record.samples, record.token_tile
-                self._place(record.placement)
-            self._seen, self._planned = record.seen, record.planned
-            self._plans, self._forwards_at_once = record.plans, record.forwards_at_once
-            self.predicted_bytes, self.predicted_time = record.predicted_bytes, record.predicted_time
-            self._offloaded_bytes = record.offloaded_bytes
-            self.record = self._recorded(model)
+            self._place(record.placement)
+            take_way_of(self._runtime, record)
+            self._made, self.record = record, record.as_data()
 
     def expect_steps(self, steps: int | None, compiles: bool | None = None, record: dict[str, Any] | None = None) -> None:
         """A training begins, of so many optimizer steps if that is known: layers are compiled only if that
@@ -294,7 +289,7 @@ class DevicePlan:
 
     def forget(self) -> None:
         """The next batch is planned for as if it were the first: steps are to run in another way from now on."""
-        self._seen, self._planned, self._plans = BatchExtent(), BatchExtent(), 0
+        self._note(seen=BatchExtent(), planned=BatchExtent(), plans=0)
         self.record = self._resumed = None
 
     @property
@@ -308,7 +303,8 @@ class DevicePlan:
         return (self._runtime.batch_cut.asked, shapes)
 
     def foresee(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
-        """The outline of a step on ``inputs``, without planning for it. :meth:`follow` on the like takes it over.
+        """The outline of a step on ``inputs``, without planning for it. :meth:`follow` on the like takes it over. The first is
+        measured, later ones are scaled from it where they can be.
 
         Raises:
             UnsupportedError: the batch can't run in pieces.
@@ -316,19 +312,23 @@ class DevicePlan:
         """
         key = self._key(inputs)
         if key not in self._foreseen:
-            self._runtime.refresh_if_written()
-            with way_put_back(self._runtime):
-                self._foreseen[key] = self._predicted(model, inputs)
+            ways = self._ways(model, inputs)
+            outline = ways.best()
+            self._decide_on_compiling(outline)
+            found = self._in_proportion(inputs, outline)
+            if found is None or not (found is outline or found.surely_fits or self._search_for(found).something_fits):
+                measured = ways.measured(outline, lambda made: self._measured(model, inputs, made))
+                self._measured_steps[self._way_of(inputs)] = measured
+                found = measured[1]
+            self._foreseen[key] = found
         return self._foreseen[key]
 
     def weigh(self, model: nn.Module, inputs: Mapping[str, Any]) -> Candidate | None:
         """The fastest placement for steps on ``inputs``, which isn't applied; None if none fits. Raises as :meth:`foresee`."""
         return self._search_for(self.foresee(model, inputs)).best()
 
-    def _predicted(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
-        """The outline of a step. The first is measured, later ones are scaled from it where they can be."""
-        ways = self._ways(model, inputs)
-        outline = ways.best()
+    def _decide_on_compiling(self, outline: StepOutline) -> None:
+        """Layers are compiled if the training is long enough to pay for it. The first outline of a training decides."""
         compiled, steps = self._runtime.compiled, self._expected[0]
         if compiled.is_optional and compiled.pays is None and steps is not None:
             # Backward takes twice the FLOPs of forward.
@@ -338,12 +338,6 @@ class DevicePlan:
             if not compiled.pays:
                 text = "megatrain: %d steps don't pay for compiling the layers (compile_layers: true compiles them)"
                 logger.info(text, steps)
-        found = self._in_proportion(inputs, outline)
-        if found is not None and (found is outline or self._search_for(found).something_fits):
-            return found
-        measured = ways.measured(outline, lambda made: self._measured(model, inputs, made))
-        self._measured_steps[self._way_of(inputs)] = measured
-        return measured[1]
 
     def _way_of(self, inputs: Mapping[str, Any]) -> Hashable:
         """What two steps must share for the costs of one to be scaled from the other's."""
@@ -351,22 +345,24 @@ class DevicePlan:
 
     def _in_proportion(self, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline | None:
         """The outline scaled from the measured step, None if there is none to scale it from; itself where none is measured."""
-        if not (self._measures and self.has_budget):
+        if not self._measures:
             return outline
         steps = self._measured_steps.get(self._way_of(inputs))
         if steps is None:
-            return outline if self._surely_fits(outline) else None
+            return dataclasses.replace(outline, surely_fits=True) if self._surely_fits(outline) else None
         return extrapolated_outline(outline, *steps, self._machine)
 
     def _surely_fits(self, outline: StepOutline) -> bool:
         """Whether states and activations leave so much room on the device that nothing needs to be measured: what they take is
         reckoned well enough, and all of them lie there however long a step takes. What a compiler saves can't be reckoned.
         Where micro-batches may be joined, the times of both ways are compared, and so they are measured."""
-        if self.micro_batches > 1 or not self._runtime.runs_whole or self._runtime.compiled.may_compile:
+        is_cut = outline.token_tile or self._is_cut(outline)
+        if self.micro_batches > 1 or is_cut or self._runtime.compiled.may_compile:
             return False
         return self._search_for(outline, int(CERTAIN_SHARE * self._budget_bytes())).everything() is not None
 
     def _ways(self, model: nn.Module, inputs: Mapping[str, Any]) -> WayChoice:
+        self._runtime.refresh_if_written()
         outline = functools.partial(outline_step, model, self._runtime, inputs, self._device)
         ids = inputs.get("input_ids")  # beside which a picture may have a row for each of its patches
         samples = max(rows_of(dict(inputs) if ids is None else ids), default=1)
@@ -398,10 +394,11 @@ class DevicePlan:
     def _plan(self, outline: StepOutline, budget_bytes: int) -> None:
         search = self._search_for(outline, budget_bytes)
         found = search.best() or search.leanest(self._settled())
-        self.predicted_bytes = self._fixed_bytes(outline) + found.peak_bytes
-        is_reckoned_by_choice = self._measures and not outline.is_measured and self._surely_fits(outline)
-        self.predicted_time = None if is_reckoned_by_choice else found.time
-        self._offloaded_bytes = sum(sent_bytes(outline, found.placement))
+        self._note(
+            predicted_bytes=self._fixed_bytes(outline) + found.peak_bytes,
+            predicted_time=None if outline.surely_fits else found.time,
+            offloaded_bytes=sum(sent_bytes(outline, found.placement)),
+        )
         self._place(found.placement)
         if self.show:
             time = self.predicted_time

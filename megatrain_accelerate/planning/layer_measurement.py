@@ -161,16 +161,51 @@ class _MeasuredLayers:
         kind = self.kinds[self.position]
         self.position += 1
         if kind not in self._outputs:
-            may_recompute = functools.partial(self._may_recompute, kind)
-            self.profiles[kind], self._outputs[kind] = _measure(
-                self._runtime, layer, args, kwargs, self._outline.profiles[kind], may_recompute, self._is_plain
-            )
+            self.profiles[kind], self._outputs[kind] = self._measured(kind, layer, args, kwargs)
         made = self._outputs[kind]
         needs = [tensor.is_floating_point() for tensor in tensors_in(made)]
         (output, recorded), _ = as_leaves(made, {}, needs)
         self.leaves = [tensor for tensor in tensors_in((output, recorded)) if tensor.requires_grad]
         self._runtime.recorder.enter(recorded)
         return output
+
+    def _measured(
+        self, kind: Hashable, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[LayerProfile, tuple[Any, Recorded]]:
+        """The profile of a layer's call; what the call returns, and what it records."""
+        runtime, dry = self._runtime, self._outline.profiles[kind]
+        split = BatchSplit.of_call(layer, args, kwargs, runtime.batch_cut)
+        args, kwargs = split.first_piece(args, kwargs)
+        slot = runtime.prefetcher.acquire(layer, ())
+        try:
+            inputs = functools.partial(as_leaves, args, kwargs, dry.inputs_need_grad)
+            times_attention = bool(layer.tiles.tile_tokens and dry.attention_bytes)
+            measurement = _Measurement(runtime, layer, slot, inputs, times_attention, self._is_plain)
+            made = measurement.run()
+            forward, kept_forward, backward = measurement.forward, measurement.kept_forward, measurement.backward
+            kept_bytes = max(0, kept_forward.left_bytes - measurement.given_up_bytes)
+            recomputes: dict[str, Any] = {"recomputed_bytes": max(kept_forward.peak_bytes, kept_bytes + backward.peak_bytes)}
+            if self._may_recompute(kind, kept_bytes * split.count):
+                recomputes |= measurement.run_recomputes()
+        finally:
+            runtime.prefetcher.release(slot)
+        made = split.whole(layer.name, made)
+        # A compiled layer saves less than one that runs without data.
+        profile = dry.keeping(
+            kept_bytes,
+            forward_bytes=forward.peak_bytes,
+            kept_forward_bytes=kept_forward.peak_bytes,
+            kept_backward_bytes=backward.peak_bytes,
+            forward_seconds=forward.seconds(),
+            kept_forward_seconds=kept_forward.seconds(),
+            attention_seconds=measurement.attention_seconds(),
+            backward_seconds=backward.seconds(),
+            **recomputes,
+        ).of_pieces(split, sum(tensor.nbytes for tensor in tensors_in(made)))
+        # Those of the whole call already.
+        names = ("forward", "backward", "attention", "attention_bytes", "experts", "expert_bytes")
+        reckoned: dict[str, Any] = {name: getattr(dry, name) for name in names}
+        return dataclasses.replace(profile, **reckoned), made
 
     def _may_recompute(self, kind: Hashable, kept_bytes: int) -> bool:
         """Whether it isn't certain that all calls' activations fit the device: one of ``kind`` keeps ``kept_bytes``."""
@@ -204,50 +239,6 @@ def _measure_outside(
             raise
         logger.info("megatrain: the loss can't be measured, its cost is reckoned (%s)", error)
         return None
-
-
-def _measure(
-    runtime: StreamingRuntime,
-    layer: StreamedLayer,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dry: LayerProfile,
-    may_recompute: Callable[[int], bool],
-    is_plain: bool,
-) -> tuple[LayerProfile, tuple[Any, Recorded]]:
-    """The profile of a layer's call; what the call returns, and what it records."""
-    split = BatchSplit.of_call(layer, args, kwargs, runtime.batch_cut)
-    args, kwargs = split.first_piece(args, kwargs)
-    slot = runtime.prefetcher.acquire(layer, ())
-    try:
-        inputs = functools.partial(as_leaves, args, kwargs, dry.inputs_need_grad)
-        times_attention = bool(layer.tiles.tile_tokens and dry.attention_bytes)
-        measurement = _Measurement(runtime, layer, slot, inputs, times_attention, is_plain)
-        made = measurement.run()
-        forward, kept_forward, backward = measurement.forward, measurement.kept_forward, measurement.backward
-        kept_bytes = max(0, kept_forward.left_bytes - measurement.given_up_bytes)
-        recomputes: dict[str, Any] = {"recomputed_bytes": max(kept_forward.peak_bytes, kept_bytes + backward.peak_bytes)}
-        if may_recompute(kept_bytes * split.count):
-            recomputes |= measurement.run_recomputes()
-    finally:
-        runtime.prefetcher.release(slot)
-    made = split.whole(layer.name, made)
-    # A compiled layer saves less than one that runs without data.
-    profile = dry.keeping(
-        kept_bytes,
-        forward_bytes=forward.peak_bytes,
-        kept_forward_bytes=kept_forward.peak_bytes,
-        kept_backward_bytes=backward.peak_bytes,
-        forward_seconds=forward.seconds(),
-        kept_forward_seconds=kept_forward.seconds(),
-        attention_seconds=measurement.attention_seconds(),
-        backward_seconds=backward.seconds(),
-        **recomputes,
-    ).of_pieces(split, sum(tensor.nbytes for tensor in tensors_in(made)))
-    # Those of the whole call already.
-    names = ("forward", "backward", "attention", "attention_bytes", "experts", "expert_bytes")
-    reckoned: dict[str, Any] = {name: getattr(dry, name) for name in names}
-    return dataclasses.replace(profile, **reckoned), made
 
 
 class _Measurement:

@@ -35,24 +35,25 @@ def made_for(model: nn.Module, runtime: StreamingRuntime, config: MegatrainConfi
 
 @dataclasses.dataclass(frozen=True)
 class PlanRecord:
-    """What a :class:`~megatrain_accelerate.planning.device_plan.DevicePlan` goes on from."""
+    """The last plan of a :class:`~megatrain_accelerate.planning.device_plan.DevicePlan`, and what it goes on from."""
 
-    made_for: str
+    made_for: str = ""
     """What must be the same where it is taken over."""
-    offloaded_bytes: int
+    offloaded_bytes: int = 0
     """Host memory that activations take."""
-    seen: BatchExtent
+    seen: BatchExtent = dataclasses.field(default_factory=BatchExtent)
     """The batches so far."""
-    planned: BatchExtent
+    planned: BatchExtent = dataclasses.field(default_factory=BatchExtent)
     """Those that the plan covers."""
-    plans: int
-    forwards_at_once: int
-    samples: int | None
+    plans: int = 0
+    forwards_at_once: int = 1
+    samples: int | None = None
     """Of a piece of the batch (:mod:`.step_ways`)."""
-    token_tile: int
-    placement: Placement
-    predicted_bytes: int
-    predicted_time: StepTime
+    token_tile: int = 0
+    placement: Placement = dataclasses.field(default_factory=Placement)
+    predicted_bytes: int = 0
+    """0 before the first plan, or if unknown; so is the time None."""
+    predicted_time: StepTime | None = None
 
     def as_data(self) -> dict[str, Any]:
         """Numbers, texts, lists and dicts alone, as JSON has them."""

@@ -143,6 +143,8 @@ class StepOutline:
     """Samples of a piece of the batch, where the plan chose that layers run in pieces."""
     outside_seconds: float | None = None
     """Measured: all that runs outside the layers from the step's begin to the first layer's backward, the loss above all."""
+    surely_fits: bool = False
+    """Whether states and activations surely fit the device, so that no time was measured."""
     sums_loss: bool = False
     """Whether the model's loss is known to be a sum over tokens divided by ``num_items_in_batch`` (:mod:`.step_outline`)."""
     _at_budgets: dict[tuple[float, float], StepOutline] = dataclasses.field(default_factory=dict, init=False, compare=False)
@@ -166,11 +168,6 @@ class StepOutline:
     def largest_layer_bytes(self) -> int:
         """The most that a recomputed layer takes in backward."""
         return max((profile.recomputed_bytes for profile in self.profiles.values()), default=0)
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether its times are those of layers that ran on the device."""
-        return all(profile.forward_seconds is not None for profile in self.profiles.values())
 
     @property
     def forward_calls(self) -> list[Event]:

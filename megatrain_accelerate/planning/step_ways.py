@@ -15,6 +15,7 @@ import torch
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.planning.placement_search import Candidate, PlacementSearch
+from megatrain_accelerate.planning.plan_record import PlanRecord
 from megatrain_accelerate.planning.step_profile import StepOutline
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.streaming.token_tiles import AUTO_TILE_TOKENS
@@ -27,29 +28,25 @@ _SAMPLES_APART = ("torch", "transformers", "peft", "liger_kernel")
 """Packages whose layers are known to compute each sample of a batch for itself."""
 
 
-def take_way_of(runtime: StreamingRuntime, outline: StepOutline) -> None:
-    """Layers run from now on as they do in the outline."""
-    runtime.batch_cut.chosen, runtime.token_tile = outline.samples, outline.token_tile
+def take_way_of(runtime: StreamingRuntime, step: StepOutline | PlanRecord) -> None:
+    """Layers run from now on as they do in the step."""
+    runtime.batch_cut.chosen, runtime.token_tile = step.samples, step.token_tile
 
 
 @contextlib.contextmanager
-def way_put_back(runtime: StreamingRuntime, also_on_success: bool = True) -> Iterator[None]:
-    """Layers run after the body as they did before it; with ``also_on_success`` False only if it raises."""
+def way_put_back(runtime: StreamingRuntime) -> Iterator[None]:
+    """Layers run after the body as they did before it."""
     before = runtime.batch_cut.chosen, runtime.token_tile
-    succeeds = False
     try:
         yield
-        succeeds = True
     finally:
-        if also_on_success or not succeeds:
-            runtime.batch_cut.chosen, runtime.token_tile = before
+        runtime.batch_cut.chosen, runtime.token_tile = before
 
 
 class WayChoice:
-    """Chooses how the layers of one step run.
+    """Chooses how the layers of one step run. The runtime is left as it was: :func:`take_way_of` applies a choice.
 
     Args:
-        runtime: it is left with what was chosen; where outlining raises, with what it had.
         config: whose ``micro_batch_size`` and ``token_tile`` may leave no choice.
         samples: of the batch.
         outline: makes the outline of the step as the runtime would run it now.
@@ -76,52 +73,43 @@ class WayChoice:
 
     def best(self) -> StepOutline:
         """The outline of the fastest way that fits; where none does, of the one that takes the least memory."""
-        with way_put_back(self._runtime, also_on_success=False):
+        with way_put_back(self._runtime):
             whole, by_whole = self._fastest(self._tile or 0)
             is_short = all(profile.length < LONG_TOKENS for profile in whole.profiles.values())
             if self._search is None or self._tile is not None or (by_whole is not None and is_short):
-                return self._taken(whole)
+                return whole
             tiled, by_tiles = self._fastest(AUTO_TILE_TOKENS)
             is_better = by_tiles is not None or tiled.largest_layer_bytes < whole.largest_layer_bytes
             if by_whole is not None:
                 is_better = by_tiles is not None and by_tiles.time.seconds < by_whole.time.seconds
-            return self._taken(tiled if is_better else whole)
+            return tiled if is_better else whole
 
     def measured(self, outline: StepOutline, measure: Callable[[StepOutline], StepOutline]) -> tuple[StepOutline, StepOutline]:
         """Measures a step by the way of ``outline``, or, where that turns out not to fit, by the next that takes less memory.
         Returns the outline and what was measured of it.
 
         Kernels have workspaces that a run without data doesn't see; those of attention's backward are several times the hidden
-        states. The runtime runs by the way of ``outline``.
+        states.
 
         Raises:
             torch.OutOfMemoryError: a layer's working set fits by none of the ways that the settings allow.
         """
         assert self._search is not None
         found: tuple[StepOutline, StepOutline] | None = None
-        with way_put_back(self._runtime, also_on_success=False):
-            ways = self._ever_leaner(outline)
-            leaner: StepOutline | None = next(ways)
-            while leaner is not None:
-                made, error = None, None
+        error = torch.OutOfMemoryError()
+        with way_put_back(self._runtime):
+            for leaner in self._ever_leaner(outline):
+                take_way_of(self._runtime, leaner)
                 try:
-                    made = measure(leaner)
+                    found = leaner, measure(leaner)
                 except torch.OutOfMemoryError as raised:
                     error = raised.with_traceback(None)  # whose frames hold tensors
-                if made is not None:
-                    found = leaner, made
-                    if self._search(made).something_fits:
+                else:
+                    if self._search(found[1]).something_fits:
                         break
-                leaner = next(ways, None)
-                if leaner is None and found is None and error is not None:
-                    raise error
-        assert found is not None
-        self._taken(found[0])
+        if found is None:
+            raise error
         return found
-
-    def _taken(self, outline: StepOutline) -> StepOutline:
-        take_way_of(self._runtime, outline)
-        return outline
 
     def _outlined(self, samples: int | None, tile_tokens: int) -> StepOutline:
         self._runtime.batch_cut.chosen, self._runtime.token_tile = samples, tile_tokens
@@ -154,8 +142,7 @@ class WayChoice:
             yield pieces
 
     def _ever_leaner(self, outline: StepOutline) -> Iterator[StepOutline]:
-        """The outline itself, then those of other ways, each of which takes less memory than all before. The runtime runs by
-        the way of the last one."""
+        """The outline itself, then those of other ways, each of which takes less memory than all before."""
         yield outline
         least_bytes = outline.largest_layer_bytes
         for pieces in self._in_pieces(outline):

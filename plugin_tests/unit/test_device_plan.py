@@ -426,7 +426,7 @@ def test_layers_are_measured_once_and_other_steps_are_in_proportion(monkeypatch:
     )
     run = planned(200)
     plan = run.engine.device_plan
-    found = [plan._predicted(run.model, {"input_ids": batch(length), "labels": batch(length)}) for length in (64, 192)]
+    found = [plan.foresee(run.model, {"input_ids": batch(length), "labels": batch(length)}) for length in (64, 192)]
     assert measured == [found[0]]
     (profile,), (dry,) = (
         found[1].profiles.values(),
@@ -650,7 +650,7 @@ def test_forwards_that_wait_take_what_they_take_by_the_tiles_that_were_chosen_af
     for tile in ("auto", 128):
         run = planned(100, token_tile=tile)
         plan = run.engine.device_plan
-        plan._forwards_at_once = 3
+        plan._note(forwards_at_once=3)
         plan.follow(run.model, {"input_ids": ids, "labels": ids})
         assert run.engine.runtime.token_tile == 128
         predicted.append(plan.predicted_bytes)

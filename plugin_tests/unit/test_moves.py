@@ -121,7 +121,7 @@ def test_a_forward_that_nobody_differentiates_is_not_waited_for() -> None:
     gc.collect()
     assert run.engine.runtime.open_forwards == 0
     run.step(ids)
-    assert run.engine.device_plan._forwards_at_once == 1
+    assert run.engine.device_plan._made.forwards_at_once == 1
     assert run.engine.runtime.kept_layers == {2, 3}
 
 
@@ -133,7 +133,7 @@ def test_the_loss_of_the_last_step_in_a_variable_does_not_count_as_open() -> Non
         loss.backward()
         run.optimizer.step()
         run.optimizer.zero_grad()
-    assert run.engine.device_plan._forwards_at_once == 1
+    assert run.engine.device_plan._made.forwards_at_once == 1
 
 
 def test_a_failed_backward_does_not_count_as_open() -> None:

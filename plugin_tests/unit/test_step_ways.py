@@ -83,14 +83,16 @@ class Step:
         return self.outline_of(size, (outline.samples, outline.token_tile))
 
     def best(self) -> Way:
-        outline = self.choice.best()
-        assert self.way == (outline.samples, outline.token_tile)
-        return self.way
+        before, outline = self.way, self.choice.best()
+        assert self.way == before
+        return outline.samples, outline.token_tile
 
     def best_measured(self) -> Way:
+        before = self.way
         found, measured = self.choice.measured(self.choice.best(), self.measure)
-        assert self.way == (found.samples, found.token_tile) == (measured.samples, measured.token_tile)
-        return self.way
+        assert self.way == before
+        assert (found.samples, found.token_tile) == (measured.samples, measured.token_tile)
+        return found.samples, found.token_tile
 
 
 def test_a_batch_that_fits_stays_whole_and_nothing_else_is_looked_at() -> None:
