@@ -21,16 +21,13 @@ _PLACEMENT_MINIMA = {
     "device_layers": -1,
     "slots": 2,
 }
-_RENAMED = {
-    "keep_layers": "kept_layers",
-    "offload_layers": "offloaded_layers",
-    "keep_attention": "kept_attention",
-    "offload_inputs": "offloaded_inputs",
-    "device_layers": "device_layers",
-    "slots": "slots",
-}
 _GONE = {
-    **{old: f"set placement.{new}" for old, new in _RENAMED.items()},
+    "keep_layers": "set placement.kept_layers",
+    "offload_layers": "set placement.offloaded_layers",
+    "keep_attention": "set placement.kept_attention",
+    "offload_inputs": "set placement.offloaded_inputs",
+    "device_layers": "set placement.device_layers",
+    "slots": "set placement.slots",
     "gradient_slots": "two were always enough; remove the key",
     "max_nonfinite_steps": "the fifth such step in a row stops a run; remove the key",
     "pin_memory": "memory is page-locked wherever there is a GPU; remove the key",
@@ -57,11 +54,9 @@ def _require_known(key: object, kind: type, section: str) -> None:
     known = [field.name for field in dataclasses.fields(kind)]
     if key in known:
         return
-    names = dict(zip(known, known, strict=True))
-    if kind is MegatrainConfig:
-        names |= {field.name: f"placement.{field.name}" for field in dataclasses.fields(PlacementSettings)}
-    meant = nearest(str(key), names)
-    hint = f"did you mean {names[meant]!r}? " if meant else ""
+    inner = [field.name for field in dataclasses.fields(PlacementSettings)] if kind is MegatrainConfig else []
+    meant = nearest(str(key), [*known, *inner])
+    hint = f"did you mean {f'placement.{meant}' if meant in inner else meant!r}? " if meant else ""
     raise ConfigError(f"{section} has no setting {key!r}; {hint}known settings: {', '.join(known)}")
 
 

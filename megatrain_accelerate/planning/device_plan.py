@@ -215,7 +215,6 @@ class DevicePlan:
             plans=self._made.plans + 1,
             samples=outline.samples,
             token_tile=outline.token_tile,
-            placement=self.placement,
         )
         self.record = None if self.predicted_time is None else self._made.as_data()
 
@@ -395,15 +394,14 @@ class DevicePlan:
         search = self._search_for(outline, budget_bytes)
         found = search.best() or search.leanest(self._settled())
         self._note(
+            placement=found.placement,
             predicted_bytes=self._fixed_bytes(outline) + found.peak_bytes,
             predicted_time=None if outline.surely_fits else found.time,
             offloaded_bytes=sum(sent_bytes(outline, found.placement)),
         )
         self._place(found.placement)
         if self.show:
-            time = self.predicted_time
-            table = plan_table(found.placement, self._runtime, self.predicted_bytes, budget_bytes, outline, time)
-            say(table, file=sys.stderr)
+            say(plan_table(self._made, self._runtime, budget_bytes, outline), file=sys.stderr)
         if self.predicted_bytes > budget_bytes:
             held = {**self._fixed_bytes_by_kind(outline), "step": found.peak_bytes}
             logger.warning(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import textwrap
 
-from megatrain_accelerate.planning.placement import Placement, sent_bytes
+from megatrain_accelerate.planning.placement import sent_bytes
+from megatrain_accelerate.planning.plan_record import PlanRecord
 from megatrain_accelerate.planning.step_profile import StepOutline
-from megatrain_accelerate.planning.step_simulation import StepTime
 from megatrain_accelerate.planning.step_ways import tiles_text
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 from megatrain_accelerate.units import GIB
@@ -14,16 +14,9 @@ from megatrain_accelerate.units import GIB
 _COLUMNS = 80
 
 
-def plan_table(
-    placement: Placement,
-    runtime: StreamingRuntime,
-    predicted_bytes: int,
-    budget_bytes: int,
-    outline: StepOutline,
-    time: StepTime | None,
-) -> str:
-    """What lies where once the placement is applied, the predicted memory and step, and what bounds it. ``predicted_bytes``
-    is the peak of the device's memory, what the engine holds included; ``time`` is None where it isn't known."""
+def plan_table(plan: PlanRecord, runtime: StreamingRuntime, budget_bytes: int, outline: StepOutline) -> str:
+    """What lies where once the plan is applied, the predicted memory and step, and what bounds it."""
+    placement, time = plan.placement, plan.predicted_time
     outline = outline.at(*placement.budgets)
     count = len(runtime.layers)
     streamed = count - len(placement.on_device)
@@ -56,7 +49,7 @@ def plan_table(
         ),
         *([("pieces", f"{outline.samples} samples of the batch at once in each layer")] if outline.samples else []),
         *([("tiles", tiles_text(runtime))] if runtime.token_tile else []),
-        ("GPU memory", f"{predicted_bytes / GIB:.1f} of {budget_bytes / GIB:.1f} GiB"),
+        ("GPU memory", f"{plan.predicted_bytes / GIB:.1f} of {budget_bytes / GIB:.1f} GiB"),
         ("host memory", f"{host / GIB:.1f} GiB"),
     ]
     if time is not None:
