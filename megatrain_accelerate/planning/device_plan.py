@@ -193,6 +193,7 @@ class DevicePlan:
         # A plan that fills the memory has no room for a batch that is only a little larger; a mere prediction may wait.
         if not budget_bytes and planned.scaled(_CLEARLY_LARGER).covers(extent):
             return
+        self._runtime.refresh_if_written()
         try:
             batch, outline = self._batch_to_plan_for(model, inputs, seen)
         except torch.OutOfMemoryError:
@@ -311,6 +312,7 @@ class DevicePlan:
         """
         key = self._key(inputs)
         if key not in self._foreseen:
+            self._runtime.refresh_if_written()
             ways = self._ways(model, inputs)
             outline = ways.best()
             self._decide_on_compiling(outline)
@@ -361,7 +363,6 @@ class DevicePlan:
         return self._search_for(outline, int(CERTAIN_SHARE * self._budget_bytes())).everything() is not None
 
     def _ways(self, model: nn.Module, inputs: Mapping[str, Any]) -> WayChoice:
-        self._runtime.refresh_if_written()
         outline = functools.partial(outline_step, model, self._runtime, inputs, self._device)
         ids = inputs.get("input_ids")  # beside which a picture may have a row for each of its patches
         samples = max(rows_of(dict(inputs) if ids is None else ids), default=1)
