@@ -186,7 +186,7 @@ class DevicePlan:
             record, self._resumed = PlanRecord.of_data(self._resumed), None
             self._take_over(model, record)
         extent = BatchExtent.of(inputs)
-        seen, planned = self._made.seen.union(extent), self._made.planned
+        planned = self._made.planned
         if planned.covers(extent):
             return
         budget_bytes = self._budget_bytes()
@@ -194,6 +194,7 @@ class DevicePlan:
         if not budget_bytes and planned.scaled(_CLEARLY_LARGER).covers(extent):
             return
         self._runtime.refresh_if_written()
+        seen = self._made.seen.union(extent)
         try:
             batch, outline = self._batch_to_plan_for(model, inputs, seen)
         except torch.OutOfMemoryError:
