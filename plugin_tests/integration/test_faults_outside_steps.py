@@ -164,7 +164,8 @@ def test_a_refused_registration_is_an_error_with_size_code_and_remedy(monkeypatc
     assert driver.registered == {}
 
 
-def test_a_refused_registration_while_adopting_leaves_the_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("when", ["adopting", "in the first forward"])
+def test_a_refused_registration_leaves_the_plain_model(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The device is said to be a GPU for the registration only.
     model, reference = tiny_model(), tiny_model()
     layer_bytes = sum(2 * p.numel() for p in model.model.layers[0].parameters())
@@ -172,9 +173,23 @@ def test_a_refused_registration_while_adopting_leaves_the_plain_model(monkeypatc
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     from megatrain_accelerate.memory import host_store
 
-    monkeypatch.setattr(host_store, "HostMemory", lambda size, register: HostMemory(size, register=True))
-    with pytest.raises(HostMemoryError, match="refused to page-lock"):
-        attach(model)
+    def registered(size: int, register: bool) -> HostMemory:
+        memory = HostMemory(size, register=True)
+        if when == "adopting":
+            memory.register()
+        return memory
+
+    monkeypatch.setattr(host_store, "HostMemory", registered)
+    if when == "adopting":
+        with pytest.raises(HostMemoryError, match="refused to page-lock"):
+            attach(model)
+    else:
+        engine = attach(model)
+        assert driver.registered == {}, "what moves to the device is never registered"
+        for _ in range(2):
+            with torch.no_grad(), pytest.raises(HostMemoryError, match="refused to page-lock"):
+                model(input_ids=token_batches(1)[0])
+        engine.close()
     assert driver.registered == {}, "everything that was registered must be let go"
     assert engine_of(model) is None
     assert [type(module) for module in model.modules()] == [type(module) for module in reference.modules()]
