@@ -51,7 +51,6 @@ _NOT_PREDICTED = (
     "megatrain_config.keep_layers or device_layers to give them GPU memory"
 )
 
-_STATES = ("residuals", "moments")
 _CLEARLY_LARGER = 1.25
 
 # Compiling changes the numbers that a training gives. So the decision uses fixed estimates and never measured times: the same
@@ -116,7 +115,7 @@ class DevicePlan:
             "gradient_slots": runtime.offloader.device_bytes,
             **self._fixed_bytes_by_kind(),
             "held_layers": runtime.prefetcher.held_bytes,
-            "states": sum(at.bytes_by_kind()[kind] for at in runtime.units if at.is_on_device for kind in _STATES),
+            "states": sum(at.state_bytes for at in runtime.units if at.is_on_device),
             "layers": sum(unit.layout.weight_bytes for unit in layers),
             **({"gradient_residuals": sum_bytes} if sum_bytes else {}),
         }

@@ -15,6 +15,7 @@ from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import HostMemoryError
 from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.optim.fused_step import FusedStep
+from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 
 # ---------------------------------------------------------------------------------------- exceptions in a layer
 
@@ -162,6 +163,36 @@ def test_a_refused_registration_is_an_error_with_size_code_and_remedy(monkeypatc
     assert second.is_registered
     second.close()
     assert driver.registered == {}
+
+
+def test_memory_is_page_locked_when_it_is_first_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver(limit=1 << 40)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    from megatrain_accelerate.memory import host_store
+
+    monkeypatch.setattr(host_store, "HostMemory", lambda size, register: HostMemory(size, register=True))
+    model = tiny_model().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = attach(model)
+    run = Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred"))
+    ids = token_batches(1)[0]
+
+    def locked(kind: str) -> list[bool]:
+        return [unit._memory[kind].is_registered for unit in engine.runtime.units if kind in unit._memory]
+
+    layers, groups = [True] * len(engine.runtime.layers), [False] * len(engine.runtime.groups)
+    assert driver.registered == {}
+    with torch.no_grad():
+        model(input_ids=ids)
+    assert locked("weights") == layers + groups
+    assert locked("gradients") == []
+    run.step(ids)
+    assert all(locked("weights")), "a step of resident groups pushes theirs"
+    assert all(locked("gradients"))
+    assert len(locked("gradients")) == len(engine.runtime.units)
+    engine.runtime.place(range(len(layers)), groups_on_device=True)
+    assert driver.registered == {}
+    engine.close()
 
 
 @pytest.mark.parametrize("when", ["adopting", "in the first forward"])
