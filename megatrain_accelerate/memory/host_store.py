@@ -307,11 +307,6 @@ class HostUnit:
         always = dict.fromkeys(("weights", "gradients", "residuals", "moments"), 0)
         return {**always, **{kind: self._size_of(kind) for kind in self._memory}}
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of residuals and moments that the unit holds now."""
-        return sum(self._size_of(kind) for kind in ("residuals", "moments") if kind in self._memory)
-
     def release(self) -> None:
         """Gives the parameters back to ordinary memory, with their masters' full precision, and lets the store go."""
         for state in self.states:
