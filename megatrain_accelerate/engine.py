@@ -169,7 +169,7 @@ class Engine:
             weakref.finalize(self, self.runtime.worker.close)
             self.device_plan = DevicePlan(self.runtime, config, device, show_plan)
             if training:
-                self._allocate_for_training()
+                self._begin_training()
             moved: dict[int, torch.Tensor] = {}
             for owner in model.modules():
                 for key, buffer in owner._buffers.items():
@@ -188,7 +188,7 @@ class Engine:
         return [driver.optimizer for driver in self.optimizer_drivers if driver.optimizer is not None]
 
     def enable_training(self) -> None:
-        """Makes what gradients need, on the host and on the device. Does nothing the second time.
+        """Gets ready for gradients, on the host and on the device. Does nothing the second time.
 
         Raises ``HostMemoryError`` where it doesn't fit; nothing is allocated then.
         """
@@ -198,14 +198,14 @@ class Engine:
             more["residuals"] = parts["residuals"] - sum(unit.residuals.nbytes for unit in self.runtime.units)
             remedy = settings_that_take_less(self.config, accumulates=False)
             require_host_bytes(sum(more.values()), 0, more, self.config.host_memory_gib, remedy)
-            self._allocate_for_training()
+            self._begin_training()
 
-    def _allocate_for_training(self) -> None:
+    def _begin_training(self) -> None:
         self.training = True
         for unit in self.runtime.units:
             unit.allocate_masters()
-            unit.allocate_gradients()
-        self.runtime.offloader.allocate_slots(self.runtime.gradients_leave, self.config.passes_gradients)
+            unit.promise("gradients")
+        self.runtime.offloader.allocate_slots(self.runtime.gradients_leave)
 
     def _make_logits_wait(self, model: nn.Module) -> None:
         head = find_head(model, (layer.module for layer in self.runtime.layers)) if self.config.tiled_loss else None
@@ -332,6 +332,7 @@ class Engine:
             began = time.perf_counter()
             self.device_plan.follow(model, by_name(model, args, kwargs))
             self.plan_seconds += time.perf_counter() - began
+            self.runtime.offloader.make_places(self.runtime.units)  # of what the plan leaves on the host
         self.runtime.batch_cut.begin((args, kwargs))  # behind the plan, which looks at other batches
         return None
 

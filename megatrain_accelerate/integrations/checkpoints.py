@@ -181,11 +181,14 @@ def checkpoint_bytes(model: nn.Module, optimizer: Any, engine: Engine, save_only
     )
     if save_only_model or optimizer is None:
         return {"weights": weights}
-    entries = {}
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        state = engine.runtime.state_of(parameter)
-        views = {} if state is None or not state.entry.spec.trainable else views_of(state)
-        entries[parameter] = {**optimizer.state.get(parameter, {}), **views}
+    views = {
+        state.parameter: views_of(state, unit.promised_moments(state))
+        for unit in engine.runtime.units
+        for state in unit.states
+        if state.entry.spec.trainable
+    }
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    entries = {parameter: {**optimizer.state.get(parameter, {}), **views.get(parameter, {})} for parameter in parameters}
     return {"weights": weights, "optimizer": saved_bytes(entries, engine.config.host_memory_gib)}
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 import torch
@@ -16,6 +18,22 @@ from megatrain_accelerate.units import GIB, KIB
 
 CONSTANT_OVERHEAD_BYTES = 2 * GIB
 """Host memory outside the store that a plan allows for: the interpreter, torch, CUDA's context and libraries."""
+
+
+class Promising(Protocol):
+    """Who will take host memory later that is counted as taken already."""
+
+    @property
+    def promised_bytes(self) -> int:
+        """What is still to be made."""
+
+
+_promising: weakref.WeakSet[Promising] = weakref.WeakSet()
+
+
+def count_promises_of(who: Promising) -> None:
+    """What ``who`` promises by now, as long as it is alive, isn't available to others."""
+    _promising.add(who)
 
 
 def _read(path: Path) -> str:
@@ -62,18 +80,20 @@ def process_bytes(field: str) -> int:
 
 
 def available_host_bytes(host_memory_gib: float | None = None) -> int:
-    """Bytes that this process may still allocate.
+    """Bytes that this process may still allocate, besides those that its models were promised and haven't made yet.
 
     ``host_memory_gib`` is the user's figure for the whole process; what it holds already is taken off. It
     overrides what the machine reports, since some virtual machines grow their memory as it is used.
     """
+    promised = sum(who.promised_bytes for who in _promising)
     if host_memory_gib is not None:
         # Pages of files that the process maps are cache.
-        return max(0, int(host_memory_gib * GIB) - psutil.Process().memory_info().rss + process_bytes("RssFile"))
+        held = psutil.Process().memory_info().rss - process_bytes("RssFile")
+        return max(0, int(host_memory_gib * GIB) - held - promised)
     available = psutil.virtual_memory().available
     if (cgroup := cgroup_available_bytes()) is not None:
         available = min(available, cgroup)
-    return available // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(0, available // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) - promised)
 
 
 def unused_host_bytes() -> int:

@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
+from megatrain_accelerate.memory.host_limits import count_promises_of
 from megatrain_accelerate.memory.host_memory import DeviceMemory, HostMemory
 from megatrain_accelerate.memory.parameter_state import ParameterState, ParamHandle
 from megatrain_accelerate.optim.device_kernel import StepKernels
@@ -31,6 +32,9 @@ class HostUnit:
     Writers: adoption, the step worker (weights, residuals, moments), the d2h stream or the step worker (gradients),
     and whoever writes to the parameters from outside (``load_state_dict``). Readers: the h2d stream (weights), the
     step worker. :attr:`version` changes whenever a device copy of the weights becomes stale.
+
+    Weights and residuals are made with the unit. Gradients and moments are promised when it is to be trained, and made when
+    they are first needed, where the unit lives by then.
 
     Args:
         parameters: (name, parameter) of the unit, each parameter once, in model order.
@@ -62,6 +66,8 @@ class HostUnit:
         self._moments_dtype = moments_dtype
         self._memory: dict[str, HostMemory | DeviceMemory] = {}
         """By what it holds."""
+        self._promised: set[str] = set()
+        """What memory was promised for, whether it has been made or not."""
         self.layout = FlatLayout(
             ParameterSpec(key, tuple(parameter.shape), dtype, parameter.requires_grad)
             for (key, parameter), dtype in zip(parameters, dtypes, strict=True)
@@ -91,7 +97,6 @@ class HostUnit:
             self.allocate_masters()
         for state in self.states:
             self._adopt(state)
-        weight_memory.register()
 
     def _size_of(self, kind: str) -> int:
         if kind == "moments":
@@ -187,10 +192,28 @@ class HostUnit:
         if self.layout.split_elements and "residuals" not in self._memory:
             self._make("residuals")
 
+    def register_weights(self) -> None:
+        """Page-locks the weights on the host, for copies that nobody waits for. Does nothing the second time."""
+        self._memory["weights"].register()
+
+    def promise(self, kind: str) -> None:
+        """Gradients or moments will come: their memory counts as taken from now on, see :func:`available_host_bytes`."""
+        if self._size_of(kind) and not (kind == "gradients" and self.passes_gradients):
+            self._promised.add(kind)
+            count_promises_of(self)
+
+    def has(self, kind: str) -> bool:
+        """Whether memory of this kind exists or was promised."""
+        return kind in self._memory or kind in self._promised
+
+    @property
+    def promised_bytes(self) -> int:
+        """Host memory that was promised and isn't made yet; none of a unit that lives on the device."""
+        return 0 if self.is_on_device else sum(map(self._size_of, self._promised - self._memory.keys()))
+
     def allocate_gradients(self) -> None:
-        """Makes the gradients' memory, registered. Does nothing if it exists, or if all parameters are frozen."""
-        has_place = self.layout.gradient_bytes and self.device is None and not self.passes_gradients
-        if has_place and "gradients" not in self._memory:
+        """Makes the gradients' memory, registered, if it was promised. Does nothing if it exists, or on the device."""
+        if "gradients" in self._promised and "gradients" not in self._memory and not self.is_on_device:
             self._make("gradients").register()
 
     def allocate_gradient_residuals(self, register: bool = False) -> None:
@@ -209,9 +232,16 @@ class HostUnit:
         return moment_bytes(self.layout.state_elements, self._moments_dtype)
 
     def allocate_moments(self) -> None:
-        """Makes the fused optimizer's moments, zero. Does nothing if they exist."""
+        """Makes the fused optimizer's moments, zero, where the unit lives. Does nothing if they exist."""
         if self.moments is None:
             self._make("moments")
+
+    def promised_moments(self, state: ParameterState) -> Moments | None:
+        """What a parameter's moments will be, without data; None where none were promised."""
+        if "moments" not in self._promised:
+            return None
+        shape, of_dtype = state.entry.spec.shape, self._moments_dtype
+        return moments_within(lambda _, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"), 0, 0, shape, of_dtype)
 
     @property
     def is_on_device(self) -> bool:
@@ -225,18 +255,17 @@ class HostUnit:
             state.handle.note_version()
 
     def move(self, device: torch.device | None, kernels: StepKernels) -> None:
-        """Weights, residuals and moments live on ``device`` from now on, where gradients are autograd's own.
+        """What the unit has lives on ``device`` from now on, where gradients are autograd's own.
 
-        With None they are on the host again, in memory that is made and registered anew, and so are gradients. ``kernels``:
-        those of the new home. Nothing may be pending on the unit: no step, no copy. The parameters' data and gradients move
-        along. If it doesn't fit (``torch.OutOfMemoryError``, ``HostMemoryError``) the unit stays as it was.
+        With None it is on the host again, in memory that is made and registered anew. ``kernels``: those of the new home.
+        Nothing may be pending on the unit: no step, no copy. The parameters' data and gradients move along. If it doesn't
+        fit (``torch.OutOfMemoryError``, ``HostMemoryError``) the unit stays as it was.
         """
         old_memory = self._memory
         gradients = [state.parameter.grad for state in self.states]
         sum_residuals = [state.sum_residual if state.handle.has_fp32_sum else None for state in self.states]
         kinds = [kind for kind in old_memory if kind != "gradients"]
-        had_gradients = "gradients" in old_memory or self.device is not None
-        if device is None and had_gradients and self.layout.gradient_bytes and not self.passes_gradients:
+        if device is None and "gradients" in self._promised and any(gradient is not None for gradient in gradients):
             kinds.append("gradients")
         before, self.device = self.device, device
         made: dict[str, HostMemory | DeviceMemory] = {}
@@ -252,10 +281,7 @@ class HostUnit:
         self._memory, self.kernels = made, kernels
         for kind in {"weights", "residuals", "moments"} & old_memory.keys():
             everything = (0, (self._size_of(kind),), torch.uint8)
-            held = old_memory[kind].tensor(*everything)
-            # Moments before the first step are zero, as new memory is. Looking takes a tenth of the time of the copy.
-            if kind != "moments" or held.is_cuda or bool(held.any()):
-                self._memory[kind].tensor(*everything).copy_(held)
+            self._memory[kind].tensor(*everything).copy_(old_memory[kind].tensor(*everything))
         self.gradients = None
         for state in self.states:
             state.handle.set_gradient(None)
@@ -293,7 +319,7 @@ class HostUnit:
             memory.close()
         self.version += 1
         # The mapping goes with the last view of it.
-        self.states, self._memory = [], {}
+        self.states, self._memory, self._promised = [], {}, set()
         self.weights = self.residuals = torch.empty(0)
         self.gradients = self.gradient_residuals = self.moments = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -126,16 +126,23 @@ class FusedStep(HostStep):
         return optimizer
 
     def hold(self, parameters: Sequence[torch.Tensor]) -> None:
-        """See :meth:`HostStep.hold`; makes moments for those that are new."""
+        """See :meth:`HostStep.hold`; those that are new get moments, with the first step if the optimizer has none of them."""
         new = {id(parameter) for parameter in parameters} - self.parameter_ids
         super().hold(parameters)
         self.runtime.worker.drain()  # another optimizer may have held them
+        self._make_moments({id(p) for p in parameters if id(p) in new and self._optimizer.state.get(p)})
         for unit in self.runtime.units:
             states = [state for state in unit.states if id(state.parameter) in new and state.entry.spec.trainable]
             if states:
-                unit.allocate_moments()
+                unit.promise("moments")
             for state in states:
                 self.import_state(state, self._optimizer.state.pop(state.parameter, None) or {})
+
+    def _make_moments(self, parameters: Collection[int]) -> None:
+        """Makes the moments of units that have none yet and train any of these parameters, given by ``id``."""
+        for unit in self.runtime.units:
+            if unit.moments is None and any(s.row is not None and id(s.parameter) in parameters for s in unit.states):
+                unit.allocate_moments()
 
     def import_state(self, state: ParameterState, values: dict[str, Any]) -> None:
         """Sets a parameter's moments, step and residual from an optimizer's state for it; empty means none yet."""
@@ -212,6 +219,8 @@ class FusedStep(HostStep):
             if self.is_outside(parameter) and not self.is_retired
         }
         own_load({"state": outside, "param_groups": state_dict["param_groups"]})
+        if not self.is_retired:
+            self._make_moments({id(parameter) for key, parameter in self.by_key(optimizer, state_dict) if entries[key]})
         for key, parameter in self.by_key(optimizer, state_dict):
             state, entry = self.runtime.state_of(parameter), entries[key]
             if not self.is_retired and state is not None and state.entry.spec.trainable:
@@ -224,6 +233,8 @@ class FusedStep(HostStep):
         """The unit's moments are other tensors now; what the user put in their place stays for the next step to take."""
         if self.optimizer is None:
             return
+        if unit.is_on_device and any(id(state.parameter) in self.parameter_ids for state in unit.states):
+            unit.allocate_moments()  # before activations take the memory that the plan has for them
         for state in unit.states:
             shown = self._shown.get(id(state.parameter))
             if shown is None:
@@ -314,6 +325,7 @@ class FusedStep(HostStep):
                 self._skipped_in_backward, norm = False, math.nan
         if not self.allows(norm):
             return
+        self._make_moments({id(state.parameter) for state, _ in found})
         entries = [self._entry(optimizer.state, state) for state, _ in found]
         numbers = _next_steps(entries)
         groups = {id(group): group for group in optimizer.param_groups}
@@ -415,6 +427,7 @@ class FusedStep(HostStep):
             for state in layer.unit.states
             if state.parameter.grad is not None and (group := self._group_of.get(id(state.parameter))) is not None
         ]
+        layer.unit.allocate_moments()
         states = self._optimizer.state
         entries = [self._entry(states, state) for state, _ in found]
         steps = [

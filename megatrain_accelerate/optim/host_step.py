@@ -119,6 +119,9 @@ class HostStep:
         self.runtime.worker.raise_if_failed()
         self.runtime.refresh_if_written()
         self.runtime.collect_gradients()
+        # Of gradients that no backward brought there.
+        have_some = (u for u in self.runtime.units if any(state.parameter.grad is not None for state in u.states))
+        self.runtime.offloader.make_places(have_some)
 
     def parameters(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -14,7 +14,7 @@ import torch
 
 from megatrain_accelerate.memory.host_limits import available_host_bytes
 from megatrain_accelerate.memory.parameter_state import ParameterState
-from megatrain_accelerate.optim.moments import FloatMoments, Int8Moments, moment_bytes
+from megatrain_accelerate.optim.moments import FloatMoments, Int8Moments, Moments, moment_bytes
 from megatrain_accelerate.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -26,14 +26,17 @@ _INT8_KEYS = ("exp_avg_int8", "exp_avg_sq_int8", "exp_avg_scale", "exp_avg_sq_sc
 _FLOAT_KEYS = ("exp_avg", "exp_avg_sq")
 
 
-def _keyed(state: ParameterState) -> Iterable[tuple[str, torch.Tensor]]:
-    keys = _INT8_KEYS if isinstance(state.moments, Int8Moments) else _FLOAT_KEYS
-    return zip(keys, state.moments or (), strict=False)  # there may be none
+def _keyed(moments: Moments | None) -> Iterable[tuple[str, torch.Tensor]]:
+    keys = _INT8_KEYS if isinstance(moments, Int8Moments) else _FLOAT_KEYS
+    return zip(keys, moments or (), strict=False)  # there may be none
 
 
-def views_of(state: ParameterState) -> dict[str, Any]:
-    """The store's views of a parameter's moments and residual, by their keys in an optimizer's state."""
-    views: dict[str, Any] = dict(_keyed(state))
+def views_of(state: ParameterState, promised: Moments | None = None) -> dict[str, Any]:
+    """The store's views of a parameter's moments and residual, by their keys in an optimizer's state.
+
+    Where there are no moments, the ``promised`` ones stand for them.
+    """
+    views: dict[str, Any] = dict(_keyed(state.moments or promised))
     return views if state.residual is None else {**views, RESIDUAL_KEY: state.residual}
 
 
@@ -54,7 +57,7 @@ def shows(entry: dict[str, Any], state: ParameterState) -> bool:
     moments = state.moments
     if isinstance(moments, FloatMoments):  # without the loop below, which takes three times as long
         return entry.get("exp_avg") is moments.exp_avg and entry.get("exp_avg_sq") is moments.exp_avg_sq
-    return "exp_avg" not in entry and all(entry.get(key) is view for key, view in _keyed(state))
+    return "exp_avg" not in entry and all(entry.get(key) is view for key, view in _keyed(moments))
 
 
 def take_over(state: ParameterState, values: dict[str, Any]) -> None:

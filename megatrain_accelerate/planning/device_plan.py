@@ -112,6 +112,7 @@ class DevicePlan:
         """Bytes that the engine holds on the device now, by what they hold."""
         runtime = self._runtime
         layers = [layer.unit for layer in runtime.layers if layer.unit.is_on_device]
+        there = [unit for unit in runtime.units if unit.is_on_device]
         # Gradients are summed on the device of all resident parameters, and of units that live there.
         summed = [unit for unit in [*(group.unit for group in runtime.groups), *layers] if unit.gradient_residuals is not None]
         sum_bytes = sum(2 * unit.layout.split_elements for unit in summed)
@@ -120,7 +121,7 @@ class DevicePlan:
             "gradient_slots": runtime.offloader.device_bytes,
             **self._fixed_bytes_by_kind(),
             "held_layers": runtime.prefetcher.held_bytes,
-            "states": sum(2 * at.layout.split_elements + at.moment_bytes for at in runtime.units if at.is_on_device),
+            "states": sum(at.residuals.nbytes + at.moment_bytes * (at.moments is not None) for at in there),
             "layers": sum(unit.layout.weight_bytes for unit in layers),
             **({"gradient_residuals": sum_bytes} if sum_bytes else {}),
         }

@@ -44,6 +44,10 @@ class PartOfUnit:
         """Of all experts; :meth:`pieces` says which bytes are the part's."""
         return self._whole.weights
 
+    def register_weights(self) -> None:
+        """See :meth:`HostUnit.register_weights`."""
+        self._whole.register_weights()
+
     def pieces(self, of_unit: torch.Tensor, of_slot: torch.Tensor, trainable_only: bool) -> list[tuple[torch.Tensor, ...]]:
         """For each parameter, or each that is trained, views of the part's bytes in ``of_unit``, flat weights or gradients of
         all experts, and ``of_slot``, a slot's buffer; both uint8."""

@@ -99,13 +99,13 @@ class Fp32Sums:
                 )
             self._device_kernels = DeviceKernels()
         if not self.is_budgeted:
-            # All that is still to be allocated: the optimizer's moments may come after this.
+            # All that is still to be allocated and wasn't promised: the optimizer may be prepared after this.
             units = [part.unit for part in self._parts if not part.unit.is_on_device]
-            without_gradients = [unit for unit in units if unit.gradients is None and not unit.passes_gradients]
+            without_gradients = [unit for unit in units if not (unit.has("gradients") or unit.passes_gradients)]
             parts = {
                 "gradients": sum(unit.layout.gradient_bytes for unit in without_gradients),
                 "residuals": sum(2 * unit.layout.split_elements - unit.residuals.nbytes for unit in units),
-                "moments": sum(unit.moment_bytes for unit in units if unit.moments is None),
+                "moments": sum(unit.moment_bytes for unit in units if not unit.has("moments")),
                 "gradient_residuals": sum(2 * u.layout.split_elements for u in units if u.gradient_residuals is None),
                 "staging": staging_bytes,
             }

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
-from megatrain_accelerate.memory.host_store import PASSING_BUFFERS
+from megatrain_accelerate.memory.host_limits import count_promises_of
+from megatrain_accelerate.memory.host_store import PASSING_BUFFERS, HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker, Ticket
@@ -46,6 +47,7 @@ class GradientOffloader:
         norms: NormTable,
         sums: Fp32Sums,
         register: bool,
+        passes: bool,
     ) -> None:
         self.streams, self.worker, self.kernels, self.meter = streams, worker, kernels, meter
         self.norms, self.sums = norms, sums
@@ -59,6 +61,7 @@ class GradientOffloader:
         self._largest = max(layout.gradient_bytes for layout in layouts)
         self._most_parameters = max(len(layout.trainable_entries) for layout in layouts)
         self._slot_count = GRADIENT_SLOTS if self._largest else 0
+        self._passes = passes and self._largest > 0
         self.slots: collections.deque[GradientSlot] = collections.deque()
         """In the order in which they are next written."""
         self.takes_gradients = False
@@ -75,16 +78,33 @@ class GradientOffloader:
         """Whether the backward in progress is the last before a step; set from Accelerate's gradient state. Norms are needed
         only then."""
         self.passing: HostBuffers | None = None
-        """For gradients that are consumed in backward."""
+        """For gradients that are consumed in backward; made with the first :meth:`make_places`."""
+        count_promises_of(self)
         self.layer_done_listeners: dict[int, Callable[[StreamedLayer, Callable[[], None]], bool]] = {}
         """Called with a layer and a function that blocks until its gradients are on the host; entered by optimizers whose
         steps may run in backward, by their id. Tells whether the layer was stepped."""
 
-    def allocate_slots(self, needed: bool = True, passes: bool = False) -> None:
+    @property
+    def passes(self) -> bool:
+        """Whether gradients of layers are consumed in backward, and have no places of their own on the host."""
+        return self._passes and self.takes_gradients
+
+    @property
+    def promised_bytes(self) -> int:
+        """Of :attr:`passing`, as long as it isn't made but needed; see :func:`count_promises_of`."""
+        is_missing = self.passes and self.passing is None and self.slots
+        return PASSING_BUFFERS * self._largest_unit if is_missing else 0
+
+    def make_places(self, units: Iterable[HostUnit]) -> None:
+        """Makes the host memory of these units' gradients as far as it is missing and they live there."""
+        for unit in units:
+            unit.allocate_gradients()
+        if self.promised_bytes:
+            self.passing = self._buffers_of(PASSING_BUFFERS, self._largest_unit)
+
+    def allocate_slots(self, needed: bool = True) -> None:
         """Gets ready for gradients. Slots are ``needed`` if any layer's leave the device; else they are given back."""
         self.takes_gradients = True
-        if passes and self.passing is None and self._largest:
-            self.passing = self._buffers_of(PASSING_BUFFERS, self._largest_unit)
         if not needed:
             self.slots.clear()
         elif not self.slots:
@@ -106,7 +126,10 @@ class GradientOffloader:
                 f"{layer.kind} {layer.name} got a gradient but the model was prepared for evaluation only; prepare it with "
                 "accelerator.prepare(model) (evaluation_mode=False) to train it"
             )
-        return UnitGradients(self, layer, rows, parts, is_last) if rows else None
+        if not rows:
+            return None
+        self.make_places([layer.unit])  # where no forward of the whole model has
+        return UnitGradients(self, layer, rows, parts, is_last)
 
     @property
     def slot_bytes(self) -> int:
@@ -145,6 +168,7 @@ class GradientOffloader:
                 continue
             # WAR: a step that is still to be applied reads the gradients of the pass before.
             self.meter.wait_for_step(group.name, group.gate)
+            self.make_places([group.unit])
             copies = [] if state.gradient is None else [(state.gradient, parameter.grad)]
             residual = state.gradient_residual
             if copies and state.handle.has_fp32_sum and residual is not None and state.sum_residual is not None:
@@ -253,7 +277,7 @@ class UnitGradients:
         self.states = [layer.trainable[row] for row in rows]
         # Nothing to add to: they go straight to their place, with norms. So do those that pass.
         is_fresh = len(rows) == len(layer.trainable) and all(state.parameter.grad is None for state in layer.trainable)
-        self._is_fresh = is_fresh or offloader.passing is not None
+        self._is_fresh = is_fresh or offloader.passes
         self._left = parts
         self._target: torch.Tensor | None = None
         self._norms: torch.Tensor | None = None
@@ -314,7 +338,7 @@ class UnitGradients:
                 state.normed = None
         if self._is_last:
             stepped = [listener(self._layer, wait) for listener in offloader.layer_done_listeners.values()]
-            if offloader.passing is not None and not any(stepped):
+            if offloader.passes and not any(stepped):
                 raise not_stepped(self._layer)
 
     def _copy_to_place(self, part: StreamedLayer | ExpertPart, slot: GradientSlot) -> Callable[[], None]:

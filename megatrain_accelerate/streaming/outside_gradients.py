@@ -80,7 +80,7 @@ class OutsideGradients:
         unit, state, gradient = of_unit(), of_state(), arrived[0]
         if unit is None or state is None or gradient is None or gradient.requires_grad:  # of ``create_graph``: autograd's
             return None
-        if self._offloader.passing is not None:
+        if self._offloader.passes:
             raise StateError(
                 f"{unit.name}.{state.name} got a gradient from outside its layer (a penalty on the weights), and "
                 "megatrain_config.host_gradients: passing keeps none to which it could be added; set host_gradients to 'kept' "

@@ -293,6 +293,7 @@ class Prefetcher:
     def _fill(self, slot: WeightSlot, layer: Fetched) -> None:
         slot.move_to(SlotState.FILLED)
         slot.holder = None  # until the copy is issued: an interrupt must not leave a slot that claims to hold it
+        layer.unit.register_weights()  # the first time: what moves to the device before is never registered
         now = time.perf_counter()
         slot.late_ms = 1e3 * (now - self._refused_at.pop(layer.index, now))
         size_bytes = layer.unit.layout.weight_bytes

@@ -86,6 +86,7 @@ class ResidentGroup:
 
     def announce_push(self) -> Any:
         """Called when a step is taken: counts the copies to come; returns the event for :meth:`push_weights`."""
+        self.unit.register_weights()
         readers_finished_event = self._streams.event()
         readers_finished_event.record(self._streams.compute_stream)
         self._meter.counters.h2d_bytes += self.device_bytes

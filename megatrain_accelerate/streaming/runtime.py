@@ -116,6 +116,7 @@ class StreamingRuntime:
             norms=self.norms,
             sums=self.sums,
             register=register,
+            passes=config.passes_gradients,
         )
         # Set by the plan, as indices of layers: those whose activations stay on the device, or go to the host, instead of
         # being recomputed; and of those that are recomputed, whose inputs go to the host, and whose attention is kept.

@@ -180,9 +180,13 @@ def test_layers_are_kept_up_to_the_budget_and_fewer_for_a_larger_batch(monkeypat
 
 
 def test_host_buffers_are_registered_and_exact() -> None:
-    engine = attach(tiny_model(), device="cuda")
+    model = tiny_model()
+    engine = attach(model, device="cuda")
+    ids = token_batches(1)[0].cuda()
+    model(input_ids=ids, labels=ids).loss.backward()
+    for layer in engine.runtime.layers:
+        assert layer.unit.weights.is_pinned()
     for unit in engine.runtime.units:
-        assert unit.weights.is_pinned()
         assert unit.gradients is not None
         assert unit.gradients.is_pinned()
     engine.close()

@@ -15,6 +15,7 @@ from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import HostMemoryError
 from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.optim.fused_step import FusedStep
+from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 
 # ---------------------------------------------------------------------------------------- exceptions in a layer
 
@@ -164,7 +165,38 @@ def test_a_refused_registration_is_an_error_with_size_code_and_remedy(monkeypatc
     assert driver.registered == {}
 
 
-def test_a_refused_registration_while_adopting_leaves_the_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_page_locked_when_it_is_first_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver(limit=1 << 40)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    from megatrain_accelerate.memory import host_store
+
+    monkeypatch.setattr(host_store, "HostMemory", lambda size, register: HostMemory(size, register=True))
+    model = tiny_model().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = attach(model)
+    run = Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred"))
+    ids = token_batches(1)[0]
+
+    def locked(kind: str) -> list[bool]:
+        return [unit._memory[kind].is_registered for unit in engine.runtime.units if kind in unit._memory]
+
+    layers, groups = [True] * len(engine.runtime.layers), [False] * len(engine.runtime.groups)
+    assert driver.registered == {}
+    with torch.no_grad():
+        model(input_ids=ids)
+    assert locked("weights") == layers + groups
+    assert locked("gradients") == []
+    run.step(ids)
+    assert all(locked("weights")), "a step of resident groups pushes theirs"
+    assert all(locked("gradients"))
+    assert len(locked("gradients")) == len(engine.runtime.units)
+    engine.runtime.place(range(len(layers)), groups_on_device=True)
+    assert driver.registered == {}
+    engine.close()
+
+
+@pytest.mark.parametrize("when", ["adopting", "in the first forward"])
+def test_a_refused_registration_leaves_the_plain_model(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The device is said to be a GPU for the registration only.
     model, reference = tiny_model(), tiny_model()
     layer_bytes = sum(2 * p.numel() for p in model.model.layers[0].parameters())
@@ -172,9 +204,23 @@ def test_a_refused_registration_while_adopting_leaves_the_plain_model(monkeypatc
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     from megatrain_accelerate.memory import host_store
 
-    monkeypatch.setattr(host_store, "HostMemory", lambda size, register: HostMemory(size, register=True))
-    with pytest.raises(HostMemoryError, match="refused to page-lock"):
-        attach(model)
+    def registered(size: int, register: bool) -> HostMemory:
+        memory = HostMemory(size, register=True)
+        if when == "adopting":
+            memory.register()
+        return memory
+
+    monkeypatch.setattr(host_store, "HostMemory", registered)
+    if when == "adopting":
+        with pytest.raises(HostMemoryError, match="refused to page-lock"):
+            attach(model)
+    else:
+        engine = attach(model)
+        assert driver.registered == {}, "what moves to the device is never registered"
+        for _ in range(2):
+            with torch.no_grad(), pytest.raises(HostMemoryError, match="refused to page-lock"):
+                model(input_ids=token_batches(1)[0])
+        engine.close()
     assert driver.registered == {}, "everything that was registered must be let go"
     assert engine_of(model) is None
     assert [type(module) for module in model.modules()] == [type(module) for module in reference.modules()]

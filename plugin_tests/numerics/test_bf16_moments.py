@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_runs import attach
+from engine_runs import Training, attach
 from moment_runs import CSRC, arguments, assert_same_masters, lines_in_wide_vectors, losses, rounding_bits
 from plain_torch import tiny_model, token_batches
 from trainer_runs import run_trainer, tiny_llama
@@ -160,7 +160,8 @@ def test_a_trained_parameter_takes_4_bytes_less(bf16: bool, bytes_each: int, mon
     )
     model = tiny_model(hidden_size=128, intermediate_size=352)
     engine = attach(model, bf16=bf16, moments_dtype="bf16")
-    adopt_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), engine.runtime, "deferred")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred")).step(token_batches(1)[0])
     held = engine.host_bytes_by_kind()
     assert held == planned[0]
     assert sum(held.values()) == pytest.approx(bytes_each * sum(p.numel() for p in model.parameters()), rel=0.02)

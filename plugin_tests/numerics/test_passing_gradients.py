@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import attach, train_streamed
+from engine_runs import Training, attach, train_streamed
 from plain_torch import PlainRun, tiny_model, token_batches, train_bf16_with_masters
 from torch import nn
 from trainer_runs import assert_same_run, run_trainer, tiny_llama
@@ -110,7 +110,10 @@ def test_layers_take_12_bytes_a_parameter_and_the_plan_knows_it(training: bool, 
     engine = attach(model, host_gradients="passing", training=training)
     if not training:
         engine.enable_training()
-    adopt_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), engine.runtime, "backward")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    run = Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "backward"))
+    assert engine.host_bytes_by_kind()["gradients"] == 0
+    run.step(token_batches(1)[0])
     held = engine.host_bytes_by_kind()
     assert planned[-1]["gradients"] == pytest.approx(held["gradients"], abs=PASSING_BUFFERS * 4096)  # whole pages
     in_layers = [layer.unit.layout for layer in engine.runtime.layers]

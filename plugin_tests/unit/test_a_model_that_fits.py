@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import Training, attach
+from engine_runs import Training, assert_equal_states, attach
 from plain_torch import tiny_model, token_batches
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
+from megatrain_accelerate.memory import host_store
+from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.streaming.graph_call import GraphCall
 
@@ -119,3 +121,122 @@ def test_a_backward_goes_on_behind_a_step_of_other_weights_of_the_layer(fitting:
     loss.backward(retain_graph=True)
     optimizer.step()
     loss.backward()
+
+
+# ---------------------------------------------------------------------------------------- where its memory is made
+
+
+def started(schedule: str = "deferred", **settings: Any) -> Training:
+    model = tiny_model().train()
+    engine = attach(model, compile_layers=False, **settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, schedule))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "settings"),
+    [("deferred", {}), ("backward", {}), ("deferred", {"moments_dtype": "bf16"}), ("backward", {"host_gradients": "passing"})],
+    ids=str,
+)
+def test_what_training_adds_is_never_made_on_the_host(
+    schedule: str, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[HostMemory] = []
+
+    def note(size: int, register: bool) -> HostMemory:
+        made.append(HostMemory(size, register=register))
+        return made[-1]
+
+    monkeypatch.setattr(host_store, "HostMemory", note)
+    monkeypatch.setattr("megatrain_accelerate.streaming.gradient_buffers.HostMemory", note)
+    run = started(schedule, device_layers="auto", gpu_memory_gib=1.0, **settings)
+    assert len(made) == 2 * len(run.engine.runtime.units), "weights and residuals"
+    streamed = started(schedule, **settings)
+    del made[:]
+    for ids in token_batches(3):
+        loss = run.step(ids)
+        assert not any(run.engine.host_bytes_by_kind().values())
+        assert not made
+        assert loss == streamed.step(ids)
+        made.clear()
+    assert len(run.engine.device_plan.placement.on_device) == 4
+    assert_equal_states(run.state(), streamed.state())
+
+
+def test_an_evaluation_before_the_first_step_makes_nothing_that_training_needs() -> None:
+    settings = {"device_layers": "auto", "gpu_memory_gib": 1.0}
+    run, other = started(**settings), started(**settings)
+    with torch.no_grad():
+        run.model.eval()(input_ids=IDS)
+    run.model.train()
+    held = run.engine.host_bytes_by_kind()
+    assert held["weights"]
+    assert held["gradients"] == held["moments"] == 0
+    for ids in token_batches(2):
+        assert run.step(ids) == other.step(ids)
+    assert_equal_states(run.state(), other.state())
+
+
+def test_states_that_were_loaded_move_to_the_device_with_their_units() -> None:
+    batches = token_batches(4)
+    before, after, other = started(), started(device_layers="auto", gpu_memory_gib=1.0), started()
+    for ids in batches[:2]:
+        before.step(ids)
+        other.step(ids)
+    before.engine.drain()
+    after.model.load_state_dict(before.model.state_dict())
+    after.optimizer.load_state_dict(before.optimizer.state_dict())
+    assert after.engine.host_bytes_by_kind()["moments"]
+    for ids in batches[2:]:
+        assert after.step(ids) == other.step(ids)
+    assert not any(after.engine.host_bytes_by_kind().values())
+    assert_equal_states(after.state(), other.state())
+
+
+@pytest.mark.parametrize("use", ["layer", "part of a layer", "gradients by hand"])
+def test_a_training_that_never_calls_the_model_itself_has_its_memory_too(use: str) -> None:
+    states = []
+    for made_before in (True, False):
+        run = started()
+        if made_before:
+            for unit in run.engine.runtime.units:
+                unit.allocate_gradients()
+                unit.allocate_moments()
+        base = run.model.model
+        hidden = torch.randn(1, 4, base.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+        for _ in range(3):
+            if use == "layer":
+                positions = torch.arange(4)[None]
+                output = base.layers[1](hidden, position_embeddings=base.rotary_emb(hidden, positions))
+                (output[0] if isinstance(output, tuple) else output).float().square().mean().backward()
+            elif use == "part of a layer":
+                base.layers[1].mlp.up_proj.weight.float().square().mean().backward()
+                base.norm(hidden).float().square().mean().backward()
+            else:
+                for parameter in run.model.parameters():
+                    parameter.grad = torch.full_like(parameter, 1e-3)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        run.engine.drain()
+        weights = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+        states.append(weights | {"moments": torch.tensor([unit.moments is not None for unit in run.engine.runtime.units])})
+    assert any(not torch.equal(weight, states[0][name]) for name, weight in tiny_model().bfloat16().named_parameters())
+    states[0]["moments"] = states[1]["moments"]
+    assert_equal_states(*states)
+    assert bool(states[1]["moments"].all()) == (use == "gradients by hand"), "only what is stepped has moments"
+
+
+def test_units_that_come_back_to_the_host_bring_what_they_have() -> None:
+    run, still = started(device_layers="auto", gpu_memory_gib=1.0), started()
+    batches = token_batches(3)
+    assert run.step(batches[0]) == still.step(batches[0])
+    for each in (run, still):
+        each.model(input_ids=batches[1], labels=batches[1]).loss.backward()
+    run.engine.runtime.keep_states_on_host()
+    held = run.engine.host_bytes_by_kind()
+    assert held["moments"]
+    assert held["gradients"], "there are some"
+    for each in (run, still):
+        each.optimizer.step()
+        each.optimizer.zero_grad()
+    assert_equal_states(run.state(), still.state())

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+import types
+import weakref
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from engine_runs import attach
+from engine_runs import Training, attach
 from flat_settings import nested
 from fresh_process import run_test_file
-from plain_torch import tiny_model
+from plain_torch import tiny_model, token_batches
 from process_memory import PeakMemory, anonymous_bytes, file_bytes
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -56,6 +58,9 @@ def measure(checkpoint: Path, precision: str, source: str) -> dict[str, int]:
         engine.enable_training()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         adopt_optimizer(optimizer, engine.runtime, "deferred")
+        for unit in engine.runtime.units:  # as the first step does
+            unit.allocate_gradients()
+            unit.allocate_moments()
     return {
         "loaded": loaded - before_load,
         "model": sum(4 * parameter.numel() for parameter in model.parameters()),
@@ -114,7 +119,11 @@ def test_a_trained_parameter_takes_14_bytes_in_bf16_and_16_in_fp32(bf16: bool, b
     model = tiny_model(hidden_size=128, intermediate_size=352)
     count = sum(parameter.numel() for parameter in model.parameters())
     engine = attach(model, bf16=bf16)
-    adopt_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), engine.runtime, "deferred")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    run = Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred"))
+    before = engine.host_bytes_by_kind()
+    assert before["gradients"] == before["moments"] == 0, "they are made when they are needed"
+    run.step(token_batches(1)[0])
     held = engine.host_bytes_by_kind()
     size = 2 if bf16 else 4
     each = {"weights": size, "gradients": size, "residuals": 2 if bf16 else 0, "moments": 8}
@@ -130,7 +139,8 @@ def test_a_frozen_parameter_takes_its_weight_only(bf16: bool, bytes_each: int) -
     model.model.norm.requires_grad_(True)
     frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
     engine = attach(model, bf16=bf16)
-    adopt_optimizer(torch.optim.AdamW(model.model.norm.parameters(), lr=1e-3), engine.runtime, "deferred")
+    optimizer = torch.optim.AdamW(model.model.norm.parameters(), lr=1e-3)
+    Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred")).step(token_batches(1)[0])
     norm = ALIGNMENT_ELEMENTS
     held = engine.host_bytes_by_kind()
     assert bytes_each * frozen <= held["weights"] <= bytes_each * (frozen + padding_elements(model))
@@ -152,7 +162,8 @@ def test_the_store_takes_what_was_planned(bf16: bool, training: bool, monkeypatc
     engine = attach(model, bf16=bf16, training=training)
     if training:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        adopt_optimizer(torch.optim.AdamW(trained, lr=1e-3), engine.runtime, "deferred")
+        optimizer = torch.optim.AdamW(trained, lr=1e-3)
+        Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred")).step(token_batches(1)[0])
     assert planned[0] == engine.host_bytes_by_kind()
     engine.close()
 
@@ -215,6 +226,13 @@ def test_a_cgroup_over_its_limit_has_nothing_free(tmp_path: Path) -> None:
     assert cgroup_available_bytes(root, membership(tmp_path, "0::/\n")) == 0
 
 
+@pytest.fixture
+def nothing_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that other tests left don't count."""
+    monkeypatch.setattr(host_limits, "_promising", weakref.WeakSet())
+
+
+@pytest.mark.usefixtures("nothing_promised")
 def test_the_cgroup_bounds_what_the_machine_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = psutil.virtual_memory().available
     monkeypatch.setattr(host_limits, "cgroup_available_bytes", lambda: 123 * MIB)
@@ -227,11 +245,47 @@ def test_the_cgroup_bounds_what_the_machine_reports(monkeypatch: pytest.MonkeyPa
     assert available_host_bytes() == pytest.approx(machine, rel=0.2)
 
 
+@pytest.mark.usefixtures("nothing_promised")
 def test_the_users_figure_overrides_what_the_machine_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_limits, "cgroup_available_bytes", lambda: 0)
     held = psutil.Process().memory_info().rss - file_bytes()  # without pages of files, which are cache
     assert available_host_bytes(1000.0) == pytest.approx(1000 * GIB - held, abs=8 * MIB)
     assert available_host_bytes(0.001) == 0
+
+
+@pytest.mark.usefixtures("nothing_promised")
+@pytest.mark.parametrize("settings", [{}, {"moments_dtype": "int8"}, {"host_gradients": "passing"}], ids=str)
+def test_what_a_model_will_take_is_available_to_nobody_else(settings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_limits, "cgroup_available_bytes", lambda **_: None)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=1000 * GIB, free=1000 * GIB))
+    model = tiny_model()
+    engine = attach(model, training=False, **settings)
+    promised = lambda: 1000 * GIB - available_host_bytes()  # noqa: E731
+    assert promised() == 0
+    engine.enable_training()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    gradients = promised()
+    assert gradients
+    passes = "host_gradients" in settings
+    driver = adopt_optimizer(optimizer, engine.runtime, "backward" if passes else "deferred")
+    moments = promised() - gradients
+    with torch.no_grad():
+        model(input_ids=token_batches(1)[0])
+    assert promised() == gradients + moments
+    model.train()(input_ids=token_batches(1)[0])
+    assert promised() == moments
+    Training(model, engine, optimizer, driver).step(token_batches(1)[0])
+    assert promised() == 0
+    held = engine.host_bytes_by_kind()
+    assert gradients == pytest.approx(held["gradients"], abs=3 * 4096)  # whole pages
+    assert moments == held["moments"]
+    engine.runtime.place((0,), groups_on_device=False)
+    assert promised() == 0
+    engine.runtime.place((), groups_on_device=False)
+    layer = engine.runtime.layers[0].unit
+    assert promised() == (0 if passes else layer.layout.gradient_bytes)
+    engine.close()
+    assert promised() == 0
 
 
 def test_a_run_that_just_fits_is_accepted_and_one_byte_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

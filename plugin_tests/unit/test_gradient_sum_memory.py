@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from accelerate import Accelerator
-from engine_runs import attach
+from engine_runs import Training, attach
 from plain_torch import tiny_model, token_batches
 from torch import nn
 
@@ -43,7 +43,8 @@ def padding_elements(model: nn.Module) -> int:
 @pytest.mark.parametrize(("dtype", "bytes_each"), [("fp32", 16), ("bf16", 14)])
 def test_a_parameter_takes_16_bytes_while_gradients_are_summed_in_fp32(model: nn.Module, dtype: str, bytes_each: int) -> None:
     engine = attach(model, accumulation_dtype=dtype)
-    adopt_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), engine.runtime, "deferred")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred")).step(token_batches(1)[0])
     count = count_of(model)
     assert sum(engine.host_bytes_by_kind().values()) <= 14 * (count + padding_elements(model)), "nothing before it is needed"
     engine.expect_accumulation(1)
@@ -80,10 +81,12 @@ def test_a_run_that_will_accumulate_counts_the_sums_before_anything_is_allocated
     )
     config = MegatrainConfig.from_mapping({"placement": {"device_layers": 0}})
     engine = Engine(model, torch.device("cpu"), config, bf16=True, training=True, accumulates=True, show_progress=False)
-    adopt_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), engine.runtime, "deferred")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    run = Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred"))
     # What was counted once isn't refused later, when the machine has less free because of what was allocated since.
     monkeypatch.setattr("megatrain_accelerate.memory.host_limits.available_host_bytes", lambda limit: 0)
     engine.expect_accumulation(4)
+    run.step(token_batches(1)[0])
     assert planned[0]["gradient_residuals"] > 0
     assert planned[0] == engine.host_bytes_by_kind()
     engine.close()

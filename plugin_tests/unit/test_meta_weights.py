@@ -47,6 +47,7 @@ def measure() -> dict[str, int]:
     model = empty_model(**LARGE, num_hidden_layers=6).to(torch.bfloat16)
     with PeakMemory() as peak:
         engine = attach(model)
+        engine.runtime.offloader.make_places(engine.runtime.units)
     held = engine.host_bytes_by_kind()
     return {
         "peak": peak.growth,

@@ -298,6 +298,7 @@ def peaks(**settings: object) -> tuple[int, int]:
     predicted = peak_bytes(outline, sizes, placement) - sizes.slot_bytes - sizes.gradient_slot_bytes
     runtime = engine.runtime
     engine.device_plan.follow(model, {"input_ids": ids, "labels": ids})  # not while it is measured
+    runtime.offloader.make_places(runtime.units)
     runtime.gradient_sums.begin(runtime.layers[0].unit.layout)
     assert runtime.gradient_sums._buffer is not None
     present = [slot.buffer for slot in [*runtime.prefetcher.slots, *runtime.offloader.slots]]
