@@ -105,6 +105,8 @@ def _refuse_written(unit: HostUnit, versions: list[tuple[ParameterState, int, in
 class FusedStep(HostStep):
     """Adam and AdamW by the fused kernel: deferred, serial, or in backward (``config.step_schedule``)."""
 
+    works_on_host = False
+
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> None:
         self._is_adamw = isinstance(optimizer, AdamW)
         self._shown: dict[int, dict[str, int]] = {}
@@ -113,7 +115,6 @@ class FusedStep(HostStep):
         self._group_of: dict[int, dict[str, Any]] = {}
         self._stepped_in_backward: dict[int, AdamArguments] = {}
         self._skipped_in_backward = False
-        runtime.moved_listeners[id(self)] = self._unit_moved
         # Views of an earlier engine's store would keep all of it.
         idle = [p for p in self.parameters(optimizer) if not runtime.trains(p) and id(p) in self._trained_before]
         own_copies([optimizer.state.get(parameter) for parameter in idle], runtime.config.host_memory_gib)
@@ -159,11 +160,6 @@ class FusedStep(HostStep):
         ``serial``; and by ``then`` from the next :meth:`step` on, if it is another.
         """
         self.schedule, self._then = schedule, then
-        listeners = self.runtime.offloader.layer_done_listeners
-        if schedule == "backward":
-            listeners[id(self)] = self._layer_done
-        else:
-            listeners.pop(id(self), None)
 
     @property
     def steps_in_backward(self) -> bool:
@@ -172,8 +168,6 @@ class FusedStep(HostStep):
 
     def retire(self, why: str, copies: bool = False) -> None:
         super().retire(why, copies)
-        self.set_schedule("deferred")
-        self.runtime.moved_listeners.pop(id(self), None)
         if (optimizer := self.optimizer) is None:
             return
         entries = [entry for parameter, entry in optimizer.state.items() if id(parameter) in self.parameter_ids]
@@ -220,8 +214,8 @@ class FusedStep(HostStep):
                 # A parameter that is frozen now waits to be trained again.
                 optimizer.state[parameter] = dict(entry)
 
-    def _unit_moved(self, unit: HostUnit) -> None:
-        """The unit's moments are other tensors now; what the user put in their place stays for the next step to take."""
+    def unit_moved(self, unit: HostUnit) -> None:
+        """Shows the unit's moments where they are now; what the user put in their place stays for the next step to take."""
         if self.optimizer is None:
             return
         for state in unit.states:
@@ -392,12 +386,11 @@ class FusedStep(HostStep):
                     "step(), or set megatrain_config.step_schedule to 'deferred' (and host_gradients to 'kept')"
                 )
 
-    def _layer_done(self, layer: StreamedLayer, wait: Callable[[], None]) -> bool:
-        """A layer's gradients are on their way to the host: steps it now if this backward is the last before the step.
-
-        Tells whether it did.
-        """
-        if self.optimizer is None or layer.unit.is_on_device or not self.runtime.may_step_in_backward(layer):
+    def layer_done(self, layer: StreamedLayer, wait: Callable[[], None]) -> bool:
+        """Steps the layer under the schedule ``backward``, if this backward is the last before the step."""
+        if self.schedule != "backward" or self.optimizer is None:
+            return False
+        if layer.unit.is_on_device or not self.runtime.may_step_in_backward(layer):
             return False
         if any(state.has_foreign_gradient for state in layer.unit.states):
             return False  # added to a script's own tensor: step() brings it into its place

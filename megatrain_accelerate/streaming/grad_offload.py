@@ -28,6 +28,7 @@ from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter, UpdateGate, named_range
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.streams import GradientSlot, Streams
+from megatrain_accelerate.streaming.unit_stepper import UnitStepper
 
 
 class GradientOffloader:
@@ -44,10 +45,11 @@ class GradientOffloader:
         meter: Meter,
         norms: NormTable,
         sums: Fp32Sums,
+        steppers: Sequence[UnitStepper],
         register: bool,
     ) -> None:
         self.streams, self.worker, self.kernels, self.meter = streams, worker, kernels, meter
-        self.norms, self.sums = norms, sums
+        self.norms, self.sums, self.steppers = norms, sums, steppers
         self._buffers_of = functools.partial(HostBuffers, register=register, meter=meter)
         layouts = [layer.unit.layout for layer in layers]
         experts = [whole for layer in layers for whole in layer.experts]
@@ -75,9 +77,6 @@ class GradientOffloader:
         only then."""
         self.passing: HostBuffers | None = None
         """For gradients that are consumed in backward."""
-        self.layer_done_listeners: dict[int, Callable[[StreamedLayer, Callable[[], None]], bool]] = {}
-        """Called with a layer and a function that blocks until its gradients are on the host; entered by optimizers whose
-        steps may run in backward, by their id. Tells whether the layer was stepped."""
 
     def allocate_slots(self, needed: bool = True, passes: bool = False) -> None:
         """Gets ready for gradients. Slots are ``needed`` if any layer's leave the device; else they are given back."""
@@ -312,7 +311,7 @@ class UnitGradients:
             else:
                 state.normed = None
         if self._is_last:
-            stepped = [listener(self._layer, wait) for listener in offloader.layer_done_listeners.values()]
+            stepped = [stepper.layer_done(self._layer, wait) for stepper in offloader.steppers]
             if offloader.passing is not None and not any(stepped):
                 raise not_stepped(self._layer)
 
