@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -38,12 +37,12 @@ UNFUSED_OPTIONS = ("amsgrad", "differentiable")
 """Options of a group of Adam or AdamW that the fused kernel hasn't."""
 
 
-# One object for all parameters that share their settings.
-_shared_arguments = functools.lru_cache(maxsize=256)(AdamArguments)
+Step = tuple[ParameterState, AdamArguments]
+"""A parameter and the constants with which it is stepped."""
 
 
 def _adam_arguments(group: dict[str, Any], step: int, clip_factor: float, is_adamw: bool) -> AdamArguments:
-    return _shared_arguments(
+    return AdamArguments(
         lr=float(group["lr"]),
         beta1=float(group["betas"][0]),
         beta2=float(group["betas"][1]),
@@ -246,11 +245,24 @@ class FusedStep(HostStep):
             self._show(entry, state)
         return entry
 
+    def _steps(
+        self, found: Iterable[tuple[ParameterState, dict[str, Any]]], numbers: Iterable[int], factors: dict[int, float]
+    ) -> list[Step]:
+        """The steps of these numbers, of parameters with their groups; one object has the constants of all that share them."""
+        shared: dict[tuple[int, int, float], AdamArguments] = {}
+        steps = []
+        for (state, group), number in zip(found, numbers, strict=True):
+            factor = factors.get(id(state.parameter), 1.0)
+            if (key := (id(group), number, factor)) not in shared:
+                shared[key] = _adam_arguments(group, number, factor, self._is_adamw)
+            steps.append((state, shared[key]))
+        return steps
+
     def _submit(
         self,
         unit: HostUnit,
         group: ResidentGroup | None,
-        steps: list[tuple[ParameterState, AdamArguments]],
+        steps: list[Step],
         before: Callable[[], bool] | None = None,
         experts: ExpertRange | None = None,
     ) -> Any:
@@ -309,26 +321,14 @@ class FusedStep(HostStep):
         if not self.allows(norm):
             return
         entries = [self._entry(optimizer.state, state) for state, _ in found]
-        numbers = _next_steps(entries)
-        groups = {id(group): group for group in optimizer.param_groups}
-        by_parameter = {
-            id(state.parameter): (id(group), number) for (state, group), number in zip(found, numbers, strict=True)
-        }
+        all_steps = {id(step[0]): step for step in self._steps(found, _next_steps(entries), factors)}
 
-        @functools.cache  # most parameters share theirs
-        def arguments(group: int, number: int, factor: float) -> AdamArguments:
-            return _adam_arguments(groups[group], number, factor, self._is_adamw)
-
-        def settings(unit: HostUnit) -> list[tuple[ParameterState, AdamArguments]]:
-            return [
-                (state, arguments(*at, factors.get(id(state.parameter), 1.0)))
-                for state in unit.states
-                if (at := by_parameter.get(id(state.parameter))) is not None
-            ]
+        def steps_of(unit: HostUnit) -> list[Step]:
+            return [step for state in unit.states if (step := all_steps.get(id(state))) is not None]
 
         # The device's part first, since the device is idle until then; the worker has until the next forward.
         try:
-            on_device = [(unit, steps) for unit in runtime.units if unit.is_on_device and (steps := settings(unit))]
+            on_device = [(unit, steps) for unit in runtime.units if unit.is_on_device and (steps := steps_of(unit))]
             if on_device:
                 step_on_device([step for _, steps in on_device for step in steps], on_device[0][0].kernels)
             for unit, steps in on_device:
@@ -337,7 +337,7 @@ class FusedStep(HostStep):
             runtime.worker.fail(error)
             raise
         for unit, resident, pieces in runtime.in_forward_order():
-            if not unit.is_on_device and (steps := settings(unit)):
+            if not unit.is_on_device and (steps := steps_of(unit)):
                 for gate, experts in pieces:
                     gate.close_until(self._submit(unit, resident, steps, experts=experts))
         _count_up(entries)
@@ -367,10 +367,10 @@ class FusedStep(HostStep):
         """Steps taken in backward must be the ones that ``step()`` would have taken."""
         with self.runtime.meter.blocked_by(Cause.HOST_STEP):
             self.runtime.worker.drain()
-        for state, group in found:
-            used = done.get(id(state.parameter))
-            if used is None:
-                continue
+        stepped = [(state, group) for state, group in found if id(state.parameter) in done]
+        used = [done[id(state.parameter)] for state, _ in stepped]
+        wanted = self._steps(stepped, (arguments.step for arguments in used), factors)
+        for (state, arguments), arguments_then in zip(wanted, used, strict=True):
             entry = self._optimizer.state.get(state.parameter)
             if not entry or not shows(entry, state):
                 raise StateError(
@@ -378,8 +378,8 @@ class FusedStep(HostStep):
                     "backward already, since max_grad_norm is 0; do it after step(), or set megatrain_config.step_schedule to "
                     "'deferred' (and host_gradients to 'kept')"
                 )
-            factor = factors.get(id(state.parameter), 1.0)
-            if used != _adam_arguments(group, used.step, factor, self._is_adamw):
+            if arguments_then != arguments:
+                factor = arguments.clip_factor
                 what = "the optimizer's settings had changed" if factor == 1.0 else f"gradients were clipped (by {factor:.3g})"
                 raise StateError(
                     f"layers were stepped in backward, but at step() {what}; set max_grad_norm to 0 and change settings after "
@@ -410,10 +410,7 @@ class FusedStep(HostStep):
         ]
         states = self._optimizer.state
         entries = [self._entry(states, state) for state, _ in found]
-        steps = [
-            (state, _adam_arguments(group, number, 1.0, self._is_adamw))
-            for (state, group), number in zip(found, _next_steps(entries), strict=True)
-        ]
+        steps = self._steps(found, _next_steps(entries), {})
         _count_up(entries)
         rows = [state.row for state, _ in steps]
 

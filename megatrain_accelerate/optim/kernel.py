@@ -96,8 +96,8 @@ class AdamArguments:
         """32 bits, another number at each step: what the stochastic rounding of bf16 moments begins with."""
         return (self.step * 0x9E3779B9 + 0x7F4A7C15) & 0xFFFFFFFF
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - frozen, small, and asked for by every parameter of a step
-    def to_constants(self) -> AdamConstants:
+    @functools.cached_property
+    def constants(self) -> AdamConstants:
         """The scalars of the loop, in double precision in the order of ``torch/optim/adam.py``, then rounded once."""
         bias_correction1 = 1 - self.beta1**self.step
         bias_correction2 = 1 - self.beta2**self.step
@@ -209,7 +209,7 @@ class HostKernels:
             "adamw",
             *scales,
             8 * exp_avg.itemsize,
-            arguments.to_constants(),
+            arguments.constants,
             first_element & 0xFFFFFFFF,
             arguments.rounding_seed,
             weight=(weight, dtype),
