@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -113,7 +112,6 @@ class FusedStep(HostStep):
         super().__init__(optimizer, runtime)
         self._group_of: dict[int, dict[str, Any]] = {}
         self._stepped_in_backward: dict[int, AdamArguments] = {}
-        self._skipped_in_backward = False
         # Views of an earlier engine's store would keep all of it.
         idle = [p for p in self.parameters(optimizer) if not runtime.trains(p) and id(p) in self._trained_before]
         own_copies([optimizer.state.get(parameter) for parameter in idle], runtime.config.host_memory_gib)
@@ -182,7 +180,6 @@ class FusedStep(HostStep):
         """
         count = len(self._stepped_in_backward)
         self._stepped_in_backward = {}
-        self._skipped_in_backward = False
         return count
 
     def saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -316,8 +313,6 @@ class FusedStep(HostStep):
         if done:
             self._check_stepped_in_backward(found, factors, done)
             found = [(state, group) for state, group in found if id(state.parameter) not in done]
-            if self._skipped_in_backward:
-                self._skipped_in_backward, norm = False, math.nan
         if not self.allows(norm):
             return
         entries = [self._entry(optimizer.state, state) for state, _ in found]
@@ -417,8 +412,7 @@ class FusedStep(HostStep):
         def gradients_are_finite() -> bool:
             wait()
             finite = bool(self.runtime.norms.norms[torch.tensor(rows)].isfinite().all())
-            if not finite:
-                self._skipped_in_backward = True
+            if not finite:  # step() finds the norm of all gradients so, too
                 for entry in entries:
                     entry["step"] -= 1
             return finite
