@@ -103,7 +103,6 @@ class Engine:
         self.config = config
         self.device = device
         self.bf16 = bf16
-        self.optimizer_drivers: list[HostStep] = []
         self._freed_bytes = freed_bytes
         self._handles: list[Any] = []
         self._tiled_head: TiledHead | None = None
@@ -181,6 +180,11 @@ class Engine:
             self._give_back(layers, groups)
             raise
         _engines[model] = _attached[id(self)] = self
+
+    @property
+    def optimizer_drivers(self) -> list[HostStep]:
+        """What steps the model's parameters."""
+        return [stepper for stepper in self.runtime.steppers if isinstance(stepper, HostStep)]
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

@@ -308,9 +308,7 @@ def _adopt(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
     for earlier in engine.optimizer_drivers:
         if earlier.parameter_ids & ids:
             earlier.retire(TAKEN_OVER, copies=earlier.optimizer is not optimizer)
-    driver = adopt_optimizer(optimizer, engine.runtime, schedule)
-    kept = [other for other in engine.optimizer_drivers if not other.parameter_ids & ids]
-    engine.optimizer_drivers = [*kept, driver]
+    adopt_optimizer(optimizer, engine.runtime, schedule)
     trace_if_asked(optimizer, engine)
 
 

@@ -79,25 +79,20 @@ class FlatLayout:
                     "torch.float32. Load the model in one of these (from_pretrained(..., dtype=...))"
                 )
         places: dict[str, FlatEntry] = {}
-        weight_offset = state_offset = 0
+        self.weight_bytes = self.state_elements = 0
         self.split_elements = 0
         """Elements with a residual: the length of the residual array."""
         self.gradient_bytes = 0
         """Bytes of the gradient buffer: the trainable prefix of the weight buffer."""
-        for trainable in (True, False):
-            for dtype in SUPPORTED_DTYPES:
-                for spec in specs:
-                    if spec.trainable is trainable and spec.dtype == dtype:
-                        padded = round_up(spec.numel, ALIGNMENT_ELEMENTS)
-                        places[spec.name] = FlatEntry(spec, weight_offset, state_offset if trainable else None)
-                        weight_offset += padded * dtype.itemsize
-                        state_offset += padded if trainable else 0
-                if trainable and dtype == torch.bfloat16:
-                    self.split_elements = state_offset
-            if trainable:
-                self.gradient_bytes = weight_offset
-        self.weight_bytes = weight_offset
-        self.state_elements = state_offset
+        for spec in sorted(specs, key=lambda spec: (not spec.trainable, SUPPORTED_DTYPES.index(spec.dtype))):
+            padded = round_up(spec.numel, ALIGNMENT_ELEMENTS)
+            places[spec.name] = FlatEntry(spec, self.weight_bytes, self.state_elements if spec.trainable else None)
+            self.weight_bytes += padded * spec.dtype.itemsize
+            if spec.trainable:
+                self.state_elements += padded
+                self.gradient_bytes = self.weight_bytes
+                if spec.dtype == torch.bfloat16:
+                    self.split_elements = self.state_elements
         self.entries = tuple(places[spec.name] for spec in specs)
         """Entries in the order of the given specs (model order)."""
         self.key = _keys.setdefault(tuple((entry.spec, entry.weight_offset) for entry in self.entries), len(_keys))

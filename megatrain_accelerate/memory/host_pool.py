@@ -7,8 +7,6 @@ more than was in use at once, rounded up to a segment. Batches of another length
 from __future__ import annotations
 
 import collections
-import functools
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -56,19 +54,19 @@ class HostPool:
         register: bool,
         host_memory_gib: float | None = None,
     ) -> None:
-        self._segment_bytes = segment_bytes
-        self._kernels = kernels
-        self._new_memory = functools.partial(HostMemory, register=register)
+        self._segment_bytes, self._kernels, self._register = segment_bytes, kernels, register
         self._host_memory_gib = host_memory_gib
         self._segments: list[HostMemory] = []
-        self._buffers: list[torch.Tensor] = []
         self._free: list[_Range] = []
-        self._free_bytes = 0
         self._pending: collections.deque[tuple[Any, HostBlock]] = collections.deque()
 
     @property
     def size_bytes(self) -> int:
         return sum(segment.size_bytes for segment in self._segments)
+
+    @property
+    def _free_bytes(self) -> int:
+        return sum(place.end - place.start for place in self._free)
 
     @property
     def used_bytes(self) -> int:
@@ -89,15 +87,15 @@ class HostPool:
             self._grow(wanted - self._free_bytes)
         block = HostBlock([], [])
         while wanted:
-            free = self._free.pop(0)
-            end = min(free.end, free.start + wanted)
-            block.ranges.append(_Range(free.segment, free.start, end))
-            block.parts.append(self._buffers[free.segment][free.start : end][:size_bytes])
-            size_bytes -= block.parts[-1].numel()
-            if end < free.end:
-                self._free.insert(0, _Range(free.segment, end, free.end))
-            wanted -= end - free.start
-            self._free_bytes -= end - free.start
+            segment, start, end_of_free = self._free.pop(0)
+            end = min(end_of_free, start + wanted)
+            if end < end_of_free:
+                self._free.insert(0, _Range(segment, end, end_of_free))
+            part = self._segments[segment].tensor(start, (min(end - start, size_bytes),), torch.uint8)
+            block.ranges.append(_Range(segment, start, end))
+            block.parts.append(part)
+            size_bytes -= part.numel()
+            wanted -= end - start
         return block
 
     def give_back(self, block: HostBlock, event: Any) -> None:
@@ -106,7 +104,6 @@ class HostPool:
             self._pending.append((event, block))
 
     def _reclaim(self, wait: bool) -> None:
-        freed: list[_Range] = []
         for _ in range(len(self._pending)):
             event, block = self._pending.popleft()
             if wait:
@@ -114,18 +111,16 @@ class HostPool:
             elif not event.query():
                 self._pending.append((event, block))
                 continue
-            freed += block.ranges
-        if freed:
-            self._add_free(freed)
+            self._free += block.ranges
+        self._merge_free()
 
-    def _add_free(self, ranges: Iterable[_Range]) -> None:
+    def _merge_free(self) -> None:
         merged: list[_Range] = []
-        for place in sorted([*self._free, *ranges]):
+        for place in sorted(self._free):
             if merged and merged[-1].segment == place.segment and merged[-1].end == place.start:
                 place = _Range(place.segment, merged.pop().start, place.end)
             merged.append(place)
         self._free = merged
-        self._free_bytes = sum(place.end - place.start for place in merged)
 
     def _grow(self, missing_bytes: int) -> None:
         size = round_up(max(missing_bytes, self._segment_bytes), GRANULE_BYTES)
@@ -136,17 +131,15 @@ class HostPool:
                 f"{format_bytes(size)} more, but {format_bytes(available)} are left; lower "
                 "megatrain_config.placement.offloaded_layers, set placement.offloaded_inputs to false, or take shorter batches"
             )
-        memory = self._new_memory(size)
-        buffer = memory.tensor(0, (size,), torch.uint8)
-        self._kernels.zero(buffer)
+        memory = HostMemory(size, register=self._register)
+        self._kernels.zero(memory.tensor(0, (size,), torch.uint8))
         memory.register()
+        self._free.append(_Range(len(self._segments), 0, size))
         self._segments.append(memory)
-        self._buffers.append(buffer)
-        self._add_free([_Range(len(self._segments) - 1, 0, size)])
 
     def close(self) -> None:
         """Unregisters the memory; it is unmapped when the last block's views die."""
         self._reclaim(wait=True)
         for segment in self._segments:
             segment.close()
-        self._segments, self._buffers, self._free, self._free_bytes = [], [], [], 0
+        self._segments, self._free = [], []

@@ -82,7 +82,7 @@ class DeviceKernels:
 
     def _launch(self, steps: Sequence[ParameterStep]) -> None:
         first = steps[0]
-        constants = first.arguments.to_constants()
+        constants = first.arguments.constants
         rows, chunks = [], 0
         for step in steps:
             # What the kernel doesn't read stands for what there isn't.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -38,12 +36,12 @@ UNFUSED_OPTIONS = ("amsgrad", "differentiable")
 """Options of a group of Adam or AdamW that the fused kernel hasn't."""
 
 
-# One object for all parameters that share their settings.
-_shared_arguments = functools.lru_cache(maxsize=256)(AdamArguments)
+Step = tuple[ParameterState, AdamArguments]
+"""A parameter and the constants with which it is stepped."""
 
 
 def _adam_arguments(group: dict[str, Any], step: int, clip_factor: float, is_adamw: bool) -> AdamArguments:
-    return _shared_arguments(
+    return AdamArguments(
         lr=float(group["lr"]),
         beta1=float(group["betas"][0]),
         beta2=float(group["betas"][1]),
@@ -105,6 +103,8 @@ def _refuse_written(unit: HostUnit, versions: list[tuple[ParameterState, int, in
 class FusedStep(HostStep):
     """Adam and AdamW by the fused kernel: deferred, serial, or in backward (``config.step_schedule``)."""
 
+    works_on_host = False
+
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> None:
         self._is_adamw = isinstance(optimizer, AdamW)
         self._shown: dict[int, dict[str, int]] = {}
@@ -112,8 +112,6 @@ class FusedStep(HostStep):
         super().__init__(optimizer, runtime)
         self._group_of: dict[int, dict[str, Any]] = {}
         self._stepped_in_backward: dict[int, AdamArguments] = {}
-        self._skipped_in_backward = False
-        runtime.moved_listeners[id(self)] = self._unit_moved
         # Views of an earlier engine's store would keep all of it.
         idle = [p for p in self.parameters(optimizer) if not runtime.trains(p) and id(p) in self._trained_before]
         own_copies([optimizer.state.get(parameter) for parameter in idle], runtime.config.host_memory_gib)
@@ -166,11 +164,6 @@ class FusedStep(HostStep):
         ``serial``; and by ``then`` from the next :meth:`step` on, if it is another.
         """
         self.schedule, self._then = schedule, then
-        listeners = self.runtime.offloader.layer_done_listeners
-        if schedule == "backward":
-            listeners[id(self)] = self._layer_done
-        else:
-            listeners.pop(id(self), None)
 
     @property
     def steps_in_backward(self) -> bool:
@@ -179,8 +172,6 @@ class FusedStep(HostStep):
 
     def retire(self, why: str, copies: bool = False) -> None:
         super().retire(why, copies)
-        self.set_schedule("deferred")
-        self.runtime.moved_listeners.pop(id(self), None)
         if (optimizer := self.optimizer) is None:
             return
         entries = [entry for parameter, entry in optimizer.state.items() if id(parameter) in self.parameter_ids]
@@ -196,7 +187,6 @@ class FusedStep(HostStep):
         """
         count = len(self._stepped_in_backward)
         self._stepped_in_backward = {}
-        self._skipped_in_backward = False
         return count
 
     def saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -229,8 +219,8 @@ class FusedStep(HostStep):
                 # A parameter that is frozen now waits to be trained again.
                 optimizer.state[parameter] = dict(entry)
 
-    def _unit_moved(self, unit: HostUnit) -> None:
-        """The unit's moments are other tensors now; what the user put in their place stays for the next step to take."""
+    def unit_moved(self, unit: HostUnit) -> None:
+        """Shows the unit's moments where they are now; what the user put in their place stays for the next step to take."""
         if self.optimizer is None:
             return
         if unit.is_on_device and any(id(state.parameter) in self.parameter_ids for state in unit.states):
@@ -263,11 +253,24 @@ class FusedStep(HostStep):
             self._show(entry, state)
         return entry
 
+    def _steps(
+        self, found: Iterable[tuple[ParameterState, dict[str, Any]]], numbers: Iterable[int], factors: dict[int, float]
+    ) -> list[Step]:
+        """The steps of these numbers, of parameters with their groups; one object has the constants of all that share them."""
+        shared: dict[tuple[int, int, float], AdamArguments] = {}
+        steps = []
+        for (state, group), number in zip(found, numbers, strict=True):
+            factor = factors.get(id(state.parameter), 1.0)
+            if (key := (id(group), number, factor)) not in shared:
+                shared[key] = _adam_arguments(group, number, factor, self._is_adamw)
+            steps.append((state, shared[key]))
+        return steps
+
     def _submit(
         self,
         unit: HostUnit,
         group: ResidentGroup | None,
-        steps: list[tuple[ParameterState, AdamArguments]],
+        steps: list[Step],
         before: Callable[[], bool] | None = None,
         experts: ExpertRange | None = None,
     ) -> Any:
@@ -321,32 +324,18 @@ class FusedStep(HostStep):
         if done:
             self._check_stepped_in_backward(found, factors, done)
             found = [(state, group) for state, group in found if id(state.parameter) not in done]
-            if self._skipped_in_backward:
-                self._skipped_in_backward, norm = False, math.nan
         if not self.allows(norm):
             return
         self._make_moments({id(state.parameter) for state, _ in found})
         entries = [self._entry(optimizer.state, state) for state, _ in found]
-        numbers = _next_steps(entries)
-        groups = {id(group): group for group in optimizer.param_groups}
-        by_parameter = {
-            id(state.parameter): (id(group), number) for (state, group), number in zip(found, numbers, strict=True)
-        }
+        all_steps = {id(step[0]): step for step in self._steps(found, _next_steps(entries), factors)}
 
-        @functools.cache  # most parameters share theirs
-        def arguments(group: int, number: int, factor: float) -> AdamArguments:
-            return _adam_arguments(groups[group], number, factor, self._is_adamw)
-
-        def settings(unit: HostUnit) -> list[tuple[ParameterState, AdamArguments]]:
-            return [
-                (state, arguments(*at, factors.get(id(state.parameter), 1.0)))
-                for state in unit.states
-                if (at := by_parameter.get(id(state.parameter))) is not None
-            ]
+        def steps_of(unit: HostUnit) -> list[Step]:
+            return [step for state in unit.states if (step := all_steps.get(id(state))) is not None]
 
         # The device's part first, since the device is idle until then; the worker has until the next forward.
         try:
-            on_device = [(unit, steps) for unit in runtime.units if unit.is_on_device and (steps := settings(unit))]
+            on_device = [(unit, steps) for unit in runtime.units if unit.is_on_device and (steps := steps_of(unit))]
             if on_device:
                 step_on_device([step for _, steps in on_device for step in steps], on_device[0][0].kernels)
             for unit, steps in on_device:
@@ -355,7 +344,7 @@ class FusedStep(HostStep):
             runtime.worker.fail(error)
             raise
         for unit, resident, pieces in runtime.in_forward_order():
-            if not unit.is_on_device and (steps := settings(unit)):
+            if not unit.is_on_device and (steps := steps_of(unit)):
                 for gate, experts in pieces:
                     gate.close_until(self._submit(unit, resident, steps, experts=experts))
         _count_up(entries)
@@ -385,10 +374,10 @@ class FusedStep(HostStep):
         """Steps taken in backward must be the ones that ``step()`` would have taken."""
         with self.runtime.meter.blocked_by(Cause.HOST_STEP):
             self.runtime.worker.drain()
-        for state, group in found:
-            used = done.get(id(state.parameter))
-            if used is None:
-                continue
+        stepped = [(state, group) for state, group in found if id(state.parameter) in done]
+        used = [done[id(state.parameter)] for state, _ in stepped]
+        wanted = self._steps(stepped, (arguments.step for arguments in used), factors)
+        for (state, arguments), arguments_then in zip(wanted, used, strict=True):
             entry = self._optimizer.state.get(state.parameter)
             if not entry or not shows(entry, state):
                 raise StateError(
@@ -396,20 +385,19 @@ class FusedStep(HostStep):
                     "backward already, since max_grad_norm is 0; do it after step(), or set megatrain_config.step_schedule to "
                     "'deferred' (and host_gradients to 'kept')"
                 )
-            factor = factors.get(id(state.parameter), 1.0)
-            if used != _adam_arguments(group, used.step, factor, self._is_adamw):
+            if arguments_then != arguments:
+                factor = arguments.clip_factor
                 what = "the optimizer's settings had changed" if factor == 1.0 else f"gradients were clipped (by {factor:.3g})"
                 raise StateError(
                     f"layers were stepped in backward, but at step() {what}; set max_grad_norm to 0 and change settings after "
                     "step(), or set megatrain_config.step_schedule to 'deferred' (and host_gradients to 'kept')"
                 )
 
-    def _layer_done(self, layer: StreamedLayer, wait: Callable[[], None]) -> bool:
-        """A layer's gradients are on their way to the host: steps it now if this backward is the last before the step.
-
-        Tells whether it did.
-        """
-        if self.optimizer is None or layer.unit.is_on_device or not self.runtime.may_step_in_backward(layer):
+    def layer_done(self, layer: StreamedLayer, wait: Callable[[], None]) -> bool:
+        """Steps the layer under the schedule ``backward``, if this backward is the last before the step."""
+        if self.schedule != "backward" or self.optimizer is None:
+            return False
+        if layer.unit.is_on_device or not self.runtime.may_step_in_backward(layer):
             return False
         if any(state.has_foreign_gradient for state in layer.unit.states):
             return False  # added to a script's own tensor: step() brings it into its place
@@ -430,18 +418,14 @@ class FusedStep(HostStep):
         layer.unit.allocate_moments()
         states = self._optimizer.state
         entries = [self._entry(states, state) for state, _ in found]
-        steps = [
-            (state, _adam_arguments(group, number, 1.0, self._is_adamw))
-            for (state, group), number in zip(found, _next_steps(entries), strict=True)
-        ]
+        steps = self._steps(found, _next_steps(entries), {})
         _count_up(entries)
         rows = [state.row for state, _ in steps]
 
         def gradients_are_finite() -> bool:
             wait()
             finite = bool(self.runtime.norms.norms[torch.tensor(rows)].isfinite().all())
-            if not finite:
-                self._skipped_in_backward = True
+            if not finite:  # step() finds the norm of all gradients so, too
                 for entry in entries:
                     entry["step"] -= 1
             return finite

@@ -162,7 +162,6 @@ class MasterStep(HostStep):
         self._stepped: set[int] = set()
         """``id`` of each parameter whose master was stepped, or came with a checkpoint."""
         super().__init__(optimizer, runtime)
-        runtime.steps_on_host.add(id(self))
         for parameter in self.parameters(optimizer):
             if self.is_outside(parameter) and id(parameter) not in self._trained_before:
                 continue
@@ -178,10 +177,6 @@ class MasterStep(HostStep):
             "parameter more while it runs). AdamW and Adam are fused",
             name,
         )
-
-    def retire(self, why: str, copies: bool = False) -> None:
-        super().retire(why, copies)
-        self.runtime.steps_on_host.discard(id(self))
 
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
         """Shows the optimizer fp32 masters and gradients in the place of the weights, and writes back what it made.

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from megatrain_accelerate.errors import NonFiniteGradientError, StateError, UnsupportedError
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.streaming.runtime import StreamingRuntime, streamed_among
+from megatrain_accelerate.streaming.unit_stepper import UnitStepper
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def driver_of(optimizer: Optimizer) -> HostStep | None:
     return driver
 
 
-class HostStep:
+class HostStep(UnitStepper):
     """What both kinds of host optimizer share: finding parameters, gradients as a whole, non-finite norms.
 
     Raises:
@@ -64,6 +65,7 @@ class HostStep:
         """``id`` of each parameter of the model that the optimizer has held since it was adopted."""
         self.hold(self.parameters(optimizer))
         optimizer.__dict__["_megatrain_driver"] = self
+        runtime.steppers.append(self)
 
     def hold(self, parameters: Sequence[torch.Tensor]) -> None:
         """The optimizer holds these parameters from now on, too.
@@ -107,6 +109,7 @@ class HostStep:
         on without it, and the ``state`` is to be its own. ``why``: :data:`TAKEN_OVER` or :data:`ENGINE_CLOSED`.
         """
         self._why_retired = why
+        self.runtime.steppers.remove(self)
 
     def begin_step(self) -> None:
         """Brings weights that somebody wrote to and gradients on their way where a step finds them.

@@ -41,7 +41,7 @@ from megatrain_accelerate.optim.moments import BLOCK_ELEMENTS, Int8Moments, Mome
 LIBRARY_PATH = pathlib.Path(__file__).with_name("_host_kernels.so")
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
-_INTERFACE_VERSION = 7
+_INTERFACE_VERSION = 8
 _REBUILD = "build it with `pip install --force-reinstall --no-deps .` in a checkout of this package (needs a C++ compiler)"
 
 
@@ -96,8 +96,8 @@ class AdamArguments:
         """32 bits, another number at each step: what the stochastic rounding of bf16 moments begins with."""
         return (self.step * 0x9E3779B9 + 0x7F4A7C15) & 0xFFFFFFFF
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - frozen, small, and asked for by every parameter of a step
-    def to_constants(self) -> AdamConstants:
+    @functools.cached_property
+    def constants(self) -> AdamConstants:
         """The scalars of the loop, in double precision in the order of ``torch/optim/adam.py``, then rounded once."""
         bias_correction1 = 1 - self.beta1**self.step
         bias_correction2 = 1 - self.beta2**self.step
@@ -209,7 +209,7 @@ class HostKernels:
             "adamw",
             *scales,
             8 * exp_avg.itemsize,
-            arguments.to_constants(),
+            arguments.constants,
             first_element & 0xFFFFFFFF,
             arguments.rounding_seed,
             weight=(weight, dtype),
@@ -224,10 +224,8 @@ class HostKernels:
         """``dst += src``, both (N) bfloat16 or both (N) float32; in bfloat16 with the rounding of torch's ``add_``."""
         if dst.dtype not in (torch.bfloat16, torch.float32):
             raise KernelError(f"accumulate: dst must be torch.bfloat16 or torch.float32, got {dst.dtype}")
-        if dst.dtype == torch.bfloat16:
-            self._call("accumulate_bf16", 0, dst=(dst, dst.dtype), residual=(None, torch.int16), src=(src, dst.dtype))
-        else:
-            self._call("accumulate_fp32", dst=(dst, dst.dtype), src=(src, dst.dtype))
+        tensors = {"dst": (dst, dst.dtype), "residual": (None, torch.int16), "src": (src, dst.dtype)}
+        self._call("accumulate", dst.element_size(), 0, **tensors)
 
     def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
         """``sum += src`` in fp32, where the sum is join(hi, residual); ``csrc/split_master.h`` has the arithmetic.
@@ -238,7 +236,7 @@ class HostKernels:
             has_residual: whether ``residual`` counts; else the sum so far is ``hi`` alone.
         """
         tensors = {"hi": (hi, torch.bfloat16), "residual": (residual, torch.int16), "src": (src, torch.bfloat16)}
-        self._call("accumulate_bf16", int(has_residual), **tensors)
+        self._call("accumulate", hi.element_size(), int(has_residual), **tensors)
 
     def square_sum(self, values: torch.Tensor, residual: torch.Tensor | None = None) -> float:
         """The sum of squares of (N) bfloat16 or (N) float32 values, added up in double precision in a fixed order.
@@ -247,9 +245,9 @@ class HostKernels:
         """
         if values.dtype not in (torch.bfloat16, torch.float32):
             raise KernelError(f"square_sum: values must be torch.bfloat16 or torch.float32, got {values.dtype}")
-        if values.dtype == torch.float32 and residual is None:
-            return float(self._call("square_sum_fp32", values=(values, torch.float32)))
-        return float(self._call("square_sum_bf16", values=(values, torch.bfloat16), residual=(residual, torch.int16)))
+        dtype = values.dtype if residual is None else torch.bfloat16
+        tensors = {"values": (values, dtype), "residual": (residual, torch.int16)}
+        return float(self._call("square_sum", values.element_size(), **tensors))
 
     def split(self, master_fp32: torch.Tensor, hi: torch.Tensor, residual: torch.Tensor) -> None:
         """Writes the split of (N) float32 masters to (N) bfloat16 ``hi`` and (N) int16 ``residual``."""
@@ -263,11 +261,11 @@ class HostKernels:
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Copies (N) ``src`` to (N) ``dst``, of one dtype, on all threads."""
-        self._call("copy", dst.element_size(), dst=(dst, dst.dtype), src=(src, dst.dtype))
+        self._call("fill", dst.element_size(), dst=(dst, dst.dtype), src=(src, dst.dtype))
 
     def zero(self, tensor: torch.Tensor) -> None:
         """Fills a tensor of any dtype with zero bytes, on all threads: also the way to touch new memory first."""
-        self._call("zero", tensor.element_size(), tensor=(tensor, tensor.dtype))
+        self._call("fill", tensor.element_size(), tensor=(tensor, tensor.dtype), source=(None, tensor.dtype))
 
     def stream_probe(
         self, hi: torch.Tensor, residual: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor
@@ -338,17 +336,13 @@ def _load_library() -> Any:
         # The kernels, tensors, their length and other arguments.
         "adamw": [pointer, *[pointer] * 6, count, pointer, pointer, number, AdamConstants, bits, bits],
         "stream_probe": [pointer, *[pointer] * 5, count],
-        "accumulate_bf16": [pointer, *[pointer] * 3, count, number],
-        "accumulate_fp32": [pointer, *[pointer] * 2, count],
-        "square_sum_bf16": [pointer, *[pointer] * 2, count],
-        "square_sum_fp32": [pointer, pointer, count],
+        "accumulate": [pointer, *[pointer] * 3, count, number, number],
+        "square_sum": [pointer, *[pointer] * 2, count, number],
         "split": [pointer, *[pointer] * 3, count],
         "join": [pointer, *[pointer] * 3, count],
-        "copy": [pointer, *[pointer] * 2, count, count],
-        "zero": [pointer, pointer, count, count],
+        "fill": [pointer, *[pointer] * 2, count, count],
     }
-    results = {"best_instruction_set": number, "create": pointer}
-    results |= dict.fromkeys(("square_sum_bf16", "square_sum_fp32"), ctypes.c_double)
+    results = {"best_instruction_set": number, "create": pointer, "square_sum": ctypes.c_double}
     for name, types in arguments.items():
         function = getattr(library, f"megatrain_{name}")
         function.argtypes, function.restype = types, results.get(name)

@@ -125,9 +125,10 @@ def _coded(values: dict[str, Any]) -> Int8Moments | None:
     return Int8Moments(*(values[key] for key in _INT8_KEYS)) if _INT8_KEYS[0] in values else None
 
 
-def _decoded_bytes(entries: dict[Any, dict[str, Any]]) -> int:
+def _bytes_of_coded(entries: dict[Any, dict[str, Any]], dtype: torch.dtype) -> int:
+    """What moments that are in 8 bits take in ``dtype``."""
     coded = [moments for values in entries.values() if (moments := _coded(values)) is not None]
-    return sum(moment_bytes(moments.exp_avg.numel(), torch.float32) for moments in coded)
+    return sum(moment_bytes(moments.exp_avg.numel(), dtype) for moments in coded)
 
 
 def _tensor_bytes(entries: Iterable[dict[str, Any]]) -> int:
@@ -136,11 +137,10 @@ def _tensor_bytes(entries: Iterable[dict[str, Any]]) -> int:
 
 def saved_bytes(entries: dict[Any, dict[str, Any]], host_memory_gib: float | None) -> int:
     """Bytes of the tensors in what :func:`shown_in_fp32` makes of these, without making it."""
-    held, wanted = _tensor_bytes(entries.values()), _decoded_bytes(entries)
+    held, wanted = _tensor_bytes(entries.values()), _bytes_of_coded(entries, torch.float32)
     if not wanted or wanted > available_host_bytes(host_memory_gib):
         return held
-    codes = ({key: value for key, value in values.items() if key in _INT8_KEYS} for values in entries.values())
-    return held + wanted - _tensor_bytes(codes)
+    return held + wanted - _bytes_of_coded(entries, torch.int8)
 
 
 def shown_in_fp32(entries: dict[Any, dict[str, Any]], host_memory_gib: float | None) -> dict[Any, dict[str, Any]]:
@@ -149,7 +149,7 @@ def shown_in_fp32(entries: dict[Any, dict[str, Any]], host_memory_gib: float | N
     Where these aren't free the codes stay, which this package loads under any ``moments_dtype`` and nobody else does: a
     checkpoint mustn't end the run that it is to save. ``entries`` aren't changed.
     """
-    wanted = _decoded_bytes(entries)
+    wanted = _bytes_of_coded(entries, torch.float32)
     free = available_host_bytes(host_memory_gib) if wanted else 0
     if wanted > free:
         logger.warning(

@@ -49,72 +49,12 @@ def _join_sum(hi, lo):
 
 
 @triton.jit
-def _pointer(row_ptr, column: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The address in a column of a row of the table; ``ALIGNED``: a multiple of 16 bytes."""
-    pointer = tl.load(row_ptr + column).to(tl.pointer_type(TYPE))
+def _pointer(row_ptr, column: tl.constexpr, IS_INT16: tl.constexpr, ALIGNED: tl.constexpr):
+    """The address of int16 or fp32 numbers in a column of a row of the table; ``ALIGNED``: a multiple of 16 bytes."""
+    pointer = tl.load(row_ptr + column).to(tl.pointer_type(tl.int16) if IS_INT16 else tl.pointer_type(tl.float32))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
-
-
-@triton.jit
-def _step_block(
-    weight_at,
-    lo_at,
-    m_at,
-    v_at,
-    grad_at,
-    grad_lo_at,
-    inside,
-    random,
-    factor,
-    decay,
-    l2,
-    one_minus_beta1,
-    beta2,
-    one_minus_beta2,
-    correction2_sqrt,
-    eps,
-    negative_step_size,
-    SPLIT: tl.constexpr,
-    GRAD_SPLIT: tl.constexpr,
-    BF16_MOMENTS: tl.constexpr,
-    HAS_L2: tl.constexpr,
-    SMALL_STEP: tl.constexpr,
-):
-    """Steps the elements at these addresses, as far as they are ``inside``; ``random`` rounds bf16 moments."""
-    if SPLIT:
-        hi = tl.load(weight_at, inside, other=0).to(tl.int32)
-        lo = tl.load(lo_at, inside, other=0).to(tl.int32)
-        weight = ((hi << 16) + lo).to(tl.float32, bitcast=True)
-        grad_hi = tl.load(grad_at, inside, other=0).to(tl.int32)
-        if GRAD_SPLIT:
-            grad = _join_sum(grad_hi, tl.load(grad_lo_at, inside, other=0).to(tl.int32))
-        else:
-            grad = (grad_hi << 16).to(tl.float32, bitcast=True)
-    else:
-        weight = tl.load(weight_at, inside, other=0.0)
-        grad = tl.load(grad_at, inside, other=0.0)
-    m = _load_moment(m_at, inside, BF16_MOMENTS)
-    v = _load_moment(v_at, inside, BF16_MOMENTS)
-    grad = grad * factor
-    if HAS_L2:
-        grad = tl.fma(weight, l2, grad)
-    else:
-        weight = weight * decay
-    difference = grad - m
-    m = tl.fma(difference, one_minus_beta1, m) if SMALL_STEP else tl.fma(difference, one_minus_beta1 - 1.0, grad)
-    v = tl.fma(grad * one_minus_beta2, grad, v * beta2)
-    denominator = tl.div_rn(tl.sqrt_rn(v), correction2_sqrt) + eps
-    weight = weight + tl.div_rn(m * negative_step_size, denominator)
-    _store_moment(m_at, m, inside, random & 0xFFFF, BF16_MOMENTS)
-    _store_moment(v_at, v, inside, random >> 16, BF16_MOMENTS)
-    if SPLIT:
-        bits = weight.to(tl.int32, bitcast=True)
-        tl.store(weight_at, ((bits + 0x8000) >> 16).to(tl.int16), inside)
-        tl.store(lo_at, bits.to(tl.int16), inside)
-    else:
-        tl.store(weight_at, weight, inside)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -151,70 +91,54 @@ def adamw(
     (``csrc/adamw.h``).
     """
     row_ptr = table_ptr + tl.load(row_of_chunk_ptr + tl.program_id(0)) * COLUMNS
-    WEIGHT: tl.constexpr = tl.int16 if SPLIT else tl.float32
-    MOMENT: tl.constexpr = tl.int16 if BF16_MOMENTS else tl.float32
-    weight_ptr = _pointer(row_ptr, 0, WEIGHT, ALIGNED)
-    lo_ptr = _pointer(row_ptr, 1, tl.int16, ALIGNED)
-    m_ptr = _pointer(row_ptr, 2, MOMENT, ALIGNED)
-    v_ptr = _pointer(row_ptr, 3, MOMENT, ALIGNED)
-    grad_ptr = _pointer(row_ptr, 4, WEIGHT, ALIGNED)
-    grad_lo_ptr = _pointer(row_ptr, 5, tl.int16, ALIGNED)
+    weight_ptr = _pointer(row_ptr, 0, SPLIT, ALIGNED)
+    lo_ptr = _pointer(row_ptr, 1, True, ALIGNED)
+    m_ptr = _pointer(row_ptr, 2, BF16_MOMENTS, ALIGNED)
+    v_ptr = _pointer(row_ptr, 3, BF16_MOMENTS, ALIGNED)
+    grad_ptr = _pointer(row_ptr, 4, SPLIT, ALIGNED)
+    grad_lo_ptr = _pointer(row_ptr, 5, True, ALIGNED)
     count, first_element = tl.load(row_ptr + 6), tl.load(row_ptr + 7)
     start = (tl.program_id(0) - tl.load(row_ptr + 8)) * CHUNK
     for begin in range(0, CHUNK, BLOCK):
         at = start + begin + tl.arange(0, BLOCK)
         random = _rounding_bits(at, first_element, seed)
-        # Where the mask is known to be all ones, several elements are loaded at once.
-        if start + begin + BLOCK <= count:
-            _step_block(
-                weight_ptr + at,
-                lo_ptr + at,
-                m_ptr + at,
-                v_ptr + at,
-                grad_ptr + at,
-                grad_lo_ptr + at,
-                tl.full([BLOCK], 1, tl.int1),
-                random,
-                factor,
-                decay,
-                l2,
-                one_minus_beta1,
-                beta2,
-                one_minus_beta2,
-                correction2_sqrt,
-                eps,
-                negative_step_size,
-                SPLIT,
-                GRAD_SPLIT,
-                BF16_MOMENTS,
-                HAS_L2,
-                SMALL_STEP,
-            )
-        elif start + begin < count:
-            _step_block(
-                weight_ptr + at,
-                lo_ptr + at,
-                m_ptr + at,
-                v_ptr + at,
-                grad_ptr + at,
-                grad_lo_ptr + at,
-                at < count,
-                random,
-                factor,
-                decay,
-                l2,
-                one_minus_beta1,
-                beta2,
-                one_minus_beta2,
-                correction2_sqrt,
-                eps,
-                negative_step_size,
-                SPLIT,
-                GRAD_SPLIT,
-                BF16_MOMENTS,
-                HAS_L2,
-                SMALL_STEP,
-            )
+        left = count - start - begin
+        for IS_LAST in tl.static_range(2):
+            if (left > 0) & (left < BLOCK) if IS_LAST else left >= BLOCK:
+                # Where the mask is known to be all ones, several elements are loaded at once.
+                inside = at < count if IS_LAST else tl.full([BLOCK], 1, tl.int1)
+                if SPLIT:
+                    hi = tl.load(weight_ptr + at, inside, other=0).to(tl.int32)
+                    lo = tl.load(lo_ptr + at, inside, other=0).to(tl.int32)
+                    weight = ((hi << 16) + lo).to(tl.float32, bitcast=True)
+                    grad_hi = tl.load(grad_ptr + at, inside, other=0).to(tl.int32)
+                    if GRAD_SPLIT:
+                        grad = _join_sum(grad_hi, tl.load(grad_lo_ptr + at, inside, other=0).to(tl.int32))
+                    else:
+                        grad = (grad_hi << 16).to(tl.float32, bitcast=True)
+                else:
+                    weight = tl.load(weight_ptr + at, inside, other=0.0)
+                    grad = tl.load(grad_ptr + at, inside, other=0.0)
+                m = _load_moment(m_ptr + at, inside, BF16_MOMENTS)
+                v = _load_moment(v_ptr + at, inside, BF16_MOMENTS)
+                grad = grad * factor
+                if HAS_L2:
+                    grad = tl.fma(weight, l2, grad)
+                else:
+                    weight = weight * decay
+                difference = grad - m
+                m = tl.fma(difference, one_minus_beta1, m) if SMALL_STEP else tl.fma(difference, one_minus_beta1 - 1.0, grad)
+                v = tl.fma(grad * one_minus_beta2, grad, v * beta2)
+                denominator = tl.div_rn(tl.sqrt_rn(v), correction2_sqrt) + eps
+                weight = weight + tl.div_rn(m * negative_step_size, denominator)
+                _store_moment(m_ptr + at, m, inside, random & 0xFFFF, BF16_MOMENTS)
+                _store_moment(v_ptr + at, v, inside, random >> 16, BF16_MOMENTS)
+                if SPLIT:
+                    bits = weight.to(tl.int32, bitcast=True)
+                    tl.store(weight_ptr + at, ((bits + 0x8000) >> 16).to(tl.int16), inside)
+                    tl.store(lo_ptr + at, bits.to(tl.int16), inside)
+                else:
+                    tl.store(weight_ptr + at, weight, inside)
 
 
 @triton.jit

@@ -456,7 +456,7 @@ class DevicePlan:
             slots=config.placement.slots,
             slot_bytes=runtime.prefetcher.shared_bytes,
             gradient_slot_bytes=runtime.offloader.slot_bytes,
-            steps_in_backward=bool(runtime.offloader.layer_done_listeners),
+            steps_in_backward=any(stepper.schedule == "backward" for stepper in runtime.steppers),
             micro_batches=self.micro_batches,
             parts={
                 layer.index: [sizes(part.owner.unit).of_part(part) for at in layer.experts for part in at.parts]

@@ -28,6 +28,7 @@ from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter, UpdateGate, named_range
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.streams import GradientSlot, Streams
+from megatrain_accelerate.streaming.unit_stepper import UnitStepper
 
 GRADIENT_SLOTS = 2
 """Device buffers that hold one layer's gradients each: one is written while the other's are copied to the host."""
@@ -46,11 +47,12 @@ class GradientOffloader:
         meter: Meter,
         norms: NormTable,
         sums: Fp32Sums,
+        steppers: Sequence[UnitStepper],
         register: bool,
         passes: bool,
     ) -> None:
         self.streams, self.worker, self.kernels, self.meter = streams, worker, kernels, meter
-        self.norms, self.sums = norms, sums
+        self.norms, self.sums, self.steppers = norms, sums, steppers
         self._buffers_of = functools.partial(HostBuffers, register=register, meter=meter)
         layouts = [layer.unit.layout for layer in layers]
         experts = [whole for layer in layers for whole in layer.experts]
@@ -80,9 +82,6 @@ class GradientOffloader:
         self.passing: HostBuffers | None = None
         """For gradients that are consumed in backward; made with the first :meth:`make_places`."""
         count_promises_of(self)
-        self.layer_done_listeners: dict[int, Callable[[StreamedLayer, Callable[[], None]], bool]] = {}
-        """Called with a layer and a function that blocks until its gradients are on the host; entered by optimizers whose
-        steps may run in backward, by their id. Tells whether the layer was stepped."""
 
     @property
     def passes(self) -> bool:
@@ -337,7 +336,7 @@ class UnitGradients:
             else:
                 state.normed = None
         if self._is_last:
-            stepped = [listener(self._layer, wait) for listener in offloader.layer_done_listeners.values()]
+            stepped = [stepper.layer_done(self._layer, wait) for stepper in offloader.steppers]
             if offloader.passes and not any(stepped):
                 raise not_stepped(self._layer)
 

@@ -39,6 +39,7 @@ from megatrain_accelerate.streaming.resident import Part, ResidentGroup, relocat
 from megatrain_accelerate.streaming.shared_mappings import SharedMappings
 from megatrain_accelerate.streaming.streams import Streams, WeightSlot
 from megatrain_accelerate.streaming.token_tiles import TileOfLayers, TokenTiles
+from megatrain_accelerate.streaming.unit_stepper import UnitStepper
 from megatrain_accelerate.streaming.watched_parameters import Watch, unwatched
 
 _running: weakref.WeakSet[StreamingRuntime] = weakref.WeakSet()
@@ -105,6 +106,8 @@ class StreamingRuntime:
         self.streams, self.meter, self.kernels, self.worker = streams, meter, kernels, worker
         self.config = config
         self.norms = NormTable(self.units, register)
+        self.steppers: list[UnitStepper] = []
+        """The optimizers that step the parameters."""
         self.sums = Fp32Sums(self.parts, config, streams.device, kernels)
         self.prefetcher = Prefetcher(self.layers, config.placement.slots, streams, meter)
         self.offloader = GradientOffloader(
@@ -115,6 +118,7 @@ class StreamingRuntime:
             meter=meter,
             norms=self.norms,
             sums=self.sums,
+            steppers=self.steppers,
             register=register,
             passes=config.passes_gradients,
         )
@@ -128,9 +132,6 @@ class StreamingRuntime:
         """With which compiled layers run: those that are neither kept nor offloaded, and those that are; set by the plan."""
         self.outside_tiles = TokenTiles(())  # of norms outside the layers
         self.activations = ActivationOffloader.for_engine(config, kernels, streams, meter, register)
-        self.moved_listeners: dict[int, Callable[[HostUnit], None]] = {}
-        """Called with a unit that moved to or from the device; entered by optimizers, by their id."""
-        self.steps_on_host: set[int] = set()  # ids of optimizers without a kernel: their step works on masters on the host
         self.keep_states_on_host: Callable[[], None] = lambda: self.place((), groups_on_device=False)
         """Brings all states to the host; set by the plan."""
         self.recorder = OutputRecorder()
@@ -390,7 +391,7 @@ class StreamingRuntime:
     @property
     def states_may_move(self) -> bool:
         """Whether every optimizer can step on the device: there is a kernel there for its moments."""
-        return not self.steps_on_host and self.config.moments_dtype != "int8"
+        return not any(stepper.works_on_host for stepper in self.steppers) and self.config.moments_dtype != "int8"
 
     @property
     def open_forwards(self) -> int:
@@ -424,8 +425,8 @@ class StreamingRuntime:
         for state in unit.states:
             state.normed = None
         self.outside.moved(unit)
-        for listener in self.moved_listeners.values():
-            listener(unit)
+        for stepper in self.steppers:
+            stepper.unit_moved(unit)
 
     # ------------------------------------------------------------------ gradients as a whole
 

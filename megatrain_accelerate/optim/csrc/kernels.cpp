@@ -12,13 +12,13 @@ namespace megatrain {
 namespace {
 
 // Raised whenever a signature or AdamConstants changes, so that a stale library is noticed and not called.
-constexpr int kInterfaceVersion = 7;
+constexpr int kInterfaceVersion = 8;
 
 // Elements a chunk: small enough to balance the threads, large enough to forget the counter. A multiple of 64, so that
 // no two chunks share a cache line of an aligned array.
 constexpr int64_t kGrain = 128 * 1024;
 
-// Bytes a chunk of zero() and copy(): two huge pages.
+// Bytes a chunk of fill(): two huge pages.
 constexpr int64_t kBytesGrain = 4 * 1024 * 1024;
 
 struct Kernels {
@@ -77,20 +77,18 @@ void adamw(Kernels* kernels, Weights weights, Gradients gradients, Moments momen
   }
 }
 
-struct CopyJob {
+// With a null source the bytes become zero.
+struct FillJob {
   char* destination;
   const char* source;
 
   MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
-    std::memcpy(destination + begin, source + begin, static_cast<size_t>(end - begin));
-  }
-};
-
-struct ZeroJob {
-  char* bytes;
-
-  MEGATRAIN_INLINE void range(int64_t begin, int64_t end) const {
-    std::memset(bytes + begin, 0, static_cast<size_t>(end - begin));
+    const size_t bytes = static_cast<size_t>(end - begin);
+    if (source == nullptr) {
+      std::memset(destination + begin, 0, bytes);
+    } else {
+      std::memcpy(destination + begin, source + begin, bytes);
+    }
   }
 };
 
@@ -158,32 +156,33 @@ MEGATRAIN_EXPORT void megatrain_stream_probe(Kernels* kernels, uint16_t* hi, int
   kernels->run(StreamProbeJob{hi, lo, m, v, grad}, count);
 }
 
-// `lo` is null where the sum is plain bf16. Without `has_residual` the sum so far is `hi` alone and `lo` is only written.
-MEGATRAIN_EXPORT void megatrain_accumulate_bf16(Kernels* kernels, uint16_t* hi, int16_t* lo, uint16_t* source,
-                                                int64_t count, int has_residual) {
-  const Bf16Array earlier{hi};
-  const Bf16Array addend{source};
-  const SumArray sum{hi, lo};
-  if (lo == nullptr) {
-    kernels->run(AddJob<Bf16Array, Bf16Array, Bf16Array>{earlier, addend, earlier}, count);
+// Both are fp32 with `element_bytes` 4, else bf16. With `lo`, bf16 `sum` is half of an fp32 sum; without `has_residual` that
+// is `sum` alone so far, and `lo` is only written.
+MEGATRAIN_EXPORT void megatrain_accumulate(Kernels* kernels, void* sum, int16_t* lo, void* source, int64_t count,
+                                           int element_bytes, int has_residual) {
+  const FloatArray floats{static_cast<float*>(sum)};
+  const Bf16Array halves{static_cast<uint16_t*>(sum)};
+  const Bf16Array addend{static_cast<uint16_t*>(source)};
+  const SumArray split{halves.bits, lo};
+  if (element_bytes == 4) {
+    kernels->run(AddJob<FloatArray, FloatArray, FloatArray>{floats, {static_cast<float*>(source)}, floats}, count);
+  } else if (lo == nullptr) {
+    kernels->run(AddJob<Bf16Array, Bf16Array, Bf16Array>{halves, addend, halves}, count);
   } else if (has_residual != 0) {
-    kernels->run(AddJob<SumArray, Bf16Array, SumArray>{sum, addend, sum}, count);
+    kernels->run(AddJob<SumArray, Bf16Array, SumArray>{split, addend, split}, count);
   } else {
-    kernels->run(AddJob<Bf16Array, Bf16Array, SumArray>{earlier, addend, sum}, count);
+    kernels->run(AddJob<Bf16Array, Bf16Array, SumArray>{halves, addend, split}, count);
   }
 }
 
-MEGATRAIN_EXPORT void megatrain_accumulate_fp32(Kernels* kernels, float* sum, float* source, int64_t count) {
-  kernels->run(AddJob<FloatArray, FloatArray, FloatArray>{{sum}, {source}, {sum}}, count);
-}
-
-// `lo` is null where the values are plain bf16.
-MEGATRAIN_EXPORT double megatrain_square_sum_bf16(Kernels* kernels, uint16_t* hi, int16_t* lo, int64_t count) {
-  return lo == nullptr ? square_sum(kernels, Bf16Array{hi}, count) : square_sum(kernels, SumArray{hi, lo}, count);
-}
-
-MEGATRAIN_EXPORT double megatrain_square_sum_fp32(Kernels* kernels, float* values, int64_t count) {
-  return square_sum(kernels, FloatArray{values}, count);
+// Of numbers as those of `sum` above.
+MEGATRAIN_EXPORT double megatrain_square_sum(Kernels* kernels, void* values, int16_t* lo, int64_t count,
+                                             int element_bytes) {
+  const Bf16Array halves{static_cast<uint16_t*>(values)};
+  if (element_bytes == 4) {
+    return square_sum(kernels, FloatArray{static_cast<float*>(values)}, count);
+  }
+  return lo == nullptr ? square_sum(kernels, halves, count) : square_sum(kernels, SumArray{halves.bits, lo}, count);
 }
 
 MEGATRAIN_EXPORT void megatrain_split(Kernels* kernels, float* master, uint16_t* hi, int16_t* lo, int64_t count) {
@@ -194,11 +193,7 @@ MEGATRAIN_EXPORT void megatrain_join(Kernels* kernels, uint16_t* hi, int16_t* lo
   kernels->run(ConvertJob<MasterArray, FloatArray>{{hi, lo}, {master}}, count);
 }
 
-MEGATRAIN_EXPORT void megatrain_copy(Kernels* kernels, char* destination, const char* source, int64_t count,
+MEGATRAIN_EXPORT void megatrain_fill(Kernels* kernels, char* destination, const char* source, int64_t count,
                                      int64_t element_bytes) {
-  kernels->run(CopyJob{destination, source}, count * element_bytes, kBytesGrain);
-}
-
-MEGATRAIN_EXPORT void megatrain_zero(Kernels* kernels, char* bytes, int64_t count, int64_t element_bytes) {
-  kernels->run(ZeroJob{bytes}, count * element_bytes, kBytesGrain);
+  kernels->run(FillJob{destination, source}, count * element_bytes, kBytesGrain);
 }
