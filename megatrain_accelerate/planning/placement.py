@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.planning.machine import STEP_BYTES
 from megatrain_accelerate.planning.step_profile import StepOutline
-from megatrain_accelerate.streaming.expert_parts import ExpertPart
+from megatrain_accelerate.streaming.layer import ExpertPart
 
 MOST_SPACING = 8
 """A layer's activations reach the host while this many others compute, on any link worth using."""

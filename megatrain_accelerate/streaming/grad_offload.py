@@ -21,10 +21,9 @@ from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker, Ticket
 from megatrain_accelerate.streaming.clipping import NormTable
-from megatrain_accelerate.streaming.expert_parts import ExpertPart
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums, gradient_norms
 from megatrain_accelerate.streaming.gradient_buffers import Addition, HostBuffers, not_stepped, of_their_own
-from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.layer import ExpertPart, StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter, UpdateGate, named_range
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.streams import GradientSlot, Streams
@@ -328,10 +327,7 @@ class UnitGradients:
                 ticket.wait()  # WAW: an addition to dropped ones may still be queued
             assert unit.gradients is not None
             self._target = unit.gradients
-        if isinstance(part, ExpertPart):
-            pieces = part.unit.pieces(self._target, slot.buffer, trainable_only=True)
-        else:
-            pieces = [(self._target[:size], slot.buffer[:size])]
+        pieces = part.unit.pieces(self._target, slot.buffer, trainable_only=True)
         norms = None if self._left else offloader.norms.of_unit(unit)
         wait: Callable[[], None] = offloader.send(slot, part.name, size, pieces, norms).synchronize
         return wait
@@ -355,12 +351,11 @@ class UnitGradients:
                 addition.state.handle.note_fp32_sum()  # of ``parameter.grad``, from now on
         norms = offloader.norms.of_unit(unit)
         takes_norms = not self._left and self._is_last and offloader.gradients_complete()
-        of_part = part.experts.of if isinstance(part, ExpertPart) else lambda whole: whole
 
         def add() -> None:
             copied_event.synchronize()
             for addition, row in zip(self._additions, self.rows, strict=True):
-                addition.add(views[row], offloader.kernels, of_part)
+                addition.add(views[row], offloader.kernels, part.unit.of)
                 if takes_norms:
                     total, norms[row] = addition.total_and_norm(offloader.sums)
                     addition.state.note_norm(total)

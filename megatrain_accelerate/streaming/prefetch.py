@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.streaming.expert_parts import ExpertPart
-from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.layer import ExpertPart, StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter, named_range
 from megatrain_accelerate.streaming.streams import SlotState, Streams, WeightSlot
 
@@ -304,13 +303,10 @@ class Prefetcher:
             # WAR: kernels of the layer that the slot held may still read it.
             h2d_stream.wait_event(slot.compute_finished_event)
             with self._meter.copying(Cause.H2D, size_bytes):
-                self._copy(layer, slot)
+                for source, target in layer.unit.pieces(layer.unit.weights, slot.buffer, trainable_only=False):
+                    target.copy_(source, non_blocking=True)
             slot.params_copied_event.record(h2d_stream)
         slot.holder = (layer.index, layer.unit.version)
         self._slot_of[layer.index] = slot
         self._meter.counters.h2d_bytes += size_bytes
         self._meter.counters.weight_fetches += 1
-
-    def _copy(self, layer: Fetched, slot: WeightSlot) -> None:
-        weights = layer.unit.weights
-        slot.buffer[: weights.numel()].copy_(weights, non_blocking=True)
