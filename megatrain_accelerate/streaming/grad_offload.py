@@ -16,6 +16,7 @@ import torch
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import StateError, UnsupportedError
+from megatrain_accelerate.memory.flat_layout import FlatLayout
 from megatrain_accelerate.memory.host_store import PASSING_BUFFERS
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
@@ -23,18 +24,23 @@ from megatrain_accelerate.optim.step_worker import StepWorker, Ticket
 from megatrain_accelerate.streaming.clipping import NormTable
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums, gradient_norms
 from megatrain_accelerate.streaming.gradient_buffers import Addition, HostBuffers, not_stepped, of_their_own
-from megatrain_accelerate.streaming.layer import ExpertPart, StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter, UpdateGate, named_range
-from megatrain_accelerate.streaming.resident import ResidentGroup
+from megatrain_accelerate.streaming.parts import Fetched, Stepped, Streamed
 from megatrain_accelerate.streaming.streams import GradientSlot, Streams
 
 
 class GradientOffloader:
-    """Owner of the gradient slots, of layers and experts, and of the way from a backward to ``parameter.grad`` on the host."""
+    """Owner of the gradient slots, of layers and experts, and of the way from a backward to ``parameter.grad`` on the host.
+
+    Args:
+        units: layouts of the units whose gradients leave through slots.
+        at_once: layouts of what a slot takes at once: such a unit, or a part of one.
+    """
 
     def __init__(
         self,
-        layers: Sequence[StreamedLayer],
+        units: Sequence[FlatLayout],
+        at_once: Sequence[FlatLayout],
         config: MegatrainConfig,
         *,
         streams: Streams,
@@ -48,14 +54,10 @@ class GradientOffloader:
         self.streams, self.worker, self.kernels, self.meter = streams, worker, kernels, meter
         self.norms, self.sums = norms, sums
         self._buffers_of = functools.partial(HostBuffers, register=register, meter=meter)
-        layouts = [layer.unit.layout for layer in layers]
-        experts = [whole for layer in layers for whole in layer.experts]
-        # Those that pass through the host do so experts by experts, since that is how they are stepped.
-        whole = [*layouts, *(at.unit.layout for at in experts)]
-        self._largest_unit = max(layout.gradient_bytes for layout in whole)
-        layouts += [part.unit.layout for at in experts for part in at.parts]
-        self._largest = max(layout.gradient_bytes for layout in layouts)
-        self._most_parameters = max(len(layout.trainable_entries) for layout in layouts)
+        # Those that pass through the host do so unit by unit, since that is how they are stepped.
+        self._largest_unit = max(layout.gradient_bytes for layout in units)
+        self._largest = max(layout.gradient_bytes for layout in at_once)
+        self._most_parameters = max(len(layout.trainable_entries) for layout in at_once)
         self._slot_count = config.gradient_slots if self._largest else 0
         self.slots: collections.deque[GradientSlot] = collections.deque()
         """In the order in which they are next written."""
@@ -74,7 +76,7 @@ class GradientOffloader:
         only then."""
         self.passing: HostBuffers | None = None
         """For gradients that are consumed in backward."""
-        self.layer_done_listeners: dict[int, Callable[[StreamedLayer, Callable[[], None]], bool]] = {}
+        self.layer_done_listeners: dict[int, Callable[[Streamed, Callable[[], None]], bool]] = {}
         """Called with a layer and a function that blocks until its gradients are on the host; entered by optimizers whose
         steps may run in backward, by their id. Tells whether the layer was stepped."""
 
@@ -90,7 +92,7 @@ class GradientOffloader:
             self.slots.extend(new)
 
     def begin(
-        self, layer: StreamedLayer, found: Container[int] | None = None, parts: int = 1, is_last: bool = True
+        self, layer: Streamed, found: Container[int] | None = None, parts: int = 1, is_last: bool = True
     ) -> UnitGradients | None:
         """What takes the gradients that one backward ``found`` (None: all), by place among a layer's trainable parameters.
 
@@ -118,7 +120,7 @@ class GradientOffloader:
     def passing_bytes(self) -> int:
         return 0 if self.passing is None else self.passing.size_bytes
 
-    def offload(self, layer: StreamedLayer, found: dict[int, torch.Tensor]) -> None:
+    def offload(self, layer: Streamed, found: dict[int, torch.Tensor]) -> None:
         """Sends gradients, by place among a layer's trainable parameters, to ``parameter.grad``."""
         taken = self.begin(layer, found)
         if taken is None:
@@ -135,7 +137,7 @@ class GradientOffloader:
         if self.gradients_complete():
             self._send_from_device(layer.name, taken.states, [])
 
-    def fetch(self, group: ResidentGroup, only: torch.Tensor | None = None) -> None:
+    def fetch(self, group: Stepped, only: torch.Tensor | None = None) -> None:
         """Copies those of a group's gradients (or one alone) that aren't on the host yet."""
         for state in group.unit.states:
             parameter = state.parameter
@@ -246,7 +248,7 @@ class UnitGradients:
     layer's trainable parameters that get one. ``is_last``: no backward of an earlier piece of the same call follows.
     """
 
-    def __init__(self, offloader: GradientOffloader, layer: StreamedLayer, rows: list[int], parts: int, is_last: bool) -> None:
+    def __init__(self, offloader: GradientOffloader, layer: Streamed, rows: list[int], parts: int, is_last: bool) -> None:
         self.rows, self._offloader, self._layer, self._is_last = rows, offloader, layer, is_last
         self.states = [layer.trainable[row] for row in rows]
         # Nothing to add to: they go straight to their place, with norms. So do those that pass.
@@ -257,7 +259,7 @@ class UnitGradients:
         self._norms: torch.Tensor | None = None
         self._additions: list[Addition] = []
 
-    def take(self, part: StreamedLayer | ExpertPart, gradients: Sequence[torch.Tensor | None] | None) -> None:
+    def take(self, part: Fetched, gradients: Sequence[torch.Tensor | None] | None) -> None:
         """Sends the gradients of the layer, or of a part of its experts, one for each of the rows.
 
         None where nothing flows, or for a part without tokens: plain PyTorch's has zeros there.
@@ -315,7 +317,7 @@ class UnitGradients:
             if offloader.passing is not None and not any(stepped):
                 raise not_stepped(self._layer)
 
-    def _copy_to_place(self, part: StreamedLayer | ExpertPart, slot: GradientSlot) -> Callable[[], None]:
+    def _copy_to_place(self, part: Fetched, slot: GradientSlot) -> Callable[[], None]:
         """Sends what the slot holds to its place; returns what blocks until it is there."""
         offloader, unit, size = self._offloader, self._layer.unit, part.unit.layout.gradient_bytes
         if self._target is None:
@@ -332,7 +334,7 @@ class UnitGradients:
         wait: Callable[[], None] = offloader.send(slot, part.name, size, pieces, norms).synchronize
         return wait
 
-    def _add_on_host(self, part: StreamedLayer | ExpertPart, slot: GradientSlot | None) -> Callable[[], None]:
+    def _add_on_host(self, part: Fetched, slot: GradientSlot | None) -> Callable[[], None]:
         """Adds what the slot holds, or zeros without one; returns what blocks until that is done."""
         offloader, unit, size = self._offloader, self._layer.unit, part.unit.layout.gradient_bytes
         buffers = offloader.prepare_accumulation()  # makes the memory of the sums
@@ -366,7 +368,7 @@ class UnitGradients:
         return ticket.wait
 
 
-def _refuse_hooked(layer: StreamedLayer, state: ParameterState) -> None:
+def _refuse_hooked(layer: Streamed, state: ParameterState) -> None:
     if state.parameter._backward_hooks or state.parameter._post_accumulate_grad_hooks:
         raise UnsupportedError(
             f"parameter {layer.name}.{state.name} has a gradient hook (register_hook, register_post_accumulate_grad_hook, "

@@ -9,12 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.streaming.layer import ExpertPart, StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter, named_range
+from megatrain_accelerate.streaming.parts import Fetched
 from megatrain_accelerate.streaming.streams import SlotState, Streams, WeightSlot
-
-Fetched = StreamedLayer | ExpertPart
-"""What is fetched as a whole; its ``index`` is its place among all that share the slots."""
 
 
 class Prefetcher:

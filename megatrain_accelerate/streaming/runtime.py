@@ -34,6 +34,7 @@ from megatrain_accelerate.streaming.model_hook import weakly
 from megatrain_accelerate.streaming.nested_tensors import taken_apart
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.outside_gradients import OutsideGradients
+from megatrain_accelerate.streaming.parts import Streamed
 from megatrain_accelerate.streaming.prefetch import Prefetcher
 from megatrain_accelerate.streaming.resident import Part, ResidentGroup, relocate
 from megatrain_accelerate.streaming.shared_mappings import SharedMappings
@@ -107,8 +108,12 @@ class StreamingRuntime:
         self.norms = NormTable(self.units, register)
         self.sums = Fp32Sums(self.parts, config, streams.device, kernels)
         self.prefetcher = Prefetcher(self.layers, config.slots, streams, meter)
+        whole = [part.unit.layout for part in (*self.layers, *self.experts)]
+        at_once = [layer.unit.layout for layer in self.layers]
+        at_once += [part.unit.layout for experts in self.experts for part in experts.parts]
         self.offloader = GradientOffloader(
-            self.layers,
+            whole,
+            at_once,
             config,
             streams=streams,
             worker=worker,
@@ -371,7 +376,7 @@ class StreamingRuntime:
             if not self.worker.is_idle:  # layers are stepped in this backward
                 self.watch.begin()
 
-    def may_step_in_backward(self, layer: StreamedLayer) -> bool:
+    def may_step_in_backward(self, layer: Streamed) -> bool:
         """Whether no other gradient of this layer can still follow before the step."""
         tape = self._backward_tape
         called_once = tape is not None and tape.calls.count(layer.index) == 1
