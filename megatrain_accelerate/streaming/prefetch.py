@@ -33,7 +33,7 @@ class Prefetcher:
         self._streams = streams
         self._meter = meter
         self._largest = max(layer.unit.layout.weight_bytes for layer in layers)
-        self._slot_count = slots
+        self.slot_count = slots
         self.slots: list[WeightSlot] = []
         self.own_slots: dict[int, WeightSlot] = {}
         """Slots of single layers, on the device or held, by the layer's index."""
@@ -60,7 +60,7 @@ class Prefetcher:
     @property
     def shared_bytes(self) -> int:
         """Of the shared slots, where any layer needs them."""
-        return self._slot_count * self._largest
+        return self.slot_count * self._largest
 
     @property
     def device_bytes(self) -> int:
@@ -126,7 +126,7 @@ class Prefetcher:
         if len(self.own_slots) == len(self._layers):
             self.slots = []
         elif not self.slots:
-            self.slots = [self._new_slot(index, self._largest) for index in range(self._slot_count)]
+            self.slots = [self._new_slot(index, self._largest) for index in range(self.slot_count)]
         self._note_slots()
 
     def held_weights(self, layer: Fetched) -> list[torch.Tensor] | None:
