@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from megatrain_accelerate.memory.host_store import HostUnit, UnitRange
@@ -13,21 +12,14 @@ from megatrain_accelerate.streaming.meter import UpdateGate
 class Fetched(Protocol):
     """What is fetched into a slot as a whole: a layer, or a part of its experts."""
 
-    @property
-    def index(self) -> int:
-        """Its place among all that share the slots."""
+    index: int
+    """Its place among all that share the slots."""
+    name: str
+    gate: UpdateGate
+    """Closed while a step changes the weights."""
 
     @property
-    def name(self) -> str:
-        """In messages and profiles."""
-
-    @property
-    def unit(self) -> HostUnit | UnitRange:
-        """The home of its weights."""
-
-    @property
-    def gate(self) -> UpdateGate:
-        """Closed while a step changes the weights."""
+    def unit(self) -> HostUnit | UnitRange: ...
 
     def refresh_if_written(self) -> None:
         """Takes over weights that somebody wrote to the parameters since they were last seen."""
@@ -36,17 +28,12 @@ class Fetched(Protocol):
 class Stepped(Protocol):
     """What has a unit of its own: a layer, all experts of one that stream in parts, or a resident group."""
 
-    @property
-    def name(self) -> str:
-        """In messages and profiles."""
+    name: str
+    gate: UpdateGate
+    """Closed while a step reads the gradients and changes the weights."""
 
     @property
-    def unit(self) -> HostUnit:
-        """The home of its weights, states and gradients."""
-
-    @property
-    def gate(self) -> UpdateGate:
-        """Closed while a step reads the gradients and changes the weights."""
+    def unit(self) -> HostUnit: ...
 
     def allocate_gradient_residuals(self) -> None:
         """Makes what fp32 sums of its gradients take, wherever they lie."""
@@ -55,10 +42,7 @@ class Stepped(Protocol):
 class Streamed(Stepped, Fetched, Protocol):
     """A layer, or all experts of one that stream in parts: what brings its gradients through slots."""
 
-    @property
-    def kind(self) -> str:
-        """In messages, before the name."""
-
-    @property
-    def trainable(self) -> Sequence[ParameterState]:
-        """The parameters that were trained when the model was prepared, in entry order."""
+    kind: str
+    """In messages, before the name."""
+    trainable: list[ParameterState]
+    """The parameters that were trained when the model was prepared, in entry order."""
