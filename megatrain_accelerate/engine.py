@@ -324,7 +324,7 @@ class Engine:
         if torch.is_grad_enabled() and self.adopt_unfrozen(model):
             return run_pre_hooks(model, args, kwargs, known)
         self.runtime.worker.raise_if_failed()
-        self.runtime.order.end_pass()
+        self.runtime.passes.order.end_pass()
         has_graph = torch.is_grad_enabled()
         for engine in all_engines():
             if has_graph or engine is not self:

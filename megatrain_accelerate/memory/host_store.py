@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
+from megatrain_accelerate.memory.flat_layout import ExpertRange, FlatLayout, ParameterSpec
 from megatrain_accelerate.memory.host_limits import count_promises_of
 from megatrain_accelerate.memory.host_memory import DeviceMemory, HostMemory
 from megatrain_accelerate.memory.parameter_state import ParameterState, ParamHandle
@@ -247,6 +247,15 @@ class HostUnit:
     def is_on_device(self) -> bool:
         return self.device is not None
 
+    def pieces(self, of_unit: torch.Tensor, of_slot: torch.Tensor, trainable_only: bool) -> list[tuple[torch.Tensor, ...]]:
+        """What one copy moves: views of the unit's flat weights or gradients, and of a slot's buffer; all uint8."""
+        size = self.layout.gradient_bytes if trainable_only else self.layout.weight_bytes
+        return [(of_unit[:size], of_slot[:size])]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :meth:`UnitRange.of`."""
+        return tensor
+
     def note_stepped(self, states: Sequence[ParameterState]) -> None:
         """These of its weights, which live on the device, have been stepped by a kernel of which autograd knows nothing."""
         self.version += 1
@@ -322,6 +331,50 @@ class HostUnit:
         self.states, self._memory, self._promised = [], {}, set()
         self.weights = self.residuals = torch.empty(0)
         self.gradients = self.gradient_residuals = self.moments = None
+
+
+class UnitRange:
+    """Some of the experts of a unit: a range of each of its parameters, whose dimensions are (experts, ...).
+
+    The unit's memory is contiguous; in a slot the ranges lie one behind the other, as the parameters of a small unit.
+    """
+
+    is_on_device = False
+
+    def __init__(self, whole: HostUnit, experts: ExpertRange) -> None:
+        self.whole, self.experts = whole, experts
+        self.layout = experts.layout(whole.layout)
+        self._places: list[tuple[bool, int, int, int]] = []
+        for entry, of_range in zip(whole.layout.entries, self.layout.entries, strict=True):
+            begin, end = (entry.spec.dtype.itemsize * place for place in experts.elements(entry))
+            place = (entry.spec.trainable, entry.weight_offset + begin, of_range.weight_offset, end - begin)
+            self._places.append(place)
+
+    @property
+    def version(self) -> int:
+        return self.whole.version
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """Of all experts; :meth:`pieces` says which bytes are the range's."""
+        return self.whole.weights
+
+    def register_weights(self) -> None:
+        """See :meth:`HostUnit.register_weights`."""
+        self.whole.register_weights()
+
+    def pieces(self, of_unit: torch.Tensor, of_slot: torch.Tensor, trainable_only: bool) -> list[tuple[torch.Tensor, ...]]:
+        """For each parameter, or each that is trained, views of the range's bytes in ``of_unit``, flat weights or gradients of
+        all experts, and in ``of_slot``, a slot's buffer; both uint8."""
+        return [
+            (of_unit[there : there + size], of_slot[here : here + size])
+            for trainable, there, here, size in self._places
+            if trainable or not trainable_only
+        ]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The range's part of a parameter's tensor, or of a gradient's."""
+        return self.experts.of(tensor)
 
 
 def planned_host_bytes(

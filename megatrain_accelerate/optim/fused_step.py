@@ -27,8 +27,8 @@ from megatrain_accelerate.optim.moment_states import (
 )
 from megatrain_accelerate.optim.segments import apply_segments, plan_segments, segments_of_experts, step_on_device
 from megatrain_accelerate.streaming.gradient_buffers import refuse_unstepped
-from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause
+from megatrain_accelerate.streaming.parts import Streamed
 from megatrain_accelerate.streaming.resident import ResidentGroup
 from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
@@ -393,7 +393,7 @@ class FusedStep(HostStep):
                     "step(), or set megatrain_config.step_schedule to 'deferred' (and host_gradients to 'kept')"
                 )
 
-    def layer_done(self, layer: StreamedLayer, wait: Callable[[], None]) -> bool:
+    def layer_done(self, layer: Streamed, wait: Callable[[], None]) -> bool:
         """Steps the layer under the schedule ``backward``, if this backward is the last before the step."""
         if self.schedule != "backward" or self.optimizer is None:
             return False

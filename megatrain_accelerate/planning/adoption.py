@@ -22,8 +22,7 @@ from megatrain_accelerate.memory.file_mappings import FileMappings, page_out, re
 from megatrain_accelerate.memory.host_limits import unused_host_bytes
 from megatrain_accelerate.memory.host_store import HostUnit
 from megatrain_accelerate.planning.layer_discovery import Discovery, ExpertsSpec
-from megatrain_accelerate.streaming.expert_parts import StreamedExperts
-from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.layer import StreamedExperts, StreamedLayer
 from megatrain_accelerate.streaming.proxy import install_proxy
 from megatrain_accelerate.units import MIB
 

@@ -176,9 +176,11 @@ class DevicePlan:
         if open_forwards:
             if open_forwards >= self._made.forwards_at_once:
                 self._note(forwards_at_once=open_forwards + 1, planned=BatchExtent())
-            self._runtime.kept_layers = self._runtime.offloaded_layers = self._runtime.attention_layers = frozenset()
+            nothing = frozenset[int]()
+            recomputed = dataclasses.replace(self.placement, kept=nothing, offloaded=nothing, attention_kept=nothing)
+            self._runtime.context.policy = recomputed
             return
-        self._treat_activations()
+        self._apply_policy()
         if self._displaced is not None:
             placement, self._displaced = self._displaced, None
             torch.cuda.empty_cache()
@@ -423,20 +425,16 @@ class DevicePlan:
 
     def _place(self, placement: Placement) -> None:
         before, self.placement = self.placement, placement
-        self._treat_activations()
+        self._apply_policy()
         were, where = ((at.on_device, at.groups_on_device) for at in (before, placement))
         if self._is_interrupted or where != were:
             self._is_interrupted = True  # until all have moved
             self._runtime.place(*where)
             self._is_interrupted = False
 
-    def _treat_activations(self) -> None:
-        runtime, placement = self._runtime, self.placement
-        runtime.kept_layers, runtime.offloaded_layers = placement.kept, placement.offloaded
-        runtime.input_offloaded_layers = placement.inputs_offloaded
-        runtime.attention_layers = placement.attention_kept
-        runtime.activations.spacing = placement.offload_spacing
-        runtime.memory_budgets = placement.budgets
+    def _apply_policy(self) -> None:
+        self._runtime.context.policy = self.placement
+        self._runtime.activations.spacing = self.placement.offload_spacing
 
     def _settled(self) -> Placement:
         """What the settings ask for and nothing more, as far as the optimizers allow it."""

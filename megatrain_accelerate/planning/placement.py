@@ -12,7 +12,8 @@ from megatrain_accelerate.config import PlacementSettings
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.planning.machine import STEP_BYTES
 from megatrain_accelerate.planning.step_profile import StepOutline
-from megatrain_accelerate.streaming.expert_parts import ExpertPart
+from megatrain_accelerate.streaming.layer import ExpertPart
+from megatrain_accelerate.streaming.policy import ActivationPolicy
 
 MOST_SPACING = 8
 """A layer's activations reach the host while this many others compute, on any link worth using."""
@@ -33,29 +34,17 @@ def require_layers(layer_count: int, settings: PlacementSettings) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
-    """Sets of layer indices. A layer in none of them is streamed and recomputed.
+class Placement(ActivationPolicy):
+    """What becomes of each layer's activations, and where its weights and states live; sets of layer indices.
 
-    Layers on the device come first in the model, since the forward can begin with them while the host still steps the others;
-    kept ones last, since backward begins with them.
+    A layer in none of them is streamed and recomputed. Layers on the device come first in the model, since the forward can
+    begin with them while the host still steps the others; kept ones last, since backward begins with them.
     """
 
-    kept: frozenset[int] = frozenset()
-    """Activations stay on the device until backward."""
-    offloaded: frozenset[int] = frozenset()
-    """Activations wait in host memory until backward."""
-    offload_spacing: int = 1
-    """Layers from one offloaded layer to the next: while those between compute, the link has time for its copies."""
-    attention_kept: frozenset[int] = frozenset()
-    """Recomputed layers whose attention isn't computed again: its results wait until backward."""
-    inputs_offloaded: frozenset[int] = frozenset()
-    """Of those among them that are recomputed, the inputs wait in host memory until backward, and attention's results too."""
     on_device: frozenset[int] = frozenset()
     """Weights, masters and moments live on the device."""
     groups_on_device: bool = False
     """So do those of the parameters outside the layers."""
-    budgets: tuple[float, float] = (0.0, 1.0)
-    """Memory budgets of compiled layers: of those that are neither kept nor offloaded, and of those that are."""
 
     @classmethod
     def of_counts(

@@ -9,17 +9,32 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from megatrain_accelerate.memory.flat_layout import FlatLayout
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
-from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.parts import Streamed
 
-if TYPE_CHECKING:
-    from megatrain_accelerate.streaming.graph_call import GraphCall
+
+class CallInBackward(Protocol):
+    """A call of a layer to which a backward has come, or one of the ``pieces`` of a call."""
+
+    tape: Tape
+    position: int
+    pieces: int
+    task: int
+
+    @property
+    def layer(self) -> Streamed: ...
+
+    def finish(self) -> None:
+        """The backward is over."""
+
+    def discard(self) -> None:
+        """The backward has failed."""
 
 
 class LayerSums:
@@ -92,33 +107,33 @@ class Backward:
     """One backward that is under way (a graph task of autograd), and its gradients that wait for others."""
 
     def __init__(self, offloader: GradientOffloader, fp32_sums: GradientSums) -> None:
-        self.calls: list[GraphCall] = []
+        self.calls: list[CallInBackward] = []
         """To which it has come."""
         self._offloader = offloader
         self._fp32_sums = fp32_sums
-        self._sums: dict[StreamedLayer, dict[int, torch.Tensor]] = {}
+        self._sums: dict[Streamed, dict[int, torch.Tensor]] = {}
         """Of layers that run several times in one forward."""
-        self._pieces: dict[tuple[Tape, int], tuple[StreamedLayer, LayerSums]] = {}
+        self._pieces: dict[tuple[Tape, int], tuple[Streamed, LayerSums]] = {}
         """Of calls in pieces, by their places."""
 
-    def deliver(self, tape: Tape, layer: StreamedLayer, found: dict[int, torch.Tensor]) -> None:
+    def deliver(self, tape: Tape, layer: Streamed, found: dict[int, torch.Tensor]) -> None:
         """Takes the gradients of one call: they go at once unless others of the layer come in this backward."""
         if tape.calls.count(layer.index) == 1:
             self._offloader.offload(layer, found)
         elif found:
             self.add_up(layer, found)
 
-    def add_piece(self, call: GraphCall, found: dict[int, torch.Tensor], is_whole: bool) -> None:
+    def add_piece(self, call: CallInBackward, found: dict[int, torch.Tensor], is_complete: bool) -> None:
         """Adds gradients of a piece to those of the others; when all pieces have brought theirs they go as those of one call.
 
-        ``is_whole`` tells that the piece brings no more of them.
+        ``is_complete`` tells that the piece brings no more of them.
         """
         place = (call.tape, call.position)
         if place not in self._pieces:
             self._pieces[place] = (call.layer, self._fp32_sums.begin(call.layer.unit.layout))
         sums = self._pieces[place][1]
         sums.add(found)
-        sums.complete_pieces += is_whole
+        sums.complete_pieces += is_complete
         if sums.complete_pieces == call.pieces:
             self._deliver_pieces(place)
 
@@ -127,7 +142,7 @@ class Backward:
         is_added_up = tape.calls.count(layer.index) > 1
         self.deliver(tape, layer, sums.take(to_stay=layer.unit.is_on_device or is_added_up))
 
-    def add_up(self, layer: StreamedLayer, found: dict[int, torch.Tensor]) -> None:
+    def add_up(self, layer: Streamed, found: dict[int, torch.Tensor]) -> None:
         """Adds gradients to those of the layer's other calls, as autograd does before it accumulates."""
         sums = self._sums.setdefault(layer, {})
         for row, gradient in found.items():

@@ -24,9 +24,8 @@ from torch.autograd.function import once_differentiable
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.streaming.ambient_state import autocast_again, parameters_as
 from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache, without_saving
-from megatrain_accelerate.streaming.expert_parts import ExpertPart, StreamedExperts
 from megatrain_accelerate.streaming.expert_streams import ExpertStreams, Places, shown_instead
-from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.layer import ExpertPart, StreamedExperts, StreamedLayer
 from megatrain_accelerate.streaming.meter import named_range
 from megatrain_accelerate.streaming.nested_tensors import tensors_in
 from megatrain_accelerate.streaming.token_tiles import tiles
@@ -136,12 +135,12 @@ class ExpertResults:
         self.replays = replays
         for experts in layer.experts:
             self._calls[experts] = 0
-            experts.results = self
+            _at_work[experts] = self
         try:
             yield
         finally:
             for experts in layer.experts:
-                experts.results = None
+                del _at_work[experts]
 
     @property
     def size_bytes(self) -> int:
@@ -171,6 +170,10 @@ class ExpertResults:
         found = results[number]
         results[number] = found._replace(output_TD=None, routing=None)
         return number, found
+
+
+_at_work: dict[StreamedExperts, ExpertResults] = {}
+"""Those of the runs of layers that are under way with a graph."""
 
 
 class _Call:
@@ -345,7 +348,7 @@ def run_experts(streams: ExpertStreams, experts: StreamedExperts, args: tuple[An
         )
     hidden_TD, index_TK, weights_TK = given
     with torch.no_grad():
-        call = _Call(streams, experts, index_TK, experts.results)
+        call = _Call(streams, experts, index_TK, _at_work.get(experts))
     if not torch.is_grad_enabled():
         return call.forward((hidden_TD, weights_TK), None)
     anchor = streams.anchor if experts.has_trainable else streams.anchor.detach()

@@ -11,23 +11,12 @@ from torch import nn
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.streaming.call_order import CallOrder, Tape
-from megatrain_accelerate.streaming.expert_parts import ExpertPart, StreamedExperts
 from megatrain_accelerate.streaming.grad_offload import GradientOffloader
-from megatrain_accelerate.streaming.prefetch import Fetched, Prefetcher
-from megatrain_accelerate.streaming.streams import WeightSlot
+from megatrain_accelerate.streaming.layer import ExpertPart, StreamedExperts
+from megatrain_accelerate.streaming.prefetch import Prefetcher
 
 Places = list[tuple[Tape, int]]
 """Where on the tape of a forward each part of a layer's experts was called, in order."""
-
-
-class _PartPrefetcher(Prefetcher):
-    """Owner of the slots of parts: each takes a range of every parameter."""
-
-    def _copy(self, layer: Fetched, slot: WeightSlot) -> None:
-        assert isinstance(layer, ExpertPart)
-        unit = layer.unit
-        for there, here in unit.pieces(unit.weights, slot.buffer, trainable_only=False):
-            here.copy_(there, non_blocking=True)
 
 
 class ExpertStreams:
@@ -56,7 +45,7 @@ class ExpertStreams:
         self._slots = slots
         self.offloader = offloader
         parts = [part for whole in experts for part in whole.parts]
-        self._prefetcher = _PartPrefetcher(parts, slots, offloader.streams, offloader.meter) if parts else None
+        self._prefetcher = Prefetcher(parts, slots, offloader.streams, offloader.meter) if parts else None
         self._order = CallOrder(len(parts), leader=layers)
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.device_kernel import DeviceKernels, StepKernels, can_step_on
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.streaming.model_hook import weakly
-from megatrain_accelerate.streaming.resident import Part
+from megatrain_accelerate.streaming.parts import Stepped
 
 
 def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -69,7 +69,7 @@ class Fp32Sums:
     ``parts`` are all layers, experts and groups.
     """
 
-    def __init__(self, parts: Sequence[Part], config: MegatrainConfig, device: torch.device, kernels: HostKernels) -> None:
+    def __init__(self, parts: Sequence[Stepped], config: MegatrainConfig, device: torch.device, kernels: HostKernels) -> None:
         self._parts, self._device, self._kernels = list(parts), device, kernels
         self._host_memory_gib = config.host_memory_gib
         self.is_wanted = config.accumulation_dtype == "fp32"

@@ -15,18 +15,17 @@ from typing import Any
 import torch
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
+from megatrain_accelerate.memory.flat_layout import FlatLayout
 from megatrain_accelerate.memory.host_limits import count_promises_of
 from megatrain_accelerate.memory.host_store import PASSING_BUFFERS, HostUnit
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker, Ticket
 from megatrain_accelerate.streaming.clipping import NormTable
-from megatrain_accelerate.streaming.expert_parts import ExpertPart
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums, gradient_norms
 from megatrain_accelerate.streaming.gradient_buffers import Addition, HostBuffers, not_stepped, of_their_own
-from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter, UpdateGate, named_range
-from megatrain_accelerate.streaming.resident import ResidentGroup
+from megatrain_accelerate.streaming.parts import Fetched, Stepped, Streamed
 from megatrain_accelerate.streaming.streams import GradientSlot, Streams
 from megatrain_accelerate.streaming.unit_stepper import UnitStepper
 
@@ -35,11 +34,17 @@ GRADIENT_SLOTS = 2
 
 
 class GradientOffloader:
-    """Owner of the gradient slots, of layers and experts, and of the way from a backward to ``parameter.grad`` on the host."""
+    """Owner of the gradient slots, of layers and experts, and of the way from a backward to ``parameter.grad`` on the host.
+
+    Args:
+        units: layouts of the units whose gradients leave through slots.
+        at_once: layouts of what a slot takes at once: such a unit, or a part of one.
+    """
 
     def __init__(
         self,
-        layers: Sequence[StreamedLayer],
+        units: Sequence[FlatLayout],
+        at_once: Sequence[FlatLayout],
         *,
         streams: Streams,
         worker: StepWorker,
@@ -54,14 +59,10 @@ class GradientOffloader:
         self.streams, self.worker, self.kernels, self.meter = streams, worker, kernels, meter
         self.norms, self.sums, self.steppers = norms, sums, steppers
         self._buffers_of = functools.partial(HostBuffers, register=register, meter=meter)
-        layouts = [layer.unit.layout for layer in layers]
-        experts = [whole for layer in layers for whole in layer.experts]
-        # Those that pass through the host do so experts by experts, since that is how they are stepped.
-        whole = [*layouts, *(at.unit.layout for at in experts)]
-        self._largest_unit = max(layout.gradient_bytes for layout in whole)
-        layouts += [part.unit.layout for at in experts for part in at.parts]
-        self._largest = max(layout.gradient_bytes for layout in layouts)
-        self._most_parameters = max(len(layout.trainable_entries) for layout in layouts)
+        # Those that pass through the host do so unit by unit, since that is how they are stepped.
+        self._largest_unit = max(layout.gradient_bytes for layout in units)
+        self._largest = max(layout.gradient_bytes for layout in at_once)
+        self._most_parameters = max(len(layout.trainable_entries) for layout in at_once)
         self._slot_count = GRADIENT_SLOTS if self._largest else 0
         self._passes = passes and self._largest > 0
         self.slots: collections.deque[GradientSlot] = collections.deque()
@@ -111,7 +112,7 @@ class GradientOffloader:
             self.slots.extend(new)
 
     def begin(
-        self, layer: StreamedLayer, found: Container[int] | None = None, parts: int = 1, is_last: bool = True
+        self, layer: Streamed, found: Container[int] | None = None, parts: int = 1, is_last: bool = True
     ) -> UnitGradients | None:
         """What takes the gradients that one backward ``found`` (None: all), by place among a layer's trainable parameters.
 
@@ -142,7 +143,7 @@ class GradientOffloader:
     def passing_bytes(self) -> int:
         return 0 if self.passing is None else self.passing.size_bytes
 
-    def offload(self, layer: StreamedLayer, found: dict[int, torch.Tensor]) -> None:
+    def offload(self, layer: Streamed, found: dict[int, torch.Tensor]) -> None:
         """Sends gradients, by place among a layer's trainable parameters, to ``parameter.grad``."""
         taken = self.begin(layer, found)
         if taken is None:
@@ -159,7 +160,7 @@ class GradientOffloader:
         if self.gradients_complete():
             self._send_from_device(layer.name, taken.states, [])
 
-    def fetch(self, group: ResidentGroup, only: torch.Tensor | None = None) -> None:
+    def fetch(self, group: Stepped, only: torch.Tensor | None = None) -> None:
         """Copies those of a group's gradients (or one alone) that aren't on the host yet."""
         for state in group.unit.states:
             parameter = state.parameter
@@ -271,7 +272,7 @@ class UnitGradients:
     layer's trainable parameters that get one. ``is_last``: no backward of an earlier piece of the same call follows.
     """
 
-    def __init__(self, offloader: GradientOffloader, layer: StreamedLayer, rows: list[int], parts: int, is_last: bool) -> None:
+    def __init__(self, offloader: GradientOffloader, layer: Streamed, rows: list[int], parts: int, is_last: bool) -> None:
         self.rows, self._offloader, self._layer, self._is_last = rows, offloader, layer, is_last
         self.states = [layer.trainable[row] for row in rows]
         # Nothing to add to: they go straight to their place, with norms. So do those that pass.
@@ -282,7 +283,7 @@ class UnitGradients:
         self._norms: torch.Tensor | None = None
         self._additions: list[Addition] = []
 
-    def take(self, part: StreamedLayer | ExpertPart, gradients: Sequence[torch.Tensor | None] | None) -> None:
+    def take(self, part: Fetched, gradients: Sequence[torch.Tensor | None] | None) -> None:
         """Sends the gradients of the layer, or of a part of its experts, one for each of the rows.
 
         None where nothing flows, or for a part without tokens: plain PyTorch's has zeros there.
@@ -340,7 +341,7 @@ class UnitGradients:
             if offloader.passes and not any(stepped):
                 raise not_stepped(self._layer)
 
-    def _copy_to_place(self, part: StreamedLayer | ExpertPart, slot: GradientSlot) -> Callable[[], None]:
+    def _copy_to_place(self, part: Fetched, slot: GradientSlot) -> Callable[[], None]:
         """Sends what the slot holds to its place; returns what blocks until it is there."""
         offloader, unit, size = self._offloader, self._layer.unit, part.unit.layout.gradient_bytes
         if self._target is None:
@@ -352,15 +353,12 @@ class UnitGradients:
                 ticket.wait()  # WAW: an addition to dropped ones may still be queued
             assert unit.gradients is not None
             self._target = unit.gradients
-        if isinstance(part, ExpertPart):
-            pieces = part.unit.pieces(self._target, slot.buffer, trainable_only=True)
-        else:
-            pieces = [(self._target[:size], slot.buffer[:size])]
+        pieces = part.unit.pieces(self._target, slot.buffer, trainable_only=True)
         norms = None if self._left else offloader.norms.of_unit(unit)
         wait: Callable[[], None] = offloader.send(slot, part.name, size, pieces, norms).synchronize
         return wait
 
-    def _add_on_host(self, part: StreamedLayer | ExpertPart, slot: GradientSlot | None) -> Callable[[], None]:
+    def _add_on_host(self, part: Fetched, slot: GradientSlot | None) -> Callable[[], None]:
         """Adds what the slot holds, or zeros without one; returns what blocks until that is done."""
         offloader, unit, size = self._offloader, self._layer.unit, part.unit.layout.gradient_bytes
         buffers = offloader.prepare_accumulation()  # makes the memory of the sums
@@ -379,12 +377,11 @@ class UnitGradients:
                 addition.state.handle.note_fp32_sum()  # of ``parameter.grad``, from now on
         norms = offloader.norms.of_unit(unit)
         takes_norms = not self._left and self._is_last and offloader.gradients_complete()
-        of_part = part.experts.of if isinstance(part, ExpertPart) else lambda whole: whole
 
         def add() -> None:
             copied_event.synchronize()
             for addition, row in zip(self._additions, self.rows, strict=True):
-                addition.add(views[row], offloader.kernels, of_part)
+                addition.add(views[row], offloader.kernels, part.unit.of)
                 if takes_norms:
                     total, norms[row] = addition.total_and_norm(offloader.sums)
                     addition.state.note_norm(total)
@@ -395,7 +392,7 @@ class UnitGradients:
         return ticket.wait
 
 
-def _refuse_hooked(layer: StreamedLayer, state: ParameterState) -> None:
+def _refuse_hooked(layer: Streamed, state: ParameterState) -> None:
     if state.parameter._backward_hooks or state.parameter._post_accumulate_grad_hooks:
         raise UnsupportedError(
             f"parameter {layer.name}.{state.name} has a gradient hook (register_hook, register_post_accumulate_grad_hook, "

@@ -17,8 +17,8 @@ from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.memory.parameter_state import ParameterState
 from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.streaming.fp32_sums import Fp32Sums, RunningSum
-from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Meter, UpdateGate
+from megatrain_accelerate.streaming.parts import Stepped
 
 
 def of_their_own(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -106,7 +106,7 @@ class Addition:
         return total, sums.host_norm(total, None if self.running is None else self.running.residual)
 
 
-def not_stepped(layer: StreamedLayer) -> StateError:
+def not_stepped(layer: Stepped) -> StateError:
     """For a layer whose gradients no optimizer takes: the next layers' would overwrite them."""
     return StateError(
         f"the gradients of layer {layer.name} can't be consumed in this backward: those of an earlier step weren't cleared "
@@ -116,7 +116,7 @@ def not_stepped(layer: StreamedLayer) -> StateError:
     )
 
 
-def refuse_unstepped(layers: Sequence[StreamedLayer], parameters: Collection[int]) -> None:
+def refuse_unstepped(layers: Sequence[Stepped], parameters: Collection[int]) -> None:
     """Raises a StateError for a layer's gradient that ``step()`` finds where it can't be read.
 
     ``parameters``: the ``id`` of each whose gradient no backward since the last step has consumed.

@@ -13,7 +13,7 @@ import enum
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.streaming.ambient_state import BufferValues, buffers_as_before, surroundings_again
 from megatrain_accelerate.streaming.attention_results import AttentionResults
+from megatrain_accelerate.streaming.call_context import CallContext
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.compiled_layer import without_autocast_cache
 from megatrain_accelerate.streaming.expert_function import ExpertResults
@@ -31,9 +32,6 @@ from megatrain_accelerate.streaming.output_recorder import Captures
 from megatrain_accelerate.streaming.shared_mappings import no_writes_into, no_writes_to
 from megatrain_accelerate.streaming.streams import WeightSlot
 from megatrain_accelerate.streaming.whole_recompute import WholeRun
-
-if TYPE_CHECKING:
-    from megatrain_accelerate.streaming.graph_calls import GraphCalls
 
 _current_task = torch._C._current_graph_task_id
 
@@ -65,16 +63,16 @@ class GraphCall:
     them itself, so that it goes when the graph goes.
 
     Args:
-        calls, layer: of the engine.
+        context, layer: of the engine.
         tape, position: the call on its forward pass.
         piece, pieces: the number of this piece of the call, in forward order, and how many there are: 0 and 1 if it is whole.
         is_whole: whether the layer has to be run again as a whole (:mod:`.whole_recompute`).
     """
 
     def __init__(
-        self, calls: GraphCalls, layer: StreamedLayer, tape: Tape, position: int, piece: int, pieces: int, is_whole: bool
+        self, context: CallContext, layer: StreamedLayer, tape: Tape, position: int, piece: int, pieces: int, is_whole: bool
     ) -> None:
-        self.calls, self.layer = calls, layer
+        self.context, self.layer = context, layer
         self.tape, self.position = tape, position
         self.piece, self.pieces = piece, pieces
         self.is_whole = is_whole
@@ -108,7 +106,7 @@ class GraphCall:
 
     def run(self, slot: WeightSlot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the layer with the weights in ``slot`` as this call's leaves."""
-        runtime, layer = self.calls.runtime, self.layer
+        context, layer = self.context, self.layer
         self._running_slot = slot
         try:
             uses = slot.uses_with(layer.unit.layout)
@@ -119,11 +117,11 @@ class GraphCall:
             if not self.is_whole:
                 self._take_leaves(weights, is_watched=not watched)
             # Experts in parts wait for their routing, and attention inside a compiled graph isn't seen.
-            if not layer.experts and layer.index not in runtime.attention_layers:
-                self._captures = runtime.compiled.wants(layer)
+            if not layer.experts and layer.index not in context.policy.attention_kept:
+                self._captures = context.compiled.wants(layer)
             with (
                 named_range(f"megatrain::forward ({layer.name})"),
-                self.calls.running(self, slot),
+                self.context.reading(self, slot),
                 without_autocast_cache(),
             ):
                 output = self._run_by_policy(weights, args, kwargs)
@@ -139,7 +137,7 @@ class GraphCall:
     def _watched(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
         """Has :meth:`_all_issued` called when the tensor's gradient is known: nothing of this layer is left to run then,
         since autograd runs what was computed later first."""
-        if not tensor.requires_grad or tensor.device != self.calls.runtime.streams.device:
+        if not tensor.requires_grad or tensor.device != self.context.device:
             return tensor
         if id(tensor) not in watched:
             # A leaf lives on, and hooks on it would pile up. The gradients of all pieces are known at once.
@@ -167,49 +165,49 @@ class GraphCall:
         return [view.data.requires_grad_(flag) for view, flag in zip(views, self._trained, strict=True)]
 
     def _run_by_policy(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        runtime, layer = self.calls.runtime, self.layer
-        runtime.activations.run_begins()
-        is_offloaded = not self.is_whole and layer.index in runtime.offloaded_layers
-        is_recomputed = self.is_whole or not (is_offloaded or layer.index in runtime.kept_layers)
+        context, layer, policy = self.context, self.layer, self.context.policy
+        context.activations.run_begins()
+        is_offloaded = not self.is_whole and layer.index in policy.offloaded
+        is_recomputed = self.is_whole or policy.is_recomputed(layer.index)
         # Where inputs make room, results as large mustn't take it.
-        keeps_results = is_recomputed and not runtime.offloads_inputs(layer)
+        keeps_results = is_recomputed and not policy.offloads_inputs(layer.index)
         self._expert_results = ExpertResults(keeps_results, is_last=self.piece == 0)
         captures = self._captures if is_recomputed and not self.is_whole else None
-        low, high = runtime.memory_budgets
-        by_compiler = captures is not None and runtime.compiled.recomputes(layer, captures, low)
+        low, high = policy.budgets
+        by_compiler = captures is not None and context.compiled.recomputes(layer, captures, low)
         if is_recomputed and not by_compiler:
             return self._run_to_recompute(weights, args, kwargs)
         offloaded = None
         if is_offloaded:
             inputs, _ = taken_apart((args, kwargs))
-            offloaded = runtime.activations.record(layer.name, [*layer.module.buffers(), *inputs])
-        with layer.bound(weights), self.calls.saving(offloaded):
+            offloaded = context.activations.record(layer.name, [*layer.module.buffers(), *inputs])
+        with layer.bound(weights), context.saving(offloaded):
             output = self._run_layer(args, kwargs, memory_budget=low if by_compiler else high)
         if offloaded is not None:
-            runtime.activations.send(offloaded, self.tape, self.position, self.piece)
+            context.activations.send(offloaded, self.tape, self.position, self.piece)
         return output
 
     def _run_layer(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool = False, memory_budget: float = 1.0
     ) -> Any:
         if self._captures is not None:
-            return self.calls.runtime.compiled.run(self.layer, self._captures, args, kwargs, memory_budget)
+            return self.context.compiled.run(self.layer, self._captures, args, kwargs, memory_budget)
         if not self.layer.experts:
             return self.layer.run(args, kwargs)
         with self._expert_results.at_work(self.layer, replays=is_recompute):
             return self.layer.run(args, kwargs)
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        runtime, layer = self.calls.runtime, self.layer
-        as_in_forward = surroundings_again(runtime.streams.device, layer.module)
+        context, layer, policy = self.context, self.layer, self.context.policy
+        as_in_forward = surroundings_again(context.device, layer.module)
         # A checkpoint is given the tensors one by one.
         tensors, arguments = taken_apart((args, kwargs))
         before: list[BufferValues] = []
         # What the first run binds; nobody holds it afterwards but the graph.
         first: list[list[torch.Tensor]] = [weights]
         attention = leaving = None
-        if layer.index in runtime.attention_layers:
-            leaving = runtime.activations.record(layer.name) if runtime.offloads_inputs(layer) else None
+        if layer.index in policy.attention_kept:
+            leaving = context.activations.record(layer.name) if policy.offloads_inputs(layer.index) else None
             attention = AttentionResults(leaving)
 
         # The graph of a layer that draws random numbers saves everything at any budget.
@@ -217,7 +215,7 @@ class GraphCall:
 
         def body(*given: torch.Tensor) -> Any:
             args, kwargs = arguments(given)
-            saving = contextlib.nullcontext() if whole is not None else self.calls.saving()
+            saving = contextlib.nullcontext() if whole is not None else context.saving()
             if first:
                 with (
                     layer.bound(first.pop()),
@@ -228,7 +226,7 @@ class GraphCall:
                     return self._run_layer(args, kwargs, memory_budget=budget)
             with (
                 self.pinned() as slot,
-                self.calls.running(self, slot),
+                self.context.reading(self, slot),
                 layer.bound(again := self._leaves_in(slot)),
                 as_in_forward(),
                 saving,
@@ -236,7 +234,7 @@ class GraphCall:
                 named_range(f"megatrain::recompute ({layer.name})"),
                 attention.replaying() if attention is not None else contextlib.nullcontext(),
                 # It was recorded in forward.
-                runtime.recorder.apart() if whole is None else contextlib.nullcontext(),
+                context.recorder.apart() if whole is None else contextlib.nullcontext(),
             ):
                 if whole is not None:
                     whole.leaves = again
@@ -244,7 +242,7 @@ class GraphCall:
                 del again
                 return self._run_layer(args, kwargs, is_recompute=True, memory_budget=budget)
 
-        whole = WholeRun(self, body) if self.is_whole else None
+        whole = WholeRun(self, body, context.recorder, context.anchor) if self.is_whole else None
         with no_writes_into(args, kwargs, layer.name), no_writes_to(tensors, layer.name):
             # Random numbers, autocast and modes are put back by the body, those of Python and NumPy too.
             if whole is not None:
@@ -252,12 +250,12 @@ class GraphCall:
             else:
                 output = checkpoint(body, *tensors, use_reentrant=False, preserve_rng_state=False)
         if leaving is not None:
-            runtime.activations.send(leaving, self.tape, self.position, self.piece)
+            context.activations.send(leaving, self.tape, self.position, self.piece)
         return output
 
     def _handed_out(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
         """What the layer returns doesn't lie in its slot, and tells when its backward begins."""
-        if tensor.layout is torch.strided and self.calls.reader_at(tensor.untyped_storage().data_ptr()) is not None:
+        if tensor.layout is torch.strided and self.context.reader_at(tensor.untyped_storage().data_ptr()) is not None:
             tensor = tensor.clone()
         if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in watched:
             tensor.register_hook(self._begins)
@@ -275,22 +273,22 @@ class GraphCall:
             return
         if self.task != -1:
             # Another backward comes: one within the one before, or that one has failed.
-            found, backward = self._take_gradients(), self.calls.backwards.get(self.task)
+            found, backward = self._take_gradients(), self.context.backwards.get(self.task)
             if found and backward is not None:
                 if self.pieces == 1:
                     backward.add_up(self.layer, found)
                 else:
-                    backward.add_piece(self, found, is_whole=False)
+                    backward.add_piece(self, found, is_complete=False)
             self.forget()
         self.move_to(CallState.BACKWARD)
         self.task = task
-        self.calls.runtime.backward_begins()
-        self.calls.backwards[task].calls.append(self)
+        self.context.passes.backward_begins()
+        self.context.backwards[task].calls.append(self)
         if torch.autograd._profiler_enabled():
             self._range = self._range or contextlib.ExitStack()
             self._range.enter_context(named_range(f"megatrain::backward ({self.layer.name})"))
         # Of layers that come later, too.
-        self.calls.runtime.activations.bring_back(self.tape, self.position, self.piece)
+        self.context.activations.bring_back(self.tape, self.position, self.piece)
 
     def slot(self) -> WeightSlot:
         """The slot with the layer's weights, for kernels that are issued now. A StateError if they aren't those of forward."""
@@ -298,20 +296,20 @@ class GraphCall:
             return self._running_slot
         if self.task != _current_task():
             self._begin()
-        layer, runtime = self.layer, self.calls.runtime
-        slot = runtime.prefetcher.leased(layer)
+        layer, prefetcher = self.layer, self.context.prefetcher
+        slot = prefetcher.leased(layer)
         # The leases of two calls of one layer are one, and so are their weights. A closed engine has no slots left.
         if layer.unit.version != self.version:
             layer.require_version(self.version)
         if slot is None:
-            slot = runtime.lease_backward(layer, self.tape, self.position)
+            slot = self.context.passes.lease_backward(layer, self.tape, self.position)
             try:
                 layer.require_version(self.version)  # of weights that were written since, which are taken over by now
                 # A checkpoint inside the layer reads its weights when it computes anew.
                 slot.leaves = self._leaves_in(slot)
                 slot.until_lease_ends.enter_context(layer.bound(slot.leaves))
             except BaseException:
-                runtime.prefetcher.end_lease(layer.index)
+                prefetcher.end_lease(layer.index)
                 raise
         return slot
 
@@ -323,7 +321,7 @@ class GraphCall:
         try:
             yield slot
         finally:
-            self.calls.runtime.prefetcher.release(slot)
+            self.context.prefetcher.release(slot)
 
     def _is_complete(self) -> bool:
         """Whether all leaves that the graph still holds have their gradients: autograd brings each at once."""
@@ -356,7 +354,7 @@ class GraphCall:
     def finish(self) -> None:
         """The backward is over: gradients of which no input told go too."""
         if self.state is CallState.BACKWARD:
-            self._deliver_gradients(is_whole=False)
+            self._deliver_gradients(is_complete=False)
         self.forget()
 
     def forget(self) -> None:
@@ -374,12 +372,12 @@ class GraphCall:
     def _end_lease(self) -> None:
         if self._range is not None:
             self._range.close()
-        self.calls.runtime.prefetcher.end_lease(self.layer.index)
+        self.context.prefetcher.end_lease(self.layer.index)
 
     def _take_gradients(self) -> dict[int, torch.Tensor]:
         taken: dict[int, torch.Tensor] = {}
         leaves = [(row, found()) for row, found in self._leaves]
-        slot = self.calls.runtime.prefetcher.leases.get(self.layer.index)
+        slot = self.context.prefetcher.leases.get(self.layer.index)
         if slot is not None:
             # Of a checkpoint inside the layer that runs a backward of its own.
             leaves += enumerate([slot.leaves[place] for place in self.layer.trainable_places])
@@ -390,8 +388,8 @@ class GraphCall:
             taken[row] = taken[row] + gradient if row in taken else gradient
         return taken
 
-    def _deliver_gradients(self, is_whole: bool) -> None:
-        """Sends what there is of its gradients, or adds it to that of the other pieces; ``is_whole``: no more will come."""
+    def _deliver_gradients(self, is_complete: bool) -> None:
+        """Sends what there is of its gradients, or adds it to that of the other pieces; ``is_complete``: no more will come."""
         taken = self._take_gradients()
         if any(gradient.requires_grad for gradient in taken.values()):
             raise UnsupportedError(
@@ -399,16 +397,16 @@ class GraphCall:
                 "differentiated, which can't leave the device; use torch.autograd.grad(..., create_graph=True) on inputs "
                 "or outputs of layers instead"
             )
-        backward = self.calls.backwards[self.task]
+        backward = self.context.backwards[self.task]
         if self.pieces == 1:
             backward.deliver(self.tape, self.layer, taken)
         else:
-            backward.add_piece(self, taken, is_whole)
+            backward.add_piece(self, taken, is_complete)
 
     def settle(self) -> None:
         """Sends gradients that no hook has told of: of a tensor, say, that depends on weights alone and wasn't returned."""
         if self.state is CallState.WAITING:
-            self.calls.runtime.offloader.offload(self.layer, self._take_gradients())
+            self.context.offloader.offload(self.layer, self._take_gradients())
 
 
 def _call_if_alive(method: Callable[[GraphCall], None], call: weakref.ref[GraphCall], _: torch.Tensor) -> None:

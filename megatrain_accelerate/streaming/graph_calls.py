@@ -5,41 +5,30 @@ The first call of a layer finds out whether its graph can be separated from its 
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
-from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.streaming.activation_offload import Recording, inputs_offloaded
+from megatrain_accelerate.streaming.activation_offload import inputs_offloaded
 from megatrain_accelerate.streaming.ambient_state import BufferValues, RandomState
-from megatrain_accelerate.streaming.call_gradients import Backward
+from megatrain_accelerate.streaming.call_context import CallContext
 from megatrain_accelerate.streaming.call_order import Tape
 from megatrain_accelerate.streaming.graph_call import GraphCall
 from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.micro_batches import BatchSplit, require_same_structure
 from megatrain_accelerate.streaming.nested_tensors import taken_apart
-from megatrain_accelerate.streaming.saved_tensors import SavedTensors
 from megatrain_accelerate.streaming.shared_mappings import SharedMappings, no_writes_into, no_writes_to
 from megatrain_accelerate.streaming.streams import WeightSlot
-
-if TYPE_CHECKING:
-    from megatrain_accelerate.streaming.runtime import StreamingRuntime
 
 
 class GraphCalls:
     """Runs the layers of one engine that are in autograd's graph, and knows which of their calls are at work."""
 
-    def __init__(self, runtime: StreamingRuntime) -> None:
-        self.runtime = runtime
-        self.backwards = collections.defaultdict[int, Backward](lambda: Backward(runtime.offloader, runtime.gradient_sums))
-        """Those that are under way, by autograd's number."""
-        self._running: dict[int, GraphCall | None] = {}
-        """The calls that compute, by where their slots begin."""
+    def __init__(self, context: CallContext) -> None:
+        self._context = context
         self._tried: set[int] = set()
         """Indices of layers of which a call has shown whether something is left in their slots."""
         self._whole: set[int] = set()
@@ -57,8 +46,8 @@ class GraphCalls:
         shared = SharedMappings(args, kwargs)
         if layer.index in self._tried:
             return shared.take_back(self._run(layer, tape, position, args, kwargs, shared)[0])
-        random_numbers, buffers = RandomState(self.runtime.streams.device), list[BufferValues]()
-        recorder = self.runtime.recorder
+        random_numbers, buffers = RandomState(self._context.device), list[BufferValues]()
+        recorder = self._context.recorder
         with layer.buffers.watched(buffers), recorder.apart() as recorded:
             output, calls = self._run(layer, tape, position, args, kwargs, shared)
         if any(call.holds_weights for call in calls):
@@ -83,18 +72,19 @@ class GraphCalls:
         shared: SharedMappings,
     ) -> tuple[Any, list[GraphCall]]:
         """Runs a layer, whole or in pieces. Returns what is for ``shared.take_back``, and the calls that it took."""
-        runtime = self.runtime
+        context = self._context
         inputs: Sequence[torch.Tensor] = ()
         leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if runtime.batch_cut.size is not None or runtime.offloads_inputs(layer):
+        inputs_leave = context.policy.offloads_inputs(layer.index)
+        if context.batch_cut.size is not None or inputs_leave:
             inputs, _ = taken_apart((args, kwargs))
-        if runtime.offloads_inputs(layer):
-            leaving = inputs_offloaded(runtime.activations, layer.name, inputs, tape, position)
-        split = BatchSplit.of_call(layer, shared.args, shared.kwargs, runtime.batch_cut)
+        if inputs_leave:
+            leaving = inputs_offloaded(context.activations, layer.name, inputs, tape, position)
+        split = BatchSplit.of_call(layer, shared.args, shared.kwargs, context.batch_cut)
         is_whole = layer.index in self._whole
-        calls = [GraphCall(self, layer, tape, position, piece, split.count, is_whole) for piece in range(split.count)]
+        calls = [GraphCall(context, layer, tape, position, piece, split.count, is_whole) for piece in range(split.count)]
         self._alive.update(calls)
-        slot = runtime.acquire_forward(layer, tape, position, True)
+        slot = context.passes.acquire_forward(layer, tape, position, True)
         try:
             with leaving:
                 if split.count == 1:
@@ -103,12 +93,12 @@ class GraphCalls:
                     with no_writes_to(inputs, layer.name, "a function that returns multiple views"):
                         output = self._run_pieces(calls, slot, split, shared)
         finally:
-            runtime.prefetcher.release(slot)
+            context.prefetcher.release(slot)
         return output, calls
 
     def _run_pieces(self, calls: list[GraphCall], slot: WeightSlot, split: BatchSplit, shared: SharedMappings) -> Any:
         """The output of a call in pieces, with what was recorded meanwhile joined too."""
-        layer, recorder = calls[0].layer, self.runtime.recorder
+        layer, recorder = calls[0].layer, self._context.recorder
         pieces: list[list[torch.Tensor]] = []
         first: Any = None
         for call, (args, kwargs) in zip(calls, split.arguments(shared.args, shared.kwargs), strict=True):
@@ -124,47 +114,21 @@ class GraphCalls:
         recorder.enter(recorded)
         return output
 
-    @contextlib.contextmanager
-    def running(self, call: GraphCall, slot: WeightSlot) -> Iterator[None]:
-        """The call computes with the slot while the body runs."""
-        before = self._running.get(slot.address)
-        self._running[slot.address] = call
-        try:
-            yield
-        finally:
-            self._running[slot.address] = before
-
-    def saving(self, offloaded: Recording | None = None) -> saved_tensors_hooks:
-        """The hooks under which a run saves what its backward needs; see :class:`SavedTensors`."""
-        return SavedTensors(self.reader_at, offloaded, self.runtime.prefetcher.at_address).recording()
-
-    def reader_at(self, address: int) -> GraphCall | None:
-        """The call that computes with the slot at this address; None for other memory.
-
-        Raises a StateError if none does: another layer's weights may soon lie there.
-        """
-        call = self._running.get(address)
-        if call is None and address in self.runtime.prefetcher.at_address:
-            raise StateError(
-                "a weight of a streamed layer is used outside the layer's forward, where another layer's may lie in its "
-                "place; use the parameter itself, or set megatrain_config.layer_classes to larger blocks"
-            )
-        return call
-
     # ------------------------------------------------------------------ backward
 
     def finish(self, task: int) -> None:
         """A backward is over: gradients of which no hook told go too."""
-        if task in self.backwards:
-            for call in self.backwards[task].calls:
+        backwards = self._context.backwards
+        if task in backwards:
+            for call in backwards[task].calls:
                 if call.task == task:
                     call.finish()
-            self.backwards.pop(task).finish()
+            backwards.pop(task).finish()
 
     def fail(self, task: int) -> None:
         """A backward has failed: what it left counts for nothing."""
-        if task in self.backwards:
-            for call in self.backwards.pop(task).calls:
+        if task in self._context.backwards:
+            for call in self._context.backwards.pop(task).calls:
                 if call.task == task:
                     call.discard()
 

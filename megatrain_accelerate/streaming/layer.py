@@ -1,17 +1,22 @@
-"""A streamed layer: a module of the user's model whose weights live in a host unit."""
+"""A streamed layer: a module of the user's model whose weights live in a host unit; and experts of it that stream in parts.
+
+The store keeps the experts' parameters as they are, contiguous tensors of dimensions (experts, ...): a part is a range of
+each, which is fetched, computed and given back for itself.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.memory.host_store import HostUnit
+from megatrain_accelerate.memory.flat_layout import ExpertRange, expert_ranges
+from megatrain_accelerate.memory.host_store import HostUnit, UnitRange
 from megatrain_accelerate.memory.parameter_state import written_among
 from megatrain_accelerate.optim.device_kernel import StepKernels
 from megatrain_accelerate.streaming.ambient_state import WrittenBuffers
@@ -19,9 +24,6 @@ from megatrain_accelerate.streaming.meter import UpdateGate
 from megatrain_accelerate.streaming.shared_mappings import run_with_mappings
 from megatrain_accelerate.streaming.token_tiles import TokenTiles
 from megatrain_accelerate.streaming.watched_parameters import unwatched
-
-if TYPE_CHECKING:
-    from megatrain_accelerate.streaming.expert_parts import StreamedExperts
 
 
 class StreamedLayer:
@@ -196,3 +198,48 @@ class _Bound:
             # back as a buffer: it would hold the slot's memory, and stand in the way of the next one.
             owner._buffers.pop(attribute, None)
             owner._parameters[attribute] = earlier
+
+
+class StreamedExperts(StreamedLayer):
+    """All experts of a layer, whose index they have, in parts of which the first has the index ``first_part``."""
+
+    kind = "experts"
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        unit: HostUnit,
+        *,
+        parts: int,
+        first_part: int,
+    ) -> None:
+        super().__init__(index, name, module, forward, unit)
+        self.count = int(module.num_experts)  # type: ignore[arg-type]
+        ranges = expert_ranges(self.count, parts)
+        self.parts = [ExpertPart(place, first_part + place, self, experts) for place, experts in enumerate(ranges)]
+        self.gate = UpdateGate([part.gate for part in self.parts])
+        self._begins: dict[torch.device, torch.Tensor] = {}
+
+    def begins(self, device: torch.device) -> torch.Tensor:
+        """int64 numbers on the device: the first expert of each part, and ``count``."""
+        if device not in self._begins:
+            numbers = [part.experts.first for part in self.parts] + [self.count]
+            self._begins[device] = torch.tensor(numbers, device=device)
+        return self._begins[device]
+
+
+class ExpertPart:
+    """Some of a layer's experts, which stream alone: number ``place`` of the layer's, ``index`` of the model's in forward."""
+
+    def __init__(self, place: int, index: int, owner: StreamedExperts, experts: ExpertRange) -> None:
+        self.place, self.index = place, index
+        self.owner, self.experts = owner, experts
+        self.name = f"{owner.name}[{experts.first}:{experts.last}]"
+        self.unit = UnitRange(owner.unit, experts)
+        self.gate = UpdateGate()
+
+    def refresh_if_written(self) -> None:
+        self.owner.refresh_if_written()

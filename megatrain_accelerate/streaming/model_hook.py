@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain_accelerate.streaming.proxy import run_uncompiled
-
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The attributes of a module that hold its hooks."""
 
@@ -74,6 +72,16 @@ def remove_hook(handle: Any) -> None:
     handle.remove()
     if isinstance(hook, ModelHook):
         hook.function = None
+
+
+@torch.compiler.disable
+def run_uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function of the engine from within a model that somebody compiles as a whole: a break in its graph.
+
+    Transformers does so by itself where ``generate`` has a static cache. Slots, copies and versions aren't for a compiler to
+    follow.
+    """
+    return function(*args, **kwargs)
 
 
 class ModelHook:

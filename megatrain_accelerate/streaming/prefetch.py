@@ -9,13 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.streaming.expert_parts import ExpertPart
-from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.meter import Cause, Meter, named_range
+from megatrain_accelerate.streaming.parts import Fetched
 from megatrain_accelerate.streaming.streams import SlotState, Streams, WeightSlot
-
-Fetched = StreamedLayer | ExpertPart
-"""What is fetched as a whole; its ``index`` is its place among all that share the slots."""
 
 
 class Prefetcher:
@@ -37,7 +33,7 @@ class Prefetcher:
         self._streams = streams
         self._meter = meter
         self._largest = max(layer.unit.layout.weight_bytes for layer in layers)
-        self._slot_count = slots
+        self.slot_count = slots
         self.slots: list[WeightSlot] = []
         self.own_slots: dict[int, WeightSlot] = {}
         """Slots of single layers, on the device or held, by the layer's index."""
@@ -64,7 +60,7 @@ class Prefetcher:
     @property
     def shared_bytes(self) -> int:
         """Of the shared slots, where any layer needs them."""
-        return self._slot_count * self._largest
+        return self.slot_count * self._largest
 
     @property
     def device_bytes(self) -> int:
@@ -130,7 +126,7 @@ class Prefetcher:
         if len(self.own_slots) == len(self._layers):
             self.slots = []
         elif not self.slots:
-            self.slots = [self._new_slot(index, self._largest) for index in range(self._slot_count)]
+            self.slots = [self._new_slot(index, self._largest) for index in range(self.slot_count)]
         self._note_slots()
 
     def held_weights(self, layer: Fetched) -> list[torch.Tensor] | None:
@@ -305,13 +301,10 @@ class Prefetcher:
             # WAR: kernels of the layer that the slot held may still read it.
             h2d_stream.wait_event(slot.compute_finished_event)
             with self._meter.copying(Cause.H2D, size_bytes):
-                self._copy(layer, slot)
+                for source, target in layer.unit.pieces(layer.unit.weights, slot.buffer, trainable_only=False):
+                    target.copy_(source, non_blocking=True)
             slot.params_copied_event.record(h2d_stream)
         slot.holder = (layer.index, layer.unit.version)
         self._slot_of[layer.index] = slot
         self._meter.counters.h2d_bytes += size_bytes
         self._meter.counters.weight_fetches += 1
-
-    def _copy(self, layer: Fetched, slot: WeightSlot) -> None:
-        weights = layer.unit.weights
-        slot.buffer[: weights.numel()].copy_(weights, non_blocking=True)

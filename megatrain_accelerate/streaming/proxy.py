@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatrain_accelerate.streaming.model_hook import run_uncompiled
+
 logger = logging.getLogger(__name__)
 
 Runner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -75,16 +77,6 @@ def _note_cast_ignored(module: nn.Module, fn: Callable[[torch.Tensor], torch.Ten
             "the dtype of a prepared model's layers isn't changed by to(), half() and the like; "
             "cast the model before accelerator.prepare()"
         )
-
-
-@torch.compiler.disable
-def run_uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function of the engine from within a model that somebody compiles as a whole: a break in its graph.
-
-    Transformers does so by itself where ``generate`` has a static cache. Slots, copies and versions aren't for a compiler to
-    follow.
-    """
-    return function(*args, **kwargs)
 
 
 def _new_module(original: type[nn.Module]) -> nn.Module:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.memory.flat_layout import ExpertRange
@@ -19,8 +18,9 @@ from megatrain_accelerate.optim.kernel import HostKernels
 from megatrain_accelerate.optim.step_worker import StepWorker
 from megatrain_accelerate.streaming.activation_offload import ActivationOffloader
 from megatrain_accelerate.streaming.caches import without_caches
+from megatrain_accelerate.streaming.call_context import CallContext
 from megatrain_accelerate.streaming.call_gradients import GradientSums
-from megatrain_accelerate.streaming.call_order import CallOrder, OpenForward, Tape
+from megatrain_accelerate.streaming.call_order import OpenForward
 from megatrain_accelerate.streaming.clipping import Clipping, NormTable
 from megatrain_accelerate.streaming.compiled_layer import CompiledLayers, without_autocast_cache
 from megatrain_accelerate.streaming.expert_streams import ExpertStreams
@@ -34,10 +34,12 @@ from megatrain_accelerate.streaming.model_hook import weakly
 from megatrain_accelerate.streaming.nested_tensors import taken_apart
 from megatrain_accelerate.streaming.output_recorder import OutputRecorder
 from megatrain_accelerate.streaming.outside_gradients import OutsideGradients
+from megatrain_accelerate.streaming.parts import Streamed
+from megatrain_accelerate.streaming.passes import Passes
 from megatrain_accelerate.streaming.prefetch import Prefetcher
 from megatrain_accelerate.streaming.resident import Part, ResidentGroup, relocate
 from megatrain_accelerate.streaming.shared_mappings import SharedMappings
-from megatrain_accelerate.streaming.streams import Streams, WeightSlot
+from megatrain_accelerate.streaming.streams import Streams
 from megatrain_accelerate.streaming.token_tiles import TileOfLayers, TokenTiles
 from megatrain_accelerate.streaming.unit_stepper import UnitStepper
 from megatrain_accelerate.streaming.watched_parameters import Watch, unwatched
@@ -56,27 +58,6 @@ UnitInOrder = tuple[HostUnit, ResidentGroup | None, list[tuple[UpdateGate, Exper
 is, or None for the whole unit."""
 
 LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
-
-
-class _EndOfBackward:
-    """Autograd calls this when a backward is over, and drops it uncalled when one has failed."""
-
-    def __init__(self, runtime: StreamingRuntime, task: int) -> None:
-        self._runtime: Callable[[], StreamingRuntime | None] = weakref.ref(runtime)
-        self._task = task
-
-    def __call__(self) -> None:
-        runtime, self._runtime = self._runtime(), lambda: None
-        if runtime is not None:
-            try:
-                runtime.backward_ends(self._task)
-            except BaseException:
-                runtime.backward_fails(self._task)
-                raise
-
-    def __del__(self) -> None:
-        if (runtime := self._runtime()) is not None:
-            runtime.backward_fails(self._task)
 
 
 class StreamingRuntime:
@@ -110,8 +91,12 @@ class StreamingRuntime:
         """The optimizers that step the parameters."""
         self.sums = Fp32Sums(self.parts, config, streams.device, kernels)
         self.prefetcher = Prefetcher(self.layers, config.placement.slots, streams, meter)
+        whole = [part.unit.layout for part in (*self.layers, *self.experts)]
+        at_once = [layer.unit.layout for layer in self.layers]
+        at_once += [part.unit.layout for experts in self.experts for part in experts.parts]
         self.offloader = GradientOffloader(
-            self.layers,
+            whole,
+            at_once,
             streams=streams,
             worker=worker,
             kernels=kernels,
@@ -122,32 +107,34 @@ class StreamingRuntime:
             register=register,
             passes=config.passes_gradients,
         )
-        # Set by the plan, as indices of layers: those whose activations stay on the device, or go to the host, instead of
-        # being recomputed; and of those that are recomputed, whose inputs go to the host, and whose attention is kept.
-        self.kept_layers: frozenset[int] = frozenset()
-        self.offloaded_layers: frozenset[int] = frozenset()
-        self.input_offloaded_layers: frozenset[int] = frozenset()
-        self.attention_layers: frozenset[int] = frozenset()
-        self.memory_budgets = (0.0, 1.0)
-        """With which compiled layers run: those that are neither kept nor offloaded, and those that are; set by the plan."""
         self.outside_tiles = TokenTiles(())  # of norms outside the layers
         self.activations = ActivationOffloader.for_engine(config, kernels, streams, meter, register)
         self.keep_states_on_host: Callable[[], None] = lambda: self.place((), groups_on_device=False)
         """Brings all states to the host; set by the plan."""
         self.recorder = OutputRecorder()
         self.compiled = CompiledLayers(config.compile_layers, streams.device, self.recorder)
-        self.order = CallOrder(len(self.layers))
         self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
         self.batch_cut = BatchCut(config.micro_batch_size)
         """How a batch that is larger than ``micro_batch_size`` runs in pieces."""
-        self.anchor = torch.zeros((), device=streams.device, requires_grad=True)
-        """A number that requires grad. It keeps nodes in the graph where no input of theirs requires grad: a frozen embedding
-        below trained layers."""
-        self._graph_calls = GraphCalls(self)
         self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}
         parameters = [state.parameter for unit in self.units for state in unit.states]
         self.watch = Watch(parameters, weakly(self.settle))
         """Of the parameters, from a step, a clipping or a backward that others follow to the next forward."""
+        self.passes = Passes(
+            self.layers, self.groups, self.prefetcher, self.offloader, self.watch, weakly(self._backward_is_over)
+        )
+        self.context = CallContext(
+            device=streams.device,
+            passes=self.passes,
+            prefetcher=self.prefetcher,
+            offloader=self.offloader,
+            gradient_sums=self.gradient_sums,
+            activations=self.activations,
+            batch_cut=self.batch_cut,
+            compiled=self.compiled,
+            recorder=self.recorder,
+        )
+        self._graph_calls = GraphCalls(self.context)
         self._group_of = {id(state.parameter): group for group in self.groups for state in group.unit.states}
         hook = weakly(self.resident_gradient_ready)
         residents = [state for group in self.groups for state in group.unit.states if state.entry.spec.trainable]
@@ -156,13 +143,14 @@ class StreamingRuntime:
         self.outside = OutsideGradients([part.unit for part in (*self.layers, *self.experts)], self.offloader)
         self.dry_run: LayerRunner | None = None
         """What runs the layers on trial, for a plan or a probe."""
-        self._backward_task: int | None = None
-        self._open_forwards: weakref.WeakSet[OpenForward] = weakref.WeakSet()
-        self._in_this_backward: weakref.WeakSet[OpenForward] = weakref.WeakSet()
-        self._backward_tape: Tape | None = None
         self.clipping = Clipping(self.norms, self.sums, self._states)
         self.expert_streams = ExpertStreams(
-            self.experts, config.placement.slots, self.offloader, self.anchor, lambda: self.dry_run is not None, self.order
+            self.experts,
+            config.placement.slots,
+            self.offloader,
+            self.context.anchor,
+            lambda: self.dry_run is not None,
+            self.passes.order,
         )
         _running.add(self)
 
@@ -223,8 +211,7 @@ class StreamingRuntime:
             arguments = without_caches(args, kwargs)
             if layer.has_trainable or any(tensor.requires_grad for tensor in taken_apart(arguments)[0]):
                 self.prefetcher.let_go()  # also where no forward of the whole model told that training goes on
-                tape, position = self.order.record(layer.index)
-                self._open_forwards.add(open_forward := tape.open_forward())  # alive until a call holds it
+                tape, position, open_forward = self.passes.record(layer)
                 if self._is_plain:
                     return self._run_plain(layer, open_forward, *arguments)
                 return self._graph_calls.run(layer, tape, position, *arguments)
@@ -232,14 +219,14 @@ class StreamingRuntime:
             self._show_plain(layer)
             with layer.tiles.at_work(args, kwargs), without_autocast_cache():
                 return layer.forward(*args, **kwargs)
-        tape, position = self.order.record(layer.index)
+        tape, position = self.passes.order.record(layer.index)
         without_graph = torch.no_grad() if has_graph else contextlib.nullcontext()
         weights = self.prefetcher.held_weights(layer)
         if weights is not None:
-            self._last_layer_begins(layer)
+            self.passes.wait_for_head(layer)
             with without_graph, layer.bound(weights), layer.tiles.at_work(args, kwargs):
                 return layer.forward(*args, **kwargs)
-        slot = self.acquire_forward(layer, tape, position, False)
+        slot = self.passes.acquire_forward(layer, tape, position, False)
         try:
             with without_graph, layer.bound(slot.views(layer.unit.layout)), layer.tiles.at_work(args, kwargs):
                 return layer.forward(*args, **kwargs)
@@ -254,7 +241,7 @@ class StreamingRuntime:
     @property
     def _is_plain(self) -> bool:
         """Whether the model fits the device with its states and activations: layers run as plain modules do."""
-        return self._nothing_streams and self.runs_whole and len(self.kept_layers) == len(self.layers)
+        return self._nothing_streams and self.runs_whole and len(self.context.policy.kept) == len(self.layers)
 
     @property
     def runs_whole(self) -> bool:
@@ -267,7 +254,7 @@ class StreamingRuntime:
             self.watch.release(state.parameter for state in layer.unit.states)
         layer.own_parameters()
         self._refresh(layer)
-        self._last_layer_begins(layer)
+        self.passes.wait_for_head(layer)
 
     def _run_plain(
         self, layer: StreamedLayer, open_forward: OpenForward, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -280,8 +267,9 @@ class StreamingRuntime:
                 output = layer.forward(*args, **kwargs)
             else:
                 shared = SharedMappings(args, kwargs)
-                returned = self.compiled.run(layer, captures, shared.args, shared.kwargs, self.memory_budgets[1])
+                returned = self.compiled.run(layer, captures, shared.args, shared.kwargs, self.context.policy.budgets[1])
                 output = shared.take_back(returned)
+        # The graph holds the hook, and with it ``open_forward``.
         begins = functools.partial(weakly(self._plain_backward_begins), open_forward)
         for tensor in taken_apart(output)[0]:
             if tensor.requires_grad and not tensor.is_leaf:
@@ -289,74 +277,26 @@ class StreamingRuntime:
         return output
 
     def _plain_backward_begins(self, open_forward: OpenForward, _: torch.Tensor) -> None:
-        """A hook of what such a layer returned. The graph holds it, and with it ``open_forward``."""
-        self._in_this_backward.add(open_forward)
-        self.backward_begins()
-
-    def offloads_inputs(self, layer: StreamedLayer) -> bool:
-        """Whether the layer is recomputed, and its inputs go to the host until then."""
-        index = layer.index
-        return index in self.input_offloaded_layers and not (index in self.kept_layers or index in self.offloaded_layers)
-
-    def acquire_forward(self, layer: StreamedLayer, tape: Tape, position: int, backward_follows: bool) -> WeightSlot:
-        """The slot with the layer's weights, for a call; it is to be released."""
-        upcoming = self.order.after_forward(tape, position, self._look_ahead, backward_follows)
-        slot = self.prefetcher.acquire(layer, upcoming)
-        self._last_layer_begins(layer)
-        return slot
-
-    def _last_layer_begins(self, layer: StreamedLayer) -> None:
-        """Some read the head's weight without calling the head (Liger, TRL): behind the last layer it must be valid."""
-        if layer is self.layers[-1]:
-            for group in self.groups:
-                group.wait_for_step()
-
-    def lease_backward(self, layer: StreamedLayer, tape: Tape, position: int) -> WeightSlot:
-        """A slot with the layer's weights, for the backward of a call."""
-        self._backward_tape = tape
-        self._in_this_backward.add(tape.open_forward())
-        forward_follows = not self.offloader.gradients_complete()
-        upcoming = self.order.after_backward(tape, position, self._look_ahead, forward_follows)
-        return self.prefetcher.lease(layer, upcoming)
-
-    @property
-    def _look_ahead(self) -> int:
-        """Calls to look ahead, so that as many as there are slots need one."""
-        return self.config.placement.slots + len(self.prefetcher.own_slots)
-
-    def backward_begins(self) -> None:
-        """Something of a backward runs; the first time, what is to be done at its end is noted."""
-        task = torch._C._current_graph_task_id()
-        if task != self._backward_task:  # of one that raised autograd has dropped the callback
-            self.watch.end()
-            self._backward_task = task
-            Variable._execution_engine.queue_callback(_EndOfBackward(self, task))
+        """A hook of what such a layer returned."""
+        self.passes.backward_begins(open_forward)
 
     def resident_gradient_ready(self, parameter: torch.Tensor) -> None:
         """A resident's gradient is complete: its copy to the host begins under the layers' backward."""
-        self.backward_begins()
+        self.passes.backward_begins()
         state = self._states[id(parameter)]
         self.sums.take_up(state)
         state.normed = None
         if self.offloader.gradients_complete():
             self.offloader.fetch(self._group_of[id(parameter)], only=parameter)
 
-    def backward_fails(self, task: int) -> None:
-        """A backward ended by an exception: what it left is taken back."""
-        self._graph_calls.fail(task)
-        self._in_this_backward.clear()
-        if self._backward_task == task:
-            self._backward_task = None
-
-    def backward_ends(self, task: int) -> None:
-        """A backward is over: what it made is complete."""
+    def _backward_is_over(self, task: int, succeeded: bool) -> None:
+        """What a backward made is complete; what one left that an exception ended is taken back."""
+        if not succeeded:
+            self._graph_calls.fail(task)
+            self.passes.backward_fails(task)
+            return
         self._graph_calls.finish(task)
-        self._backward_task = None
-        # Others may wait for a backward of their own.
-        self._open_forwards -= self._in_this_backward
-        self._in_this_backward.clear()
-        self._backward_tape = None
-        self.order.end_pass()
+        self.passes.backward_ends()
         self.activations.settle()
         self.worker.raise_if_failed()
         self.meter.harvest()  # while the GPU is at work; without logs its events would pile up over the steps
@@ -372,12 +312,10 @@ class StreamingRuntime:
             if not self.worker.is_idle:  # layers are stepped in this backward
                 self.watch.begin()
 
-    def may_step_in_backward(self, layer: StreamedLayer) -> bool:
+    def may_step_in_backward(self, layer: Streamed) -> bool:
         """Whether no other gradient of this layer can still follow before the step."""
-        tape = self._backward_tape
-        called_once = tape is not None and tape.calls.count(layer.index) == 1
-        others = len(self._open_forwards) > 1 or id(layer.unit) in self.outside.reached
-        return self.offloader.gradients_complete() and called_once and not others
+        is_reached = id(layer.unit) in self.outside.reached
+        return self.offloader.gradients_complete() and self.passes.is_only_call(layer) and not is_reached
 
     def before_group_use(self, group: ResidentGroup) -> None:
         """Called before a module that reads the group's weights runs."""
@@ -396,7 +334,7 @@ class StreamingRuntime:
     @property
     def open_forwards(self) -> int:
         """Forward passes whose backward is still to come: nothing may move before it."""
-        return len(self._open_forwards)
+        return self.passes.open_forwards
 
     # ------------------------------------------------------------------ placement
 
@@ -457,7 +395,7 @@ class StreamingRuntime:
         """
         self.collect_gradients()
         norm = self.clipping.clip(parameters, max_norm)
-        if self._open_forwards:
+        if self.open_forwards:
             self.clipping.settle(others_follow=True)  # by their backward
         elif self.clipping.is_pending:
             self.watch.begin()

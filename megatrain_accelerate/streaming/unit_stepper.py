@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatrain_accelerate.memory.host_store import HostUnit
-from megatrain_accelerate.streaming.layer import StreamedLayer
+from megatrain_accelerate.streaming.parts import Streamed
 
 
 class UnitStepper:
@@ -23,7 +23,7 @@ class UnitStepper:
     def unit_moved(self, unit: HostUnit) -> None:
         """The unit moved to or from the device: its views are other tensors now."""
 
-    def layer_done(self, layer: StreamedLayer, wait: Callable[[], None]) -> bool:
+    def layer_done(self, layer: Streamed, wait: Callable[[], None]) -> bool:
         """A layer's gradients are on their way to the host; ``wait`` blocks until they are there.
 
         Tells whether the layer is stepped now, in backward.

@@ -9,28 +9,46 @@ This is how reentrant activation checkpointing works (Chen et al., arXiv 1604.06
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.streaming.compiled_layer import without_saving
+from megatrain_accelerate.streaming.layer import StreamedLayer
 from megatrain_accelerate.streaming.nested_tensors import taken_apart
+from megatrain_accelerate.streaming.output_recorder import OutputRecorder
+from megatrain_accelerate.streaming.streams import WeightSlot
 
-if TYPE_CHECKING:
-    from megatrain_accelerate.streaming.graph_call import GraphCall
+
+class WholeCall(Protocol):
+    """The call of a layer that is run again."""
+
+    layer: StreamedLayer
+
+    def pinned(self) -> AbstractContextManager[WeightSlot]:
+        """The slot with the layer's weights, which no other layer can take while the body runs."""
+
+    def all_issued(self) -> None:
+        """All of the layer's backward has been issued."""
 
 
 class WholeRun:
-    """A call of a layer, by ``body``, that runs in forward and again in backward."""
+    """A call of a layer, by ``body``, that runs in forward and again in backward.
 
-    def __init__(self, call: GraphCall, body: Callable[..., Any]) -> None:
+    The node requires grad as the engine's ``anchor`` does, so that backward comes to a layer with trained weights whatever its
+    inputs are.
+    """
+
+    def __init__(self, call: WholeCall, body: Callable[..., Any], recorder: OutputRecorder, anchor: torch.Tensor) -> None:
         self.call = call
         self.leaves: list[torch.Tensor] = []
         """The weights with which the body runs in backward, set by it; their gradients are the layer's."""
         self._body = body
-        self._recorder = call.calls.runtime.recorder
+        self._recorder = recorder
+        self._anchor = anchor if call.layer.has_trainable else anchor.detach()
         self._channels = self._recorder.channels()
         self._put_together: Callable[[Sequence[Any]], Any]
 
@@ -42,9 +60,7 @@ class WholeRun:
         return tensors
 
     def output(self, tensors: Sequence[torch.Tensor]) -> Any:
-        # It requires grad, so that backward comes to a layer with trained weights whatever its inputs are.
-        anchor = self.call.calls.runtime.anchor
-        outputs = WholeRecompute.apply(self, anchor if self.call.layer.has_trainable else anchor.detach(), *tensors)
+        outputs = WholeRecompute.apply(self, self._anchor, *tensors)
         output, recorded = self._put_together(outputs)
         self._recorder.enter(recorded)
         return output

@@ -196,7 +196,7 @@ def test_an_interrupted_copy_is_not_taken_for_the_layer(kernels: HostKernels, mo
     weights = bench.layers[0].unit.weights
 
     class Interrupted:
-        def numel(self) -> int:
+        def __getitem__(self, of_copy: slice) -> torch.Tensor:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(bench.layers[0].unit, "weights", Interrupted())

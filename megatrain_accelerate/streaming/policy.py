@@ -1,0 +1,31 @@
+"""What becomes of the activations of each layer between its forward and its backward."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationPolicy:
+    """Sets of layer indices. A layer in none of them is recomputed."""
+
+    kept: frozenset[int] = frozenset()
+    """Activations stay on the device until backward."""
+    offloaded: frozenset[int] = frozenset()
+    """Activations wait in host memory until backward."""
+    offload_spacing: int = 1
+    """Layers from one offloaded layer to the next: while those between compute, the link has time for its copies."""
+    attention_kept: frozenset[int] = frozenset()
+    """Recomputed layers whose attention isn't computed again: its results wait until backward."""
+    inputs_offloaded: frozenset[int] = frozenset()
+    """Of those among them that are recomputed, the inputs wait in host memory until backward, and attention's results too."""
+    budgets: tuple[float, float] = (0.0, 1.0)
+    """Memory budgets of compiled layers: of those that are neither kept nor offloaded, and of those that are."""
+
+    def is_recomputed(self, index: int) -> bool:
+        """Whether the layer's activations neither stay nor wait in host memory."""
+        return not (index in self.kept or index in self.offloaded)
+
+    def offloads_inputs(self, index: int) -> bool:
+        """Whether the layer is recomputed, and its inputs go to the host until then."""
+        return index in self.inputs_offloaded and self.is_recomputed(index)
