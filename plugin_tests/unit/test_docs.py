@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 import shlex
@@ -88,6 +89,17 @@ def test_settings_that_are_named_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "benchmarks.md"], ids=lambda page: page.name)
 def test_prose_names_no_commits(page: Path) -> None:
     assert [word for word in re.findall(r"\b[0-9a-f]{7,12}\b", prose(page)) if not word.isdecimal()] == []
+
+
+def test_errors_that_are_quoted_are_raised() -> None:
+    text = prose(DOCS / "troubleshooting.md").replace("**", "")
+    quoted = [" ".join(quote.split()) for quote in re.findall(r"\*(\S[^*]*)\*", text)]
+    assert len(quoted) > 30
+    trees = [ast.parse(text_of(file)) for file in (REPOSITORY / "megatrain_accelerate").rglob("*.py")]
+    strings = [node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    said = "\n".join(string for string in strings if isinstance(string, str))
+    parts = [part.strip() for quote in quoted for part in quote.split("...")]
+    assert [part for part in parts if part not in said] == []
 
 
 @every_page
