@@ -1,4 +1,4 @@
-# make demo | test | test-fast | test-long | test-oldest | test-nightly | lint | bench | clean | venv
+# make demo | test | test-fast | test-long | test-oldest | test-nightly | lint | docs | bench | clean | venv
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -18,6 +18,7 @@ BENCH_ARGS ?=
 BIN := $(VENV)/bin
 OLDEST := $(VENV)-oldest
 NIGHTLY := $(VENV)-nightly
+DOCS := $(VENV)-docs
 # For example: make test-nightly NIGHTLY_TESTS=plugin_tests/unit
 NIGHTLY_TESTS ?=
 # What an old Accelerate, Transformers or PEFT could break: patches, activation, Trainer, loops, checkpoints, merges, the bits.
@@ -40,7 +41,7 @@ GPU_DEMO_ARGS := --block_size 1024 --max_text_mib 8 --per_device_train_batch_siz
 COMMON_DEMO_ARGS := --model_size auto --lr_scheduler_type cosine --adam_beta2 0.95 --weight_decay 0.1 --seed 42 \
 	--eval_strategy steps --save_strategy no --report_to wandb --run_name demo
 
-.PHONY: demo test test-fast test-long test-oldest test-nightly lint bench clean venv
+.PHONY: demo test test-fast test-long test-oldest test-nightly lint docs bench clean venv
 .DELETE_ON_ERROR:
 
 venv: $(INSTALLED)
@@ -135,10 +136,18 @@ lint: $(INSTALLED)
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/size.py
 
+$(DOCS)/.installed: requirements-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install -r requirements-docs.txt
+	touch $@
+
+docs: $(DOCS)/.installed
+	$(DOCS)/bin/mkdocs build --strict
+
 bench: $(INSTALLED)
 	$(BIN)/python recipes/benchmarks/run.py --out $(BENCH_OUTPUT) $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NIGHTLY) build dist outputs/demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(NIGHTLY) $(DOCS) build dist site outputs/demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 	rm -f megatrain_accelerate/optim/*.so
 	find megatrain_accelerate plugin_tests recipes -name __pycache__ -type d -prune -exec rm -rf {} +

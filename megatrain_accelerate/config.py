@@ -152,7 +152,7 @@ class MegatrainConfig:
     moments_dtype: str = "fp32"
     """In what AdamW's moments are kept: ``fp32``; ``bf16``, for 4 bytes a parameter less; or ``int8``, 8-bit codes with a
     scale for each block of 128, for 5.9 less, on the host only. The smaller ones are rounded stochastically, and a run hasn't
-    the bits of fp32 moments. ``docs/architecture.md`` has the measured effect on the loss."""
+    the bits of fp32 moments. ``docs/moments.md`` has the measured effect on the loss."""
 
     placement: PlacementSettings = PlacementSettings()
     """For experts: where layers, their activations and their weights are, as far as the plan isn't to choose it."""

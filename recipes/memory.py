@@ -1,4 +1,4 @@
-"""What the recipes need on models of real sizes: `python recipes/memory.py` prints the table in README.md.
+"""What the recipes need on models of real sizes: `python recipes/memory.py` prints the table in docs/host_memory.md.
 
 Host memory is what the run asks for when it starts. GPU memory is the least with which it trains: every layer streams and is
 recomputed. What the GPU has more is used, for speed. Nothing is allocated: models are made on the meta device, and one layer's

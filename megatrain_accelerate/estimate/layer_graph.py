@@ -5,7 +5,7 @@ The layer is traced by AOTAutograd on tensors without data and cut in forward an
 compiling it. Which kernels run is guessed by ``fused_kernels.py``.
 
 Seconds are those of operations at shares of the machine's speeds, fitted to a few measured trainings on one H200
-(docs/estimate.md lists them). They say how far a training stays behind what ``planning/machine.py`` measures.
+(docs/estimate_method.md lists them). They say how far a training stays behind what ``planning/machine.py`` measures.
 """
 
 from __future__ import annotations

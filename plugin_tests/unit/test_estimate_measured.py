@@ -1,7 +1,7 @@
 """The estimate against trainings that were measured on one H200 (docs/benchmarks.md): memory within 5%, time within 10%.
 
 The speeds are those of the machines that the cases ran on. Five cases were looked at when the shares in
-``layer_graph.py`` were chosen, with the times of single layers (docs/estimate.md says which for what); the others
+``layer_graph.py`` were chosen, with the times of single layers (docs/estimate_method.md says which for what); the others
 were kept out. One is known to be missed.
 
 When they were measured compiled layers computed their outputs again in backward, which they don't any more: the estimate is
@@ -172,7 +172,7 @@ MISSED = [
     # It waits for the host's AdamW, whose speed in that run wasn't kept: 5.7 would fit.
     Measured("3b", 2, 4096, 7.1, 0.946, 16.39, 41.80, settings=PLAIN),
 ]
-"""docs/estimate.md says by how much."""
+"""docs/estimate_method.md says by how much."""
 SINCE = [
     Measured("14b", 8, 4096, 8.22, 5.779, 124.88, 194.2, 125.0, 199.0, other_speeds=COPIES_BESIDE_C),
     Measured("14b", 8, 4096, 8.04, 5.750, 124.88, 195.4, 125.0, 199.0, other_speeds=COPIES_BESIDE_D_64),
@@ -218,7 +218,7 @@ def test_a_measured_training_is_predicted_that_was_kept_out_of_the_fit(case: Mea
 
 
 @pytest.mark.long
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="docs/estimate.md names it among those that are missed")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="docs/estimate_method.md names it among those that are missed")
 @pytest.mark.parametrize("case", MISSED, ids=lambda case: case.name)
 @pytest.mark.usefixtures("layers_are_recomputed_whole")
 def test_a_measured_training_is_predicted_that_was_missed_so_far(case: Measured) -> None:
