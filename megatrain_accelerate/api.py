@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain_accelerate import activation
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.integrations import import_hook
+from megatrain_accelerate.integrations.wrapping import ensure_ready
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,7 +46,7 @@ def enable(config: MegatrainConfig | Mapping[str, Any] | str | None = None, **se
     active = activation.activate(config)
     try:
         import_hook.install()
-        import_hook.ensure_ready()
+        ensure_ready()
     except BaseException:
         if was_active is None:
             activation.deactivate()

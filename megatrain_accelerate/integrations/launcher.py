@@ -15,8 +15,8 @@ from typing import Any
 from megatrain_accelerate.activation import ENV_ACTIVE, ENV_CONFIG, read_settings
 from megatrain_accelerate.config import MegatrainConfig, nearest, usable_cpu_count
 from megatrain_accelerate.errors import ConfigError, MegatrainError, UnsupportedError
-from megatrain_accelerate.integrations import import_hook
-from megatrain_accelerate.integrations.every_process import FLAG_HELP
+from megatrain_accelerate.integrations.training_arguments import FLAG_HELP
+from megatrain_accelerate.integrations.wrapping import ensure_ready
 
 TYPE = "MEGATRAIN"
 SECTION = "megatrain_config"
@@ -128,7 +128,7 @@ def _prepare_launch(arguments: Any) -> None:
     flag_settings = getattr(arguments, SECTION, None)
     if section is None and not arguments.megatrain and flag_settings is None:
         return
-    import_hook.ensure_ready()
+    ensure_ready()
     written = section.settings if section is not None else None
     given = {**(written or {}), **read_settings(flag_settings)}
     config = MegatrainConfig.from_mapping(given)

@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatrain_accelerate.engine import Engine
-from megatrain_accelerate.integrations.every_process import PREFIX
 from megatrain_accelerate.memory.host_limits import process_bytes
 from megatrain_accelerate.planning.layer_discovery import active_parameters
 from megatrain_accelerate.planning.placement import Placement
@@ -30,6 +29,11 @@ from megatrain_accelerate.streaming.meter import Cause, Counters
 from megatrain_accelerate.tracing import CLOCK_MARK, LAUNCHER, RAW_INFO, RAW_TRACE, WORKER, TraceRequest
 from megatrain_accelerate.units import GB, GIB
 
+PREFIX = "megatrain/"
+"""Begins the engine's entries in the Trainer's logs."""
+
+_SHOWN = {"tokens_per_second": "tokens_per_second", "gpu_peak_gib": "gpu_gib", "host_peak_gib": "host_gib"}
+"""Maps an entry to its name on the console."""
 _A_PLAN_SECONDS = 0.01
 """Less isn't a plan, but the sum of looks at batches that need none."""
 _CLOCK_MARKS = 8
@@ -222,6 +226,25 @@ class Telemetry:
 
     def close(self) -> None:
         self._tokens.handle.remove()
+
+
+def on_log(
+    original: Callable[..., None],
+    callback: Any,
+    args: Any,
+    state: Any,
+    control: Any,
+    logs: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> None:
+    """Gives ``on_log`` of a callback that prints a shorter copy of the logs. Trackers and history keep all entries."""
+    if logs is not None and any(name.startswith(PREFIX) for name in logs):
+        short = {name: value for name, value in logs.items() if not name.startswith(PREFIX)}
+        for name, shown in _SHOWN.items():
+            if PREFIX + name in logs:
+                short.setdefault(shown, logs[PREFIX + name])  # the script may log something of that name itself
+        logs = short
+    original(callback, args, state, control, logs=logs, **kwargs)
 
 
 _current: StepTrace | None = None

@@ -11,26 +11,37 @@ from types import ModuleType
 from typing import Any
 
 from megatrain_accelerate.activation import is_on_for
-from megatrain_accelerate.integrations import import_hook
-from megatrain_accelerate.integrations.patches import Patch
+from megatrain_accelerate.integrations.patches import TESTED_VERSIONS, Patch
 
 _MARK = "_megatrain_patch"
 """Set on our wrappers, so that a second application leaves them alone."""
-ARGUMENTS = "_megatrain_arguments"
+
+_failures: dict[str, Exception] = {}
+"""By target: patches that couldn't be applied."""
+
+_CALLED_ALWAYS = ("launcher", "training_arguments", "wrapping")
+"""Modules whose replacements are called with the plugin off, too."""
+
+_ARGUMENTS = "_megatrain_arguments"
 """The attribute of an Accelerator with the training arguments of the Trainer that made it."""
+_trainer_arguments: Any = None
+"""Those of the Trainer that makes an Accelerator at this moment."""
 
 
-def is_active(arguments: Any = None) -> bool:
-    """:func:`.activation.is_on_for`; raises ``PatchError`` where it is on and a patch couldn't be applied."""
-    if not is_on_for(arguments):
-        return False
-    import_hook.ensure_ready()
-    return True
+def create_accelerator(original: Callable[..., None], trainer: Any) -> None:
+    """``create_accelerator_and_postprocess`` of the Trainer, whose Accelerator knows whose arguments decide."""
+    global _trainer_arguments
+    outer, _trainer_arguments = _trainer_arguments, trainer.args
+    try:
+        original(trainer)
+        trainer.accelerator.__dict__[_ARGUMENTS] = trainer.args
+    finally:
+        _trainer_arguments = outer
 
 
 def arguments_of(accelerator: Any) -> Any:
-    """The training arguments of the Trainer that made an Accelerator; None if a script did."""
-    return accelerator.__dict__.get(ARGUMENTS)
+    """The training arguments of the Trainer that made an Accelerator, or makes it; None if a script did."""
+    return accelerator.__dict__.get(_ARGUMENTS, _trainer_arguments)
 
 
 _ARGUMENTS_OF: dict[str, Callable[[Any], Any]] = {
@@ -41,8 +52,34 @@ _ARGUMENTS_OF: dict[str, Callable[[Any], Any]] = {
 """By class, the training arguments that decide for a call; of others the process decides."""
 
 
+def ensure_ready() -> None:
+    """Raises the :class:`PatchError` of a patch that couldn't be applied."""
+    if _failures:
+        failure, *others = _failures.values()
+        for other in others:
+            if hasattr(failure, "add_note"):
+                failure.add_note(str(other))
+        raise failure
+
+
+def is_active(arguments: Any = None) -> bool:
+    """:func:`.activation.is_on_for`; raises ``PatchError`` where it is on and a patch couldn't be applied."""
+    if not is_on_for(arguments):
+        return False
+    ensure_ready()
+    return True
+
+
 def apply(patch: Patch, module: ModuleType) -> None:
-    """Puts a patch in place; raises ``TypeError`` where the target isn't what it was written for."""
+    """Puts a patch in place, or notes that its target isn't what it was written for."""
+    try:
+        _apply(patch, module)
+        _failures.pop(patch.target, None)
+    except Exception as error:
+        _failures[patch.target] = _patch_error(patch, error)
+
+
+def _apply(patch: Patch, module: ModuleType) -> None:
     class_name, _, name = patch.target.partition(":")[2].partition(".")
     owner = getattr(module, class_name, None)
     if not inspect.isclass(owner):
@@ -56,10 +93,38 @@ def apply(patch: Patch, module: ModuleType) -> None:
     def replacement(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return _load(home, function)(original, *args, **kwargs)
 
-    way = wrap_tuner if patch.package == "peft" else wrap
-    if home in ("every_process", "launcher"):  # called with the plugin off, too
-        way = wrap_always
-    way(owner, name, replacement, needs.split(", ") if needs else ())
+    def after_init(original: Callable[..., None], made: Any, *args: Any, **kwargs: Any) -> None:
+        original(made, *args, **kwargs)
+        if is_active(_ARGUMENTS_OF[class_name](made)):
+            _load(home, function)(made)
+
+    names = needs.split(", ") if needs else ()
+    if name == "__init__":
+        wrap_always(owner, name, after_init, names)
+    elif home in _CALLED_ALWAYS:
+        wrap_always(owner, name, replacement, names)
+    else:
+        way = wrap_tuner if patch.package == "peft" else wrap
+        way(owner, name, replacement, names)
+
+
+def _patch_error(patch: Patch, cause: Exception) -> Exception:
+    from importlib.metadata import PackageNotFoundError, version
+
+    from megatrain_accelerate.errors import PatchError
+
+    try:
+        installed = version(patch.package)
+    except PackageNotFoundError:
+        installed = "of unknown version"
+    tested = TESTED_VERSIONS[patch.package]
+    error = PatchError(
+        f"megatrain_accelerate can't patch {patch.target}: {type(cause).__name__}: {cause}. Installed: {patch.package} "
+        f"{installed}; tested with: {patch.package} {tested}. Install a tested version (pip install "
+        f"'{patch.package}=={tested.split()[-1]}') or a newer megatrain-accelerate"
+    )
+    error.__cause__ = cause
+    return error
 
 
 def _load(module: str, name: str) -> Any:
