@@ -132,7 +132,7 @@ def write_results(folder: Path) -> None:
     with gzip.open(folder / RAW_TRACE, "rt", encoding="utf-8") as file:
         trace = json.load(file)
     info = json.loads((folder / RAW_INFO).read_text())
-    found, trace["traceEvents"] = tracing.build(trace["traceEvents"], info)
+    found, trace["traceEvents"] = tracing.build(trace, info)
     trace["megatrain"] = {key: info[key] for key in ("step", "device", "wait_ms", "shares")}
     with gzip.open(folder / PERFETTO_TRACE, "wt", encoding="utf-8") as file:
         json.dump(trace, file)

@@ -2,8 +2,7 @@
 
 `megatrain trace` asks for a trace by the environment. The Trainer and bare Accelerate loops are traced
 alike, by a hook of the optimizer, which is called when a step is submitted. The step worker isn't among
-the threads that torch's profiler follows: its spans are noted here, by the host's clock, and marks tie
-the two clocks.
+the threads that torch's profiler follows: its spans are noted here, by the host's clock.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.memory.host_limits import process_bytes
 from megatrain_accelerate.planning.layer_discovery import active_parameters
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.streaming.meter import Cause, Counters
-from megatrain_accelerate.tracing import CLOCK_MARK, LAUNCHER, RAW_INFO, RAW_TRACE, WORKER, TraceRequest
+from megatrain_accelerate.tracing import LAUNCHER, RAW_INFO, RAW_TRACE, WORKER, TraceRequest
 from megatrain_accelerate.units import GB, GIB
 
 PREFIX = "megatrain/"
@@ -36,8 +35,6 @@ _SHOWN = {"tokens_per_second": "tokens_per_second", "gpu_peak_gib": "gpu_gib", "
 """Maps an entry to its name on the console."""
 _A_PLAN_SECONDS = 0.01
 """Less isn't a plan, but the sum of looks at batches that need none."""
-_CLOCK_MARKS = 8
-"""Made at each end of the period: the tightest of them counts."""
 _SETTLED_STEPS = 10
 """So many steps in a row, none of them with a plan, are bound by the same resource before that is said."""
 
@@ -272,7 +269,6 @@ class StepTrace:
         self._request = request
         self._count = 0
         self._profile: profile | None = None
-        self._marks_ns: list[int] = []
         self._worker_spans: list[tuple[str, int, int]] = []
         self._begin_ns = 0
         self._counters = Counters()
@@ -290,23 +286,16 @@ class StepTrace:
             self._profile.start()
             self._engine.runtime.worker.on_work_done = lambda *span: self._worker_spans.append(span)
         if self._count == self._request.step - 1:
-            self._mark_clock()
             self._counters = counters_of(self._engine)
             self._begin_ns = time.perf_counter_ns()
         elif self._count == self._request.step:
             self._finish(time.perf_counter_ns())
-
-    def _mark_clock(self) -> None:
-        for _ in range(_CLOCK_MARKS):
-            with record_function(CLOCK_MARK):
-                self._marks_ns.append(time.perf_counter_ns())
 
     def _finish(self, end_ns: int) -> None:
         assert self._profile is not None
         engine = self._engine
         self.handle.remove()
         engine.runtime.worker.on_work_done = None
-        self._mark_clock()
         if engine.device.type == "cuda":
             torch.cuda.synchronize(engine.device)
         self._profile.stop()
@@ -324,7 +313,7 @@ class StepTrace:
             "threads": {LAUNCHER: threading.get_native_id(), WORKER: engine.runtime.worker.native_id},
             "begin_ns": self._begin_ns,
             "end_ns": end_ns,
-            "marks_ns": self._marks_ns,
+            "clock_to_unix_ns": time.time_ns() - time.perf_counter_ns(),
             "worker_spans": self._worker_spans,
             "wait_ms": wait_ms,
             "shares": shares,
