@@ -96,7 +96,7 @@ def export_masters(model: nn.Module, folder: str | os.PathLike[str], max_shard_g
         max_shard_gib: size of one file, and what the host holds more at the most.
 
     Returns:
-        The files with weights, in the order of the model.
+        The files with weights.
 
     Raises:
         UnsupportedError: the model isn't prepared.
