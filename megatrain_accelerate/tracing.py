@@ -26,9 +26,9 @@ DEFAULT_STEP = 5
 FIRST_STEP = 2
 """The first step's forward follows no step, so that it has no host step to show."""
 RAW_TRACE = "raw_trace.json.gz"
-"""The profiler's own trace; deleted when the Perfetto file is made of it."""
-RAW_INFO = "raw_trace_info.json"
-"""What the profiler doesn't know. Written last: when it is there, so is the trace."""
+"""The profiler's own trace, complete when it is there; deleted when the Perfetto file is made of it."""
+NOTES = "megatrain"
+"""The key in it of what the profiler doesn't know."""
 PERFETTO_TRACE = "trace.perfetto.json.gz"
 PICTURE = "timeline.png"
 
@@ -208,12 +208,12 @@ def _device_lanes(
     return lanes
 
 
-def build(trace: dict[str, Any], info: dict[str, Any]) -> tuple[Timeline, list[Event]]:
+def build(trace: dict[str, Any]) -> tuple[Timeline, list[Event]]:
     """The timeline of the traced step, and the events for Perfetto: those of the period, streams and threads named.
 
-    ``trace`` is the profiler's; ``info`` is what :mod:`~megatrain_accelerate.integrations.telemetry` notes.
+    ``trace`` is the profiler's, with what :mod:`~megatrain_accelerate.integrations.telemetry` notes.
     """
-    events = trace["traceEvents"]
+    events, info = trace["traceEvents"], trace[NOTES]
     # The profiler's times are Unix time since this instant.
     offset = (info["clock_to_unix_ns"] - trace["baseTimeNanoseconds"]) / 1e3
     begin, end = info["begin_ns"] / 1e3 + offset, info["end_ns"] / 1e3 + offset

@@ -25,7 +25,7 @@ from megatrain_accelerate.memory.host_limits import process_bytes
 from megatrain_accelerate.planning.layer_discovery import active_parameters
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.streaming.meter import Cause, Counters
-from megatrain_accelerate.tracing import LAUNCHER, RAW_INFO, RAW_TRACE, WORKER, TraceRequest
+from megatrain_accelerate.tracing import LAUNCHER, NOTES, RAW_TRACE, WORKER, TraceRequest
 from megatrain_accelerate.units import GB, GIB
 
 PREFIX = "megatrain/"
@@ -298,17 +298,11 @@ class StepTrace:
         engine.runtime.worker.on_work_done = None
         if engine.device.type == "cuda":
             torch.cuda.synchronize(engine.device)
-        self._profile.stop()
-        folder = self._request.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self._profile.export_chrome_trace(str(folder / RAW_TRACE))
-        self._profile = None
         wait_ms = wait_ms_by_cause(difference(counters_of(engine), self._counters))
         shares = bound_shares(wait_ms, (end_ns - self._begin_ns) / 1e6)
-        info = {
+        notes = {
             "step": self._request.step,
             "device": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "the CPU",
-            "layers": [layer.name for layer in engine.runtime.layers],
             "pid": os.getpid(),
             "threads": {LAUNCHER: threading.get_native_id(), WORKER: engine.runtime.worker.native_id},
             "begin_ns": self._begin_ns,
@@ -318,8 +312,12 @@ class StepTrace:
             "wait_ms": wait_ms,
             "shares": shares,
             "bound": describe_bound(shares),
-            "torch": torch.__version__,
         }
-        partial = folder / f"{RAW_INFO}.partial"
-        partial.write_text(json.dumps(info))
-        partial.rename(folder / RAW_INFO)
+        self._profile.add_metadata_json(NOTES, json.dumps(notes))
+        self._profile.stop()
+        folder = self._request.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"partial_{RAW_TRACE}"
+        self._profile.export_chrome_trace(str(partial))
+        partial.rename(folder / RAW_TRACE)
+        self._profile = None
