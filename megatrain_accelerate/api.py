@@ -42,16 +42,9 @@ def enable(config: MegatrainConfig | Mapping[str, Any] | str | None = None, **se
     failure = getattr(sys.modules.get("_megatrain_autoload"), "failure", None)
     if failure is not None:
         raise failure
-    was_active = activation.active_config()
-    active = activation.activate(config)
-    try:
-        import_hook.install()
-        ensure_ready()
-    except BaseException:
-        if was_active is None:
-            activation.deactivate()
-        raise
-    return active
+    import_hook.install()
+    ensure_ready()
+    return activation.activate(config)
 
 
 def disable() -> None:

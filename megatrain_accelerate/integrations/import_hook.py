@@ -11,9 +11,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from megatrain_accelerate.activation import active_config
+from megatrain_accelerate.activation import active_config, is_disabled
 from megatrain_accelerate.integrations.patches import PATCHES
-from megatrain_accelerate.integrations.wrapping import apply, ensure_ready
 
 _targets = frozenset(patch.module for patch in PATCHES)
 
@@ -61,7 +60,7 @@ class _WatchedSpec(ModuleSpec):
 
 def install() -> None:
     """Installs the finder, once, and patches what is imported already; see :func:`_apply_patches`."""
-    if is_installed():
+    if is_installed() or is_disabled():
         return
     sys.meta_path.insert(0, PatchFinder())
     for module in filter(None, map(sys.modules.get, _targets)):
@@ -78,6 +77,9 @@ def is_installed() -> bool:
 
 def _apply_patches(module: ModuleType) -> None:
     """Raises ``PatchError`` where the plugin is active and a patch can't be applied."""
+    # Not before there is a target: processes that only import torch do without.
+    from megatrain_accelerate.integrations.wrapping import apply, ensure_ready
+
     for patch in PATCHES:
         if patch.module == module.__name__:
             apply(patch, module)

@@ -193,14 +193,12 @@ class Telemetry:
         if since.step_seconds > 0:
             values["host_step_gparams_per_second"] = 1e-9 * since.stepped_parameters / since.step_seconds
         planned, self._plan_seconds = self.engine.plan_seconds - self._plan_seconds, self.engine.plan_seconds
-        if planned > _A_PLAN_SECONDS:
+        if is_planned := planned > _A_PLAN_SECONDS:
             values["plan_seconds"] = planned
         if seconds > 0:
             earlier, self.shares = self.shares, bound_shares(wait_ms, 1e3 * seconds / steps)
-            if planned > _A_PLAN_SECONDS or not earlier or bound_by(earlier) != bound_by(self.shares):
-                self._steps_bound = 0
-            if planned <= _A_PLAN_SECONDS:
-                self._steps_bound += steps
+            is_as_before = bool(earlier) and bound_by(earlier) == bound_by(self.shares)
+            self._steps_bound = 0 if is_planned else steps + (self._steps_bound if is_as_before else 0)
             values |= {f"bound_share_{name}": share for name, share in self.shares.items()}
             if tokens > 0:  # images have none, and so have inputs by names that aren't known
                 values["tokens_per_second"] = tokens / seconds

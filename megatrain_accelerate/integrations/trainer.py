@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_flatten
 from transformers import TrainerCallback, TrainerState
 
-from megatrain_accelerate.engine import Engine, engine_of
+from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.integrations.accelerate_backend import begin_training, require_steps_in_backward_possible
 from megatrain_accelerate.integrations.checkpoints import require_saving_possible
 from megatrain_accelerate.integrations.shared_parts import engines_with, new_holder
@@ -166,12 +166,8 @@ class MegatrainCallback(TrainerCallback):
         self._trainer = trainer
         """Returns the Trainer whose training it follows, None if that is gone."""
 
-    def _engine(self, kwargs: dict[str, Any]) -> Engine | None:
-        model = kwargs.get("model")
-        return engine_of(model) if model is not None else None
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (engine := self._engine(kwargs)) is not None:
+        if (engine := engine_of(kwargs["model"])) is not None:
             self._close_telemetry()  # an exception may have ended the training before
             clips = bool(args.max_grad_norm and args.max_grad_norm > 0)
             tries_again = bool(args.auto_find_batch_size)
@@ -192,7 +188,7 @@ class MegatrainCallback(TrainerCallback):
             self._telemetry.step_begins()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (engine := self._engine(kwargs)) is not None:
+        if (engine := engine_of(kwargs["model"])) is not None:
             record_choice(state, "compiles", engine.runtime.compiled.pays)
             record_choice(state, "plan", engine.device_plan.record)
         if self._telemetry is not None:
@@ -210,7 +206,7 @@ class MegatrainCallback(TrainerCallback):
         # What a script logs within a step isn't the Trainer's entry for whole steps.
         if self._telemetry is None or logs is None or self._telemetry.is_within_step or not is_training_log(logs):
             return
-        if (engine := self._engine(kwargs)) is not None:
+        if (engine := engine_of(kwargs["model"])) is not None:
             self._telemetry.engine = engine
         entries = self._telemetry.entries()
         logs.update(entries)
@@ -223,7 +219,7 @@ class MegatrainCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The last step is applied before anybody reads the weights."""
-        if (engine := self._engine(kwargs)) is not None:
+        if (engine := engine_of(kwargs["model"])) is not None:
             engine.drain()
         self._close_telemetry()
 

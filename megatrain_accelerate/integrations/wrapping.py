@@ -217,43 +217,27 @@ def add_fields(owner: Any, additions: dict[str, tuple[Any, Any]]) -> None:
         return
     if taken := [name for name in additions if name in existing]:
         raise TypeError(f"{owner.__name__} has a field {', '.join(taken)} of its own")
-    # Only dataclass() itself makes complete Field objects.
-    donor = dataclasses.make_dataclass("donor", [(name, *entry) for name, entry in additions.items()], kw_only=True)
-    fields = {field.name: field for field in dataclasses.fields(donor)}
-    for name, field in fields.items():
-        # HfArgumentParser reads the types by get_type_hints(), others the defaults from the class.
-        owner.__annotations__[name] = field.type
-        setattr(owner, name, field.default)
     for cls in (owner, *_subclasses(owner)):
-        if "__dataclass_fields__" in cls.__dict__:
-            for name, field in fields.items():
-                cls.__dataclass_fields__.setdefault(name, field)
-            if "__init__" in cls.__dict__ and not hasattr(cls.__init__, _MARK):
-                _accept_fields(cls, fields)
+        if "__dataclass_fields__" not in vars(cls):
+            continue
+        taken_by_init = set(inspect.signature(cls.__init__, follow_wrapped=False).parameters)
+        is_generated = taken_by_init == {"self", *(field.name for field in dataclasses.fields(cls) if field.init)}
+        if cls is owner and not is_generated:
+            raise TypeError(f"{owner.__name__}.__init__ isn't the one that dataclass() made")
+        # Only dataclass() itself makes complete Field objects, and an __init__ with them.
+        donor = dataclasses.make_dataclass(
+            cls.__name__, [(name, *entry) for name, entry in additions.items()], bases=(cls,), kw_only=True
+        )
+        for name in additions:
+            cls.__dataclass_fields__.setdefault(name, donor.__dataclass_fields__[name])
+        if is_generated:  # else it hands what it doesn't know to that of its parent
+            cls.__init__ = donor.__init__
+            setattr(cls.__init__, _MARK, True)
+    for name, (kind, field) in additions.items():
+        # HfArgumentParser reads the types by get_type_hints(), others the defaults from the class.
+        owner.__annotations__[name] = kind
+        setattr(owner, name, field.default)
 
 
 def _subclasses(cls: Any) -> list[Any]:
     return [found for subclass in cls.__subclasses__() for found in (subclass, *_subclasses(subclass))]
-
-
-def _accept_fields(cls: Any, fields: dict[str, dataclasses.Field[Any]]) -> None:
-    original = cls.__init__
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name, field in fields.items():
-            # A subclass's __init__ that calls this one may have set it.
-            self.__dict__[name] = kwargs.pop(name, self.__dict__.get(name, field.default))
-        original(self, *args, **kwargs)
-
-    parameters = list(signature.parameters.values())
-    at = next((i for i, p in enumerate(parameters) if p.kind is p.VAR_KEYWORD), len(parameters))
-    parameters[at:at] = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-        for name, field in fields.items()
-        if name not in signature.parameters
-    ]
-    init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    setattr(init, _MARK, True)
-    cls.__init__ = init
