@@ -46,7 +46,7 @@ def _engines(accelerator: Any) -> list[Engine]:
 
 
 def require_servable(accelerator: Any) -> None:
-    """Checks that this Accelerator can be served: when it is made, or at its first ``prepare`` if ``enable()`` came later.
+    """Checks that this Accelerator can be served: when it is made, and when it prepares, since ``enable()`` may come later.
 
     Raises:
         ConfigError: there is no GPU and the CPU wasn't asked for.

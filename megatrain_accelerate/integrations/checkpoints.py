@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,15 +27,12 @@ from megatrain_accelerate.disk import REPLACED, flush_file, flush_folder, requir
 from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.optim.moment_states import saved_bytes, views_of
-from megatrain_accelerate.progress import progress_bar
 from megatrain_accelerate.units import GIB
 
 STAGING_PREFIX = ".megatrain-incomplete"
 """Of the folders beside the checkpoints in which the next one is written. What a killed run left there is removed."""
 _TRAINER_STATE = "trainer_state.json"
 """What the Trainer's own checkpoints have, and a folder that a script made for its files hasn't."""
-
-_POLL_SECONDS = 0.5
 
 # Weights and adapters, whole or in shards, and the state of a training: what a resume or from_pretrained() would read beside
 # the files of the checkpoint in whose folder it is.
@@ -63,12 +59,8 @@ def save_checkpoint(
     run_dir = Path(trainer._get_output_dir(trial=trial))
     engine.drain()
     with checkpoint_staging(run_dir, f"checkpoint-{trainer.state.global_step}") as staging:
-        expected = _require_room(run_dir, trainer.model, trainer.optimizer, engine, trainer.args)
-        with (
-            _saving_progress(staging, expected, show=not trainer.args.disable_tqdm),
-            _saving_to(trainer, staging),
-            _logged_without(staging.name),
-        ):
+        _require_room(run_dir, trainer.model, trainer.optimizer, engine, trainer.args)
+        with _saving_to(trainer, staging), _logged_without(staging.name):
             original(trainer, model, trial, *args, **kwargs)
         _point_best_checkpoint(trainer, staging, run_dir)
         published = publish(staging)
@@ -190,11 +182,9 @@ def checkpoint_bytes(model: nn.Module, optimizer: Any, engine: Engine, save_only
     return {"weights": weights, "optimizer": saved_bytes(entries, engine.config.host_memory_gib)}
 
 
-def _require_room(run_dir: Path, model: nn.Module, optimizer: Any, engine: Engine, args: Any) -> int:
-    """Raises ``DiskError`` where the disk has no room for a checkpoint; returns the bytes that it will take."""
+def _require_room(run_dir: Path, model: nn.Module, optimizer: Any, engine: Engine, args: Any) -> None:
     parts = checkpoint_bytes(model, optimizer, engine, args.save_only_model)
     require_free_bytes(run_dir, parts, "a checkpoint", _SPACE_REMEDY)
-    return sum(parts.values())
 
 
 def require_saving_possible(args: Any, model: nn.Module, optimizer: Any, engine: Engine) -> None:
@@ -212,33 +202,6 @@ def require_saving_possible(args: Any, model: nn.Module, optimizer: Any, engine:
 def checkpoint_staging(run_dir: Path, what: str = "checkpoints") -> contextlib.AbstractContextManager[Path]:
     """:func:`.disk.staging_folder` among the checkpoints; entering it shows that they can be saved."""
     return staging_folder(run_dir, STAGING_PREFIX, what, _SPACE_REMEDY)
-
-
-@contextlib.contextmanager
-def _saving_progress(folder: Path, expected_bytes: int, show: bool) -> Iterator[None]:
-    """Draws a bar of what has been written under ``folder`` while the body runs."""
-    bar = progress_bar(expected_bytes, "saving", "B", show=show)
-    if bar.disable:
-        yield
-        return
-    done = threading.Event()
-
-    def draw() -> None:
-        with bar:
-            while not done.wait(_POLL_SECONDS):
-                written = 0
-                for path in folder.rglob("*"):
-                    with contextlib.suppress(OSError):  # files come and go while they are written
-                        written += path.stat().st_size
-                bar.update(min(written, expected_bytes) - bar.n)
-
-    thread = threading.Thread(target=draw, name="megatrain-saving-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def publish(staging: Path) -> list[Path]:
