@@ -225,7 +225,7 @@ def add_fields(owner: Any, additions: dict[str, tuple[Any, Any]]) -> None:
         if cls is owner and not is_generated:
             raise TypeError(f"{owner.__name__}.__init__ isn't the one that dataclass() made")
         # Only dataclass() itself makes complete Field objects, and an __init__ with them.
-        donor = dataclasses.make_dataclass(
+        donor: Any = dataclasses.make_dataclass(
             cls.__name__, [(name, *entry) for name, entry in additions.items()], bases=(cls,), kw_only=True
         )
         for name in additions:
