@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from megatrain_accelerate.config import MegatrainConfig
 
 ENV_ACTIVE = "MEGATRAIN_ACTIVE"
@@ -69,8 +70,6 @@ def config_for(arguments: Any) -> MegatrainConfig:
 
 
 def _over_base(settings: Mapping[str, Any]) -> MegatrainConfig:
-    import dataclasses
-
     from megatrain_accelerate.config import MegatrainConfig
 
     base = dataclasses.asdict(_base_config) if _base_config is not None else {}
@@ -86,8 +85,6 @@ def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
     Raises:
         ConfigError: the file is missing, or its content isn't a mapping.
     """
-    from collections.abc import Mapping
-
     from megatrain_accelerate.errors import ConfigError
 
     if source is None or isinstance(source, Mapping):
@@ -96,11 +93,8 @@ def read_settings(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
 
     is_file = not source.lstrip().startswith("{")
     try:
-        if is_file:
-            with open(os.path.expanduser(source), encoding="utf-8") as file:
-                content = yaml.safe_load(file)
-        else:
-            content = yaml.safe_load(source)  # JSON is yaml.
+        # JSON is yaml.
+        content = yaml.safe_load(Path(os.path.expanduser(source)).read_text(encoding="utf-8") if is_file else source)
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(
             f"megatrain_config must be a JSON object or the path of a yaml file with its keys; got {source!r}: {error}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain_accelerate import activation
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.integrations import import_hook
+from megatrain_accelerate.integrations.wrapping import ensure_ready
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,16 +42,9 @@ def enable(config: MegatrainConfig | Mapping[str, Any] | str | None = None, **se
     failure = getattr(sys.modules.get("_megatrain_autoload"), "failure", None)
     if failure is not None:
         raise failure
-    was_active = activation.active_config()
-    active = activation.activate(config)
-    try:
-        import_hook.install()
-        import_hook.ensure_ready()
-    except BaseException:
-        if was_active is None:
-            activation.deactivate()
-        raise
-    return active
+    import_hook.install()
+    ensure_ready()
+    return activation.activate(config)
 
 
 def disable() -> None:
@@ -95,7 +89,7 @@ def export_masters(model: nn.Module, folder: str | os.PathLike[str], max_shard_g
         max_shard_gib: size of one file, and what the host holds more at the most.
 
     Returns:
-        The files with weights, in the order of the model.
+        The files with weights.
 
     Raises:
         UnsupportedError: the model isn't prepared.

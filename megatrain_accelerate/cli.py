@@ -20,7 +20,7 @@ from megatrain_accelerate import __version__, tracing
 from megatrain_accelerate.doctor import command as doctor
 from megatrain_accelerate.errors import ConfigError, MegatrainError
 from megatrain_accelerate.estimate import command as estimate
-from megatrain_accelerate.tracing import DEFAULT_STEP, PERFETTO_TRACE, PICTURE, RAW_INFO, RAW_TRACE, TraceRequest
+from megatrain_accelerate.tracing import DEFAULT_STEP, NOTES, PERFETTO_TRACE, PICTURE, RAW_TRACE, TraceRequest
 
 _POLL_SECONDS = 0.5
 
@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--step", type=int, default=DEFAULT_STEP, metavar="N", help="optimizer step, from 2; default %(default)s"
     )
     trace.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the training")
+    trace.set_defaults(run=_trace, error=trace.error)
     forecast = commands.add_parser(
         "estimate",
         help="memory and speed of a training, from a model's configuration, on this machine or another",
@@ -62,17 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     doctor.add_arguments(checkup)
     checkup.set_defaults(run=doctor.run)
-    options = parser.parse_args(arguments)
-    if hasattr(options, "run"):
-        return _while_read(options)
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    if not command:
-        trace.error("the training's command is missing: megatrain trace --out DIR -- accelerate launch ... train.py")
-    try:
-        return _run_traced(command, TraceRequest(options.out, options.step))
-    except MegatrainError as error:
-        print(f"megatrain trace: {error}", file=sys.stderr)
-        return 1
+    return _while_read(parser.parse_args(arguments))
 
 
 def _versions() -> str:
@@ -93,13 +84,24 @@ def _while_read(options: argparse.Namespace) -> int:
     return status
 
 
+def _trace(options: argparse.Namespace) -> int:
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        options.error("the training's command is missing: megatrain trace --out DIR -- accelerate launch ... train.py")
+    try:
+        return _run_traced(command, TraceRequest(options.out, options.step))
+    except MegatrainError as error:
+        print(f"megatrain trace: {error}", file=sys.stderr)
+        return 1
+
+
 def _run_traced(command: Sequence[str], request: TraceRequest) -> int:
     """Runs a training, and writes the results as soon as the step was traced. Returns its status; 1 if it ended well without a
     trace."""
     folder = request.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (RAW_TRACE, RAW_INFO, PERFETTO_TRACE, PICTURE):
+        for name in (RAW_TRACE, PERFETTO_TRACE, PICTURE):
             (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {folder}: {error}; name a folder that can be written to") from error
@@ -107,17 +109,17 @@ def _run_traced(command: Sequence[str], request: TraceRequest) -> int:
         process = subprocess.Popen(command, env={**os.environ, **request.environment()})
     except OSError as error:
         raise ConfigError(f"the command can't be started: {error}; write it behind -- as in the shell") from error
-    is_written, status = False, None
+    status = None
     try:
         while status is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(timeout=_POLL_SECONDS)
-            if not is_written and (folder / RAW_INFO).exists():
-                is_written = True
+            if (folder / RAW_TRACE).exists():
                 write_results(folder)
     finally:
         if status is None:  # interrupted: so was the command, by the same signal
             process.wait()
+    is_written = (folder / PERFETTO_TRACE).exists()
     if not is_written:
         print(
             f"megatrain trace: no step was traced. Did the training reach optimizer step {request.step} (--step), and is "
@@ -131,13 +133,11 @@ def write_results(folder: Path) -> None:
     """Makes the Perfetto file, the picture and the printed table of the raw trace in ``folder``, and deletes that."""
     with gzip.open(folder / RAW_TRACE, "rt", encoding="utf-8") as file:
         trace = json.load(file)
-    info = json.loads((folder / RAW_INFO).read_text())
-    found, trace["traceEvents"] = tracing.build(trace["traceEvents"], info)
-    trace["megatrain"] = {key: info[key] for key in ("step", "device", "wait_ms", "shares")}
+    found, trace["traceEvents"] = tracing.build(trace)
+    trace[NOTES] = {key: found.info[key] for key in ("step", "device", "wait_ms", "shares")}
     with gzip.open(folder / PERFETTO_TRACE, "wt", encoding="utf-8") as file:
         json.dump(trace, file)
-    for name in (RAW_TRACE, RAW_INFO):
-        (folder / name).unlink()
+    (folder / RAW_TRACE).unlink()
     print(
         f"\n{tracing.format_summary(found)}\nwritten: {folder / PERFETTO_TRACE} (open it at https://ui.perfetto.dev)",
         flush=True,

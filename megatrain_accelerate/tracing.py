@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatrain_accelerate.errors import ConfigError, StateError, UnsupportedError
+from megatrain_accelerate.errors import ConfigError, UnsupportedError
 
 ENV_TRACE_DIR = "MEGATRAIN_TRACE_DIR"
 """Folder for the trace; a process without it isn't traced."""
@@ -26,13 +26,11 @@ DEFAULT_STEP = 5
 FIRST_STEP = 2
 """The first step's forward follows no step, so that it has no host step to show."""
 RAW_TRACE = "raw_trace.json.gz"
-"""The profiler's own trace; deleted when the Perfetto file is made of it."""
-RAW_INFO = "raw_trace_info.json"
-"""What the profiler doesn't know. Written last: when it is there, so is the trace."""
+"""The profiler's own trace, complete when it is there; deleted when the Perfetto file is made of it."""
+NOTES = "megatrain"
+"""The key in it of what the profiler doesn't know."""
 PERFETTO_TRACE = "trace.perfetto.json.gz"
 PICTURE = "timeline.png"
-CLOCK_MARK = "megatrain::clock_mark"
-"""Spans of the profiler within which the host's clock was read; they tie the two clocks together."""
 
 Event = dict[str, Any]
 Interval = tuple[float, float]
@@ -161,27 +159,11 @@ def parse_name(name: str) -> tuple[str, str]:
     return (KINDS.get(found.group(1), OTHER), found.group(2) or "") if found else (OTHER, "")
 
 
-def clock_offset_us(events: Sequence[Event], marks_ns: Sequence[int]) -> float:
-    """What is to be added to the host's clock (``perf_counter_ns``, in microseconds) to get the trace's. It was read within
-    each mark's span, so that no span ends before its reading: the tightest counts.
-
-    Raises:
-        StateError: the trace hasn't as many marks as were made.
-    """
-    ends = sorted(event["ts"] + event["dur"] for event in events if event.get("name") == CLOCK_MARK and event.get("ph") == "X")
-    if not marks_ns or len(ends) != len(marks_ns):
-        raise StateError(
-            f"the trace has {len(ends)} clock marks and not {len(marks_ns)}: the profiler dropped events; trace "
-            "another step, or a smaller batch"
-        )
-    return min(end - mark / 1e3 for end, mark in zip(ends, sorted(marks_ns), strict=True))
-
-
 def _annotations(events: Sequence[Event]) -> dict[int, list[_Named]]:
     found: dict[int, list[_Named]] = defaultdict(list)
     for event in events:
         name = event.get("name", "")
-        if event.get("cat") == "user_annotation" and name.startswith("megatrain::") and name != CLOCK_MARK:
+        if event.get("cat") == "user_annotation" and name.startswith("megatrain::"):
             found[event["tid"]].append((event["ts"], event["ts"] + event["dur"], name))
     return {thread: sorted(spans) for thread, spans in found.items()}
 
@@ -226,15 +208,14 @@ def _device_lanes(
     return lanes
 
 
-def build(events: Sequence[Event], info: dict[str, Any]) -> tuple[Timeline, list[Event]]:
+def build(trace: dict[str, Any]) -> tuple[Timeline, list[Event]]:
     """The timeline of the traced step, and the events for Perfetto: those of the period, streams and threads named.
 
-    ``events`` are the profiler's ``traceEvents``; ``info`` is what :mod:`~megatrain_accelerate.integrations.telemetry` notes.
-
-    Raises:
-        StateError: the trace and the notes don't belong together.
+    ``trace`` is the profiler's, with what :mod:`~megatrain_accelerate.integrations.telemetry` notes.
     """
-    offset = clock_offset_us(events, info["marks_ns"])
+    events, info = trace["traceEvents"], trace[NOTES]
+    # The profiler's times are Unix time since this instant.
+    offset = (info["clock_to_unix_ns"] - trace["baseTimeNanoseconds"]) / 1e3
     begin, end = info["begin_ns"] / 1e3 + offset, info["end_ns"] / 1e3 + offset
     pid, launcher, worker = info["pid"], info["threads"][LAUNCHER], info["threads"][WORKER]
     of_worker = {"ph": "X", "cat": "user_annotation", "pid": pid, "tid": worker}
@@ -269,7 +250,7 @@ def build(events: Sequence[Event], info: dict[str, Any]) -> tuple[Timeline, list
         if event.get("ph") == "M":
             return event["name"] not in ("thread_name", "thread_sort_index") or (event["pid"], event["tid"]) not in names
         start = event.get("ts", 0.0)
-        return event.get("name") != CLOCK_MARK and start < end and start + event.get("dur", 0.0) > begin
+        return start < end and start + event.get("dur", 0.0) > begin
 
     shown = [event for event in [*events, *worker_events] if is_shown(event)]
     for (process, thread), name in names.items():

@@ -27,6 +27,7 @@ from megatrain_accelerate.disk import existing_part
 from megatrain_accelerate.errors import HostMemoryError, KernelError, PatchError
 from megatrain_accelerate.integrations import import_hook
 from megatrain_accelerate.integrations.patches import PATCHES, TESTED_VERSIONS
+from megatrain_accelerate.integrations.wrapping import ensure_ready
 from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes, cgroup_available_bytes
 from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
@@ -153,7 +154,7 @@ def _patches() -> list[Finding]:
     for module in dict.fromkeys(patch.module for patch in patched):
         importlib.import_module(module)
     try:
-        import_hook.ensure_ready()
+        ensure_ready()
     except PatchError as error:
         return [Finding("hooks", "broken", str(error), "install a tested version, see above", {"hooks": False})]
     text = f"installed; all {len(patched)} patches of {', '.join(packages)} fit"

@@ -35,27 +35,23 @@ _step_hooks: list[Any] = []
 """They look at all optimizers' steps from the first prepared model on. Writes of one that wasn't
 prepared are found by the weights' versions, but for those of torch's fused kernels."""
 
-_ENGINES = "_megatrain_engines"
+# Attributes of an Accelerator.
 _WAITING = "_megatrain_waiting_optimizers"
-_SERVABLE = "_megatrain_servable"
 _TOGETHER = "_megatrain_prepared_together"
 
 
 def _engines(accelerator: Any) -> list[Engine]:
-    """Those that models were prepared with and that are still attached. Their models' layers keep them alive."""
-    engines = [reference() for reference in accelerator.__dict__.get(_ENGINES, [])]
-    return [engine for engine in engines if engine is not None and not engine.is_closed]
+    """Those of the models that it prepared."""
+    return [engine for engine in map(engine_of, accelerator._models) if engine is not None]
 
 
 def require_servable(accelerator: Any) -> None:
-    """Checks that this Accelerator can be served: when it is made, or at its first ``prepare`` if ``enable()`` came later.
+    """Checks that this Accelerator can be served: when it is made, and when it prepares, since ``enable()`` may come later.
 
     Raises:
         ConfigError: there is no GPU and the CPU wasn't asked for.
         UnsupportedError: fp16, fp8, whole-model compilation, or several processes.
     """
-    if accelerator.__dict__.get(_SERVABLE):
-        return
     if accelerator.device.type not in ("cuda", "cpu"):
         raise UnsupportedError(
             f"megatrain streams to CUDA devices; this run's device is {accelerator.device}. Run it on a machine with an "
@@ -85,7 +81,6 @@ def require_servable(accelerator: Any) -> None:
             "torch_compile of the whole model can't be used with megatrain, which swaps weights under the model; leave "
             "torch_compile (dynamo_backend) off"
         )
-    accelerator.__dict__[_SERVABLE] = True
 
 
 def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -194,8 +189,6 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
         engine.enable_training()
     if not evaluation_mode and accelerator.gradient_accumulation_steps > 1:
         engine.expect_accumulation(accelerator.gradient_accumulation_steps)
-    if engine not in _engines(accelerator):
-        accelerator.__dict__.setdefault(_ENGINES, []).append(weakref.ref(engine))
     if not _step_hooks:
         _step_hooks.extend((register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)))
     for optimizer in left_behind:
@@ -394,10 +387,9 @@ def clip_grad_norm(
 
 
 def free_memory(original: Callable[..., Any], accelerator: Any, *objects: Any) -> Any:
-    """Forgets the engines of this Accelerator, after their last steps are applied."""
+    """Forgets the models of this Accelerator, after their last steps are applied."""
     for engine in _engines(accelerator):
         engine.drain()
-    accelerator.__dict__.pop(_ENGINES, None)
     accelerator.__dict__.pop(_WAITING, None)
     return original(accelerator, *objects)
 

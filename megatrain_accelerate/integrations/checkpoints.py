@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import nn
 
@@ -332,21 +333,14 @@ def write_masters(model: nn.Module, engine: Engine, folder: Path, max_shard_gib:
 
 def _write_shards(model: nn.Module, engine: Engine, folder: Path, max_shard_bytes: int) -> list[str]:
     homes = {id(state.parameter): (unit, state) for unit in engine.runtime.units for state in unit.states}
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    held = 0
-    for name, tensor in _saved_tensors(model):
-        size = _fp32_bytes(tensor)
-        if held and held + size > max_shard_bytes:
-            shards.append({})
-            held = 0
-        shards[-1][name] = tensor
-        held += size
-    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        names = ["model.safetensors"]
-    for file, shard in zip(names, shards, strict=True):
+    tensors = dict(_saved_tensors(model))
+    split = split_state_dict_into_shards_factory(
+        tensors, get_storage_size=_fp32_bytes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_bytes
+    )
+    for file, names in split.filename_to_tensors.items():
         values = {}
-        for name, tensor in shard.items():
+        for name in names:
+            tensor = tensors[name]
             if id(tensor) in homes:
                 unit, state = homes[id(tensor)]
                 values[name] = unit.read_master(state)
@@ -354,17 +348,15 @@ def _write_shards(model: nn.Module, engine: Engine, folder: Path, max_shard_byte
                 kept = torch.float32 if tensor.is_floating_point() else tensor.dtype
                 values[name] = tensor.detach().to("cpu", kept, copy=True)
         save_file(values, folder / file, metadata={"format": "pt"})
-    if len(shards) > 1:
-        weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-        total = sum(_fp32_bytes(tensor) for shard in shards for tensor in shard.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     config: Any = copy.deepcopy(getattr(model, "config", None))
     if hasattr(config, "save_pretrained"):
         setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", torch.float32)
         config.architectures = [type(model).__name__]
         config.save_pretrained(folder)
-    return names
+    return list(split.filename_to_tensors)
 
 
 def _fp32_bytes(tensor: torch.Tensor) -> int:

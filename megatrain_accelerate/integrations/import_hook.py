@@ -1,25 +1,20 @@
 """Runs the patches when their targets get imported: whichever library is imported first, and late too.
 
-Installed by ``import torch`` in every process, hence standard library only, and next to free for other modules.
+Installed by ``import torch`` in every process, hence the standard library only, and next to free for other modules.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from megatrain_accelerate.activation import active_config
-from megatrain_accelerate.integrations.patches import PATCHES, TESTED_VERSIONS, Patch
+from megatrain_accelerate.activation import active_config, is_disabled
+from megatrain_accelerate.integrations.patches import PATCHES
 
 _targets = frozenset(patch.module for patch in PATCHES)
-_pending: set[str] = set()
-"""Targets that were halfway through their import when the hook was installed."""
-_failures: dict[str, Exception] = {}
-"""By target: patches that couldn't be applied."""
 
 
 class PatchFinder:
@@ -29,8 +24,6 @@ class PatchFinder:
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The target's own spec with a loader that patches; None for any other module."""
-        if _pending:
-            _settle()
         if fullname not in _targets:
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
@@ -54,86 +47,41 @@ class _WatchedSpec(ModuleSpec):
 
     @property
     def _initializing(self) -> bool:
-        return bool(self.__dict__.get("_initializing"))
+        return bool(self.__dict__["_initializing"])
 
     @_initializing.setter
     def _initializing(self, value: bool) -> None:
         self.__dict__["_initializing"] = value
         if not value:
             self.__class__ = ModuleSpec  # type: ignore[assignment]
-            _settle()
+            if self.name in sys.modules:  # not after an import that failed
+                _apply_patches(sys.modules[self.name])
 
 
 def install() -> None:
     """Installs the finder, once, and patches what is imported already; see :func:`_apply_patches`."""
-    if not is_installed():
-        sys.meta_path.insert(0, PatchFinder())
-        _pending.update(_targets & sys.modules.keys())
-        for name in _pending:
-            spec = getattr(sys.modules[name], "__spec__", None)
-            if type(spec) is ModuleSpec and _is_initializing(sys.modules[name]):
-                spec.__class__ = _WatchedSpec
-    _settle()
+    if is_installed() or is_disabled():
+        return
+    sys.meta_path.insert(0, PatchFinder())
+    for module in filter(None, map(sys.modules.get, _targets)):
+        spec = getattr(module, "__spec__", None)
+        if type(spec) is ModuleSpec and getattr(spec, "_initializing", False):
+            spec.__class__ = _WatchedSpec
+        else:
+            _apply_patches(module)
 
 
 def is_installed() -> bool:
     return any(isinstance(finder, PatchFinder) for finder in sys.meta_path)
 
 
-def ensure_ready() -> None:
-    """Raises the :class:`PatchError` of a patch that couldn't be applied."""
-    if _pending:
-        _settle()
-    if _failures:
-        failure, *others = _failures.values()
-        for other in others:
-            if hasattr(failure, "add_note"):
-                failure.add_note(str(other))
-        raise failure
-
-
-def _is_initializing(module: ModuleType) -> bool:
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
-
-
-def _settle() -> None:
-    for name in list(_pending):
-        module = sys.modules.get(name)
-        if module is None:
-            _pending.discard(name)
-        elif not _is_initializing(module):
-            _pending.discard(name)
-            _apply_patches(module)
-
-
 def _apply_patches(module: ModuleType) -> None:
     """Raises ``PatchError`` where the plugin is active and a patch can't be applied."""
+    # Not before there is a target: processes that only import torch do without.
+    from megatrain_accelerate.integrations.wrapping import apply, ensure_ready
+
     for patch in PATCHES:
-        if patch.module != module.__name__:
-            continue
-        try:
-            import_module(f"{__package__}.wrapping").apply(patch, module)
-            _failures.pop(patch.target, None)
-        except Exception as error:
-            _failures[patch.target] = _patch_error(patch, error)
-    if _failures and active_config() is not None:
+        if patch.module == module.__name__:
+            apply(patch, module)
+    if active_config() is not None:
         ensure_ready()
-
-
-def _patch_error(patch: Patch, cause: Exception) -> Exception:
-    from importlib.metadata import PackageNotFoundError, version
-
-    from megatrain_accelerate.errors import PatchError
-
-    try:
-        installed = version(patch.package)
-    except PackageNotFoundError:
-        installed = "of unknown version"
-    tested = TESTED_VERSIONS[patch.package]
-    error = PatchError(
-        f"megatrain_accelerate can't patch {patch.target}: {type(cause).__name__}: {cause}. Installed: {patch.package} "
-        f"{installed}; tested with: {patch.package} {tested}. Install a tested version (pip install "
-        f"'{patch.package}=={tested.split()[-1]}') or a newer megatrain-accelerate"
-    )
-    error.__cause__ = cause
-    return error

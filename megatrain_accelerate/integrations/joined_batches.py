@@ -27,8 +27,8 @@ from megatrain_accelerate.planning.step_outline import what_sees_a_batch
 
 logger = logging.getLogger(__name__)
 
-_joiners: weakref.WeakKeyDictionary[Engine, Joiner] = weakref.WeakKeyDictionary()
-"""Of the training in progress, or the last one, of each engine."""
+_joiners: weakref.WeakKeyDictionary[nn.Module, Joiner] = weakref.WeakKeyDictionary()
+"""Of the training in progress, or the last one, of each model."""
 
 _STOCK_METHODS = ("get_batch_samples", "training_step", "compute_loss", "_prepare_inputs")
 
@@ -126,10 +126,11 @@ class Joiner:
         self._is_proven = False
         self._weighed_elements = 0
         before = recorded_choice(training, "joining") or {}
-        is_taken_over = before.get("is_asked_for") == is_asked_for
-        self._agreed_elements: int = before["joined_elements"] if is_taken_over else 0
-        if is_taken_over and before["apart_because"] is not None:
-            self._refuse(before["apart_because"])
+        if before.get("is_asked_for") != is_asked_for:
+            before = {}
+        self._agreed_elements: int = before.get("joined_elements", 0)
+        if (reason := before.get("apart_because")) is not None:
+            self._refuse(reason)
         self._micro_batches: list[Any] = []
         self._next = 0
         self._joined: JoinedBatch | None = None
@@ -205,25 +206,22 @@ class Joiner:
         elements = sum(tensor.numel() for tensor in joined.inputs.values())
         if elements <= self._weighed_elements:
             return
-        plan = engine.device_plan
-        inputs = _model_inputs(trainer, joined.inputs, num_items)
+        plan, inputs = engine.device_plan, _model_inputs(trainer, joined.inputs, num_items)
         together = None
-        with steps_of(engine, joined.samples):
-            try:
+        try:
+            with steps_of(engine, joined.samples):
                 is_sum, smoother = plan.foresee(model, inputs).sums_loss, trainer.label_smoother
                 if smoother is not None:
                     is_known = type(smoother) is LabelSmoother
                     is_sum = is_known and "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters
-                if not is_sum:
-                    raise CannotJoinError("the loss isn't transformers' own sum over tokens divided by num_items_in_batch")
-                if not self._is_asked_for:
+                if is_sum and not self._is_asked_for:
                     together = plan.weigh(model, inputs)
-            except CannotJoinError:
-                raise
-            except UnsupportedError as error:
-                raise CannotJoinError(f"a joined batch can't be cut into its micro-batches ({error})") from error
-            except Exception as error:  # a model that looks at its data can't be run without any
-                raise CannotJoinError(f"a step can't be predicted for this model ({error})") from error
+        except UnsupportedError as error:
+            raise CannotJoinError(f"a joined batch can't be cut into its micro-batches ({error})") from error
+        except Exception as error:  # a model that looks at its data can't be run without any
+            raise CannotJoinError(f"a step can't be predicted for this model ({error})") from error
+        if not is_sum:
+            raise CannotJoinError("the loss isn't transformers' own sum over tokens divided by num_items_in_batch")
         if not self._is_asked_for:
             if together is None:
                 raise CannotJoinError("all of them at once are predicted to take more GPU memory than is planned with")
@@ -248,11 +246,11 @@ def _joiner_of(trainer: Any, engine: Engine | None) -> Joiner | None:
     """That of the training in progress; None where nothing is to be joined."""
     if engine is None or not engine.config.join_micro_batches or trainer.args.gradient_accumulation_steps < 2:
         return None
-    joiner = _joiners.get(engine)
+    joiner = _joiners.get(trainer.model)
     if joiner is None or joiner.training is not trainer.state:
         if joiner is not None and joiner.has_joined:
             engine.device_plan.forget()
-        joiner = _joiners[engine] = Joiner(trainer.state, is_asked_for=engine.config.join_micro_batches is True)
+        joiner = _joiners[trainer.model] = Joiner(trainer.state, is_asked_for=engine.config.join_micro_batches is True)
     return joiner
 
 
@@ -271,9 +269,7 @@ def training_step(
     """Runs a micro-batch, or all of a step's with the last."""
     engine = engine_of(trainer.model)
     if engine is not None and engine.adopt_unfrozen(trainer.model):
-        before, engine = engine, engine_of(trainer.model)
-        if engine is not None and before in _joiners:
-            _joiners[engine] = _joiners.pop(before)
+        engine = engine_of(trainer.model)
     joiner = _joiner_of(trainer, engine)
     if joiner is None or engine is None:
         return original(trainer, model, inputs, num_items_in_batch)

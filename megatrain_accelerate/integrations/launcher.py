@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -15,12 +14,12 @@ from typing import Any
 from megatrain_accelerate.activation import ENV_ACTIVE, ENV_CONFIG, read_settings
 from megatrain_accelerate.config import MegatrainConfig, nearest, usable_cpu_count
 from megatrain_accelerate.errors import ConfigError, MegatrainError, UnsupportedError
-from megatrain_accelerate.integrations import import_hook
-from megatrain_accelerate.integrations.every_process import FLAG_HELP
+from megatrain_accelerate.integrations.training_arguments import FLAG_HELP
+from megatrain_accelerate.integrations.wrapping import ensure_ready
 
 TYPE = "MEGATRAIN"
 SECTION = "megatrain_config"
-_TYPES_BESIDE_A_SECTION = (TYPE, "NO", "MULTI_GPU", "MULTI_CPU")
+_TYPES_BESIDE_A_SECTION = ("NO", "MULTI_GPU", "MULTI_CPU")
 
 _CONFIG_HELP = (
     "Settings of megatrain_accelerate: a JSON object or a yaml file, in place of keys of the section megatrain_config."
@@ -117,25 +116,25 @@ def parse_args(original: Callable[..., Any], parser: Any, *args: Any, **kwargs: 
 
 def _prepare_launch(arguments: Any) -> None:
     """Checks the settings before anything is started, and exports them to the processes."""
-    from accelerate.commands.config.config_args import default_config_file
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 
     _withdraw_exports()
     file = arguments.config_file  # which accelerate is going to read
-    if file is None and not arguments.cpu:
+    if file is None and not arguments.cpu and os.path.isfile(default_config_file):
         file = default_config_file
-    content = _read_file(file)
-    section = _section_of(content)
+    written = load_config_from_file(file) if file is not None else None
+    section = getattr(written, SECTION, None)
     flag_settings = getattr(arguments, SECTION, None)
     if section is None and not arguments.megatrain and flag_settings is None:
         return
-    import_hook.ensure_ready()
-    written = section.settings if section is not None else None
-    config = MegatrainConfig.from_mapping(written, read_settings(flag_settings))
-    _refuse_unsupported(arguments, content, file)
+    ensure_ready()
+    given = section.settings if section is not None else None
+    config = MegatrainConfig.from_mapping(given, read_settings(flag_settings))
+    _refuse_unsupported(arguments, written, file)
     sys.excepthook = _report
     # accelerate copies sections of the yaml over arguments that are None.
     arguments.megatrain = True
-    if arguments.num_processes is None and not content:
+    if arguments.num_processes is None and written is None:
         arguments.num_processes = 1  # Accelerate would start a process for each GPU.
     _exported.update({ENV_ACTIVE: "1", ENV_CONFIG: config.to_json()})
     if "OMP_NUM_THREADS" not in os.environ and arguments.num_cpu_threads_per_process is None:
@@ -151,33 +150,17 @@ def _withdraw_exports() -> None:
     _exported.clear()
 
 
-def _read_file(file: str | None) -> Mapping[str, Any]:
-    """The file's content; nothing where accelerate itself will report that the file is missing or malformed."""
-    if file is None or not os.path.isfile(file):
-        return {}
-    import yaml  # type: ignore[import-untyped]
-
-    try:
-        with open(file, encoding="utf-8") as stream:
-            content = json.load(stream) if file.endswith(".json") else yaml.safe_load(stream)
-    except (ValueError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, Mapping) else {}
-
-
-def _refuse_unsupported(arguments: Any, content: Mapping[str, Any], file: str | None) -> None:
+def _refuse_unsupported(arguments: Any, written: Any, file: str | None) -> None:
     for name in ("use_deepspeed", "use_fsdp", "use_megatron_lm", "tpu"):
         if getattr(arguments, name, False):
             raise ConfigError(f"--{name} and megatrain both decide where the model lives; remove one of the two")
-    kind = str(content.get("distributed_type", "NO")).upper()
+    kind = written.distributed_type.value if written is not None else "NO"
     if kind not in _TYPES_BESIDE_A_SECTION:
         raise ConfigError(
             f"megatrain was asked for, but {file} has distributed_type: {kind}, and both decide where the model lives. "
             f"Set distributed_type: {TYPE} there, or give another file with --config"
         )
-    # `fp16: true` is how accelerate's first versions wrote it.
-    written = content.get("mixed_precision") or ("fp16" if content.get("fp16") else "no")
-    precision = str(arguments.mixed_precision or written).lower()
+    precision = str(arguments.mixed_precision or getattr(written, "mixed_precision", None) or "no").lower()
     if precision not in ("no", "bf16"):
         raise UnsupportedError(
             f"mixed_precision: {precision} can't be used with megatrain: its gradients need loss scaling, which the deferred "
@@ -189,7 +172,7 @@ def _refuse_unsupported(arguments: Any, content: Mapping[str, Any], file: str | 
         )
     for name in ("num_processes", "num_machines"):
         given = getattr(arguments, name)
-        count = content.get(name) if given is None else given
+        count = getattr(written, name, None) if given is None else given
         if isinstance(count, int) and count > 1:
             raise UnsupportedError(
                 f"{name} is {count}, and megatrain trains in one process on one GPU so far: set {name}: 1 in the yaml, or "

@@ -25,7 +25,8 @@ class Patch(NamedTuple):
     """``module:Class.name``, a method or a property."""
     replacement: str
     """``module:function(names)``: a function of integrations/ that is called instead, with the original
-    first, and the parameters that the original must have. ``module:FIELDS``: fields of a dataclass."""
+    first, and the parameters that the original must have. Of an ``__init__``: that is called after it, with
+    what was made. ``module:FIELDS``: fields of a dataclass."""
 
     @property
     def module(self) -> str:
@@ -51,7 +52,7 @@ PATCHES = (
     Patch("accelerate.commands.config.config_args:BaseConfig.to_dict", "launcher:to_dict()"),
     # --- Until Accelerate lets an installed package add its own way of distributing a model.
     # Checks the device, precision and number of processes as soon as they are known.
-    Patch("accelerate.accelerator:Accelerator.__init__", "every_process:init_accelerator(self)"),
+    Patch("accelerate.accelerator:Accelerator.__init__", "accelerate_backend:require_servable(self)"),
     # A small module that is prepared together with a model that streams is placed as usual, whichever comes first.
     Patch("accelerate.accelerator:Accelerator.prepare", "accelerate_backend:prepare(self, args)"),
     # Attaches the engine instead of moving the model to the GPU.
@@ -74,23 +75,23 @@ PATCHES = (
     # The Trainer would move the whole model to the GPU.
     Patch("transformers.training_args:TrainingArguments.place_model_on_device", "trainer:place_model_on_device()"),
     # The Trainer's own arguments decide whether what its Accelerator prepares is streamed.
-    Patch("transformers.trainer:Trainer.create_accelerator_and_postprocess", "every_process:create_accelerator(self)"),
+    Patch("transformers.trainer:Trainer.create_accelerator_and_postprocess", "wrapping:create_accelerator(self)"),
     # `*_full_eval` and `model_init` call it whatever place_model_on_device says.
     Patch("transformers.trainer:Trainer._move_model_to_device", "trainer:move_model_to_device(self, model, device)"),
     # --- Until Transformers lets an installed package add training arguments.
     # The fields `megatrain` and `megatrain_config`, for every script with TrainingArguments or a subclass.
-    Patch("transformers.training_args:TrainingArguments.__init__", "every_process:FIELDS"),
+    Patch("transformers.training_args:TrainingArguments.__init__", "training_arguments:FIELDS"),
     # Switches the plugin on before the device is set up; refuses what can't be honoured.
-    Patch("transformers.training_args:TrainingArguments.__post_init__", "every_process:post_init()"),
+    Patch("transformers.training_args:TrainingArguments.__post_init__", "training_arguments:post_init()"),
     # Fields that aren't used stay out of logs, model cards and JSON files that others read back.
-    Patch("transformers.training_args:TrainingArguments.to_dict", "every_process:to_dict()"),
+    Patch("transformers.training_args:TrainingArguments.to_dict", "training_arguments:to_dict()"),
     # --- Until the Trainer stops using DataParallel.
     # One process uses one GPU: with several visible the Trainer would wrap the model in DataParallel.
     Patch("transformers.training_args:TrainingArguments.n_gpu", "trainer:n_gpu()"),
     # --- Until Transformers lets an installed package add callbacks, and Accelerate its own way of distributing a model.
     # Code that runs the model before training (TRL's log-probabilities of the reference) expects it on the GPU: it is prepared
     # when that happens. Our callback comes before WandbCallback, so that what it adds to the logs reaches the trackers.
-    Patch("transformers.trainer:Trainer.__init__", "every_process:init_trainer(self, model, args)"),
+    Patch("transformers.trainer:Trainer.__init__", "trainer:follow_trainer(self, model, args)"),
     # --- Until the Trainer itself writes checkpoints so that a kill leaves none that is broken.
     # A checkpoint is written aside and renamed when complete.
     Patch("transformers.trainer:Trainer._save_checkpoint", "checkpoints:save_checkpoint(self, model, trial)"),
@@ -116,9 +117,9 @@ PATCHES = (
     ),
     # --- Until Transformers lets a callback add to the logs what isn't printed.
     # These print all that the trackers get, forty figures of the engine among it; they get three of them.
-    Patch("transformers.trainer_callback:ProgressCallback.on_log", "every_process:on_log(self, state, logs)"),
-    Patch("transformers.trainer_callback:PrinterCallback.on_log", "every_process:on_log(self, state, logs)"),
-    Patch("trl.trainer.callbacks:RichProgressCallback.on_log", "every_process:on_log(self, state, logs)"),
+    Patch("transformers.trainer_callback:ProgressCallback.on_log", "telemetry:on_log(self, state, logs)"),
+    Patch("transformers.trainer_callback:PrinterCallback.on_log", "telemetry:on_log(self, state, logs)"),
+    Patch("trl.trainer.callbacks:RichProgressCallback.on_log", "telemetry:on_log(self, state, logs)"),
     # --- Until the Trainer smooths labels by torch.nn.functional.cross_entropy.
     # Computes the smoothed loss from the log-probabilities of all tokens; `cross_entropy` gives the same by tiles.
     Patch(

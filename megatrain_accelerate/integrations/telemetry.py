@@ -2,8 +2,7 @@
 
 `megatrain trace` asks for a trace by the environment. The Trainer and bare Accelerate loops are traced
 alike, by a hook of the optimizer, which is called when a step is submitted. The step worker isn't among
-the threads that torch's profiler follows: its spans are noted here, by the host's clock, and marks tie
-the two clocks.
+the threads that torch's profiler follows: its spans are noted here, by the host's clock.
 """
 
 from __future__ import annotations
@@ -13,27 +12,29 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from megatrain_accelerate.engine import Engine
-from megatrain_accelerate.integrations.every_process import PREFIX
 from megatrain_accelerate.memory.host_limits import process_bytes
 from megatrain_accelerate.planning.layer_discovery import active_parameters
 from megatrain_accelerate.planning.placement import Placement
 from megatrain_accelerate.streaming.meter import Cause, Counters
-from megatrain_accelerate.tracing import CLOCK_MARK, LAUNCHER, RAW_INFO, RAW_TRACE, WORKER, TraceRequest
+from megatrain_accelerate.tracing import LAUNCHER, NOTES, RAW_TRACE, WORKER, TraceRequest
 from megatrain_accelerate.units import GB, GIB
 
+PREFIX = "megatrain/"
+"""Begins the engine's entries in the Trainer's logs."""
+
+_SHOWN = {"tokens_per_second": "tokens_per_second", "gpu_peak_gib": "gpu_gib", "host_peak_gib": "host_gib"}
+"""Maps an entry to its name on the console."""
 _A_PLAN_SECONDS = 0.01
 """Less isn't a plan, but the sum of looks at batches that need none."""
-_CLOCK_MARKS = 8
-"""Made at each end of the period: the tightest of them counts."""
 _SETTLED_STEPS = 10
 """So many steps in a row, none of them with a plan, are bound by the same resource before that is said."""
 
@@ -192,14 +193,12 @@ class Telemetry:
         if since.step_seconds > 0:
             values["host_step_gparams_per_second"] = 1e-9 * since.stepped_parameters / since.step_seconds
         planned, self._plan_seconds = self.engine.plan_seconds - self._plan_seconds, self.engine.plan_seconds
-        if planned > _A_PLAN_SECONDS:
+        if is_planned := planned > _A_PLAN_SECONDS:
             values["plan_seconds"] = planned
         if seconds > 0:
             earlier, self.shares = self.shares, bound_shares(wait_ms, 1e3 * seconds / steps)
-            if planned > _A_PLAN_SECONDS or not earlier or bound_by(earlier) != bound_by(self.shares):
-                self._steps_bound = 0
-            if planned <= _A_PLAN_SECONDS:
-                self._steps_bound += steps
+            is_as_before = bool(earlier) and bound_by(earlier) == bound_by(self.shares)
+            self._steps_bound = 0 if is_planned else steps + (self._steps_bound if is_as_before else 0)
             values |= {f"bound_share_{name}": share for name, share in self.shares.items()}
             if tokens > 0:  # images have none, and so have inputs by names that aren't known
                 values["tokens_per_second"] = tokens / seconds
@@ -222,6 +221,25 @@ class Telemetry:
 
     def close(self) -> None:
         self._tokens.handle.remove()
+
+
+def on_log(
+    original: Callable[..., None],
+    callback: Any,
+    args: Any,
+    state: Any,
+    control: Any,
+    logs: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> None:
+    """Gives ``on_log`` of a callback that prints a shorter copy of the logs. Trackers and history keep all entries."""
+    if logs is not None and any(name.startswith(PREFIX) for name in logs):
+        short = {name: value for name, value in logs.items() if not name.startswith(PREFIX)}
+        for name, shown in _SHOWN.items():
+            if PREFIX + name in logs:
+                short.setdefault(shown, logs[PREFIX + name])  # the script may log something of that name itself
+        logs = short
+    original(callback, args, state, control, logs=logs, **kwargs)
 
 
 _current: StepTrace | None = None
@@ -249,7 +267,6 @@ class StepTrace:
         self._request = request
         self._count = 0
         self._profile: profile | None = None
-        self._marks_ns: list[int] = []
         self._worker_spans: list[tuple[str, int, int]] = []
         self._begin_ns = 0
         self._counters = Counters()
@@ -267,47 +284,38 @@ class StepTrace:
             self._profile.start()
             self._engine.runtime.worker.on_work_done = lambda *span: self._worker_spans.append(span)
         if self._count == self._request.step - 1:
-            self._mark_clock()
             self._counters = counters_of(self._engine)
             self._begin_ns = time.perf_counter_ns()
         elif self._count == self._request.step:
             self._finish(time.perf_counter_ns())
-
-    def _mark_clock(self) -> None:
-        for _ in range(_CLOCK_MARKS):
-            with record_function(CLOCK_MARK):
-                self._marks_ns.append(time.perf_counter_ns())
 
     def _finish(self, end_ns: int) -> None:
         assert self._profile is not None
         engine = self._engine
         self.handle.remove()
         engine.runtime.worker.on_work_done = None
-        self._mark_clock()
         if engine.device.type == "cuda":
             torch.cuda.synchronize(engine.device)
-        self._profile.stop()
-        folder = self._request.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self._profile.export_chrome_trace(str(folder / RAW_TRACE))
-        self._profile = None
         wait_ms = wait_ms_by_cause(difference(counters_of(engine), self._counters))
         shares = bound_shares(wait_ms, (end_ns - self._begin_ns) / 1e6)
-        info = {
+        notes = {
             "step": self._request.step,
             "device": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "the CPU",
-            "layers": [layer.name for layer in engine.runtime.layers],
             "pid": os.getpid(),
             "threads": {LAUNCHER: threading.get_native_id(), WORKER: engine.runtime.worker.native_id},
             "begin_ns": self._begin_ns,
             "end_ns": end_ns,
-            "marks_ns": self._marks_ns,
+            "clock_to_unix_ns": time.time_ns() - time.perf_counter_ns(),
             "worker_spans": self._worker_spans,
             "wait_ms": wait_ms,
             "shares": shares,
             "bound": describe_bound(shares),
-            "torch": torch.__version__,
         }
-        partial = folder / f"{RAW_INFO}.partial"
-        partial.write_text(json.dumps(info))
-        partial.rename(folder / RAW_INFO)
+        self._profile.add_metadata_json(NOTES, json.dumps(notes))
+        self._profile.stop()
+        folder = self._request.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"partial_{RAW_TRACE}"
+        self._profile.export_chrome_trace(str(partial))
+        partial.rename(folder / RAW_TRACE)
+        self._profile = None

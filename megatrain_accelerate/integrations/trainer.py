@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_flatten
 from transformers import TrainerCallback, TrainerState
 
-from megatrain_accelerate.engine import Engine, engine_of
+from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.integrations.accelerate_backend import begin_training, require_steps_in_backward_possible
 from megatrain_accelerate.integrations.checkpoints import require_saving_possible
 from megatrain_accelerate.integrations.shared_parts import engines_with, new_holder
@@ -63,16 +63,16 @@ def from_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     return original(*args, **kwargs)
 
 
-def watch_model(trainer: Any) -> None:
-    """Watches a Trainer's model until it is prepared: it must be streamed from its first batch on.
+def follow_trainer(trainer: Any) -> None:
+    """Gives a new Trainer our callback, and watches its model until that is prepared: it must stream from its first batch on.
 
     The stock Trainer moves the model to the GPU when it is made, so its code may call the model at once: TRL computes the
     reference's log-probabilities in the constructor. Here all weights are still on the host then.
     """
-    model = getattr(trainer, "model", None)
+    reference, model = weakref.ref(trainer), getattr(trainer, "model", None)
+    trainer.callback_handler.callbacks.insert(1, MegatrainCallback(reference))  # behind DefaultFlowCallback, before trackers
     if not isinstance(model, nn.Module) or engine_of(model) is not None:
         return
-    reference = weakref.ref(trainer)
 
     def prepare_first(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         trainer = reference()
@@ -160,18 +160,14 @@ def has_users_callback(trainer: Any, event: str) -> bool:
 class MegatrainCallback(TrainerCallback):
     """Follows a training: chooses the step schedule, adds the engine's numbers to the logs, drains at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Callable[[], Any]) -> None:
         self._telemetry: Telemetry | None = None
         self._last_word: str | None = None
-        self.trainer: Callable[[], Any] = lambda: None
-        """Whose training it follows, if that is alive; set when the Trainer is made."""
-
-    def _engine(self, kwargs: dict[str, Any]) -> Engine | None:
-        model = kwargs.get("model")
-        return engine_of(model) if model is not None else None
+        self._trainer = trainer
+        """Returns the Trainer whose training it follows, None if that is gone."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (engine := self._engine(kwargs)) is not None:
+        if (engine := engine_of(kwargs["model"])) is not None:
             self._close_telemetry()  # an exception may have ended the training before
             clips = bool(args.max_grad_norm and args.max_grad_norm > 0)
             tries_again = bool(args.auto_find_batch_size)
@@ -180,7 +176,7 @@ class MegatrainCallback(TrainerCallback):
             recorded = (recorded_choice(state, choice) for choice in ("compiles", "plan"))
             engine.device_plan.expect_steps(state.max_steps, *recorded)
             require_saving_possible(args, kwargs["model"], kwargs.get("optimizer"), engine)
-            trainer = self.trainer()
+            trainer = self._trainer()
             # Whether code of the user's, which may see gradients or weights, runs just before the step.
             looks = trainer is None or _is_a_users(trainer, "training_step", _TRAINERS_THAT_DO_NOT_LOOK)
             looks = looks or has_users_callback(trainer, "on_pre_optimizer_step")
@@ -192,7 +188,7 @@ class MegatrainCallback(TrainerCallback):
             self._telemetry.step_begins()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (engine := self._engine(kwargs)) is not None:
+        if (engine := engine_of(kwargs["model"])) is not None:
             record_choice(state, "compiles", engine.runtime.compiled.pays)
             record_choice(state, "plan", engine.device_plan.record)
         if self._telemetry is not None:
@@ -210,7 +206,7 @@ class MegatrainCallback(TrainerCallback):
         # What a script logs within a step isn't the Trainer's entry for whole steps.
         if self._telemetry is None or logs is None or self._telemetry.is_within_step or not is_training_log(logs):
             return
-        if (engine := self._engine(kwargs)) is not None:
+        if (engine := engine_of(kwargs["model"])) is not None:
             self._telemetry.engine = engine
         entries = self._telemetry.entries()
         logs.update(entries)
@@ -223,7 +219,7 @@ class MegatrainCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The last step is applied before anybody reads the weights."""
-        if (engine := self._engine(kwargs)) is not None:
+        if (engine := engine_of(kwargs["model"])) is not None:
             engine.drain()
         self._close_telemetry()
 

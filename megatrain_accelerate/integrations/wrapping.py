@@ -11,26 +11,37 @@ from types import ModuleType
 from typing import Any
 
 from megatrain_accelerate.activation import is_on_for
-from megatrain_accelerate.integrations import import_hook
-from megatrain_accelerate.integrations.patches import Patch
+from megatrain_accelerate.integrations.patches import TESTED_VERSIONS, Patch
 
 _MARK = "_megatrain_patch"
 """Set on our wrappers, so that a second application leaves them alone."""
-ARGUMENTS = "_megatrain_arguments"
+
+_failures: dict[str, Exception] = {}
+"""By target: patches that couldn't be applied."""
+
+_CALLED_ALWAYS = ("launcher", "training_arguments", "wrapping")
+"""Modules whose replacements are called with the plugin off, too."""
+
+_ARGUMENTS = "_megatrain_arguments"
 """The attribute of an Accelerator with the training arguments of the Trainer that made it."""
+_trainer_arguments: Any = None
+"""Those of the Trainer that makes an Accelerator at this moment."""
 
 
-def is_active(arguments: Any = None) -> bool:
-    """:func:`.activation.is_on_for`; raises ``PatchError`` where it is on and a patch couldn't be applied."""
-    if not is_on_for(arguments):
-        return False
-    import_hook.ensure_ready()
-    return True
+def create_accelerator(original: Callable[..., None], trainer: Any) -> None:
+    """``create_accelerator_and_postprocess`` of the Trainer, whose Accelerator knows whose arguments decide."""
+    global _trainer_arguments
+    outer, _trainer_arguments = _trainer_arguments, trainer.args
+    try:
+        original(trainer)
+        trainer.accelerator.__dict__[_ARGUMENTS] = trainer.args
+    finally:
+        _trainer_arguments = outer
 
 
 def arguments_of(accelerator: Any) -> Any:
-    """The training arguments of the Trainer that made an Accelerator; None if a script did."""
-    return accelerator.__dict__.get(ARGUMENTS)
+    """The training arguments of the Trainer that made an Accelerator, or makes it; None if a script did."""
+    return accelerator.__dict__.get(_ARGUMENTS, _trainer_arguments)
 
 
 _ARGUMENTS_OF: dict[str, Callable[[Any], Any]] = {
@@ -41,8 +52,34 @@ _ARGUMENTS_OF: dict[str, Callable[[Any], Any]] = {
 """By class, the training arguments that decide for a call; of others the process decides."""
 
 
+def ensure_ready() -> None:
+    """Raises the :class:`PatchError` of a patch that couldn't be applied."""
+    if _failures:
+        failure, *others = _failures.values()
+        for other in others:
+            if hasattr(failure, "add_note"):
+                failure.add_note(str(other))
+        raise failure
+
+
+def is_active(arguments: Any = None) -> bool:
+    """:func:`.activation.is_on_for`; raises ``PatchError`` where it is on and a patch couldn't be applied."""
+    if not is_on_for(arguments):
+        return False
+    ensure_ready()
+    return True
+
+
 def apply(patch: Patch, module: ModuleType) -> None:
-    """Puts a patch in place; raises ``TypeError`` where the target isn't what it was written for."""
+    """Puts a patch in place, or notes that its target isn't what it was written for."""
+    try:
+        _apply(patch, module)
+        _failures.pop(patch.target, None)
+    except Exception as error:
+        _failures[patch.target] = _patch_error(patch, error)
+
+
+def _apply(patch: Patch, module: ModuleType) -> None:
     class_name, _, name = patch.target.partition(":")[2].partition(".")
     owner = getattr(module, class_name, None)
     if not inspect.isclass(owner):
@@ -56,10 +93,38 @@ def apply(patch: Patch, module: ModuleType) -> None:
     def replacement(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return _load(home, function)(original, *args, **kwargs)
 
-    way = wrap_tuner if patch.package == "peft" else wrap
-    if home in ("every_process", "launcher"):  # called with the plugin off, too
-        way = wrap_always
-    way(owner, name, replacement, needs.split(", ") if needs else ())
+    def after_init(original: Callable[..., None], made: Any, *args: Any, **kwargs: Any) -> None:
+        original(made, *args, **kwargs)
+        if is_active(_ARGUMENTS_OF[class_name](made)):
+            _load(home, function)(made)
+
+    names = needs.split(", ") if needs else ()
+    if name == "__init__":
+        wrap_always(owner, name, after_init, names)
+    elif home in _CALLED_ALWAYS:
+        wrap_always(owner, name, replacement, names)
+    else:
+        way = wrap_tuner if patch.package == "peft" else wrap
+        way(owner, name, replacement, names)
+
+
+def _patch_error(patch: Patch, cause: Exception) -> Exception:
+    from importlib.metadata import PackageNotFoundError, version
+
+    from megatrain_accelerate.errors import PatchError
+
+    try:
+        installed = version(patch.package)
+    except PackageNotFoundError:
+        installed = "of unknown version"
+    tested = TESTED_VERSIONS[patch.package]
+    error = PatchError(
+        f"megatrain_accelerate can't patch {patch.target}: {type(cause).__name__}: {cause}. Installed: {patch.package} "
+        f"{installed}; tested with: {patch.package} {tested}. Install a tested version (pip install "
+        f"'{patch.package}=={tested.split()[-1]}') or a newer megatrain-accelerate"
+    )
+    error.__cause__ = cause
+    return error
 
 
 def _load(module: str, name: str) -> Any:
@@ -152,43 +217,27 @@ def add_fields(owner: Any, additions: dict[str, tuple[Any, Any]]) -> None:
         return
     if taken := [name for name in additions if name in existing]:
         raise TypeError(f"{owner.__name__} has a field {', '.join(taken)} of its own")
-    # Only dataclass() itself makes complete Field objects.
-    donor = dataclasses.make_dataclass("donor", [(name, *entry) for name, entry in additions.items()], kw_only=True)
-    fields = {field.name: field for field in dataclasses.fields(donor)}
-    for name, field in fields.items():
-        # HfArgumentParser reads the types by get_type_hints(), others the defaults from the class.
-        owner.__annotations__[name] = field.type
-        setattr(owner, name, field.default)
     for cls in (owner, *_subclasses(owner)):
-        if "__dataclass_fields__" in cls.__dict__:
-            for name, field in fields.items():
-                cls.__dataclass_fields__.setdefault(name, field)
-            if "__init__" in cls.__dict__ and not hasattr(cls.__init__, _MARK):
-                _accept_fields(cls, fields)
+        if "__dataclass_fields__" not in vars(cls):
+            continue
+        taken_by_init = set(inspect.signature(cls.__init__, follow_wrapped=False).parameters)
+        is_generated = taken_by_init == {"self", *(field.name for field in dataclasses.fields(cls) if field.init)}
+        if cls is owner and not is_generated:
+            raise TypeError(f"{owner.__name__}.__init__ isn't the one that dataclass() made")
+        # Only dataclass() itself makes complete Field objects, and an __init__ with them.
+        donor: Any = dataclasses.make_dataclass(
+            cls.__name__, [(name, *entry) for name, entry in additions.items()], bases=(cls,), kw_only=True
+        )
+        for name in additions:
+            cls.__dataclass_fields__.setdefault(name, donor.__dataclass_fields__[name])
+        if is_generated:  # else it hands what it doesn't know to that of its parent
+            cls.__init__ = donor.__init__
+            setattr(cls.__init__, _MARK, True)
+    for name, (kind, field) in additions.items():
+        # HfArgumentParser reads the types by get_type_hints(), others the defaults from the class.
+        owner.__annotations__[name] = kind
+        setattr(owner, name, field.default)
 
 
 def _subclasses(cls: Any) -> list[Any]:
     return [found for subclass in cls.__subclasses__() for found in (subclass, *_subclasses(subclass))]
-
-
-def _accept_fields(cls: Any, fields: dict[str, dataclasses.Field[Any]]) -> None:
-    original = cls.__init__
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name, field in fields.items():
-            # A subclass's __init__ that calls this one may have set it.
-            self.__dict__[name] = kwargs.pop(name, self.__dict__.get(name, field.default))
-        original(self, *args, **kwargs)
-
-    parameters = list(signature.parameters.values())
-    at = next((i for i, p in enumerate(parameters) if p.kind is p.VAR_KEYWORD), len(parameters))
-    parameters[at:at] = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-        for name, field in fields.items()
-        if name not in signature.parameters
-    ]
-    init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    setattr(init, _MARK, True)
-    cls.__init__ = init

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatrain_accelerate import cli, tracing
-from megatrain_accelerate.errors import ConfigError, StateError
+from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.tracing import Span
 
 PID, MAIN, BACKWARD_THREAD, WORKER_THREAD = 100, 100, 101, 102
@@ -43,13 +43,11 @@ def device(
 
 
 @pytest.fixture
-def raw() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def raw() -> dict[str, Any]:
     """A GPU's trace of two layers, and the notes: a period from 100 to 1100 us."""
     events = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": 7, "ts": 0, "args": {"name": "stream 7"}},
         {"ph": "M", "name": "thread_name", "pid": PID, "tid": MAIN, "ts": 0, "args": {"name": "thread 100 (python)"}},
-        span(tracing.CLOCK_MARK, 10, 20.5),
-        span(tracing.CLOCK_MARK, 30, 31),
         span("megatrain::forward (model.layers.0)", 40, 60),
         span("megatrain::prefetch (model.layers.1)", 110, 120),
         span("megatrain::forward (model.layers.1)", 200, 300),
@@ -63,24 +61,24 @@ def raw() -> tuple[list[dict[str, Any]], dict[str, Any]]:
         *device("Memcpy HtoD (Pinned -> Device)", 330, 340, 13, 329, WORKER_THREAD, 6),
         *device("loss", 450, 454, 7, 350, MAIN, 7),
     ]
-    info = {
+    notes = {
         "step": 5,
         "device": "a card",
         "pid": PID,
         "threads": {tracing.LAUNCHER: MAIN, tracing.WORKER: WORKER_THREAD},
         "begin_ns": 100_000,
         "end_ns": 1_100_000,
-        "marks_ns": [11_000, 31_000],
+        "clock_to_unix_ns": 9_005_000_000,
         "worker_spans": [["step (model.layers.1)", 90_000, 150_000], ["step (model.norm)", 5_000, 6_000]],
         "wait_ms": {},
         "shares": {},
         "bound": "is bound by h2d (h2d 60%)",
     }
-    return events, info
+    return {"traceEvents": events, "baseTimeNanoseconds": 9_000_000_000, "schemaVersion": 1, tracing.NOTES: notes}
 
 
 def test_streams_and_threads_become_lanes_with_the_layers_names(raw: Any) -> None:
-    found, _ = tracing.build(*raw)
+    found, _ = tracing.build(raw)
     assert found.period_us == pytest.approx(1000.0)
     assert list(found.lanes) == list(tracing.LANES)
     assert found.lanes[tracing.COMPUTE] == [
@@ -99,7 +97,7 @@ def test_streams_and_threads_become_lanes_with_the_layers_names(raw: Any) -> Non
 
 
 def test_the_summary_says_what_was_hidden_and_what_bounded(raw: Any) -> None:
-    text = tracing.format_summary(tracing.build(*raw)[0])
+    text = tracing.format_summary(tracing.build(raw)[0])
     rows = {line[:20].strip(): line[20:].split() for line in text.splitlines()}
     assert rows["compute"] == ["0.44", "44%"]  # 200 + 4 + 240 of 1000 us
     assert rows["GPU idle"] == ["0.56", "56%"]
@@ -109,7 +107,7 @@ def test_the_summary_says_what_was_hidden_and_what_bounded(raw: Any) -> None:
 
 
 def test_perfetto_events_are_those_of_the_period_with_names(raw: Any) -> None:
-    _, events = tracing.build(*raw)
+    _, events = tracing.build(raw)
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {
         (0, 7): "compute",
@@ -124,13 +122,6 @@ def test_perfetto_events_are_those_of_the_period_with_names(raw: Any) -> None:
     assert "megatrain::step (model.layers.1)" in shown
     assert "gemm of the period before" not in shown
     assert "megatrain::forward (model.layers.0)" not in shown
-    assert tracing.CLOCK_MARK not in shown
-
-
-def test_a_trace_that_lost_its_clock_marks_is_refused(raw: Any) -> None:
-    events, info = raw
-    with pytest.raises(StateError, match="1 clock marks and not 2"):
-        tracing.build(events[:2] + events[3:], info)
 
 
 def test_overlap_is_that_of_sets_of_points() -> None:
@@ -142,8 +133,7 @@ def test_overlap_is_that_of_sets_of_points() -> None:
 
 def write_raw(folder: Path, raw: Any) -> None:
     with gzip.open(folder / tracing.RAW_TRACE, "wt") as file:
-        json.dump({"traceEvents": raw[0], "schemaVersion": 1}, file)
-    (folder / tracing.RAW_INFO).write_text(json.dumps(raw[1]))
+        json.dump(raw, file)
 
 
 def test_results_are_a_perfetto_file_a_picture_and_a_table(
@@ -201,7 +191,7 @@ class TestCommand:
         assert "no-such-command" in capsys.readouterr().err
 
     def test_a_command_that_traces_nothing_is_no_success(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        (tmp_path / tracing.RAW_INFO).write_text("left by an earlier run")
+        (tmp_path / tracing.RAW_TRACE).write_text("left by an earlier run")
         assert cli.main(["trace", "--out", str(tmp_path), "--", sys.executable, "-c", "pass"]) == 1
         assert "reach optimizer step 5" in capsys.readouterr().err
 

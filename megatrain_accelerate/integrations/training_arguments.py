@@ -1,17 +1,15 @@
-"""Replacements that run in every process: training arguments, what is made with them, the console."""
+"""The training arguments of the plugin: two fields, what they switch on, and what can't be used with it."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from megatrain_accelerate.activation import activate, read_settings
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
-from megatrain_accelerate.integrations import import_hook
-from megatrain_accelerate.integrations.wrapping import ARGUMENTS, is_active
+from megatrain_accelerate.integrations.wrapping import ensure_ready, is_active
 
 FLAG_HELP = "Train with megatrain_accelerate: weights and optimizer states live in host memory and stream through one GPU."
 _CONFIG_HELP = (
@@ -40,15 +38,6 @@ _REFUSED = {
 }
 """By training argument, also of TRL, why it can't be honoured."""
 
-PREFIX = "megatrain/"
-"""Begins the engine's entries in the Trainer's logs."""
-
-_SHOWN = {"tokens_per_second": "tokens_per_second", "gpu_peak_gib": "gpu_gib", "host_peak_gib": "host_gib"}
-"""Maps an entry to its name on the console."""
-
-_trainer_arguments: Any = None
-"""Those of the Trainer that makes an Accelerator at this moment."""
-
 
 def post_init(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
     """Activates, and checks the arguments of an active process."""
@@ -62,7 +51,7 @@ def post_init(original: Callable[..., None], arguments: Any, *args: Any, **kwarg
         settings = read_settings(given)
         if isinstance(given, str) and given.lstrip().startswith("{"):
             arguments.megatrain_config = dict(settings)
-        import_hook.ensure_ready()
+        ensure_ready()
         activate(arguments=settings)
     active = is_active(arguments)
     if active:
@@ -110,55 +99,3 @@ def to_dict(original: Callable[..., dict[str, Any]], arguments: Any, *args: Any,
         result.pop("megatrain", None)
         result.pop("megatrain_config", None)
     return result
-
-
-def init_trainer(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
-    """A Trainer gets our callback, before those of the trackers, and its model is watched until it is prepared."""
-    original(trainer, *args, **kwargs)
-    if is_active(trainer.args):
-        from megatrain_accelerate.integrations.trainer import MegatrainCallback, watch_model
-
-        callback = MegatrainCallback()
-        callback.trainer = weakref.ref(trainer)
-        trainer.callback_handler.callbacks.insert(1, callback)  # behind DefaultFlowCallback
-        watch_model(trainer)
-
-
-def create_accelerator(original: Callable[..., None], trainer: Any) -> None:
-    """The Trainer's Accelerator knows whose arguments decide."""
-    global _trainer_arguments
-    outer, _trainer_arguments = _trainer_arguments, trainer.args
-    try:
-        original(trainer)
-    finally:
-        _trainer_arguments = outer
-
-
-def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
-    """Checks each new Accelerator."""
-    original(accelerator, *args, **kwargs)
-    if _trainer_arguments is not None:
-        accelerator.__dict__[ARGUMENTS] = _trainer_arguments
-    if is_active(_trainer_arguments):
-        from megatrain_accelerate.integrations.accelerate_backend import require_servable
-
-        require_servable(accelerator)
-
-
-def on_log(
-    original: Callable[..., None],
-    callback: Any,
-    args: Any,
-    state: Any,
-    control: Any,
-    logs: dict[str, Any] | None = None,
-    **kwargs: Any,
-) -> None:
-    """Gives ``on_log`` of a callback that prints a shorter copy of the logs. Trackers and history keep all entries."""
-    if logs is not None and any(name.startswith(PREFIX) for name in logs):
-        short = {name: value for name, value in logs.items() if not name.startswith(PREFIX)}
-        for name, shown in _SHOWN.items():
-            if PREFIX + name in logs:
-                short.setdefault(shown, logs[PREFIX + name])  # the script may log something of that name itself
-        logs = short
-    original(callback, args, state, control, logs=logs, **kwargs)
