@@ -17,7 +17,8 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.estimate import forecast as forecast_module
 from megatrain_accelerate.estimate import machine_description
-from megatrain_accelerate.estimate.command import largest, parse_size
+from megatrain_accelerate.estimate.command import parse_size
+from megatrain_accelerate.estimate.findings import largest
 from megatrain_accelerate.estimate.forecast import Forecaster
 from megatrain_accelerate.estimate.layer_graph import (
     PRODUCTS,

@@ -15,7 +15,8 @@ from transformers import LlamaConfig
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError
-from megatrain_accelerate.estimate.command import add_arguments, estimate, parse_size
+from megatrain_accelerate.estimate.command import add_arguments, parse_size
+from megatrain_accelerate.estimate.findings import Estimate
 from megatrain_accelerate.estimate.machine_description import MachineDescription, MachineOptions, describe_machine
 from megatrain_accelerate.units import GIB
 
@@ -82,7 +83,7 @@ def test_host_threads_bound_the_step_of_a_described_host() -> None:
 
 def test_a_step_that_hides_under_nothing_is_not_estimated_as_one_that_does() -> None:
     with pytest.raises(ConfigError, match="step_schedule is 'serial'"):
-        estimate(parsed("--gpu", "H200", "--set", "step_schedule=serial"))
+        Estimate(parsed("--gpu", "H200", "--set", "step_schedule=serial"))
 
 
 def test_memory_that_is_not_page_locked_is_said_to_be_slower() -> None:
