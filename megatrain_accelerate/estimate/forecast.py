@@ -187,7 +187,7 @@ class Forecaster:
         if not _accepts_loss_kwargs(self.model) or what_sees_a_batch(self.model) is not None:
             return False
         with standing_for_a_gpu(), self._attention:
-            return self._run(1, _FEW_TOKENS, num_items_in_batch=torch.tensor(_FEW_TOKENS)).sums_loss
+            return self._run(1, _FEW_TOKENS, num_items_in_batch=torch.tensor(_FEW_TOKENS))[0].sums_loss
 
     def positions(self) -> PositionTable | None:
         """The shortest table of positions, which bounds a sequence; None if the model has none."""
@@ -222,11 +222,11 @@ class Forecaster:
         Raises:
             Exception: whatever the model raises when it looks at data, or at a length that it doesn't take.
         """
-        outline, apart = self._best(batch, length)
+        outline, apart = self.fastest(batch, length)
         # A batch that can't be cut stays in its micro-batches.
         if self._may_join:
             with contextlib.suppress(UnsupportedError), self.plan.joining(batch):
-                whole, together = self._best(batch * self.micro_batches, length)
+                whole, together = self.fastest(batch * self.micro_batches, length)
                 pays = together is not None and together.is_worth_it(apart)
                 if pays or self.config.join_micro_batches is True:
                     return self._forecast_of(batch, length, whole, together, joined=True)
@@ -256,11 +256,8 @@ class Forecaster:
             samples=outline.samples,
         )
 
-    def outline(self, batch: int, length: int) -> StepOutline:
-        """The outline of a step, by the way that suits it, with reckoned times."""
-        return self._best(batch, length)[0]
-
-    def _best(self, batch: int, length: int) -> tuple[StepOutline, Candidate | None]:
+    def fastest(self, batch: int, length: int) -> tuple[StepOutline, Candidate | None]:
+        """The outline of a step, by the way that suits it, with reckoned times, and the best placement; None if none fits."""
         outline = functools.partial(self._outline, batch, length)
         return WayChoice(self.engine.runtime, self.config, batch, outline, self.plan.search).best_with_placement()
 
@@ -305,7 +302,7 @@ class Forecaster:
     def _traced_layers(self, batch: int, length: int) -> _Calls:
         def trace() -> _Calls:
             if batch * length <= 2 * self._outlined_tokens:  # then the whole step is run for what is outside
-                outline, calls = self._run_noting_calls(batch, length)
+                outline, calls = self._run(batch, length)
                 kinds, dry = [event.kind for event in outline.forward_calls], outline.profiles
             else:
                 calls = {}
@@ -328,15 +325,12 @@ class Forecaster:
         """The outline without the layers' profiles: run if it is small, else extrapolated from two smaller ones."""
         tokens = self._outlined_tokens
         if batch * length <= 2 * tokens:
-            return self._run(batch, length)
+            return self._run(batch, length)[0]
         few, short = (-(-tokens // length), length) if length <= tokens else (1, tokens)
         twice = (2 * few, short) if length <= tokens else (1, 2 * tokens)
-        return extended(self._run(few, short), self._run(*twice), batch * length / (few * short))
+        return extended(self._run(few, short)[0], self._run(*twice)[0], batch * length / (few * short))
 
-    def _run(self, batch: int, length: int, **more: torch.Tensor) -> StepOutline:
-        return self._run_noting_calls(batch, length, **more)[0]
-
-    def _run_noting_calls(self, batch: int, length: int, **more: torch.Tensor) -> tuple[StepOutline, _FirstCalls]:
+    def _run(self, batch: int, length: int, **more: torch.Tensor) -> tuple[StepOutline, _FirstCalls]:
         def run() -> tuple[StepOutline, _FirstCalls]:
             ids = torch.zeros((batch, length), dtype=torch.long)
             calls: _FirstCalls = {}

@@ -230,6 +230,12 @@ def test_the_end_of_the_search_is_said_to_be_one(tmp_path: Path) -> None:
         assert as_json["largest_batch_is_least"] is as_json["longest_context_is_least"] is is_least
 
 
+def test_the_first_row_is_shown_before_the_limits_are_known(tmp_path: Path) -> None:
+    found = estimated(tmp_path, LLAMA, "--length", "16")
+    assert any(line.split()[:2] == ["1", "16"] for line in report.table(found))
+    assert "limits" not in vars(found)
+
+
 # ---------------------------------------------------------------- what doesn't fit
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fresh_process import clean_environment
+from fresh_process import clean_environment, run_python
 from transformers import LlamaConfig
 
 from megatrain_accelerate.config import MegatrainConfig
@@ -131,3 +131,15 @@ def test_a_reader_that_has_seen_enough_ends_the_command_without_a_word(tmp_path:
     assert "BrokenPipe" not in errors
     assert "Traceback" not in errors
     assert run.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize("command", [(), ("estimate",), ("doctor",), ("trace",)])
+def test_the_help_imports_neither_torch_nor_transformers(command: tuple[str, ...]) -> None:
+    script = f"""
+        import contextlib, sys
+        from megatrain_accelerate.cli import main
+        with contextlib.suppress(SystemExit):
+            main([*{command!r}, "--help"])
+        assert not {{"torch", "transformers"}} & sys.modules.keys()
+    """
+    run_python(script)
