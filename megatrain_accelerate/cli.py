@@ -14,8 +14,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from megatrain_accelerate import __version__, tracing
 from megatrain_accelerate.doctor import command as doctor
 from megatrain_accelerate.errors import ConfigError, MegatrainError
@@ -27,12 +25,8 @@ _POLL_SECONDS = 0.5
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand; by default that of the process's arguments. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="megatrain",
-        description="Tools around trainings with megatrain_accelerate.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,  # any other breaks the versions' line
-    )
-    parser.add_argument("--version", action="version", version=_versions())
+    parser = argparse.ArgumentParser(prog="megatrain", description="Tools around trainings with megatrain_accelerate.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show versions and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     trace = commands.add_parser(
         "trace",
@@ -66,10 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _while_read(parser.parse_args(arguments))
 
 
-def _versions() -> str:
-    others = (f"{package} {importlib.metadata.version(package)}" for package in ("accelerate", "transformers"))
-    # torch's own says which CUDA it is built for, which its metadata may leave out.
-    return ", ".join((f"megatrain-accelerate {__version__}", f"torch {torch.__version__}", *others))
+class _Version(argparse.Action):
+    """Prints the versions in one line. torch is imported for it, and for it alone."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        import torch
+
+        others = (f"{package} {importlib.metadata.version(package)}" for package in ("accelerate", "transformers"))
+        # torch's own says which CUDA it is built for, which its metadata may leave out.
+        print(", ".join((f"megatrain-accelerate {__version__}", f"torch {torch.__version__}", *others)))
+        parser.exit()
 
 
 def _while_read(options: argparse.Namespace) -> int:

@@ -13,9 +13,9 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -76,10 +76,38 @@ class Finding:
     """The numbers for programs; units are in the names."""
 
 
-def found_by(name: str, check: Callable[[], Sequence[Finding]]) -> list[Finding]:
-    """The findings of a check; one that fails is a finding itself, and the others go on."""
+def examine(folder: Path, measures: bool) -> Iterator[Finding]:
+    """All findings, in the order in which they are shown. To measure takes a few seconds."""
+    device: torch.device | None = None
+    error: Exception | None = None
+    if torch.cuda.is_available():
+        try:
+            device = torch.device("cuda", torch.cuda.current_device())
+        except RuntimeError as found:
+            error = found
+    yield from found_by("versions", versions)
+    yield from found_by("hooks", hooks)
+    yield from found_by("host kernels", kernels)
+    yield from found_by("GPU", gpu, device, error)
+    yield from found_by("layer compiler", compilers)
+    yield from found_by("cores", cores)
+    yield from found_by("NUMA", numa, gpu_numa_node(device))
+    yield from found_by("host memory", host_memory)
+    yield from found_by("swap", swap)
+    yield from found_by("huge pages", huge_pages)
+    yield from found_by("locked memory", locked_memory)
+    yield from found_by("overcommit", overcommit)
+    yield from found_by("disk", disk, folder)
+    if measures:
+        yield from found_by("host speed", host_speeds, device is not None)
+        if device is not None:
+            yield from found_by("link", link, device, MegatrainConfig())
+
+
+def found_by(name: str, check: Callable[..., Sequence[Finding]], *args: Any) -> list[Finding]:
+    """The findings of a check with its arguments; one that fails is a finding itself, and the others go on."""
     try:
-        return list(check())
+        return list(check(*args))
     except Exception as error:
         text = f"can't be checked: {type(error).__name__}: {error}"
         return [Finding(name, "broken", text, "mend what the message says, and run megatrain doctor again")]
@@ -490,3 +518,15 @@ def gpu(device: torch.device | None, error: Exception | None) -> list[Finding]:
         remedy = "end what else runs there (nvidia-smi lists it): the plan fills 90% of what is free"
         return [Finding("GPU", "slow", f"{text}: others hold the rest", remedy, values)]
     return [Finding("GPU", "ok", text, values=values)]
+
+
+def gpu_numa_node(device: torch.device | None, root: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """The memory node that the GPU is attached to; None if it isn't known."""
+    if device is None:
+        return None
+    found: Any = torch.cuda.get_device_properties(device)
+    node = -1
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # older versions of torch don't name the place
+        place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        node = int((root / place / "numa_node").read_text())
+    return node if node >= 0 else None

@@ -1,22 +1,17 @@
-"""``megatrain doctor``: its arguments, the order of its checks, and the report."""
+"""``megatrain doctor``: its arguments and the report. torch isn't imported for the help."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import functools
 import json
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.doctor import checks
-from megatrain_accelerate.doctor.checks import Finding, found_by
+if TYPE_CHECKING:
+    from megatrain_accelerate.doctor.checks import Finding
 
 _WIDTH = 120
 _MARKS = {"ok": "ok", "note": "note", "slow": "SLOW", "broken": "BROKEN"}
@@ -30,49 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the report; the exit status is 1 if something keeps training from running."""
-    findings = list(examine(options.folder, measures=not options.no_speed))
+    from megatrain_accelerate.doctor import checks
+
+    findings = list(checks.examine(options.folder, measures=not options.no_speed))
     print(json.dumps(as_json(findings), indent=2) if options.json else table(findings))
     return int(any(finding.state == "broken" for finding in findings))
-
-
-def examine(folder: Path, measures: bool) -> Iterator[Finding]:
-    """All findings, in the order in which they are shown. To measure takes a few seconds."""
-    device: torch.device | None = None
-    error: Exception | None = None
-    if torch.cuda.is_available():
-        try:
-            device = torch.device("cuda", torch.cuda.current_device())
-        except RuntimeError as found:
-            error = found
-    yield from found_by("versions", checks.versions)
-    yield from found_by("hooks", checks.hooks)
-    yield from found_by("host kernels", checks.kernels)
-    yield from found_by("GPU", functools.partial(checks.gpu, device, error))
-    yield from found_by("layer compiler", checks.compilers)
-    yield from found_by("cores", checks.cores)
-    yield from found_by("NUMA", functools.partial(checks.numa, gpu_numa_node(device)))
-    yield from found_by("host memory", checks.host_memory)
-    yield from found_by("swap", checks.swap)
-    yield from found_by("huge pages", checks.huge_pages)
-    yield from found_by("locked memory", checks.locked_memory)
-    yield from found_by("overcommit", checks.overcommit)
-    yield from found_by("disk", functools.partial(checks.disk, folder))
-    if measures:
-        yield from found_by("host speed", functools.partial(checks.host_speeds, device is not None))
-        if device is not None:
-            yield from found_by("link", functools.partial(checks.link, device, MegatrainConfig()))
-
-
-def gpu_numa_node(device: torch.device | None, root: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """The memory node that the GPU is attached to; None if it isn't known."""
-    if device is None:
-        return None
-    found: Any = torch.cuda.get_device_properties(device)
-    node = -1
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # older versions of torch don't name the place
-        place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-        node = int((root / place / "numa_node").read_text())
-    return node if node >= 0 else None
 
 
 def table(findings: Sequence[Finding]) -> str:

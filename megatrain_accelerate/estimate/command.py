@@ -1,45 +1,22 @@
-"""``megatrain estimate``: its arguments, and the estimate that they ask for."""
+"""``megatrain estimate``: its arguments, and what is printed. Neither torch nor a model's code is imported for the help."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
+import gc
 import json
-import logging
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import ConfigError, MegatrainError
-from megatrain_accelerate.estimate import report
-from megatrain_accelerate.estimate.forecast import Forecaster
-from megatrain_accelerate.estimate.machine_description import MachineOptions, describe_machine
-from megatrain_accelerate.estimate.meta_engine import PositionTable, load_config, model_on_meta
-from megatrain_accelerate.estimate.report import Estimate, Limits
-from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
-from megatrain_accelerate.planning.fake_runs import replaced
+from megatrain_accelerate.errors import MegatrainError
 from megatrain_accelerate.units import GB, GIB, KIB, MIB
 
-logger = logging.getLogger(__name__)
-_TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
-
-MOST_BATCH = 1 << 14
-"""Sequences of a batch that are tried."""
-MOST_TOKENS = (1 << 22) - 1024
-"""Of one sequence that is tried. Without data, positions of more tokens have no values (planning/known_values.py), and the
-model makes a mask of all pairs of them, which it leaves out otherwise."""
-_STEPS_OF_TOKENS = (1024, 64, 1)
-_TOLERANCE = 0.02
-"""Share of a limit by which it may be too small."""
-_MOST_ROWS = 7
-_USUAL_LENGTH = 4096
+USUAL_LENGTH = 4096
 _UNITS = {"": GIB, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024 * GIB, "mb": 10**6, "gb": GB, "tb": 1000 * GB}
 
 
@@ -85,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--length",
         type=_count,
         metavar="TOKENS",
-        help=f"of each sequence; default {_USUAL_LENGTH}, or the rows of the model's table of positions if these are fewer",
+        help=f"of each sequence; default {USUAL_LENGTH}, or the rows of the model's table of positions if these are fewer",
     )
     many: dict[str, Any] = {"nargs": "+", "action": "extend"}
     batch_help = "sequences in a batch; default: up to the largest"
@@ -114,142 +91,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the estimate. The exit status is 1 if it doesn't fit or the arguments are wrong."""
+    """Prints the estimate, each row as soon as it is known. The exit status is 1 if the model doesn't fit or the arguments are
+    wrong."""
+    # To look for garbage among the million objects that imports make takes a fifth of the time to the first row.
+    gc.disable()
     try:
-        found = estimate(options)
-        print(json.dumps(report.as_json(found), indent=2) if options.json else report.table(found))
+        from megatrain_accelerate.estimate import report
+        from megatrain_accelerate.estimate.findings import Estimate
+
+        found = Estimate(options)
+        if options.json:
+            print(json.dumps(report.as_json(found), indent=2))
+        else:
+            for line in report.table(found):
+                print(line, flush=True)
         if options.plot is not None:
             report.plot(found, options.plot)
         return 0 if found.fits else 1
     except MegatrainError as error:
         print(f"megatrain estimate: {error}", file=sys.stderr)
         return 1
-
-
-def estimate(options: argparse.Namespace) -> Estimate:
-    """The estimate that the arguments ask for.
-
-    Raises:
-        MegatrainError: a wrong argument, no configuration, or a model that can't stream; the message says what to do.
-    """
-    config = MegatrainConfig.from_mapping(dict(options.set))
-    if config.step_schedule == "serial":
-        raise ConfigError(
-            "megatrain_config.step_schedule is 'serial', and the plan's cost model, which the estimate is made by, knows only "
-            "steps that hide under forward or backward: leave it out, or take deferred or backward"
-        )
-    require_steps_in_backward_possible(config, options.accumulation)
-    described = MachineOptions(**{field.name: getattr(options, field.name) for field in dataclasses.fields(MachineOptions)})
-    machine = describe_machine(described, config)
-    settings = load_config(options.model, options.trust_remote_code)
-    model = model_on_meta(settings, options.trust_remote_code)
-    sizes = (machine.gpu_bytes, machine.host_bytes)
-    forecaster = Forecaster(model, config, machine.machine, *sizes, micro_batches=options.accumulation)
-    asked: int | None = options.length
-    if options.no_limits and not options.batch:
-        raise ConfigError("--no-limits needs --batch: without limits it isn't known which batches to look at")
-    with _without_data(forecaster.model, asked or _USUAL_LENGTH):
-        table = forecaster.positions()
-    if table is not None and asked is not None and asked > table.positions:
-        raise ConfigError(
-            f"--length {asked} is more than the {table.positions:,} positions that the model has ({table.name}); lower it"
-        )
-    length = asked or min(_USUAL_LENGTH, table.positions if table is not None else _USUAL_LENGTH)
-    with _without_data(forecaster.model, length):
-        least = forecaster.least_gpu_bytes(1, length)
-        # Asked only where it is told: a run without data takes a while.
-        of_a_token = forecaster.least_gpu_bytes(1, 1) if least > machine.gpu_bytes else None
-        limits = None if options.no_limits else _limits(forecaster, machine.gpu_bytes, length, table)
-        batches = options.batch or _batches(limits.batch if limits else 1)
-        rows = [forecaster.forecast(count, length) for count in batches]
-    text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
-    stated: int | None = getattr(text, "max_position_embeddings", None)
-    return Estimate(options.model, forecaster, stated, table, machine, length, least, of_a_token, limits, rows)
-
-
-@contextlib.contextmanager
-def _without_data(model: nn.Module, length: int) -> Iterator[None]:
-    """Says which length the model failed at, and what to do."""
-    try:
-        yield
-    except MegatrainError:
-        raise
-    except Exception as error:  # the model's own code, on tensors without data
-        raise ConfigError(
-            f"{type(model).__name__} can't be run without data on token ids of {length:,} tokens and labels of the same "
-            f"shape ({type(error).__name__}: {error}); name a language model, or another --length"
-        ) from error
-
-
-def _limits(forecaster: Forecaster, gpu_bytes: int, length: int, table: PositionTable | None) -> Limits:
-    if forecaster.host_store_bytes > forecaster.host_bytes:
-        return Limits(0, 0, None)  # without room for its states the model has no largest batch
-    most_tokens = MOST_TOKENS if table is None else min(MOST_TOKENS, table.positions)
-
-    def needs_of_one(tokens: int) -> int:
-        try:
-            with replaced(_TORCH_LOG, "disabled", tokens > length):  # it prints a traceback of what fails
-                return forecaster.least_gpu_bytes(1, tokens)
-        except MegatrainError:
-            raise
-        except Exception as error:  # the model's own code: it may take no longer sequences
-            if tokens <= length:
-                raise
-            logger.debug("%s tokens are too many for the model's code: %s", tokens, error)
-            return sys.maxsize
-
-    batch = largest(lambda count: forecaster.least_gpu_bytes(count, length), gpu_bytes, MOST_BATCH, _TOLERANCE)
-    context = longest_context(needs_of_one, gpu_bytes, most_tokens)
-    longest = forecaster.forecast(1, context) if context else None
-    return Limits(batch, context, longest, batch_is_least=batch == MOST_BATCH, context_is_least=context == MOST_TOKENS)
-
-
-def longest_context(needs: Callable[[int], int], budget: int, most: int) -> int:
-    """Tokens of the longest sequence that fits: a multiple of 1,024, or of 64, or ``most``."""
-    for step in _STEPS_OF_TOKENS:
-        if most < step:
-            continue
-        steps = largest(lambda count, step=step: needs(count * step), budget, most // step, _TOLERANCE)  # type: ignore[misc]
-        if steps == most // step and needs(most) <= budget:
-            return most
-        if steps:
-            return steps * step
-    return 0
-
-
-def largest(needs: Callable[[int], int], budget: int, most: int, tolerance: float = 0.0) -> int:
-    """The largest number from 1 to ``most`` whose need is within the budget; 0 if that of 1 isn't. Needs grow with the
-    number, nearly in proportion for most models, so that the next to be tried is interpolated: each is a run without data.
-    The result may be too small by the share ``tolerance``."""
-    low, low_needs = 1, needs(1)
-    if low_needs > budget or most == 1:
-        return int(low_needs <= budget)
-    high = 2
-    while (high_needs := needs(high)) <= budget:
-        if high == most:
-            return most
-        slope = (high_needs - low_needs) / (high - low)
-        low, low_needs = high, high_needs
-        further = low + int((budget - low_needs) / slope) + 1 if slope > 0 else most
-        high = min(most, max(further, low + 1))
-    interpolates = True
-    while high - low > max(1, int(tolerance * low)):
-        guess = low + int((high - low) * (budget - low_needs) / (high_needs - low_needs))
-        middle = min(max(guess, low + 1), high - 1) if interpolates else (low + high) // 2
-        before, taken = high - low, needs(middle)
-        if taken <= budget:
-            low, low_needs = middle, taken
-        else:
-            high, high_needs = middle, taken
-        # Where needs bend, a line between the two ends moves one of them by little.
-        interpolates = 2 * (high - low) <= before
-    return low
-
-
-def _batches(most: int) -> Sequence[int]:
-    """Powers of two up to the largest batch, and that itself; 1 where nothing fits."""
-    if most < 1:
-        return [1]
-    powers = [1 << exponent for exponent in range(most.bit_length()) if 1.5 * (1 << exponent) < most]
-    step = max(1, -(-len(powers) // _MOST_ROWS))
-    return [*powers[::step], most]
+    finally:
+        gc.enable()

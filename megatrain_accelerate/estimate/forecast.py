@@ -29,7 +29,6 @@ from megatrain_accelerate.estimate.layer_graph import (
 )
 from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine, PositionTable, shortest_table
 from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
-from megatrain_accelerate.integrations.joined_batches import steps_of
 from megatrain_accelerate.loss.products import standing_for_a_gpu
 from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES
 from megatrain_accelerate.planning.fake_runs import replaced
@@ -39,7 +38,7 @@ from megatrain_accelerate.planning.other_batches import outside_seconds_of
 from megatrain_accelerate.planning.placement import require_layers, sent_bytes
 from megatrain_accelerate.planning.placement_search import Candidate
 from megatrain_accelerate.planning.step_memory import OpCosts
-from megatrain_accelerate.planning.step_outline import outline_layers, outline_step, what_sees_a_batch
+from megatrain_accelerate.planning.step_outline import call_kind, outline_layers, outline_step, what_sees_a_batch
 from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
 from megatrain_accelerate.planning.step_ways import WayChoice, may_cut, way_put_back
 from megatrain_accelerate.streaming.compiled_layer import SMALLEST_LAYER_PARAMETERS
@@ -116,6 +115,9 @@ class _Call:
     split: BatchSplit
 
 
+_FirstCalls = dict[Hashable, tuple[bool, StreamedLayer, Any, Any]]
+"""By kind, the first call of it: whether it runs compiled, the layer and its arguments, on the meta device."""
+
 _Calls = tuple[Sequence[Hashable], dict[Hashable, _Call]]
 """The kinds of the layers' calls in order, and what calls of a kind cost."""
 
@@ -156,6 +158,7 @@ class Forecaster:
         self.host_bytes = self.host_store_bytes if host_bytes is None else host_bytes
         self._attention = WithoutAttentionDropout()
         self._graphs: dict[Hashable, LayerGraph | None] = {}
+        """By the kind of what runs at once: pieces of batches have the same."""
         self._found: dict[Hashable, Any] = {}
 
     def settings_that_fit(self) -> tuple[dict[str, Any], int] | None:
@@ -184,7 +187,7 @@ class Forecaster:
         if not _accepts_loss_kwargs(self.model) or what_sees_a_batch(self.model) is not None:
             return False
         with standing_for_a_gpu(), self._attention:
-            return self._run(1, _FEW_TOKENS, num_items_in_batch=torch.tensor(_FEW_TOKENS)).sums_loss
+            return self._run(1, _FEW_TOKENS, num_items_in_batch=torch.tensor(_FEW_TOKENS))[0].sums_loss
 
     def positions(self) -> PositionTable | None:
         """The shortest table of positions, which bounds a sequence; None if the model has none."""
@@ -195,7 +198,7 @@ class Forecaster:
         """GPU memory of a step on ``batch`` sequences of ``length`` tokens that takes the least."""
         needed = self._least_bytes(batch, length)
         if self._may_join:
-            with contextlib.suppress(UnsupportedError), steps_of(self.engine, batch):
+            with contextlib.suppress(UnsupportedError), self.plan.joining(batch):
                 joined = self._least_bytes(batch * self.micro_batches, length)
                 return joined if self.config.join_micro_batches is True else min(needed, joined)
         return needed
@@ -219,13 +222,11 @@ class Forecaster:
         Raises:
             Exception: whatever the model raises when it looks at data, or at a length that it doesn't take.
         """
-        outline = self.outline(batch, length)
-        apart = self.plan.search(outline).best()
+        outline, apart = self.fastest(batch, length)
         # A batch that can't be cut stays in its micro-batches.
         if self._may_join:
-            with contextlib.suppress(UnsupportedError), steps_of(self.engine, batch):
-                whole = self.outline(batch * self.micro_batches, length)
-                together = self.plan.search(whole).best()
+            with contextlib.suppress(UnsupportedError), self.plan.joining(batch):
+                whole, together = self.fastest(batch * self.micro_batches, length)
                 pays = together is not None and together.is_worth_it(apart)
                 if pays or self.config.join_micro_batches is True:
                     return self._forecast_of(batch, length, whole, together, joined=True)
@@ -255,10 +256,10 @@ class Forecaster:
             samples=outline.samples,
         )
 
-    def outline(self, batch: int, length: int) -> StepOutline:
-        """The outline of a step, by the way that suits it, with reckoned times."""
+    def fastest(self, batch: int, length: int) -> tuple[StepOutline, Candidate | None]:
+        """The outline of a step, by the way that suits it, with reckoned times, and the best placement; None if none fits."""
         outline = functools.partial(self._outline, batch, length)
-        return WayChoice(self.engine.runtime, self.config, batch, outline, self.plan.search).best()
+        return WayChoice(self.engine.runtime, self.config, batch, outline, self.plan.search).best_with_placement()
 
     def _outline(self, batch: int, length: int) -> StepOutline:
         """By the way that the runtime has now."""
@@ -300,40 +301,52 @@ class Forecaster:
 
     def _traced_layers(self, batch: int, length: int) -> _Calls:
         def trace() -> _Calls:
-            calls: dict[Hashable, tuple[bool, StreamedLayer, Any, Any]] = {}
-
-            def note(kind: Hashable, layer: StreamedLayer, args: Any, kwargs: Any) -> None:
-                # Asked while the model runs: transformers hangs hooks on routers whose logits the loss wants.
-                calls[kind] = (self._is_compiled(layer), layer, *_on_meta((args, kwargs)))
-
-            # The decoder's inputs are made of the labels. Elsewhere the loss is left out, since its tiles take long.
-            has_decoder = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
-            ids = torch.zeros((batch, length), dtype=torch.long)
-            inputs = {"input_ids": ids, "labels": ids} if has_decoder else {"input_ids": ids}
-            kinds, dry = outline_layers(self.model, self.engine.runtime, inputs, CPU, note)
-            return kinds, {kind: self._call(kind, dry[kind], *calls[kind]) for kind in dry}
+            if batch * length <= 2 * self._outlined_tokens:  # then the whole step is run for what is outside
+                outline, calls = self._run(batch, length)
+                kinds, dry = [event.kind for event in outline.forward_calls], outline.profiles
+            else:
+                calls = {}
+                # The decoder's inputs are made of the labels. Elsewhere the loss is left out, since its tiles take long.
+                has_decoder = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
+                ids = torch.zeros((batch, length), dtype=torch.long)
+                inputs = {"input_ids": ids, "labels": ids} if has_decoder else {"input_ids": ids}
+                note = functools.partial(self._note_call, calls)
+                kinds, dry = outline_layers(self.model, self.engine.runtime, inputs, CPU, note)
+            return kinds, {kind: self._call(dry[kind], *calls[kind]) for kind in dry}
 
         return self._once("layers", batch, length, make=trace)
 
+    @property
+    def _outlined_tokens(self) -> int:
+        """What fits a tile runs whole, and says nothing of what runs by tiles."""
+        return max(OUTLINED_TOKENS, 2 * self.engine.runtime.token_tile)
+
     def _outside_of(self, batch: int, length: int) -> StepOutline:
         """The outline without the layers' profiles: run if it is small, else extrapolated from two smaller ones."""
-        # What fits a tile runs whole, and says nothing of what runs by tiles.
-        tokens = max(OUTLINED_TOKENS, 2 * self.engine.runtime.token_tile)
+        tokens = self._outlined_tokens
         if batch * length <= 2 * tokens:
-            return self._run(batch, length)
+            return self._run(batch, length)[0]
         few, short = (-(-tokens // length), length) if length <= tokens else (1, tokens)
         twice = (2 * few, short) if length <= tokens else (1, 2 * tokens)
-        return extended(self._run(few, short), self._run(*twice), batch * length / (few * short))
+        return extended(self._run(few, short)[0], self._run(*twice)[0], batch * length / (few * short))
 
-    def _run(self, batch: int, length: int, **more: torch.Tensor) -> StepOutline:
-        ids = torch.zeros((batch, length), dtype=torch.long)
-        inputs = {"input_ids": ids, "labels": ids, **more}
-        run = functools.partial(outline_step, self.model, self.engine.runtime, inputs, CPU)
+    def _run(self, batch: int, length: int, **more: torch.Tensor) -> tuple[StepOutline, _FirstCalls]:
+        def run() -> tuple[StepOutline, _FirstCalls]:
+            ids = torch.zeros((batch, length), dtype=torch.long)
+            calls: _FirstCalls = {}
+            note = functools.partial(self._note_call, calls)
+            inputs = {"input_ids": ids, "labels": ids, **more}
+            return outline_step(self.model, self.engine.runtime, inputs, CPU, note), calls
+
         return self._once("run", batch, length, *more, make=run)
 
-    def _call(self, kind: Hashable, dry: LayerProfile, compiles: bool, layer: StreamedLayer, args: Any, kwargs: Any) -> _Call:
+    def _note_call(self, calls: _FirstCalls, kind: Hashable, layer: StreamedLayer, args: Any, kwargs: Any) -> None:
+        # Asked while the model runs: transformers hangs hooks on routers whose logits the loss wants.
+        calls[kind] = (self._is_compiled(layer), layer, *_on_meta((args, kwargs)))
+
+    def _call(self, dry: LayerProfile, compiles: bool, layer: StreamedLayer, args: Any, kwargs: Any) -> _Call:
         split = BatchSplit.of_call(layer, args, kwargs, self.engine.runtime.batch_cut)
-        return _Call(dry, self._graph(kind, layer, *split.first_piece(args, kwargs)), compiles, split)
+        return _Call(dry, self._graph(layer, *split.first_piece(args, kwargs)), compiles, split)
 
     def _profile(self, call: _Call) -> LayerProfile:
         dry, graph, split = call.dry, call.graph, call.split
@@ -350,10 +363,10 @@ class Forecaster:
             return False
         return layer.unit.layout.parameter_count >= SMALLEST_LAYER_PARAMETERS if wanted == "auto" else bool(wanted)
 
-    def _graph(self, kind: Hashable, layer: StreamedLayer, args: Any, kwargs: Any) -> LayerGraph | None:
+    def _graph(self, layer: StreamedLayer, args: Any, kwargs: Any) -> LayerGraph | None:
         if layer.experts:
             return None  # runs as it is, and parts of it run again in backward
-        key = (kind, self.engine.runtime.batch_cut.asked, self.engine.runtime.batch_cut.chosen)
+        key = call_kind(layer, args, kwargs)
         if key not in self._graphs:
             try:
                 with replaced(layer.tiles, "tile_tokens", 0):

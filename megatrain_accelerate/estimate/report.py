@@ -3,104 +3,58 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from megatrain_accelerate.errors import ConfigError
-from megatrain_accelerate.estimate.forecast import Forecast, Forecaster
-from megatrain_accelerate.estimate.machine_description import MachineDescription
-from megatrain_accelerate.estimate.meta_engine import PositionTable
-from megatrain_accelerate.planning.plan_table import experts_text
+from megatrain_accelerate.estimate.findings import Estimate
+from megatrain_accelerate.estimate.forecast import Forecast
 from megatrain_accelerate.tracing import empty_figure
 from megatrain_accelerate.units import GB, GIB
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What fits at most, where every layer streams and is recomputed, and inputs leave as far as the host has room."""
-
-    batch: int
-    """Sequences of the estimate's length."""
-    context: int
-    """Tokens of a single sequence."""
-    longest: Forecast | None
-    """The step on one sequence of the longest context."""
-    batch_is_least: bool = False
-    """Whether more than the batch wasn't tried."""
-    context_is_least: bool = False
-    """The same of the context."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """All that is found out about one model on one machine. Bytes; speeds a second."""
-
-    model: str
-    forecaster: Forecaster
-    stated_positions: int | None
-    """The longest sequence that the configuration names."""
-    table: PositionTable | None
-    """Of positions, which no sequence can be longer than; None if the model has none."""
-    machine: MachineDescription
-    length: int
-    """Tokens of each sequence in the rows."""
-    least_gpu_bytes: int
-    """GPU memory of one sequence where it takes the least."""
-    token_gpu_bytes: int | None
-    """The same of a sequence of a single token; None if the GPU has room for the longer one."""
-    limits: Limits | None
-    rows: Sequence[Forecast]
-
-    @property
-    def fits(self) -> bool:
-        """Whether the model trains at all: its states fit the host memory, and one sequence the GPU."""
-        return self.missing_host_bytes <= 0 and self.least_gpu_bytes <= self.machine.gpu_bytes
-
-    @property
-    def missing_host_bytes(self) -> int:
-        return self.forecaster.host_store_bytes - self.forecaster.host_bytes
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        forecaster, runtime = self.forecaster, self.forecaster.engine.runtime
-        return {
-            "model": self.model,
-            "model_class": type(forecaster.model).__name__,
-            "parameters": forecaster.parameters,
-            "active_parameters": forecaster.active_parameters,
-            "layers": len(runtime.layers),
-            "layer_parameters": max(layer.parameter_count for layer in runtime.layers),
-            "experts": experts_text(runtime) if runtime.experts else None,
-            "stated_positions": self.stated_positions,
-            "table_positions": self.table and self.table.positions,
-        }
-
-
-def table(estimate: Estimate) -> str:
+def table(estimate: Estimate) -> Iterator[str]:
+    """The lines, each as soon as what it says is known."""
     machine, speeds, model = estimate.machine, estimate.machine.machine, estimate.facts
     needed_bytes, budget_bytes = estimate.forecaster.host_store_bytes, estimate.forecaster.host_bytes
     parameters, active = model["parameters"], model["active_parameters"]
     budget = "(--host-memory isn't given)" if machine.host_bytes is None else f"of {budget_bytes / GIB:,.1f} GiB"
     of_them = f", {active / 1e9:.2f} G of them active" if active < parameters else ""
-    facts = [
-        ("model", f"{estimate.model}: {model['model_class']}, {parameters / 1e9:.2f} G parameters{of_them}"),
-        ("layers", f"{model['layers']}, the largest of {model['layer_parameters'] / 1e6:,.0f} M parameters"),
-        *([("experts", model["experts"])] if model["experts"] else []),
-        ("GPU", f"{machine.gpu}, {machine.gpu_total_bytes / GIB:.1f} GiB, planned with {machine.gpu_bytes / GIB:.1f}"),
-        (
-            "speeds",
-            f"products {speeds.device_flops / 1e12:.0f} TFLOPS, GPU memory {speeds.device_bytes / 1e12:.2f} TB/s, link "
-            f"{speeds.h2d_bytes / GB:.0f} and {speeds.d2h_bytes / GB:.0f} GB/s, host step "
-            f"{speeds.host_step_parameters / 1e9:.1f} G parameters/s",
-        ),
-        *(("", note) for note in machine.notes),
-        ("host memory", f"needs {needed_bytes / GIB:,.1f} GiB ({needed_bytes / parameters:.1f} bytes a parameter) {budget}"),
-        ("GPU memory", f"from {estimate.least_gpu_bytes / GIB:.1f} GiB, for one sequence of {estimate.length:,} tokens"),
-    ]
-    rows = [*estimate.rows]
-    if (limits := estimate.limits) is not None:
-        rows += [limits.longest] if limits.longest is not None else []
+    yield _fact("model", f"{estimate.model}: {model['model_class']}, {parameters / 1e9:.2f} G parameters{of_them}")
+    yield _fact("layers", f"{model['layers']}, the largest of {model['layer_parameters'] / 1e6:,.0f} M parameters")
+    if model["experts"]:
+        yield _fact("experts", model["experts"])
+    yield _fact("GPU", f"{machine.gpu}, {machine.gpu_total_bytes / GIB:.1f} GiB, planned with {machine.gpu_bytes / GIB:.1f}")
+    yield _fact(
+        "speeds",
+        f"products {speeds.device_flops / 1e12:.0f} TFLOPS, GPU memory {speeds.device_bytes / 1e12:.2f} TB/s, link "
+        f"{speeds.h2d_bytes / GB:.0f} and {speeds.d2h_bytes / GB:.0f} GB/s, host step "
+        f"{speeds.host_step_parameters / 1e9:.1f} G parameters/s",
+    )
+    yield from (_fact("", note) for note in machine.notes)
+    yield _fact(
+        "host memory", f"needs {needed_bytes / GIB:,.1f} GiB ({needed_bytes / parameters:.1f} bytes a parameter) {budget}"
+    )
+    yield ""
+    yield _line(_COLUMNS)
+    rows = []
+    for row in estimate.rows():
+        rows.append(row)
+        yield _line(_cells(row))
+    limits = estimate.limits
+    if limits is not None and limits.longest is not None:
+        rows.append(limits.longest)
+        yield _line(_cells(limits.longest))
+    yield ""
+    yield "layers: on the GPU with their states / activations kept / offloaded, of all"
+    if any(row.joined for row in rows):
+        yield "as one: the stock Trainer's micro-batches run as one batch (join_micro_batches)"
+    if any(row.samples for row in rows):
+        yield "by N: each layer computes N sequences at once"
+    yield ""
+    yield _fact("GPU memory", f"from {estimate.least_gpu_bytes / GIB:.1f} GiB, for one sequence of {estimate.length:,} tokens")
+    if limits is not None:
         batch, context = (
             f"at least {most:,}" if is_least else f"{most:,}"
             for most, is_least in ((limits.batch, limits.batch_is_least), (limits.context, limits.context_is_least))
@@ -108,39 +62,41 @@ def table(estimate: Estimate) -> str:
         stated = f"; the configuration names {estimate.stated_positions:,}" if estimate.stated_positions else ""
         if (positions := estimate.table) is not None:
             stated = f"; the model has {positions.positions:,} positions ({positions.name})"
-        facts += [
-            ("largest batch", f"{batch} sequences of {estimate.length:,} tokens"),
-            ("longest context", f"{context} tokens, one sequence{stated}"),
-        ]
-    width = max(len(name) for name, _ in facts)
-    lines = [f"{name:<{width}}  {text}" for name, text in facts]
-    cells = [_HEADER, *map(_row, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines += ["", *("  ".join(map(str.rjust, row, widths)) for row in cells)]
-    lines += [
-        "",
-        "layers: on the GPU with their states / activations kept / offloaded, of all",
-        *(
-            ["as one: the stock Trainer's micro-batches run as one batch (join_micro_batches)"]
-            * any(row.joined for row in rows)
-        ),
-        *(["by N: each layer computes N sequences at once"] * any(row.samples for row in rows)),
-        *_verdict(estimate),
-    ]
-    return "\n".join(lines)
+        yield _fact("largest batch", f"{batch} sequences of {estimate.length:,} tokens")
+        yield _fact("longest context", f"{context} tokens, one sequence{stated}")
+    yield from _verdict(estimate)
 
 
-_HEADER = ("sequences", "tokens each", "step, s", "tokens/s", "TFLOPS", "GPU, GiB", "host, GiB", "layers", "bound by")
+def _fact(name: str, text: str) -> str:
+    return f"{name:<15}  {text}"
 
 
-def _row(row: Forecast) -> tuple[str, ...]:
+_COLUMNS = {
+    "sequences": 18,
+    "tokens each": 11,
+    "step, s": 9,
+    "tokens/s": 9,
+    "TFLOPS": 6,
+    "GPU, GiB": 8,
+    "host, GiB": 9,
+    "layers": 18,
+    "bound by": 0,
+}
+"""Names and widths, which rows that aren't known yet can't change."""
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "  ".join(map(str.rjust, cells, _COLUMNS.values()))
+
+
+def _cells(row: Forecast) -> tuple[str, ...]:
     placement = row.candidate.placement
     sets = (placement.on_device, placement.kept, placement.offloaded)
     layers = " / ".join(str(len(found)) for found in sets) + f" of {row.layers}"
     batch = f"{row.batch:,}" + (f" x {row.micro_batches}" if row.micro_batches > 1 else "") + (" as one" if row.joined else "")
     batch += f" by {row.samples}" if row.samples else ""
     return (
-        batch + ("" if row.fits else " (doesn't fit)"),
+        batch,
         f"{row.length:,}",
         f"{row.seconds:.3f}",
         f"{row.tokens_per_second:,.0f}",
@@ -148,11 +104,12 @@ def _row(row: Forecast) -> tuple[str, ...]:
         f"{row.gpu_bytes / GIB:.1f}",
         f"{row.host_bytes / GIB:.1f}",
         layers,
-        row.candidate.time.bound_by,
+        row.candidate.time.bound_by + ("" if row.fits else " (doesn't fit)"),
     )
 
 
 def _verdict(estimate: Estimate) -> list[str]:
+    """What is missing, and what helps; nothing if it fits."""
     if estimate.missing_host_bytes > 0:
         missing = f"It doesn't fit: {estimate.missing_host_bytes / GIB:,.1f} GiB of host memory are missing"
         if (found := estimate.forecaster.settings_that_fit()) is None:
@@ -197,7 +154,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
             "longest_context_is_least": limits.context_is_least,
             "longest": limits.longest and _row_as_json(limits.longest),
         },
-        "rows": [_row_as_json(row) for row in estimate.rows],
+        "rows": [_row_as_json(row) for row in estimate.rows()],
     }
 
 
@@ -231,7 +188,7 @@ def plot(estimate: Estimate, path: Path) -> None:
     """
     figure = empty_figure((8, 5), "--plot", "take --json")
     axes = figure.add_subplot()
-    rows = sorted(estimate.rows, key=lambda row: row.batch)
+    rows = sorted(estimate.rows(), key=lambda row: row.batch)
     batches = [row.batch for row in rows]
     axes.plot(batches, [row.tokens_per_second for row in rows], color="#4c9be8", zorder=1)
     for fits, marker, label in ((True, "o", "fits"), (False, "x", "doesn't fit")):

@@ -8,11 +8,10 @@ number of substeps, the sum of the losses.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,19 +96,6 @@ def _model_inputs(trainer: Any, batch: Any, num_items: Any) -> dict[str, Any]:
     return inputs
 
 
-@contextlib.contextmanager
-def steps_of(engine: Engine, samples: int) -> Iterator[None]:
-    """Training forwards in the body run a whole step's batch, in pieces of at most ``samples``."""
-    runtime, plan = engine.runtime, engine.device_plan
-    size, count = runtime.batch_cut.asked, plan.micro_batches
-    runtime.batch_cut.asked = samples if size is None else min(size, samples)
-    plan.micro_batches = 1
-    try:
-        yield
-    finally:
-        runtime.batch_cut.asked, plan.micro_batches = size, count
-
-
 class Joiner:
     """Joins the micro-batches of one training's steps, until a reason turns up not to; from then on they run one by one.
 
@@ -165,7 +151,7 @@ class Joiner:
         if self._next < count:
             return torch.zeros((), device=trainer.args.device)
         joined, self._joined = self._joined, None
-        with steps_of(engine, joined.samples):
+        with engine.device_plan.joining(joined.samples):
             return original(trainer, model, joined.inputs, num_items)
 
     def _join(self, trainer: Any, engine: Engine, model: nn.Module, num_items: Any) -> JoinedBatch | None:
@@ -209,7 +195,7 @@ class Joiner:
         plan, inputs = engine.device_plan, _model_inputs(trainer, joined.inputs, num_items)
         together = None
         try:
-            with steps_of(engine, joined.samples):
+            with plan.joining(joined.samples):
                 is_sum, smoother = plan.foresee(model, inputs).sums_loss, trainer.label_smoother
                 if smoother is not None:
                     is_known = type(smoother) is LabelSmoother

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import sys
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -327,6 +328,18 @@ class DevicePlan:
                 found = measured[1]
             self._foreseen[key] = found
         return self._foreseen[key]
+
+    @contextlib.contextmanager
+    def joining(self, samples: int) -> Iterator[None]:
+        """Training forwards in the body run a whole step's batch, in pieces of at most ``samples``."""
+        cut = self._runtime.batch_cut
+        size, count = cut.asked, self.micro_batches
+        cut.asked = samples if size is None else min(size, samples)
+        self.micro_batches = 1
+        try:
+            yield
+        finally:
+            cut.asked, self.micro_batches = size, count
 
     def weigh(self, model: nn.Module, inputs: Mapping[str, Any]) -> Candidate | None:
         """The fastest placement for steps on ``inputs``, which isn't applied; None if none fits. Raises as :meth:`foresee`."""

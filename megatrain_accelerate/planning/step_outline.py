@@ -41,7 +41,7 @@ _kinds: dict[Hashable, int] = {}
 """The kinds of calls so far, numbered: a search looks their profiles up some million times."""
 
 
-def _call_kind(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def call_kind(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Equal for calls that cost the same: by layout, simple attributes of the modules and shapes of the arguments."""
     leaves, spec = tree_flatten((args, kwargs))
     shapes = tuple(
@@ -124,7 +124,7 @@ class _Outliner:
         return self._live.take_peak(), self._live.costs - self._costs_before
 
     def __call__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kind = _call_kind(layer, args, kwargs)
+        kind = call_kind(layer, args, kwargs)
         self.note(False, layer.index, kind)
         if kind not in self.profiles:
             if self._first_call is not None:
@@ -242,17 +242,25 @@ def as_leaves(
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().requires_grad_(next(needs)), (args, kwargs))
 
 
-def outline_step(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> StepOutline:
+def outline_step(
+    model: nn.Module,
+    runtime: StreamingRuntime,
+    inputs: Mapping[str, Any],
+    device: torch.device,
+    first_call: FirstCall | None = None,
+) -> StepOutline:
     """Runs the model's forward and backward once without data, as they will run on the device.
 
     ``inputs`` are the keyword arguments of the real call; without labels among them the loss is the sum over the output.
+    ``first_call`` is told of a call of a new kind before it is profiled: the kind, the layer and its arguments, which have
+    no data.
 
     Raises:
         Exception: whatever the model raises when it looks at data (``FakeTensorMode`` has none).
     """
     with dry_model(model, inputs, device) as (dry_inputs, live):
         runtime.batch_cut.begin(dict(inputs))
-        outliner = _Outliner(live, runtime, device)
+        outliner = _Outliner(live, runtime, device, first_call)
         with runtime.layers_run_by(outliner), live:
             with _sums_divided_by(dry_inputs.get("num_items_in_batch")) as sums:
                 loss = loss_of(model.forward(**dry_inputs), device)
@@ -275,9 +283,8 @@ def evaluation_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Mappin
 def outline_layers(
     model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device, first_call: FirstCall
 ) -> tuple[list[Hashable], dict[Hashable, LayerProfile]]:
-    """Runs the model's forward alone, without data: the kinds of the layers' calls in order, and their profiles.
-    ``first_call`` is told of a call of a new kind before it is profiled: the kind, the layer and its arguments, which have
-    no data. Raises as :func:`outline_step` does."""
+    """Runs the model's forward alone, without data: the kinds of the layers' calls in order, and their profiles. Otherwise
+    like :func:`outline_step`."""
     with dry_model(model, inputs, device) as (dry_inputs, live):
         runtime.batch_cut.begin(dict(inputs))
         outliner = _Outliner(live, runtime, device, first_call)

@@ -73,16 +73,20 @@ class WayChoice:
 
     def best(self) -> StepOutline:
         """The outline of the fastest way that fits; where none does, of the one that takes the least memory."""
+        return self.best_with_placement()[0]
+
+    def best_with_placement(self) -> tuple[StepOutline, Candidate | None]:
+        """The same, and the fastest placement by it; None if none fits."""
         with way_put_back(self._runtime):
             whole, by_whole = self._fastest(self._tile or 0)
             is_short = all(profile.length < LONG_TOKENS for profile in whole.profiles.values())
             if self._search is None or self._tile is not None or (by_whole is not None and is_short):
-                return whole
+                return whole, by_whole
             tiled, by_tiles = self._fastest(AUTO_TILE_TOKENS)
             is_better = by_tiles is not None or tiled.largest_layer_bytes < whole.largest_layer_bytes
             if by_whole is not None:
                 is_better = by_tiles is not None and by_tiles.time.seconds < by_whole.time.seconds
-            return tiled if is_better else whole
+            return (tiled, by_tiles) if is_better else (whole, by_whole)
 
     def measured(self, outline: StepOutline, measure: Callable[[StepOutline], StepOutline]) -> tuple[StepOutline, StepOutline]:
         """Measures a step by the way of ``outline``, or, where that turns out not to fit, by the next that takes less memory.

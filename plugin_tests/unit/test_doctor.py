@@ -15,7 +15,7 @@ import transformers
 
 import megatrain_accelerate
 from megatrain_accelerate.cli import main
-from megatrain_accelerate.doctor import checks, command
+from megatrain_accelerate.doctor import checks
 from megatrain_accelerate.doctor.checks import Finding, found_by
 from megatrain_accelerate.errors import HostMemoryError, KernelError, PatchError
 from megatrain_accelerate.integrations import import_hook
@@ -148,7 +148,7 @@ def test_a_gpu_that_cannot_be_used_keeps_training_from_running(monkeypatch: pyte
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", busy)
-    found = {finding.name: finding for finding in command.examine(tmp_path, measures=False)}
+    found = {finding.name: finding for finding in checks.examine(tmp_path, measures=False)}
     assert found["GPU"].state == "broken"
     assert "busy or unavailable" in found["GPU"].text
     assert "disk" in found
@@ -313,7 +313,7 @@ def test_the_exit_status_says_whether_training_can_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], states: tuple[str, ...], status: int
 ) -> None:
     findings = [Finding(f"thing {state}", state, f"is {state}", f"mend {state}", {"number": 1.5}) for state in states]
-    monkeypatch.setattr(command, "examine", lambda *_, **__: iter(findings))
+    monkeypatch.setattr(checks, "examine", lambda *_, **__: iter(findings))
     assert main(["doctor"]) == status
     shown = capsys.readouterr().out
     assert all(f"is {state}" in shown and f"mend {state}" in shown for state in states if state != "ok")
@@ -347,12 +347,12 @@ def test_the_gpus_memory_node_is_read_from_its_place_on_the_bus(monkeypatch: pyt
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
     cuda = torch.device("cuda")
-    assert command.gpu_numa_node(cuda, tmp_path) is None
+    assert checks.gpu_numa_node(cuda, tmp_path) is None
     (tmp_path / "0000:1b:00.0").mkdir()
     for text, node in (("1\n", 1), ("-1\n", None)):
         (tmp_path / "0000:1b:00.0" / "numa_node").write_text(text)
-        assert command.gpu_numa_node(cuda, tmp_path) == node
-    assert command.gpu_numa_node(None, tmp_path) is None
+        assert checks.gpu_numa_node(cuda, tmp_path) == node
+    assert checks.gpu_numa_node(None, tmp_path) is None
 
 
 def test_the_version_is_one_line_with_those_that_matter(

@@ -18,7 +18,8 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.estimate import forecast as forecast_module
 from megatrain_accelerate.estimate import machine_description
-from megatrain_accelerate.estimate.command import largest, parse_size
+from megatrain_accelerate.estimate.command import parse_size
+from megatrain_accelerate.estimate.findings import largest
 from megatrain_accelerate.estimate.forecast import Forecaster
 from megatrain_accelerate.estimate.layer_graph import (
     PRODUCTS,
@@ -116,7 +117,7 @@ def test_an_extrapolated_outline_is_the_one_that_is_run(monkeypatch: pytest.Monk
     monkeypatch.setattr("megatrain_accelerate.loss.tiled_cross_entropy.TILE_BYTES", 4 * MIB)
     monkeypatch.setattr("megatrain_accelerate.loss.tiled_cross_entropy.STRIP_BYTES", 4 * MIB)
     found = forecaster(compile_layers=False)
-    guessed = found.outline(batch, length)
+    guessed, _ = found.fastest(batch, length)
     run = outlined(found, batch, length)
     assert len(guessed.events) == len(run.events)
     for ours, theirs in zip(guessed.events, run.events, strict=True):
@@ -144,7 +145,7 @@ def test_norms_by_tiles_outside_the_layers_are_extrapolated_from_some_that_run_b
 
 
 def test_every_call_of_an_outline_has_a_profile_with_times() -> None:
-    outline = forecaster().outline(2, 64)
+    outline, _ = forecaster().fastest(2, 64)
     assert {event.kind for event in outline.events} == set(outline.profiles)
     assert all(profile.forward_seconds and profile.backward_seconds for profile in outline.profiles.values())
     assert outline.outside_seconds
@@ -153,7 +154,7 @@ def test_every_call_of_an_outline_has_a_profile_with_times() -> None:
 
 def test_pieces_of_a_batch_take_less_memory_and_no_less_time() -> None:
     whole, pieces = forecaster(), forecaster(micro_batch_size=2)
-    (of_whole,), (of_pieces,) = (list(found.outline(16, 256).profiles.values()) for found in (whole, pieces))
+    (of_whole,), (of_pieces,) = (list(found.fastest(16, 256)[0].profiles.values()) for found in (whole, pieces))
     assert of_pieces.pieces == 8
     assert of_pieces.recomputed_bytes < 0.5 * of_whole.recomputed_bytes
     assert of_pieces.forward_seconds == pytest.approx(of_whole.forward_seconds, rel=0.3)
@@ -451,7 +452,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 def test_the_search_is_the_plans_own() -> None:
     found = forecaster()
-    outline = found.outline(2, 64)
+    outline, _ = found.fastest(2, 64)
     budget = found.plan._budget_bytes() - found.plan.fixed_bytes(outline)
     search = PlacementSearch(
         outline,

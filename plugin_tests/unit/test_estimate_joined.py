@@ -170,8 +170,8 @@ def test_what_was_found_for_pieces_is_not_taken_for_whole_batches() -> None:
     assert used.plan.micro_batches == MICRO_BATCHES
     fresh = forecaster(join_micro_batches=False)
     for ours, theirs in zip(
-        used.outline(MICRO_BATCHES, LENGTH).profiles.values(),
-        fresh.outline(MICRO_BATCHES, LENGTH).profiles.values(),
+        used.fastest(MICRO_BATCHES, LENGTH)[0].profiles.values(),
+        fresh.fastest(MICRO_BATCHES, LENGTH)[0].profiles.values(),
         strict=True,
     ):
         assert ours == theirs

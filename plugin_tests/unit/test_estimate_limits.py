@@ -22,7 +22,7 @@ from transformers import (
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.estimate import command, report
-from megatrain_accelerate.estimate.command import MOST_BATCH, MOST_TOKENS, longest_context
+from megatrain_accelerate.estimate.findings import MOST_BATCH, MOST_TOKENS, Estimate, Limits, find_limits, longest_context
 from megatrain_accelerate.estimate.forecast import Forecaster
 from megatrain_accelerate.estimate.meta_engine import PositionTable, model_on_meta
 from megatrain_accelerate.planning.machine import Machine
@@ -59,12 +59,12 @@ ENCODER = {
 }
 
 
-def estimated(folder: Path, shape: dict[str, object], *arguments: str) -> report.Estimate:
+def estimated(folder: Path, shape: dict[str, object], *arguments: str) -> Estimate:
     (folder / "config.json").write_text(json.dumps(shape))
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     machine = ["--gpu", "H200", "--gpu-memory", "1GiB", "--host-memory", "4GiB", "--cores", "16"]
-    return command.estimate(parser.parse_args([str(folder), *machine, *arguments]))
+    return Estimate(parser.parse_args([str(folder), *machine, *arguments]))
 
 
 # ---------------------------------------------------------------- tables of positions
@@ -122,8 +122,10 @@ def test_sequences_are_no_longer_than_the_models_table_of_positions(tmp_path: Pa
         estimated(tmp_path, GPT2, "--length", "2048", "--batch", "1")
     found = estimated(tmp_path, GPT2, "--batch", "1", "--no-limits")
     assert found.length == 1024
-    shown = dataclasses.replace(found, limits=report.Limits(4, 1024, None))
-    assert "1,024 tokens, one sequence; the model has 1,024 positions (transformer.wpe)" in report.table(shown)
+    found.limits = Limits(4, 1024, None)
+    assert any(
+        "1,024 tokens, one sequence; the model has 1,024 positions (transformer.wpe)" in line for line in report.table(found)
+    )
     assert report.as_json(found)["table_positions"] == 1024
 
 
@@ -184,8 +186,8 @@ class Linear:
         return batch, length
 
 
-def limits_of(forecaster: Linear, gpu_bytes: int, length: int = 16, table: PositionTable | None = None) -> report.Limits:
-    return command._limits(forecaster, gpu_bytes, length, table)  # type: ignore[arg-type]
+def limits_of(forecaster: Linear, gpu_bytes: int, length: int = 16, table: PositionTable | None = None) -> Limits:
+    return find_limits(forecaster, gpu_bytes, length, table)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("most_tokens", [512, 70, 16])
@@ -200,8 +202,9 @@ def test_a_length_that_the_models_code_fails_at_is_one_that_does_not_fit(most_to
 def test_the_message_names_the_length_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Forecaster, "positions", lambda self: None)
     shape = {**ENCODER, "model_type": "bert", "architectures": ["BertForMaskedLM"]}
+    found = estimated(tmp_path, shape, "--length", "130", "--batch", "1", "--no-limits")
     with pytest.raises(ConfigError, match="can't be run without data on token ids of 130 tokens"):
-        estimated(tmp_path, shape, "--length", "130", "--batch", "1", "--no-limits")
+        next(found.rows())
 
 
 def test_the_end_of_the_search_is_not_a_limit() -> None:
@@ -217,22 +220,28 @@ def test_the_end_of_the_search_is_not_a_limit() -> None:
 def test_the_end_of_the_search_is_said_to_be_one(tmp_path: Path) -> None:
     found = estimated(tmp_path, LLAMA, "--length", "16", "--batch", "1", "--no-limits")
     for is_least, start in ((True, "at least "), (False, "")):
-        shown = dataclasses.replace(found, limits=report.Limits(4, 192, None, is_least, is_least))
-        facts = [line.split("  ")[-1] for line in report.table(shown).splitlines() if line.startswith(("largest", "longest"))]
+        found.limits = Limits(4, 192, None, is_least, is_least)
+        facts = [line.split("  ")[-1] for line in report.table(found) if line.startswith(("largest", "longest"))]
         assert [fact.strip() for fact in facts] == [
             f"{start}4 sequences of 16 tokens",
             f"{start}192 tokens, one sequence; the configuration names 512",
         ]
-        as_json = report.as_json(shown)["limits"]
+        as_json = report.as_json(found)["limits"]
         assert as_json["largest_batch_is_least"] is as_json["longest_context_is_least"] is is_least
+
+
+def test_the_first_row_is_shown_before_the_limits_are_known(tmp_path: Path) -> None:
+    found = estimated(tmp_path, LLAMA, "--length", "16")
+    assert any(line.split()[:2] == ["1", "16"] for line in report.table(found))
+    assert "limits" not in vars(found)
 
 
 # ---------------------------------------------------------------- what doesn't fit
 
 
-def verdict(found: report.Estimate) -> str:
+def verdict(found: Estimate) -> str:
     assert not found.fits
-    return report.table(found).splitlines()[-1]
+    return list(report.table(found))[-1]
 
 
 def test_a_model_whose_single_token_does_not_fit_is_not_told_to_shorten_it(tmp_path: Path) -> None:
@@ -243,7 +252,8 @@ def test_a_model_whose_single_token_does_not_fit_is_not_told_to_shorten_it(tmp_p
     fits = estimated(tmp_path, LLAMA, *arguments, "gpu_memory_gib=0.4")
     assert fits.token_gpu_bytes is None
     assert fits.fits
-    long = verdict(dataclasses.replace(fits, least_gpu_bytes=2 * GIB, token_gpu_bytes=GIB // 4))
+    fits.least_gpu_bytes, fits.token_gpu_bytes = 2 * GIB, GIB // 4
+    long = verdict(fits)
     assert "one sequence of 64 tokens takes 1.6 GiB more than the 0.4 GiB" in long
     assert long.endswith("shorten it")
 
@@ -293,7 +303,7 @@ def test_where_host_memory_is_missing_the_settings_that_fit_are_named(
 def test_rows_whose_micro_batches_run_as_one_batch_say_so(joins: bool, tmp_path: Path) -> None:
     joining = ("--accumulation", "3", "--set", f"join_micro_batches={str(joins).lower()}")
     found = estimated(tmp_path, LLAMA, "--length", "16", "--batch", "2", "--no-limits", *joining)
-    text = report.table(found)
+    text = "\n".join(report.table(found))
     assert ("2 x 3 as one" in text) is joins
     assert ("as one: " in text) is joins
     assert "2 x 3" in text

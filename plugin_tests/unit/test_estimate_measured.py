@@ -232,7 +232,8 @@ def test_a_measured_training_is_predicted_whose_recomputes_leave_out_the_last_pr
 
 
 def test_a_measured_layer_and_loss_are_predicted() -> None:
-    outline = Forecaster(empty_model(shape_config("3b", 4096)), MegatrainConfig(), H200, 125 * GIB, 125 * GIB).outline(2, 4096)
+    forecaster = Forecaster(empty_model(shape_config("3b", 4096)), MegatrainConfig(), H200, 125 * GIB, 125 * GIB)
+    outline, _ = forecaster.fastest(2, 4096)
     (profile,) = outline.profiles.values()
     assert profile.forward_seconds == pytest.approx(2.34e-3, rel=0.05)
     assert profile.backward_seconds == pytest.approx(4.95e-3, rel=0.05)

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 from flat_settings import nested
-from fresh_process import clean_environment
+from fresh_process import clean_environment, run_python
 from transformers import LlamaConfig
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError
-from megatrain_accelerate.estimate.command import add_arguments, estimate, parse_size
+from megatrain_accelerate.estimate.command import add_arguments, parse_size
+from megatrain_accelerate.estimate.findings import Estimate
 from megatrain_accelerate.estimate.machine_description import MachineDescription, MachineOptions, describe_machine
 from megatrain_accelerate.units import GIB
 
@@ -94,7 +95,7 @@ def test_host_threads_bound_the_step_of_a_described_host() -> None:
 
 def test_a_step_that_hides_under_nothing_is_not_estimated_as_one_that_does() -> None:
     with pytest.raises(ConfigError, match="step_schedule is 'serial'"):
-        estimate(parsed("--gpu", "H200", "--set", "step_schedule=serial"))
+        Estimate(parsed("--gpu", "H200", "--set", "step_schedule=serial"))
 
 
 def test_speeds_that_options_name_are_not_said_to_be_reckoned() -> None:
@@ -135,3 +136,15 @@ def test_a_reader_that_has_seen_enough_ends_the_command_without_a_word(tmp_path:
     assert "BrokenPipe" not in errors
     assert "Traceback" not in errors
     assert run.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize("command", [(), ("estimate",), ("doctor",), ("trace",)])
+def test_the_help_imports_neither_torch_nor_transformers(command: tuple[str, ...]) -> None:
+    script = f"""
+        import contextlib, sys
+        from megatrain_accelerate.cli import main
+        with contextlib.suppress(SystemExit):
+            main([*{command!r}, "--help"])
+        assert not {{"torch", "transformers"}} & sys.modules.keys()
+    """
+    run_python(script)

@@ -1,0 +1,241 @@
+"""What is found out about a model on a machine: a step on each batch, the largest batch, the longest context."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.errors import ConfigError, MegatrainError
+from megatrain_accelerate.estimate.command import USUAL_LENGTH
+from megatrain_accelerate.estimate.forecast import Forecast, Forecaster
+from megatrain_accelerate.estimate.machine_description import MachineOptions, describe_machine
+from megatrain_accelerate.estimate.meta_engine import PositionTable, load_config, model_on_meta
+from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
+from megatrain_accelerate.planning.fake_runs import replaced
+from megatrain_accelerate.planning.plan_table import experts_text
+
+logger = logging.getLogger(__name__)
+_TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+MOST_BATCH = 1 << 14
+"""Sequences of a batch that are tried."""
+MOST_TOKENS = (1 << 22) - 1024
+"""Of one sequence that is tried. Without data, positions of more tokens have no values (planning/known_values.py), and the
+model makes a mask of all pairs of them, which it leaves out otherwise."""
+_STEPS_OF_TOKENS = (1024, 64, 1)
+_TOLERANCE = 0.02
+"""Share of a limit by which it may be too small."""
+_MOST_ROWS = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What fits at most, where every layer streams and is recomputed, and inputs leave as far as the host has room."""
+
+    batch: int
+    """Sequences of the estimate's length."""
+    context: int
+    """Tokens of a single sequence."""
+    longest: Forecast | None
+    """The step on one sequence of the longest context."""
+    batch_is_least: bool = False
+    """Whether more than the batch wasn't tried."""
+    context_is_least: bool = False
+    """The same of the context."""
+
+
+class Estimate:
+    """What is found out about one model on one machine; what takes runs without data when it is first asked for. Bytes; speeds
+    a second.
+
+    Raises:
+        MegatrainError: a wrong argument, no configuration, or a model that can't stream; the message says what to do. So does
+            all that runs the model.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        config = MegatrainConfig.from_mapping(dict(options.set))
+        if config.step_schedule == "serial":
+            raise ConfigError(
+                "megatrain_config.step_schedule is 'serial', and the plan's cost model, which the estimate is made by, knows "
+                "only steps that hide under forward or backward: leave it out, or take deferred or backward"
+            )
+        require_steps_in_backward_possible(config, options.accumulation)
+        if options.no_limits and not options.batch:
+            raise ConfigError("--no-limits needs --batch: without limits it isn't known which batches to look at")
+        names = [field.name for field in dataclasses.fields(MachineOptions)]
+        self.model: str = options.model
+        self.machine = describe_machine(MachineOptions(**{name: getattr(options, name) for name in names}), config)
+        settings = load_config(options.model, options.trust_remote_code)
+        model = model_on_meta(settings, options.trust_remote_code)
+        sizes = (self.machine.gpu_bytes, self.machine.host_bytes)
+        self.forecaster = Forecaster(model, config, self.machine.machine, *sizes, micro_batches=options.accumulation)
+        text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
+        self.stated_positions: int | None = getattr(text, "max_position_embeddings", None)
+        """The longest sequence that the configuration names."""
+        asked: int | None = options.length
+        with _without_data(model, asked or USUAL_LENGTH):
+            table = self.forecaster.positions()
+        self.table = table
+        """Of positions, which no sequence can be longer than; None if the model has none."""
+        if table is not None and asked is not None and asked > table.positions:
+            raise ConfigError(
+                f"--length {asked} is more than the {table.positions:,} positions that the model has ({table.name}); lower it"
+            )
+        self.length = asked or min(USUAL_LENGTH, table.positions if table is not None else USUAL_LENGTH)
+        """Tokens of each sequence in the rows."""
+        self._asked_batches: list[int] | None = options.batch
+        self._has_limits: bool = not options.no_limits
+        self._forecast = functools.cache(self.forecaster.forecast)
+
+    def rows(self) -> Iterator[Forecast]:
+        """The steps on each batch. The first doesn't wait for the limits."""
+        first = self._asked_batches[0] if self._asked_batches else 1
+        with _without_data(self.forecaster.model, self.length):
+            yield self._forecast(first, self.length)
+            for batch in (self._asked_batches or _batches(self.limits.batch if self.limits else 1))[1:]:
+                yield self._forecast(batch, self.length)
+
+    @functools.cached_property
+    def least_gpu_bytes(self) -> int:
+        """GPU memory of one sequence where it takes the least."""
+        with _without_data(self.forecaster.model, self.length):
+            return self.forecaster.least_gpu_bytes(1, self.length)
+
+    @functools.cached_property
+    def token_gpu_bytes(self) -> int | None:
+        """The same of a sequence of a single token; None if the GPU has room for the longer one."""
+        if self.least_gpu_bytes <= self.machine.gpu_bytes:
+            return None
+        with _without_data(self.forecaster.model, self.length):
+            return self.forecaster.least_gpu_bytes(1, 1)
+
+    @functools.cached_property
+    def limits(self) -> Limits | None:
+        """None if they weren't asked for."""
+        if not self._has_limits:
+            return None
+        with _without_data(self.forecaster.model, self.length):
+            return find_limits(self.forecaster, self.machine.gpu_bytes, self.length, self.table)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the model trains at all: its states fit the host memory, and one sequence the GPU."""
+        return self.missing_host_bytes <= 0 and self.least_gpu_bytes <= self.machine.gpu_bytes
+
+    @property
+    def missing_host_bytes(self) -> int:
+        return self.forecaster.host_store_bytes - self.forecaster.host_bytes
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        forecaster, runtime = self.forecaster, self.forecaster.engine.runtime
+        return {
+            "model": self.model,
+            "model_class": type(forecaster.model).__name__,
+            "parameters": forecaster.parameters,
+            "active_parameters": forecaster.active_parameters,
+            "layers": len(runtime.layers),
+            "layer_parameters": max(layer.parameter_count for layer in runtime.layers),
+            "experts": experts_text(runtime) if runtime.experts else None,
+            "stated_positions": self.stated_positions,
+            "table_positions": self.table and self.table.positions,
+        }
+
+
+@contextlib.contextmanager
+def _without_data(model: nn.Module, length: int) -> Iterator[None]:
+    """Says which length the model failed at, and what to do."""
+    try:
+        yield
+    except MegatrainError:
+        raise
+    except Exception as error:  # the model's own code, on tensors without data
+        raise ConfigError(
+            f"{type(model).__name__} can't be run without data on token ids of {length:,} tokens and labels of the same "
+            f"shape ({type(error).__name__}: {error}); name a language model, or another --length"
+        ) from error
+
+
+def find_limits(forecaster: Forecaster, gpu_bytes: int, length: int, table: PositionTable | None) -> Limits:
+    """The most sequences of ``length`` tokens, and the most tokens of a single one, with which a step fits ``gpu_bytes``."""
+    if forecaster.host_store_bytes > forecaster.host_bytes:
+        return Limits(0, 0, None)  # without room for its states the model has no largest batch
+    most_tokens = MOST_TOKENS if table is None else min(MOST_TOKENS, table.positions)
+
+    def needs_of_one(tokens: int) -> int:
+        try:
+            with replaced(_TORCH_LOG, "disabled", tokens > length):  # it prints a traceback of what fails
+                return forecaster.least_gpu_bytes(1, tokens)
+        except MegatrainError:
+            raise
+        except Exception as error:  # the model's own code: it may take no longer sequences
+            if tokens <= length:
+                raise
+            logger.debug("%s tokens are too many for the model's code: %s", tokens, error)
+            return sys.maxsize
+
+    batch = largest(lambda count: forecaster.least_gpu_bytes(count, length), gpu_bytes, MOST_BATCH, _TOLERANCE)
+    context = longest_context(needs_of_one, gpu_bytes, most_tokens)
+    longest = forecaster.forecast(1, context) if context else None
+    return Limits(batch, context, longest, batch_is_least=batch == MOST_BATCH, context_is_least=context == MOST_TOKENS)
+
+
+def longest_context(needs: Callable[[int], int], budget: int, most: int) -> int:
+    """Tokens of the longest sequence that fits: a multiple of 1,024, or of 64, or ``most``."""
+    for step in _STEPS_OF_TOKENS:
+        if most < step:
+            continue
+        steps = largest(lambda count, step=step: needs(count * step), budget, most // step, _TOLERANCE)  # type: ignore[misc]
+        if steps == most // step and needs(most) <= budget:
+            return most
+        if steps:
+            return steps * step
+    return 0
+
+
+def largest(needs: Callable[[int], int], budget: int, most: int, tolerance: float = 0.0) -> int:
+    """The largest number from 1 to ``most`` whose need is within the budget; 0 if that of 1 isn't. Needs grow with the
+    number, nearly in proportion for most models, so that the next to be tried is interpolated: each is a run without data.
+    The result may be too small by the share ``tolerance``."""
+    low, low_needs = 1, needs(1)
+    if low_needs > budget or most == 1:
+        return int(low_needs <= budget)
+    high = 2
+    while (high_needs := needs(high)) <= budget:
+        if high == most:
+            return most
+        slope = (high_needs - low_needs) / (high - low)
+        low, low_needs = high, high_needs
+        further = low + int((budget - low_needs) / slope) + 1 if slope > 0 else most
+        high = min(most, max(further, low + 1))
+    interpolates = True
+    while high - low > max(1, int(tolerance * low)):
+        guess = low + int((high - low) * (budget - low_needs) / (high_needs - low_needs))
+        middle = min(max(guess, low + 1), high - 1) if interpolates else (low + high) // 2
+        before, taken = high - low, needs(middle)
+        if taken <= budget:
+            low, low_needs = middle, taken
+        else:
+            high, high_needs = middle, taken
+        # Where needs bend, a line between the two ends moves one of them by little.
+        interpolates = 2 * (high - low) <= before
+    return low
+
+
+def _batches(most: int) -> Sequence[int]:
+    """Powers of two up to the largest batch, and that itself; 1 where nothing fits."""
+    if most < 1:
+        return [1]
+    powers = [1 << exponent for exponent in range(most.bit_length()) if 1.5 * (1 << exponent) < most]
+    step = max(1, -(-len(powers) // _MOST_ROWS))
+    return [*powers[::step], most]
