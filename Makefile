@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 OLDEST := $(VENV)-oldest
 NIGHTLY := $(VENV)-nightly
 DOCS := $(VENV)-docs
-# For example: make test-nightly NIGHTLY_TESTS=plugin_tests/unit
+# For example: make test-nightly NIGHTLY_TESTS=plugin_tests/plan
 NIGHTLY_TESTS ?=
 # What an old Accelerate, Transformers or PEFT could break: patches, activation, Trainer, loops, checkpoints, merges, the bits.
 OLDEST_TESTS := $(addprefix plugin_tests/integration/test_,activation.py import_orders.py launcher.py trainer_parity.py \
@@ -30,7 +30,7 @@ OLDEST_TESTS := $(addprefix plugin_tests/integration/test_,activation.py import_
 	merged_weights_are_unmerged_when_their_adapter_is_left)
 DEPENDENCIES := $(VENV)/.dependencies
 INSTALLED := $(VENV)/.installed
-KERNELS := $(wildcard megatrain_accelerate/optim/csrc/*)
+KERNELS := $(wildcard megatrain_accelerate/kernels/csrc/*)
 
 # The loss falls from about 7.6 to about 5.4 in 256k tokens.
 CPU_DEMO_ARGS := --block_size 128 --max_text_mib 4 --per_device_train_batch_size 8 --max_steps 250 \
@@ -149,5 +149,5 @@ bench: $(INSTALLED)
 
 clean:
 	rm -rf $(VENV) $(OLDEST) $(NIGHTLY) $(DOCS) build dist site outputs/demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
-	rm -f megatrain_accelerate/optim/*.so
+	rm -f megatrain_accelerate/kernels/*.so
 	find megatrain_accelerate plugin_tests recipes -name __pycache__ -type d -prune -exec rm -rf {} +

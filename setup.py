@@ -1,6 +1,6 @@
 """Builds the host kernels; everything else about the project is in pyproject.toml.
 
-The library has no Python in it: it is plain C++ that ``megatrain_accelerate/optim/kernel.py`` opens with ctypes, so one
+The library has no Python in it: it is plain C++ that ``megatrain_accelerate/kernels/host.py`` opens with ctypes, so one
 build serves every Python version. setuptools' ``Extension`` is used because it finds the compiler and works for
 ``pip install .`` and ``pip install -e .`` alike.
 """
@@ -15,7 +15,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import PlatformError
 
-CSRC = "megatrain_accelerate/optim/csrc"
+CSRC = "megatrain_accelerate/kernels/csrc"
 HEADERS = (
     "adamw",
     "adamw_int8_moments",
@@ -65,7 +65,7 @@ class BuildHostKernels(build_ext):
 setup(
     ext_modules=[
         Extension(
-            "megatrain_accelerate.optim._host_kernels",
+            "megatrain_accelerate.kernels._host_kernels",
             sources=[f"{CSRC}/kernels.cpp"],
             depends=[f"{CSRC}/{name}.h" for name in HEADERS],
             extra_compile_args=COMPILE_FLAGS,

@@ -20,8 +20,8 @@ from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatrain_accelerate
-from megatrain_accelerate.optim.kernel import HostKernels
-from megatrain_accelerate.optim.step_worker import StepWorker
+from megatrain_accelerate.kernels.host import HostKernels
+from megatrain_accelerate.store.step_worker import StepWorker
 
 PACKAGE = Path(megatrain_accelerate.__file__).parent
 

@@ -97,8 +97,8 @@ def export_masters(model: nn.Module, folder: str | os.PathLike[str], max_shard_g
         StepWorkerError: a step failed.
         DiskError: the disk is full, or can't be written to; nothing is left behind.
     """
+    from megatrain_accelerate.checkpoint.checkpoints import write_masters
     from megatrain_accelerate.engine import engine_of
-    from megatrain_accelerate.integrations.checkpoints import write_masters
 
     engine = engine_of(model)
     if engine is None:

@@ -16,30 +16,30 @@ from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import StateError, StepWorkerError
+from megatrain_accelerate.gradients.fp32_sums import BF16_REMEDY
+from megatrain_accelerate.hooks import ModelHook, by_name, remove_hook, run_pre_hooks
+from megatrain_accelerate.kernels.host import HostKernels
+from megatrain_accelerate.layers.attention_results import require_attention_to_keep
+from megatrain_accelerate.layers.caches import caching_modules, decide_against_a_cache
+from megatrain_accelerate.layers.expert_function import run_experts
+from megatrain_accelerate.layers.layer import StreamedLayer
+from megatrain_accelerate.layers.proxy import install_proxy, leave_checkpointing_off, modules_that_checkpoint, remove_proxy
+from megatrain_accelerate.layers.resident import ResidentGroup
+from megatrain_accelerate.layers.runtime import StreamingRuntime
+from megatrain_accelerate.layers.token_tiles import TokenTiles
 from megatrain_accelerate.loss.lazy_logits import TiledHead, find_head
-from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
-from megatrain_accelerate.memory.host_limits import anonymous_bytes, require_host_bytes, settings_that_take_less
-from megatrain_accelerate.memory.host_store import HostUnit, planned_host_bytes
 from megatrain_accelerate.optim.host_step import ENGINE_CLOSED, HostStep
-from megatrain_accelerate.optim.kernel import HostKernels
-from megatrain_accelerate.optim.step_worker import StepWorker
-from megatrain_accelerate.planning.adoption import Adoption, adopt_experts, compute_dtypes
-from megatrain_accelerate.planning.device_plan import DevicePlan
-from megatrain_accelerate.planning.layer_discovery import Discovery, discover_layers, find_module, split_experts
-from megatrain_accelerate.planning.placement import require_layers
+from megatrain_accelerate.plan.adoption import Adoption, adopt_experts, compute_dtypes
+from megatrain_accelerate.plan.device_plan import DevicePlan
+from megatrain_accelerate.plan.layer_discovery import Discovery, discover_layers, find_module, split_experts
+from megatrain_accelerate.plan.placement import require_layers
 from megatrain_accelerate.progress import progress_bar
-from megatrain_accelerate.streaming.attention_results import require_attention_to_keep
-from megatrain_accelerate.streaming.caches import caching_modules, decide_against_a_cache
-from megatrain_accelerate.streaming.expert_function import run_experts
-from megatrain_accelerate.streaming.fp32_sums import BF16_REMEDY
-from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.meter import Meter
-from megatrain_accelerate.streaming.model_hook import ModelHook, by_name, remove_hook, run_pre_hooks
-from megatrain_accelerate.streaming.proxy import install_proxy, leave_checkpointing_off, modules_that_checkpoint, remove_proxy
-from megatrain_accelerate.streaming.resident import ResidentGroup
-from megatrain_accelerate.streaming.runtime import StreamingRuntime
-from megatrain_accelerate.streaming.streams import Streams
-from megatrain_accelerate.streaming.token_tiles import TokenTiles
+from megatrain_accelerate.store.host_limits import anonymous_bytes, require_host_bytes, settings_that_take_less
+from megatrain_accelerate.store.layout import FlatLayout, ParameterSpec
+from megatrain_accelerate.store.step_worker import StepWorker
+from megatrain_accelerate.store.unit import HostUnit, planned_host_bytes
+from megatrain_accelerate.transfer.meter import Meter
+from megatrain_accelerate.transfer.streams import Streams
 
 logger = logging.getLogger(__name__)
 

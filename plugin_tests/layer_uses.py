@@ -14,9 +14,9 @@ from engine_runs import attach
 from torch import nn
 
 from megatrain_accelerate.engine import Engine
-from megatrain_accelerate.planning.layer_discovery import discover_layers
-from megatrain_accelerate.streaming.prefetch import Prefetcher
-from megatrain_accelerate.streaming.streams import SlotState, WeightSlot
+from megatrain_accelerate.plan.layer_discovery import discover_layers
+from megatrain_accelerate.transfer.prefetch import Prefetcher
+from megatrain_accelerate.transfer.streams import SlotState, WeightSlot
 
 Step = Callable[[Any], list[torch.Tensor]]
 Failure = type[BaseException]

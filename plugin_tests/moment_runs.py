@@ -16,7 +16,7 @@ import torch
 from engine_runs import train_streamed
 from plain_torch import tiny_model, token_batches
 
-from megatrain_accelerate.optim.kernel import AdamArguments
+from megatrain_accelerate.kernels.host import AdamArguments
 
 CSRC = Path(__file__).parents[1] / "megatrain_accelerate" / "optim" / "csrc"
 

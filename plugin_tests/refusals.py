@@ -12,7 +12,7 @@ from torch import nn
 
 import megatrain_accelerate
 from megatrain_accelerate.engine import engine_of
-from megatrain_accelerate.streaming.proxy import is_proxy
+from megatrain_accelerate.layers.proxy import is_proxy
 
 
 def train_plainly(model: nn.Module) -> list[float]:

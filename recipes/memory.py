@@ -23,13 +23,13 @@ from transformers import (
 )
 
 from megatrain_accelerate.config import PlacementSettings
-from megatrain_accelerate.memory.flat_layout import FlatLayout, ParameterSpec
-from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES
-from megatrain_accelerate.memory.host_store import planned_host_bytes
-from megatrain_accelerate.planning.device_plan import LIBRARY_WORKSPACE_BYTES
-from megatrain_accelerate.planning.layer_discovery import discover_layers
-from megatrain_accelerate.planning.step_memory import dry_model
-from megatrain_accelerate.streaming.grad_offload import GRADIENT_SLOTS
+from megatrain_accelerate.gradients.offload import GRADIENT_SLOTS
+from megatrain_accelerate.plan.device_plan import LIBRARY_WORKSPACE_BYTES
+from megatrain_accelerate.plan.layer_discovery import discover_layers
+from megatrain_accelerate.plan.step_memory import dry_model
+from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES
+from megatrain_accelerate.store.layout import FlatLayout, ParameterSpec
+from megatrain_accelerate.store.unit import planned_host_bytes
 from megatrain_accelerate.units import GIB
 
 LORA_RANK = 16

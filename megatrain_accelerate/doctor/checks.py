@@ -22,17 +22,15 @@ import torch
 
 from megatrain_accelerate import __version__
 from megatrain_accelerate.activation import ENV_DISABLE, is_disabled
+from megatrain_accelerate.checkpoint.disk import existing_part
 from megatrain_accelerate.config import MegatrainConfig, usable_cpu_count
-from megatrain_accelerate.disk import existing_part
 from megatrain_accelerate.errors import HostMemoryError, KernelError, PatchError
 from megatrain_accelerate.integrations import import_hook
 from megatrain_accelerate.integrations.patches import PATCHES, TESTED_VERSIONS
 from megatrain_accelerate.integrations.wrapping import ensure_ready
-from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes, cgroup_available_bytes
-from megatrain_accelerate.memory.host_memory import HostMemory
-from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
-from megatrain_accelerate.optim.moments import FloatMoments
-from megatrain_accelerate.planning.machine import (
+from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
+from megatrain_accelerate.kernels.moments import FloatMoments
+from megatrain_accelerate.plan.machine import (
     SHARE_IN_A_STEP,
     STEP_BYTES,
     Machine,
@@ -41,6 +39,8 @@ from megatrain_accelerate.planning.machine import (
     seconds_of,
     speeds_path,
 )
+from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes, cgroup_available_bytes
+from megatrain_accelerate.store.host_memory import HostMemory
 from megatrain_accelerate.units import GB, GIB, MIB
 
 BYTES_A_PARAMETER = 14

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_accelerate.errors import MegatrainError
+from megatrain_accelerate.estimate import USUAL_LENGTH
 from megatrain_accelerate.units import GB, GIB, KIB, MIB
 
-USUAL_LENGTH = 4096
 _UNITS = {"": GIB, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024 * GIB, "mb": 10**6, "gb": GB, "tb": 1000 * GB}
 
 

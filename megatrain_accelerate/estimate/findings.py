@@ -15,13 +15,13 @@ from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError, MegatrainError
-from megatrain_accelerate.estimate.command import USUAL_LENGTH
+from megatrain_accelerate.estimate import USUAL_LENGTH
 from megatrain_accelerate.estimate.forecast import Forecast, Forecaster
 from megatrain_accelerate.estimate.machine_description import MachineOptions, describe_machine
 from megatrain_accelerate.estimate.meta_engine import PositionTable, load_config, model_on_meta
 from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
-from megatrain_accelerate.planning.fake_runs import replaced
-from megatrain_accelerate.planning.plan_table import experts_text
+from megatrain_accelerate.plan.fake_runs import replaced
+from megatrain_accelerate.plan.plan_table import experts_text
 
 logger = logging.getLogger(__name__)
 _TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -29,7 +29,7 @@ _TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 MOST_BATCH = 1 << 14
 """Sequences of a batch that are tried."""
 MOST_TOKENS = (1 << 22) - 1024
-"""Of one sequence that is tried. Without data, positions of more tokens have no values (planning/known_values.py), and the
+"""Of one sequence that is tried. Without data, positions of more tokens have no values (plan/fake_runs.py), and the
 model makes a mask of all pairs of them, which it leaves out otherwise."""
 _STEPS_OF_TOKENS = (1024, 64, 1)
 _TOLERANCE = 0.02

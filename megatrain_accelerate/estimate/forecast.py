@@ -29,23 +29,23 @@ from megatrain_accelerate.estimate.layer_graph import (
 )
 from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine, PositionTable, shortest_table
 from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
+from megatrain_accelerate.layers.compiled_layer import SMALLEST_LAYER_PARAMETERS
+from megatrain_accelerate.layers.layer import StreamedLayer
+from megatrain_accelerate.layers.micro_batches import BatchSplit
+from megatrain_accelerate.layers.output_recorder import Captures
+from megatrain_accelerate.layers.token_tiles import AUTO_TILE_TOKENS
 from megatrain_accelerate.loss.products import standing_for_a_gpu
-from megatrain_accelerate.memory.host_limits import CONSTANT_OVERHEAD_BYTES
-from megatrain_accelerate.planning.fake_runs import replaced
-from megatrain_accelerate.planning.layer_discovery import active_parameters
-from megatrain_accelerate.planning.machine import Machine
-from megatrain_accelerate.planning.other_batches import outside_seconds_of
-from megatrain_accelerate.planning.placement import require_layers, sent_bytes
-from megatrain_accelerate.planning.placement_search import Candidate
-from megatrain_accelerate.planning.step_memory import OpCosts
-from megatrain_accelerate.planning.step_outline import call_kind, outline_layers, outline_step, what_sees_a_batch
-from megatrain_accelerate.planning.step_profile import Event, LayerProfile, StepOutline
-from megatrain_accelerate.planning.step_ways import WayChoice, may_cut, way_put_back
-from megatrain_accelerate.streaming.compiled_layer import SMALLEST_LAYER_PARAMETERS
-from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.micro_batches import BatchSplit
-from megatrain_accelerate.streaming.output_recorder import Captures
-from megatrain_accelerate.streaming.token_tiles import AUTO_TILE_TOKENS
+from megatrain_accelerate.plan.fake_runs import replaced
+from megatrain_accelerate.plan.layer_discovery import active_parameters
+from megatrain_accelerate.plan.machine import Machine
+from megatrain_accelerate.plan.other_batches import outside_seconds_of
+from megatrain_accelerate.plan.placement import require_layers, sent_bytes
+from megatrain_accelerate.plan.placement_search import Candidate
+from megatrain_accelerate.plan.step_memory import OpCosts
+from megatrain_accelerate.plan.step_outline import call_kind, outline_layers, outline_step, what_sees_a_batch
+from megatrain_accelerate.plan.step_profile import Event, LayerProfile, StepOutline
+from megatrain_accelerate.plan.step_ways import WayChoice, may_cut, way_put_back
+from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ class Forecaster:
     def _reckoned(self, batch: int, length: int) -> StepOutline:
         kinds, calls = self._layers(batch, length)
         profiles = {kind: self._profile(call) for kind, call in calls.items()}
-        if self._attention.has_dropped:  # then a run doesn't keep its results (streaming/attention_results.py)
+        if self._attention.has_dropped:  # then a run doesn't keep its results (layers/attention_results.py)
             none_kept: dict[str, Any] = {"attention": OpCosts(), "attention_bytes": 0, "attention_seconds": 0.0}
             profiles = {kind: dataclasses.replace(profile, **none_kept) for kind, profile in profiles.items()}
         outline = self._outside_of(batch, length)

@@ -18,8 +18,8 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from megatrain_accelerate.planning.step_memory import is_grouped_product, workspace_bytes
-from megatrain_accelerate.streaming.nested_tensors import tensors_in
+from megatrain_accelerate.layers.nested_tensors import tensors_in
+from megatrain_accelerate.plan.step_memory import is_grouped_product, workspace_bytes
 
 _MOST_READS = 4
 """``torch._inductor.config.realize_reads_threshold``."""

@@ -5,7 +5,7 @@ The layer is traced by AOTAutograd on tensors without data and cut in forward an
 compiling it. Which kernels run is guessed by ``fused_kernels.py``.
 
 Seconds are those of operations at shares of the machine's speeds, fitted to a few measured trainings on one H200
-(docs/estimate_method.md lists them). They say how far a training stays behind what ``planning/machine.py`` measures.
+(docs/estimate_method.md lists them). They say how far a training stays behind what ``plan/machine.py`` measures.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from megatrain_accelerate.estimate.fused_kernels import (
     source,
     values,
 )
-from megatrain_accelerate.planning.machine import Machine
-from megatrain_accelerate.planning.step_memory import OpCosts, grouped_flops, is_grouped_product
-from megatrain_accelerate.planning.step_profile import LayerProfile
-from megatrain_accelerate.streaming.layer import StreamedLayer
-from megatrain_accelerate.streaming.nested_tensors import tensors_in
+from megatrain_accelerate.layers.layer import StreamedLayer
+from megatrain_accelerate.layers.nested_tensors import tensors_in
+from megatrain_accelerate.plan.machine import Machine
+from megatrain_accelerate.plan.step_memory import OpCosts, grouped_flops, is_grouped_product
+from megatrain_accelerate.plan.step_profile import LayerProfile
 
 PRODUCTS = 0.98
 """Matrix products of layers, of the speed of a large product that the GPU keeps up."""

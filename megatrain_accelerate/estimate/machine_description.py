@@ -17,9 +17,9 @@ import torch
 
 from megatrain_accelerate.config import MegatrainConfig, usable_cpu_count
 from megatrain_accelerate.errors import ConfigError
-from megatrain_accelerate.memory.host_limits import available_host_bytes
-from megatrain_accelerate.optim.kernel import HostKernels, default_thread_count
-from megatrain_accelerate.planning.machine import STEP_BYTES, STEP_OVERHEAD, USABLE_SHARE_OF_DEVICE, Machine, measured_machine
+from megatrain_accelerate.kernels.host import HostKernels, default_thread_count
+from megatrain_accelerate.plan.machine import STEP_BYTES, STEP_OVERHEAD, USABLE_SHARE_OF_DEVICE, Machine, measured_machine
+from megatrain_accelerate.store.host_limits import available_host_bytes
 from megatrain_accelerate.units import GB, GIB
 
 DENSE_SHARE = 0.724

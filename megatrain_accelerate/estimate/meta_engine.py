@@ -18,15 +18,15 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
-from megatrain_accelerate.memory.host_memory import DeviceMemory
-from megatrain_accelerate.memory.host_store import HostUnit, ParameterState
-from megatrain_accelerate.planning.device_plan import DevicePlan
-from megatrain_accelerate.planning.fake_runs import replaced
-from megatrain_accelerate.planning.layer_discovery import Discovery, wants_whole_layers
-from megatrain_accelerate.planning.machine import Machine
-from megatrain_accelerate.planning.placement import Model, Placement
-from megatrain_accelerate.planning.placement_search import Candidate
-from megatrain_accelerate.planning.step_profile import StepOutline
+from megatrain_accelerate.plan.device_plan import DevicePlan
+from megatrain_accelerate.plan.fake_runs import replaced
+from megatrain_accelerate.plan.layer_discovery import Discovery, wants_whole_layers
+from megatrain_accelerate.plan.machine import Machine
+from megatrain_accelerate.plan.placement import Model, Placement
+from megatrain_accelerate.plan.placement_search import Candidate
+from megatrain_accelerate.plan.step_profile import StepOutline
+from megatrain_accelerate.store.host_memory import DeviceMemory
+from megatrain_accelerate.store.unit import HostUnit, ParameterState
 from megatrain_accelerate.units import GIB
 
 META = torch.device("meta")
@@ -35,7 +35,7 @@ _TABLE = re.compile("wpe|embed_positions|pos_emb(ed)?|pos(ition(al)?)?_embedding
 _BUFFER = "embed_positions"
 """What GPT-J and CodeGen call theirs, which aren't learned: sines and cosines in each attention."""
 _STAGING_BUFFERS = 2
-"""Of one layer's gradients each, where gradients are accumulated (streaming/grad_offload.py)."""
+"""Of one layer's gradients each, where gradients are accumulated (gradients/offload.py)."""
 
 
 def load_config(name: str, trust_remote_code: bool = False) -> Any:

@@ -21,13 +21,13 @@ from megatrain_accelerate.errors import ConfigError, StateError, UnsupportedErro
 from megatrain_accelerate.integrations.shared_parts import refuse_calls, take_over
 from megatrain_accelerate.integrations.telemetry import trace_if_asked
 from megatrain_accelerate.integrations.wrapping import arguments_of
-from megatrain_accelerate.memory.parameter_state import ParameterState
+from megatrain_accelerate.layers.runtime import streamed_among
+from megatrain_accelerate.layers.watched_parameters import unwatched
 from megatrain_accelerate.optim.fused_step import FusedStep
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.host_step import ANOTHER_MODELS, TAKEN_OVER, driver_of
-from megatrain_accelerate.planning.layer_discovery import find_layers, refuse_sparse_gradients
-from megatrain_accelerate.streaming.runtime import streamed_among
-from megatrain_accelerate.streaming.watched_parameters import unwatched
+from megatrain_accelerate.plan.layer_discovery import find_layers, refuse_sparse_gradients
+from megatrain_accelerate.store.parameter import ParameterState
 
 logger = logging.getLogger(__name__)
 

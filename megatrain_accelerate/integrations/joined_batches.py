@@ -22,7 +22,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from megatrain_accelerate.engine import Engine, engine_of
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.integrations.trainer import has_users_callback, record_choice, recorded_choice
-from megatrain_accelerate.planning.step_outline import what_sees_a_batch
+from megatrain_accelerate.plan.step_outline import what_sees_a_batch
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from torch import nn
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine, all_engines, engine_of, prepared_models
 from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.planning.layer_discovery import discover_layers
-from megatrain_accelerate.streaming.model_hook import ModelHook
+from megatrain_accelerate.hooks import ModelHook
+from megatrain_accelerate.plan.layer_discovery import discover_layers
 
 logger = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 from megatrain_accelerate.engine import Engine
-from megatrain_accelerate.memory.host_limits import process_bytes
-from megatrain_accelerate.planning.layer_discovery import active_parameters
-from megatrain_accelerate.planning.placement import Placement
-from megatrain_accelerate.streaming.meter import Cause, Counters
+from megatrain_accelerate.plan.layer_discovery import active_parameters
+from megatrain_accelerate.plan.placement import Placement
+from megatrain_accelerate.store.host_limits import process_bytes
 from megatrain_accelerate.tracing import LAUNCHER, NOTES, RAW_TRACE, WORKER, TraceRequest
+from megatrain_accelerate.transfer.meter import Cause, Counters
 from megatrain_accelerate.units import GB, GIB
 
 PREFIX = "megatrain/"

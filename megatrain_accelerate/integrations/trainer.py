@@ -13,15 +13,15 @@ from torch.nn import functional
 from torch.utils._pytree import tree_flatten
 from transformers import TrainerCallback, TrainerState
 
+from megatrain_accelerate.checkpoint.checkpoints import require_saving_possible
 from megatrain_accelerate.engine import engine_of
+from megatrain_accelerate.hooks import ModelHook
 from megatrain_accelerate.integrations.accelerate_backend import begin_training, require_steps_in_backward_possible
-from megatrain_accelerate.integrations.checkpoints import require_saving_possible
 from megatrain_accelerate.integrations.shared_parts import engines_with, new_holder
 from megatrain_accelerate.integrations.telemetry import Telemetry, describe_bound, is_training_log
 from megatrain_accelerate.loss.lazy_logits import LazyLogits
-from megatrain_accelerate.planning.adoption import is_without_weights
+from megatrain_accelerate.plan.adoption import is_without_weights
 from megatrain_accelerate.progress import say
-from megatrain_accelerate.streaming.model_hook import ModelHook
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
 from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.layers.proxy import install_proxy, remove_proxy
 from megatrain_accelerate.loss.products import prepare_products
 from megatrain_accelerate.loss.tiled_cross_entropy import Operation, TiledCrossEntropy, strip_tokens
-from megatrain_accelerate.streaming.proxy import install_proxy, remove_proxy
 
 _aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatrain_accelerate.streaming import token_tiles
+from megatrain_accelerate.layers import token_tiles
 from megatrain_accelerate.units import MIB
 
 PART_BYTES = 64 * MIB

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.profiler import record_function
 
+from megatrain_accelerate.layers import token_tiles
 from megatrain_accelerate.loss.products import accumulator_dtype, add_product, parts
-from megatrain_accelerate.streaming import token_tiles
 from megatrain_accelerate.units import MIB
 
 TILE_BYTES = 512 * MIB

@@ -9,11 +9,11 @@ import torch
 from torch.optim import AdamW, Optimizer
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
-from megatrain_accelerate.memory.flat_layout import ExpertRange
-from megatrain_accelerate.memory.host_store import HostUnit
-from megatrain_accelerate.memory.parameter_state import ParameterState
+from megatrain_accelerate.gradients.buffers import refuse_unstepped
+from megatrain_accelerate.kernels.host import AdamArguments
+from megatrain_accelerate.layers.resident import ResidentGroup
+from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.optim.host_step import HostStep, narrowed_to
-from megatrain_accelerate.optim.kernel import AdamArguments
 from megatrain_accelerate.optim.moment_states import (
     RESIDUAL_KEY,
     expose,
@@ -25,12 +25,12 @@ from megatrain_accelerate.optim.moment_states import (
     views_of,
     without_residual,
 )
-from megatrain_accelerate.optim.segments import apply_segments, plan_segments, segments_of_experts, step_on_device
-from megatrain_accelerate.streaming.gradient_buffers import refuse_unstepped
-from megatrain_accelerate.streaming.meter import Cause
-from megatrain_accelerate.streaming.parts import Streamed
-from megatrain_accelerate.streaming.resident import ResidentGroup
-from megatrain_accelerate.streaming.runtime import StreamingRuntime
+from megatrain_accelerate.store.layout import ExpertRange
+from megatrain_accelerate.store.parameter import ParameterState
+from megatrain_accelerate.store.segments import apply_segments, plan_segments, segments_of_experts, step_on_device
+from megatrain_accelerate.store.unit import HostUnit
+from megatrain_accelerate.transfer.meter import Cause
+from megatrain_accelerate.transfer.parts import Streamed
 
 UNFUSED_OPTIONS = ("amsgrad", "differentiable")
 """Options of a group of Adam or AdamW that the fused kernel hasn't."""

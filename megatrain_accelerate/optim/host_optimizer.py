@@ -17,16 +17,16 @@ import torch
 from torch.optim import Adam, AdamW, Optimizer
 
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.memory.host_store import HostUnit
-from megatrain_accelerate.memory.parameter_state import ParameterState
+from megatrain_accelerate.gradients.fp32_sums import joined_sum
+from megatrain_accelerate.layers.resident import ResidentGroup
+from megatrain_accelerate.layers.runtime import StreamingRuntime
+from megatrain_accelerate.layers.watched_parameters import unwatched
 from megatrain_accelerate.optim.fused_step import UNFUSED_OPTIONS, FusedStep, refuse_unfused
 from megatrain_accelerate.optim.host_step import HostStep
 from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY, shown_in_fp32, take_residual, without_residual
-from megatrain_accelerate.streaming.fp32_sums import joined_sum
-from megatrain_accelerate.streaming.meter import Cause
-from megatrain_accelerate.streaming.resident import ResidentGroup
-from megatrain_accelerate.streaming.runtime import StreamingRuntime
-from megatrain_accelerate.streaming.watched_parameters import unwatched
+from megatrain_accelerate.store.parameter import ParameterState
+from megatrain_accelerate.store.unit import HostUnit
+from megatrain_accelerate.transfer.meter import Cause
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ import torch
 from torch.optim import Optimizer
 
 from megatrain_accelerate.errors import NonFiniteGradientError, StateError, UnsupportedError
-from megatrain_accelerate.memory.parameter_state import ParameterState
-from megatrain_accelerate.streaming.runtime import StreamingRuntime, streamed_among
-from megatrain_accelerate.streaming.unit_stepper import UnitStepper
+from megatrain_accelerate.gradients.unit_stepper import UnitStepper
+from megatrain_accelerate.layers.runtime import StreamingRuntime, streamed_among
+from megatrain_accelerate.store.parameter import ParameterState
 
 logger = logging.getLogger(__name__)
 

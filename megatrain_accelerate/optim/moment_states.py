@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from megatrain_accelerate.memory.host_limits import available_host_bytes
-from megatrain_accelerate.memory.parameter_state import ParameterState
-from megatrain_accelerate.optim.moments import FloatMoments, Int8Moments, Moments, moment_bytes
+from megatrain_accelerate.kernels.moments import FloatMoments, Int8Moments, Moments, moment_bytes
+from megatrain_accelerate.store.host_limits import available_host_bytes
+from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.units import GIB
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from engine_runs import attach, train_streamed
 from plain_torch import PlainRun, tiny_model, token_batches
 
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.streaming import activation_offload
-from megatrain_accelerate.streaming.activation_offload import ActivationOffloader
+from megatrain_accelerate.transfer import activation_offload
+from megatrain_accelerate.transfer.activation_offload import ActivationOffloader
 from megatrain_accelerate.units import MIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

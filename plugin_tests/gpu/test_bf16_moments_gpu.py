@@ -7,9 +7,9 @@ import torch
 from engine_runs import train_streamed
 from plain_torch import tiny_model, token_batches
 
-from megatrain_accelerate.optim.device_kernel import DeviceKernels
-from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
-from megatrain_accelerate.optim.moments import FloatMoments
+from megatrain_accelerate.kernels.device import DeviceKernels
+from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
+from megatrain_accelerate.kernels.moments import FloatMoments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

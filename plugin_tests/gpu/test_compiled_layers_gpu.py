@@ -14,10 +14,10 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.utils import fresh_cache
 
 from megatrain_accelerate.engine import Engine
-from megatrain_accelerate.planning import layer_measurement
-from megatrain_accelerate.planning.step_outline import outline_step
-from megatrain_accelerate.streaming import compiled_layer
-from megatrain_accelerate.streaming.streams import SlotState
+from megatrain_accelerate.layers import compiled_layer
+from megatrain_accelerate.plan import layer_measurement
+from megatrain_accelerate.plan.step_outline import outline_step
+from megatrain_accelerate.transfer.streams import SlotState
 from megatrain_accelerate.units import GIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -11,9 +11,9 @@ import torch
 from engine_runs import attach
 from plain_torch import tiny_model, token_batches
 
-from megatrain_accelerate.memory.expandable_segments import ALLOCATOR_VARIABLES
-from megatrain_accelerate.planning import device_plan
-from megatrain_accelerate.planning.machine import whole_free_bytes
+from megatrain_accelerate.plan import device_plan
+from megatrain_accelerate.plan.machine import whole_free_bytes
+from megatrain_accelerate.store.expandable_segments import ALLOCATOR_VARIABLES
 from megatrain_accelerate.units import MIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

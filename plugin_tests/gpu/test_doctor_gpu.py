@@ -10,8 +10,8 @@ import torch
 
 from megatrain_accelerate.cli import main
 from megatrain_accelerate.doctor.checks import measure_link
-from megatrain_accelerate.optim.kernel import HostKernels
-from megatrain_accelerate.planning import machine
+from megatrain_accelerate.kernels.host import HostKernels
+from megatrain_accelerate.plan import machine
 
 pytestmark = pytest.mark.gpu
 

@@ -12,9 +12,10 @@ from engine_runs import attach, train_streamed
 from part_models import tiny_experts
 from plain_torch import PlainRun, token_batches
 
+from megatrain_accelerate.gradients import offload as grad_offload
+from megatrain_accelerate.layers import expert_function, expert_streams
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.planning.device_plan import LIBRARY_WORKSPACE_BYTES
-from megatrain_accelerate.streaming import expert_function, expert_streams, grad_offload
+from megatrain_accelerate.plan.device_plan import LIBRARY_WORKSPACE_BYTES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -12,11 +12,11 @@ from plain_torch import tiny_model, token_batches
 from torch import nn
 
 from megatrain_accelerate.engine import Engine
-from megatrain_accelerate.optim.device_kernel import DeviceKernels
+from megatrain_accelerate.gradients.fp32_sums import joined_sum
+from megatrain_accelerate.kernels.device import DeviceKernels
+from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
+from megatrain_accelerate.kernels.moments import FloatMoments
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
-from megatrain_accelerate.optim.moments import FloatMoments
-from megatrain_accelerate.streaming.fp32_sums import joined_sum
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 COUNT = 3_000_017

@@ -11,8 +11,8 @@ from engine_runs import Training, attach
 from plain_torch import tiny_model, token_batches
 
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.planning import step_ways
-from megatrain_accelerate.planning.device_plan import LIBRARY_WORKSPACE_BYTES
+from megatrain_accelerate.plan import step_ways
+from megatrain_accelerate.plan.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.units import GIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -10,12 +10,13 @@ import torch
 from engine_runs import attach
 from plain_torch import tiny_model, token_batches
 
+from megatrain_accelerate.gradients import offload as grad_offload
 from megatrain_accelerate.integrations.telemetry import Telemetry, bound_by
 from megatrain_accelerate.optim import fused_step
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.streaming import grad_offload, prefetch
-from megatrain_accelerate.streaming.meter import Cause, Meter
-from megatrain_accelerate.streaming.streams import Streams
+from megatrain_accelerate.transfer import prefetch
+from megatrain_accelerate.transfer.meter import Cause, Meter
+from megatrain_accelerate.transfer.streams import Streams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -11,7 +11,7 @@ from engine_runs import attach, train_streamed
 from plain_torch import PlainRun, tiny_model, token_batches
 
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.streaming import activation_offload
+from megatrain_accelerate.transfer import activation_offload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

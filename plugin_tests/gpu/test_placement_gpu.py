@@ -10,11 +10,11 @@ import torch
 from engine_runs import Training, attach, train_streamed
 from plain_torch import tiny_model, token_batches
 
-from megatrain_accelerate.optim.device_kernel import DeviceKernels
+from megatrain_accelerate.kernels.device import DeviceKernels
+from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
+from megatrain_accelerate.kernels.moments import FloatMoments
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
-from megatrain_accelerate.optim.moments import FloatMoments
-from megatrain_accelerate.planning import device_plan
+from megatrain_accelerate.plan import device_plan
 from megatrain_accelerate.units import GIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

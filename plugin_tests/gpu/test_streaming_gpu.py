@@ -14,9 +14,9 @@ from torch import nn
 from transformers import masking_utils
 
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.planning import device_plan
-from megatrain_accelerate.planning.device_plan import LIBRARY_WORKSPACE_BYTES
-from megatrain_accelerate.streaming import prefetch
+from megatrain_accelerate.plan import device_plan
+from megatrain_accelerate.plan.device_plan import LIBRARY_WORKSPACE_BYTES
+from megatrain_accelerate.transfer import prefetch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -113,7 +113,7 @@ def test_the_race_test_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> N
     model, batches = tiny_model(attn_implementation="eager"), token_batches(3)
     plain = plain_on_gpu(model, batches)
     _slow_copies(monkeypatch)
-    monkeypatch.setattr("megatrain_accelerate.streaming.meter.Meter.compute_waits_for", lambda *_, **__: None)
+    monkeypatch.setattr("megatrain_accelerate.transfer.meter.Meter.compute_waits_for", lambda *_, **__: None)
     assert train_streamed(model, batches, device="cuda", max_norm=None).losses != plain.losses
 
 
@@ -128,7 +128,7 @@ def test_slot_is_not_overwritten_while_slow_kernels_read_it() -> None:
 
 
 def test_gradient_slot_is_not_overwritten_while_a_slow_copy_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatrain_accelerate.streaming import grad_offload
+    from megatrain_accelerate.gradients import offload as grad_offload
 
     model, batches = tiny_model(attn_implementation="eager"), token_batches(3)
     plain = plain_on_gpu(model, batches)

@@ -353,7 +353,7 @@ class TestTrainer:
             arguments(bf16_full_eval=True, megatrain=True)
 
     def test_steps_of_the_trainer_reach_ours_only_when_active(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from megatrain_accelerate.integrations import checkpoints
+        from megatrain_accelerate.checkpoint import checkpoints
         from megatrain_accelerate.integrations import trainer as ours
 
         calls: list[tuple[str, tuple[Any, ...]]] = []

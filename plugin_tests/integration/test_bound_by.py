@@ -13,9 +13,9 @@ from trainer_runs import TrainerRun, run_trainer, tiny_llama
 
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.optim import fused_step
-from megatrain_accelerate.planning.device_plan import DevicePlan
-from megatrain_accelerate.planning.placement import Placement
-from megatrain_accelerate.streaming import prefetch
+from megatrain_accelerate.plan.device_plan import DevicePlan
+from megatrain_accelerate.plan.placement import Placement
+from megatrain_accelerate.transfer import prefetch
 
 KEYS = (
     *(f"gpu_wait_{cause}_ms" for cause in ("h2d", "d2h", "host_step", "backward_end")),

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from trainer_runs import plugin
 from transformers.trainer_utils import get_last_checkpoint
 
-from megatrain_accelerate.integrations.checkpoints import STAGING_PREFIX
+from megatrain_accelerate.checkpoint.checkpoints import STAGING_PREFIX
 
 KILL_STEPS = 10
 KILLS = 8

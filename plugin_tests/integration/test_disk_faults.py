@@ -25,9 +25,9 @@ from trainer_runs import plugin
 from transformers import Trainer
 
 import megatrain_accelerate
+from megatrain_accelerate.checkpoint.checkpoints import STAGING_PREFIX, checkpoint_bytes, checkpoint_staging
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import DiskError
-from megatrain_accelerate.integrations.checkpoints import STAGING_PREFIX, checkpoint_bytes, checkpoint_staging
 from megatrain_accelerate.units import MIB
 
 DISK_BYTES = 16 * MIB
@@ -99,7 +99,7 @@ def test_the_size_of_a_checkpoint_is_known_before_the_first_step(
     def note(folder: Path, parts: dict[str, int], *args: Any) -> None:
         predicted.append(sum(parts.values()))
 
-    monkeypatch.setattr("megatrain_accelerate.integrations.checkpoints.require_free_bytes", note)
+    monkeypatch.setattr("megatrain_accelerate.checkpoint.checkpoints.require_free_bytes", note)
     with plugin(**settings):
         make_trainer(small_model(), tmp_path, max_steps=2, **arguments).train()
     tensor_files = ("model.safetensors", "optimizer.pt")

@@ -20,9 +20,9 @@ from refusals import trace
 from trainer_runs import plugin
 
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.planning.step_outline import outline_step
-from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
-from megatrain_accelerate.streaming.prefetch import Prefetcher
+from megatrain_accelerate.layers.compiled_layer import CompiledLayers
+from megatrain_accelerate.plan.step_outline import outline_step
+from megatrain_accelerate.transfer.prefetch import Prefetcher
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),

@@ -18,8 +18,8 @@ from trainer_runs import examples, make_arguments, plugin
 from transformers import Trainer
 
 from megatrain_accelerate.errors import NonFiniteGradientError, StepWorkerError
+from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.optim.host_step import MOST_NONFINITE_STEPS
-from megatrain_accelerate.optim.kernel import HostKernels
 
 SCHEDULES = ("deferred", "serial", "backward")
 

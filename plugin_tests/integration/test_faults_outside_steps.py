@@ -13,9 +13,9 @@ from torch import nn
 
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import HostMemoryError
-from megatrain_accelerate.memory.host_memory import HostMemory
 from megatrain_accelerate.optim.fused_step import FusedStep
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
+from megatrain_accelerate.store.host_memory import HostMemory
 
 # ---------------------------------------------------------------------------------------- exceptions in a layer
 
@@ -168,7 +168,7 @@ def test_a_refused_registration_is_an_error_with_size_code_and_remedy(monkeypatc
 def test_memory_is_page_locked_when_it_is_first_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver(limit=1 << 40)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    from megatrain_accelerate.memory import host_store
+    from megatrain_accelerate.store import unit as host_store
 
     monkeypatch.setattr(host_store, "HostMemory", lambda size, register: HostMemory(size, register=True))
     model = tiny_model().train()
@@ -202,7 +202,7 @@ def test_a_refused_registration_leaves_the_plain_model(when: str, monkeypatch: p
     layer_bytes = sum(2 * p.numel() for p in model.model.layers[0].parameters())
     driver = FakeDriver(limit=3 * layer_bytes)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    from megatrain_accelerate.memory import host_store
+    from megatrain_accelerate.store import unit as host_store
 
     def registered(size: int, register: bool) -> HostMemory:
         memory = HostMemory(size, register=True)

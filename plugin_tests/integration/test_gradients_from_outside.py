@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerCallback
 
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import ConfigError, StateError
-from megatrain_accelerate.streaming.grad_offload import GradientOffloader
+from megatrain_accelerate.gradients.offload import GradientOffloader
 
 REMEDY = "step_schedule to 'deferred'"
 

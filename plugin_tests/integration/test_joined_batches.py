@@ -45,8 +45,8 @@ from versions import OLD_CHECKPOINTING_NAMES, require_arguments
 
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.integrations.joined_batches import CannotJoinError, JoinedBatch
-from megatrain_accelerate.planning import device_plan
-from megatrain_accelerate.planning.machine import Machine
+from megatrain_accelerate.plan import device_plan
+from megatrain_accelerate.plan.machine import Machine
 
 TOGETHER: Record = {"join_micro_batches": True}
 APART: Record = {"join_micro_batches": False}

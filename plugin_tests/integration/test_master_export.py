@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import megatrain_accelerate
+from megatrain_accelerate.checkpoint import checkpoints
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
-from megatrain_accelerate.integrations import checkpoints
 from megatrain_accelerate.units import GIB
 
 SMALL_SHARDS = 40_000 / GIB

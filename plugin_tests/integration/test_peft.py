@@ -21,7 +21,7 @@ from trainer_runs import run_both as run_both_trainers
 
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import StateError, UnsupportedError
-from megatrain_accelerate.memory.flat_layout import ALIGNMENT_ELEMENTS
+from megatrain_accelerate.store.layout import ALIGNMENT_ELEMENTS
 from megatrain_accelerate.units import round_up
 
 pytestmark = [

@@ -31,7 +31,7 @@ from versions import OLD_CHECKPOINTING_NAMES
 
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.streaming import proxy
+from megatrain_accelerate.layers import proxy
 
 
 def only(arguments: Record) -> str:

@@ -11,7 +11,7 @@ from expert_models import HOOKS_RECORD, KINDS, of_experts
 from trainer_runs import Padding, assert_same_run, examples, ragged_examples, run_trainer, tiny_llama
 
 from megatrain_accelerate.engine import engine_of
-from megatrain_accelerate.streaming.compiled_layer import CompiledLayers
+from megatrain_accelerate.layers.compiled_layer import CompiledLayers
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++ on the CPU")
 

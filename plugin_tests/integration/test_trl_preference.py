@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trl_runs import TRL_WARNINGS, arguments, preferences, run_both, run_trl, tiny_model, tokenizer
 
 from megatrain_accelerate.engine import engine_of
-from megatrain_accelerate.memory.flat_layout import ALIGNMENT_ELEMENTS
-from megatrain_accelerate.memory.host_limits import available_host_bytes
+from megatrain_accelerate.store.host_limits import available_host_bytes
+from megatrain_accelerate.store.layout import ALIGNMENT_ELEMENTS
 from megatrain_accelerate.units import round_up
 
 trl = pytest.importorskip("trl", exc_type=ImportError)

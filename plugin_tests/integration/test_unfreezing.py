@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback
 
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import HostMemoryError
-from megatrain_accelerate.memory import host_limits
+from megatrain_accelerate.store import host_limits
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -9,7 +9,7 @@ from loop_runs import Observed, adamw, both, slow
 from torch import nn
 
 from megatrain_accelerate.engine import engine_of
-from megatrain_accelerate.planning.layer_discovery import discover_layers
+from megatrain_accelerate.plan.layer_discovery import discover_layers
 
 WIDTH = 16
 

@@ -18,9 +18,9 @@ from plain_torch import tiny_model, token_batches
 from trainer_runs import run_trainer, tiny_llama
 
 from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.kernels.host import INSTRUCTION_SETS, HostKernels
+from megatrain_accelerate.kernels.moments import FloatMoments
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.optim.kernel import INSTRUCTION_SETS, HostKernels
-from megatrain_accelerate.optim.moments import FloatMoments
 
 COUNT = 3 * 128 * 1024 + 77
 """Several chunks for several threads, and a tail."""

@@ -18,12 +18,12 @@ from plain_torch import token_batches
 from torch import nn
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
+from megatrain_accelerate.gradients.fp32_sums import Fp32Sums
+from megatrain_accelerate.gradients.offload import GradientOffloader, UnitGradients
+from megatrain_accelerate.layers import expert_function, token_tiles
+from megatrain_accelerate.layers.expert_function import Routing
+from megatrain_accelerate.layers.expert_streams import ExpertStreams
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.streaming import expert_function, token_tiles
-from megatrain_accelerate.streaming.expert_function import Routing
-from megatrain_accelerate.streaming.expert_streams import ExpertStreams
-from megatrain_accelerate.streaming.fp32_sums import Fp32Sums
-from megatrain_accelerate.streaming.grad_offload import GradientOffloader, UnitGradients
 
 TOLERANCE = 1e-5
 

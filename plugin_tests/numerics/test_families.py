@@ -74,7 +74,7 @@ def test_accumulated_gradients_are_the_fp32_sums_of_plain_pytorchs(family: Decod
     ids=["kept", "offloaded", "mixed", "on_device", "inputs_offloaded", "serial"],
 )
 def test_placement_changes_no_bit(family: Decoder, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatrain_accelerate.streaming.activation_offload.MIN_OFFLOADED_BYTES", 0)
+    monkeypatch.setattr("megatrain_accelerate.transfer.activation_offload.MIN_OFFLOADED_BYTES", 0)
     check(family, BF16, **settings)
 
 

@@ -11,8 +11,8 @@ from plain_torch import round_to_bf16, tiny_model, token_batches, train_bf16_wit
 from test_exactness import assert_bit_equal
 from torch import nn
 
+from megatrain_accelerate.gradients.fp32_sums import joined_sum
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.streaming.fp32_sums import joined_sum
 
 pytestmark = [
     pytest.mark.usefixtures("exact_torch_sqrt"),

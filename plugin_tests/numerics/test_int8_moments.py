@@ -11,8 +11,8 @@ import torch
 from moment_runs import arguments, lines_in_wide_vectors, rounding_bits
 
 from megatrain_accelerate.errors import KernelError
-from megatrain_accelerate.optim.kernel import INSTRUCTION_SETS, HostKernels
-from megatrain_accelerate.optim.moments import BLOCK_ELEMENTS, FloatMoments, Int8Moments, block_count
+from megatrain_accelerate.kernels.host import INSTRUCTION_SETS, HostKernels
+from megatrain_accelerate.kernels.moments import BLOCK_ELEMENTS, FloatMoments, Int8Moments, block_count
 
 COUNT = 2 * 128 * 1024 + 3 * BLOCK_ELEMENTS + 77
 """Several chunks for several threads, and a short block."""

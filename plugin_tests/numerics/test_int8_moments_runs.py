@@ -17,11 +17,11 @@ from trainer_runs import run_trainer, tiny_llama
 
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.kernels.host import AdamArguments
+from megatrain_accelerate.kernels.moments import Int8Moments
 from megatrain_accelerate.optim import moment_states
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.optim.kernel import AdamArguments
-from megatrain_accelerate.optim.moments import Int8Moments
-from megatrain_accelerate.optim.segments import apply_segments, plan_segments
+from megatrain_accelerate.store.segments import apply_segments, plan_segments
 
 Optimizer = torch.optim.Optimizer
 

@@ -15,8 +15,8 @@ import plain_torch
 import pytest
 import torch
 
-from megatrain_accelerate.optim.kernel import INSTRUCTION_SETS, AdamArguments, HostKernels
-from megatrain_accelerate.optim.moments import FloatMoments
+from megatrain_accelerate.kernels.host import INSTRUCTION_SETS, AdamArguments, HostKernels
+from megatrain_accelerate.kernels.moments import FloatMoments
 
 # Every tail of a 16-wide vector, more than one chunk (131,072) with a tail, and nothing at all.
 LENGTHS = (0, 1, 7, 15, 16, 17, 1000, 65537, 300001)

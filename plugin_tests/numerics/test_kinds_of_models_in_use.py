@@ -16,7 +16,7 @@ from torch import nn
 from versions import enable_checkpointing
 
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.planning import device_plan
+from megatrain_accelerate.plan import device_plan
 
 FAMILIES = {family.name: family for family in (*DECODERS, *REFUSED, *OTHERS)}
 

@@ -10,7 +10,7 @@ from engine_runs import attach, train_streamed
 from plain_torch import PlainRun, tiny_model, token_batches
 from torch import nn
 
-from megatrain_accelerate.streaming import activation_offload
+from megatrain_accelerate.transfer import activation_offload
 
 BATCH = 5
 STEPS = 20

@@ -11,7 +11,7 @@ from plain_torch import PlainRun, tiny_model, token_batches
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatrain_accelerate.streaming import activation_offload
+from megatrain_accelerate.transfer import activation_offload
 
 STEPS = 20
 

@@ -14,9 +14,9 @@ from torch import nn
 from trainer_runs import assert_same_run, run_trainer, tiny_llama
 
 from megatrain_accelerate.errors import ConfigError, StateError, UnsupportedError
-from megatrain_accelerate.memory.host_store import PASSING_BUFFERS
+from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.optim.kernel import HostKernels
+from megatrain_accelerate.store.unit import PASSING_BUFFERS
 
 PASSING: dict[str, Any] = {"host_gradients": "passing", "max_norm": None, "schedule": "backward"}
 LAYERS = 2 * PASSING_BUFFERS

@@ -15,7 +15,7 @@ from family_parity import train_streamed as train_family
 from plain_torch import tiny_model, token_batches
 from torch import nn
 
-from megatrain_accelerate.streaming.token_tiles import TokenTiles
+from megatrain_accelerate.layers.token_tiles import TokenTiles
 
 FAMILIES = {family.name: family for family in DECODERS}
 TILE = 15
@@ -160,7 +160,7 @@ PLACEMENTS: list[dict[str, object]] = [
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_placement_changes_no_bit_of_layers_with_tiles(monkeypatch: pytest.MonkeyPatch, placement: dict[str, object]) -> None:
-    monkeypatch.setattr("megatrain_accelerate.streaming.activation_offload.MIN_OFFLOADED_BYTES", 1)
+    monkeypatch.setattr("megatrain_accelerate.transfer.activation_offload.MIN_OFFLOADED_BYTES", 1)
     model, batches = tiny_model(), token_batches(2)
     expected = train_streamed(model, batches, kept_layers=0, token_tile=24)
     found = train_streamed(model, batches, token_tile=24, **placement)

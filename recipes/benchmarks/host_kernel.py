@@ -27,8 +27,8 @@ from collections.abc import Callable
 
 import torch
 
-from megatrain_accelerate.optim.kernel import AdamArguments, HostKernels
-from megatrain_accelerate.optim.moments import FloatMoments, Int8Moments, block_count
+from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
+from megatrain_accelerate.kernels.moments import FloatMoments, Int8Moments, block_count
 from megatrain_accelerate.units import GB
 
 BYTES = {

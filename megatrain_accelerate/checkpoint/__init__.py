@@ -1,0 +1,1 @@
+"""What is renamed, replaced and rotated when a checkpoint is saved."""

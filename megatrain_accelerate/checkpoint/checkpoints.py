@@ -1,0 +1,372 @@
+"""What is written to the disk, complete or absent: the Trainer's checkpoints and fp32 masters.
+
+Checkpoints are written aside, flushed to disk, then renamed into place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import functools
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.torch import save_file
+from torch import nn
+
+from megatrain_accelerate.checkpoint.disk import REPLACED, flush_file, flush_folder, require_free_bytes, staging_folder
+from megatrain_accelerate.engine import Engine, engine_of
+from megatrain_accelerate.errors import ConfigError
+from megatrain_accelerate.optim.moment_states import saved_bytes, views_of
+from megatrain_accelerate.progress import progress_bar
+from megatrain_accelerate.units import GIB
+
+STAGING_PREFIX = ".megatrain-incomplete"
+"""Of the folders beside the checkpoints in which the next one is written. What a killed run left there is removed."""
+_TRAINER_STATE = "trainer_state.json"
+"""What the Trainer's own checkpoints have, and a folder that a script made for its files hasn't."""
+
+_POLL_SECONDS = 0.5
+
+# Weights and adapters, whole or in shards, and the state of a training: what a resume or from_pretrained() would read beside
+# the files of the checkpoint in whose folder it is.
+_FILES_OF_A_CHECKPOINT = re.compile(
+    r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+    r"|adapter_config\.json|trainer_state\.json|training_args\.bin"
+    r"|(optimizer|scheduler|scaler)\.(pt|bin)|rng_state(_\d+)?\.pth"
+)
+
+_SPACE_REMEDY = (
+    "Free some space, set output_dir to another disk, or save less (save_only_model, save_strategy). save_total_limit deletes "
+    "an older checkpoint only when the new one is complete."
+)
+
+
+def save_checkpoint(
+    original: Callable[..., Any], trainer: Any, model: nn.Module, trial: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Writes a checkpoint aside and renames it when it is complete, so that a kill never leaves a broken one."""
+    engine = engine_of(trainer.model)
+    if engine is None or not trainer.args.should_save:
+        original(trainer, model, trial, *args, **kwargs)
+        return
+    run_dir = Path(trainer._get_output_dir(trial=trial))
+    engine.drain()
+    with checkpoint_staging(run_dir, f"checkpoint-{trainer.state.global_step}") as staging:
+        expected = _require_room(run_dir, trainer.model, trainer.optimizer, engine, trainer.args)
+        with (
+            _saving_progress(staging, expected, show=not trainer.args.disable_tqdm),
+            _saving_to(trainer, staging),
+            _logged_without(staging.name),
+        ):
+            original(trainer, model, trial, *args, **kwargs)
+        _point_best_checkpoint(trainer, staging, run_dir)
+        published = publish(staging)
+    _rotate(trainer, run_dir)
+    if trainer.args.push_to_hub:  # which reads the output folder, too: nothing lies aside there now
+        for folder in published:
+            trainer._push_from_checkpoint(str(folder))
+
+
+@contextlib.contextmanager
+def _saving_to(trainer: Any, folder: Path) -> Iterator[None]:
+    """The Trainer writes its checkpoint below ``folder``, and doesn't upload it from there: uploads outlive the save."""
+    trainer._get_output_dir = lambda trial: str(folder)
+    trainer._push_from_checkpoint = lambda checkpoint_folder: None
+    try:
+        yield
+    finally:
+        del trainer._get_output_dir, trainer._push_from_checkpoint
+
+
+@contextlib.contextmanager
+def _logged_without(folder: str) -> Iterator[None]:
+    """Log messages of the body name a checkpoint by the path that it will have, and not by the one below ``folder``."""
+    make = logging.getLogRecordFactory()
+
+    def renamed(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        with contextlib.suppress(TypeError, ValueError):  # a message that doesn't fit its arguments is logging's to report
+            if folder in (message := record.getMessage()):
+                record.msg, record.args = message.replace(f"{folder}/", ""), ()
+        return record
+
+    logging.setLogRecordFactory(renamed)
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make)
+
+
+def _point_best_checkpoint(trainer: Any, staging: Path, run_dir: Path) -> None:
+    """The Trainer notes the best checkpoint by the path under which it saw it."""
+    best_step = getattr(trainer.state, "best_global_step", None)
+    best = Path(trainer.state.best_model_checkpoint) if trainer.state.best_model_checkpoint else None
+    if best is not None and best.parent == staging:
+        trainer.state.best_model_checkpoint = str(run_dir / best.name)
+    elif best_step and (run_dir / f"checkpoint-{best_step}").exists():
+        trainer.state.best_model_checkpoint = str(run_dir / f"checkpoint-{best_step}")
+    for folder in staging.iterdir():
+        if (folder / _TRAINER_STATE).exists():
+            trainer.state.save_to_json(str(folder / _TRAINER_STATE))
+
+
+def _rotate(trainer: Any, run_dir: Path) -> None:
+    """Deletes old checkpoints by the Trainer's own rule; a kill leaves each of them whole or gone.
+
+    Inside the original call they weren't where the Trainer looked. The rule deletes empty stand-ins
+    that have the checkpoints' names and times.
+    """
+    limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
+    if not limit or limit <= 0:
+        return
+    with checkpoint_staging(run_dir) as staging:
+        checkpoints = [path for path in run_dir.glob("checkpoint-*") if path.is_dir()]
+        for path in checkpoints:
+            stand_in = staging / path.name
+            stand_in.mkdir()
+            times = path.stat()
+            os.utime(stand_in, ns=(times.st_atime_ns, times.st_mtime_ns))
+        best_stand_in = str(staging / Path(best).name) if best and Path(best).parent == run_dir else best
+        try:
+            from transformers.trainer_utils import rotate_checkpoints
+        except ImportError:  # transformers 4, which logs what it deletes
+            trainer.state.best_model_checkpoint = best_stand_in
+            with _logged_without(staging.name):
+                trainer._rotate_checkpoints(use_mtime=True, output_dir=str(staging))
+            trainer.state.best_model_checkpoint = best
+        else:
+            rotate_checkpoints(
+                output_dir=str(staging), save_total_limit=limit, best_model_checkpoint=best_stand_in, use_mtime=True
+            )
+        for path in checkpoints:
+            if not (staging / path.name).exists():
+                os.rename(path, staging / f"{path.name}.deleted")
+
+
+def load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
+    """Reads the optimizer's state from a file mapping: read whole, it would need 10 bytes a parameter more."""
+    if checkpoint is None or engine_of(trainer.model) is None:
+        original(trainer, checkpoint)
+        return
+    # torch.load's own setting (load.mmap) came with torch 2.6.
+    load = torch.load
+    torch.load = functools.partial(load, mmap=True)
+    try:
+        original(trainer, checkpoint)
+    finally:
+        torch.load = load
+
+
+def checkpoint_bytes(model: nn.Module, optimizer: Any, engine: Engine, save_only_model: bool) -> dict[str, int]:
+    """Bytes of the tensors that the Trainer will write into the next checkpoint, by what they are.
+
+    Weights are counted in the dtype that they are saved in, with PEFT's adapters only the trained ones. AdamW's state is
+    what it will be after its first step; another optimizer's is what it is now.
+    """
+    adapters_only = bool(getattr(model, "peft_config", None))
+    weights = sum(
+        tensor.numel() * tensor.element_size()
+        for _, tensor in _saved_tensors(model)
+        if tensor.requires_grad or not adapters_only
+    )
+    if save_only_model or optimizer is None:
+        return {"weights": weights}
+    views = {
+        state.parameter: views_of(state, unit.promised_moments(state))
+        for unit in engine.runtime.units
+        for state in unit.states
+        if state.entry.spec.trainable
+    }
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    entries = {parameter: {**optimizer.state.get(parameter, {}), **views.get(parameter, {})} for parameter in parameters}
+    return {"weights": weights, "optimizer": saved_bytes(entries, engine.config.host_memory_gib)}
+
+
+def _require_room(run_dir: Path, model: nn.Module, optimizer: Any, engine: Engine, args: Any) -> int:
+    """Raises ``DiskError`` where the disk has no room for a checkpoint; returns the bytes that it will take."""
+    parts = checkpoint_bytes(model, optimizer, engine, args.save_only_model)
+    require_free_bytes(run_dir, parts, "a checkpoint", _SPACE_REMEDY)
+    return sum(parts.values())
+
+
+def require_saving_possible(args: Any, model: nn.Module, optimizer: Any, engine: Engine) -> None:
+    """Raises ``DiskError`` where checkpoints are wanted and the output folder can't be written to, or has no room.
+
+    Removes what killed runs left in it.
+    """
+    if not args.should_save or getattr(args.save_strategy, "value", args.save_strategy) == "no":
+        return
+    run_dir = Path(args.output_dir)
+    with checkpoint_staging(run_dir):
+        _require_room(run_dir, model, optimizer, engine, args)
+
+
+def checkpoint_staging(run_dir: Path, what: str = "checkpoints") -> contextlib.AbstractContextManager[Path]:
+    """:func:`.disk.staging_folder` among the checkpoints; entering it shows that they can be saved."""
+    return staging_folder(run_dir, STAGING_PREFIX, what, _SPACE_REMEDY)
+
+
+@contextlib.contextmanager
+def _saving_progress(folder: Path, expected_bytes: int, show: bool) -> Iterator[None]:
+    """Draws a bar of what has been written under ``folder`` while the body runs."""
+    bar = progress_bar(expected_bytes, "saving", "B", show=show)
+    if bar.disable:
+        yield
+        return
+    done = threading.Event()
+
+    def draw() -> None:
+        with bar:
+            while not done.wait(_POLL_SECONDS):
+                written = 0
+                for path in folder.rglob("*"):
+                    with contextlib.suppress(OSError):  # files come and go while they are written
+                        written += path.stat().st_size
+                bar.update(min(written, expected_bytes) - bar.n)
+
+    thread = threading.Thread(target=draw, name="megatrain-saving-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def publish(staging: Path) -> list[Path]:
+    """Moves every checkpoint in a staging folder into place, each by one rename, after it is safely on disk.
+
+    A checkpoint of the same name is replaced: at every instant there is the older one or the new one, complete. Where the file
+    system can't exchange names, a kill may leave neither; the next staging folder then puts the older one back. Files that a
+    user or a script put into it stay, as they do where the Trainer writes over it. Its own weights and training state don't:
+    beside those of the new checkpoint they would be read instead of them, or with them.
+
+    Raises:
+        OSError: the disk can't take them; the checkpoints before are as they were.
+    """
+    published = []
+    for folder in sorted(staging.iterdir()):
+        target = staging.parent / folder.name
+        for path in folder.rglob("*"):
+            if path.is_file() and not path.is_symlink():
+                flush_file(path)
+        _keep_files_of_others(target, folder)
+        for path in (folder, *folder.rglob("*")):
+            if path.is_dir() and not path.is_symlink():
+                flush_folder(path)
+        if not (target.exists() and _exchange(folder, target)):
+            if target.exists():
+                os.rename(target, staging / f"{folder.name}{REPLACED}")
+            os.rename(folder, target)
+        published.append(target)
+    flush_folder(staging.parent)
+    return published
+
+
+def _keep_files_of_others(target: Path, folder: Path) -> None:
+    """Gives the new checkpoint the files of the older one that aren't the Trainer's, by further links where possible."""
+    was_checkpoint = (target / _TRAINER_STATE).exists()
+    for where, folders, files in os.walk(target):
+        place = folder / Path(where).relative_to(target)
+        if not place.is_dir():
+            continue
+        for name in (*folders, *files):
+            path, kept = Path(where, name), place / name
+            stale = was_checkpoint and place == folder and _FILES_OF_A_CHECKPOINT.fullmatch(name)
+            if stale or os.path.lexists(kept):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                kept.mkdir()
+                continue
+            try:
+                os.link(path, kept, follow_symlinks=False)
+            except OSError:  # file systems without hard links
+                shutil.copy2(path, kept, follow_symlinks=False)
+                if not kept.is_symlink():
+                    flush_file(kept)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swaps two folders' names in one move; False where the system or the file system can't."""
+    try:
+        rename: Any = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError):
+        return False
+    at_working_directory, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of <linux/fs.h>
+    return rename(at_working_directory, os.fsencode(first), at_working_directory, os.fsencode(second), exchange) == 0
+
+
+def write_masters(model: nn.Module, engine: Engine, folder: Path, max_shard_gib: float) -> list[Path]:
+    """See :func:`.api.export_masters`.
+
+    Parameters are read from the store one by one. Ties are written once, under the name that comes
+    first, as ``save_pretrained`` does. A parameter larger than a shard gets a file of its own.
+    """
+    if max_shard_gib <= 0:
+        raise ConfigError(f"max_shard_gib must be above 0, got {max_shard_gib}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and isn't an empty folder; name another one for the fp32 weights")
+    engine.drain()
+    what, remedy = "the fp32 export", "Free some space, or name a folder on another disk."
+    with staging_folder(folder.parent, f".{folder.name}.incomplete", what, remedy) as staging:
+        weights = sum(_fp32_bytes(tensor) for _, tensor in _saved_tensors(model))
+        require_free_bytes(folder.parent, {"weights": weights}, what, remedy)
+        complete = staging / folder.name
+        complete.mkdir()
+        names = _write_shards(model, engine, complete, int(max_shard_gib * GIB))
+        if folder.exists():
+            folder.rmdir()
+        os.rename(complete, folder)
+    return [folder / name for name in names]
+
+
+def _write_shards(model: nn.Module, engine: Engine, folder: Path, max_shard_bytes: int) -> list[str]:
+    homes = {id(state.parameter): (unit, state) for unit in engine.runtime.units for state in unit.states}
+    tensors = dict(_saved_tensors(model))
+    split = split_state_dict_into_shards_factory(
+        tensors, get_storage_size=_fp32_bytes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_bytes
+    )
+    for file, names in split.filename_to_tensors.items():
+        values = {}
+        for name in names:
+            tensor = tensors[name]
+            if id(tensor) in homes:
+                unit, state = homes[id(tensor)]
+                values[name] = unit.read_master(state)
+            else:
+                kept = torch.float32 if tensor.is_floating_point() else tensor.dtype
+                values[name] = tensor.detach().to("cpu", kept, copy=True)
+        save_file(values, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    config: Any = copy.deepcopy(getattr(model, "config", None))
+    if hasattr(config, "save_pretrained"):
+        setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", torch.float32)
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(folder)
+    return list(split.filename_to_tensors)
+
+
+def _fp32_bytes(tensor: torch.Tensor) -> int:
+    return (4 if tensor.is_floating_point() else tensor.element_size()) * tensor.numel()
+
+
+def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters once each, then the buffers that are saved."""
+    yield from model.named_parameters()
+    for owner, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{owner}.{name}" if owner else name, buffer

@@ -1,0 +1,1 @@
+"""The way of gradients from autograd to the store."""

@@ -1,0 +1,156 @@
+"""Weight gradients of layers in autograd's graph, from the leaves of a call to the host store.
+
+A layer that is called once in a forward sends its gradients as soon as its backward has been issued. Those of a layer that is
+called several times are added up first, and those of a call in pieces of its batch are summed in fp32, as long as one
+backward (autograd's graph task) brings them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import torch
+
+from megatrain_accelerate.gradients.offload import GradientOffloader
+from megatrain_accelerate.store.layout import FlatLayout
+from megatrain_accelerate.transfer.call_order import Tape
+from megatrain_accelerate.transfer.parts import Streamed
+
+
+class CallInBackward(Protocol):
+    """A call of a layer to which a backward has come, or one of the ``pieces`` of a call."""
+
+    tape: Tape
+    position: int
+    pieces: int
+    task: int
+
+    @property
+    def layer(self) -> Streamed: ...
+
+    def finish(self) -> None:
+        """The backward is over."""
+
+    def discard(self) -> None:
+        """The backward has failed."""
+
+
+class LayerSums:
+    """fp32 sums of one layer's weight gradients over the pieces of a call, rounded once when they leave.
+
+    They lie in ``buffer``, flat fp32 memory, which nobody else uses while they live.
+    """
+
+    def __init__(self, layout: FlatLayout, buffer: torch.Tensor) -> None:
+        self._entries = layout.trainable_entries
+        self._buffer = buffer
+        self._sums: dict[int, torch.Tensor] = {}
+        self.complete_pieces = 0
+        """Pieces whose gradients are all in the sums."""
+
+    def add(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Adds one piece's gradients, by place among the layer's trainable parameters."""
+        for row, gradient in gradients.items():
+            if row in self._sums:
+                self._sums[row].add_(gradient)
+            else:
+                spec, begin = self._entries[row].spec, self._entries[row].state_offset
+                assert begin is not None
+                self._sums[row] = self._buffer[begin : begin + spec.numel].view(spec.shape).copy_(gradient)
+
+    def take(self, to_stay: bool) -> dict[int, torch.Tensor]:
+        """The sums of what pieces had gradients of: fp32, valid until the next layer's begin.
+
+        Those that are ``to_stay`` are tensors of their own, rounded to the dtypes of the weights.
+        """
+        if not to_stay:
+            return self._sums
+        return {row: total.to(self._entries[row].spec.dtype, copy=True) for row, total in self._sums.items()}
+
+
+class GradientSums:
+    """Where the layers' sums lie: one flat buffer on the device, as large as the largest layer's trained parameters.
+
+    Owner: the runtime. Writer and reader: the compute stream. The buffer is made when the first call is cut, and belongs to
+    one layer's sums as long as these live. Sums that begin meanwhile (of a backward within a backward) get memory of their
+    own.
+    """
+
+    def __init__(self, device: torch.device, layouts: Iterable[FlatLayout]) -> None:
+        self._device = device
+        self._elements = max((layout.state_elements for layout in layouts), default=0)
+        self._buffer: torch.Tensor | None = None
+        self._user: weakref.ref[LayerSums] | None = None
+        """The sums in the buffer."""
+
+    @property
+    def planned_bytes(self) -> int:
+        return 4 * self._elements
+
+    @property
+    def is_made(self) -> bool:
+        return self._buffer is not None
+
+    def begin(self, layout: FlatLayout) -> LayerSums:
+        if self._buffer is None:
+            self._buffer = torch.empty(self._elements, dtype=torch.float32, device=self._device)
+        if self._user is not None and self._user() is not None:
+            return LayerSums(layout, torch.empty(layout.state_elements, dtype=torch.float32, device=self._device))
+        sums = LayerSums(layout, self._buffer)
+        self._user = weakref.ref(sums)
+        return sums
+
+
+class Backward:
+    """One backward that is under way (a graph task of autograd), and its gradients that wait for others."""
+
+    def __init__(self, offloader: GradientOffloader, fp32_sums: GradientSums) -> None:
+        self.calls: list[CallInBackward] = []
+        """To which it has come."""
+        self._offloader = offloader
+        self._fp32_sums = fp32_sums
+        self._sums: dict[Streamed, dict[int, torch.Tensor]] = {}
+        """Of layers that run several times in one forward."""
+        self._pieces: dict[tuple[Tape, int], tuple[Streamed, LayerSums]] = {}
+        """Of calls in pieces, by their places."""
+
+    def deliver(self, tape: Tape, layer: Streamed, found: dict[int, torch.Tensor]) -> None:
+        """Takes the gradients of one call: they go at once unless others of the layer come in this backward."""
+        if tape.calls.count(layer.index) == 1:
+            self._offloader.offload(layer, found)
+        elif found:
+            self.add_up(layer, found)
+
+    def add_piece(self, call: CallInBackward, found: dict[int, torch.Tensor], is_complete: bool) -> None:
+        """Adds gradients of a piece to those of the others; when all pieces have brought theirs they go as those of one call.
+
+        ``is_complete`` tells that the piece brings no more of them.
+        """
+        place = (call.tape, call.position)
+        if place not in self._pieces:
+            self._pieces[place] = (call.layer, self._fp32_sums.begin(call.layer.unit.layout))
+        sums = self._pieces[place][1]
+        sums.add(found)
+        sums.complete_pieces += is_complete
+        if sums.complete_pieces == call.pieces:
+            self._deliver_pieces(place)
+
+    def _deliver_pieces(self, place: tuple[Tape, int]) -> None:
+        tape, (layer, sums) = place[0], self._pieces.pop(place)
+        is_added_up = tape.calls.count(layer.index) > 1
+        self.deliver(tape, layer, sums.take(to_stay=layer.unit.is_on_device or is_added_up))
+
+    def add_up(self, layer: Streamed, found: dict[int, torch.Tensor]) -> None:
+        """Adds gradients to those of the layer's other calls, as autograd does before it accumulates."""
+        sums = self._sums.setdefault(layer, {})
+        for row, gradient in found.items():
+            sums[row] = sums[row].add_(gradient) if row in sums else gradient
+
+    def finish(self) -> None:
+        """It is over: what has been added up goes."""
+        for place in list(self._pieces):
+            self._deliver_pieces(place)
+        for layer, found in self._sums.items():
+            self._offloader.offload(layer, found)

@@ -1,0 +1,161 @@
+"""The norms of all gradients, and clipping by a factor that the next step multiplies in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+
+from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.gradients.fp32_sums import Fp32Sums
+from megatrain_accelerate.store.host_memory import HostMemory
+from megatrain_accelerate.store.parameter import NotedTensor, ParameterState
+from megatrain_accelerate.store.unit import HostUnit
+
+
+class NormTable:
+    """Host table of the last gradient norm of every trainable parameter, in the ``row`` of its state.
+
+    Owner: the runtime. Writers: the d2h stream, the step worker. Reader: the launching thread, after backward.
+    """
+
+    def __init__(self, units: Sequence[HostUnit], register: bool) -> None:
+        trained = [state for unit in units for state in unit.states if state.entry.spec.trainable]
+        for row, state in enumerate(trained):
+            state.row = row
+        count = len(trained)
+        self._memory = HostMemory(4 * max(1, count), register=register)
+        self._memory.register()
+        self.norms = self._memory.tensor(0, (max(1, count),), torch.float32)
+
+    def of_unit(self, unit: HostUnit) -> torch.Tensor:
+        """The unit's rows: one for each trainable entry, in entry order."""
+        start = next((state.row for state in unit.states if state.row is not None), 0)
+        return self.norms[start : start + len(unit.layout.trainable_entries)]
+
+    def fill(self, states: Sequence[ParameterState], norms: torch.Tensor) -> None:
+        """Issues the copies of the norms of these trained parameters' gradients, which are on the device."""
+        rows = [row for state in states if (row := state.row) is not None]
+        if rows == list(range(rows[0], rows[-1] + 1)):
+            self.norms[rows[0] : rows[-1] + 1].copy_(norms, non_blocking=True)
+        else:
+            for row, norm in zip(rows, norms.unbind(), strict=True):
+                self.norms[row].copy_(norm, non_blocking=True)
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+class Clipping:
+    """Owner of the factors by which clipped gradients are to be scaled, until a step takes them.
+
+    ``states`` are the parameters' places in the store, by ``id`` of the parameter.
+    """
+
+    def __init__(self, norms: NormTable, sums: Fp32Sums, states: Mapping[int, ParameterState]) -> None:
+        self._norms = norms
+        self._sums = sums
+        self._states = states
+        self._factors: dict[int, tuple[ParameterState, float]] = {}
+        """Each clipped parameter and its factor, by the parameter's ``id``."""
+        self._stepped: list[tuple[ParameterState, float, NotedTensor]] = []
+        """Each parameter that was stepped with a factor since the last forward, the factor, and its gradient then."""
+
+    def total_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Global 2-norm of the parameters' gradients, which must have been collected: fp32, on the host, no dimensions.
+
+        The value of ``torch.nn.utils.clip_grad_norm_`` on fp32 gradients: the norm of the gradients' norms. ``parameters`` are
+        trained ones of this model, or of modules that don't stream; those without a gradient don't count.
+        """
+        rows, factors, outside = [], [], []
+        for parameter in parameters:
+            if (gradient := parameter.grad) is None:
+                continue
+            state = self._states.get(id(parameter))
+            if state is None or state.row is None:
+                outside.append(torch.linalg.vector_norm(gradient.detach(), 2.0, dtype=torch.float32))
+                continue
+            if not state.has_norm:
+                self._norms.norms[state.row] = self._sums.norms([state])[0]
+                state.note_norm(gradient, rewritten=True)
+            rows.append(state.row)
+            factors.append(self._factors[id(parameter)][1] if id(parameter) in self._factors else 1.0)
+        norms = self._norms.norms[torch.tensor(rows, dtype=torch.long)]
+        if self._factors:
+            norms = norms * torch.tensor(factors, dtype=torch.float32)
+        return torch.linalg.vector_norm(torch.cat([norms, *(norm.cpu().reshape(1) for norm in outside)]), 2.0)
+
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """See :meth:`StreamingRuntime.clip_grad_norm`; the gradients' norms must have arrived."""
+        parameters = list(parameters)
+        total = self.total_norm(parameters)
+        # As torch.nn.utils.clip_grad_norm_ does it, in fp32.
+        factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        if bool(total.isfinite()) and factor != 1.0:
+            for parameter in parameters:
+                if (state := self._states.get(id(parameter))) is not None:
+                    _, earlier = self._factors.get(id(parameter), (state, 1.0))
+                    self._factors[id(parameter)] = state, factor * earlier
+                elif parameter.grad is not None:
+                    parameter.grad.detach().mul_(factor)
+        return total
+
+    def take_factors(self, ids: Collection[int]) -> dict[int, float]:
+        """Removes and returns the factors that wait for a step of these parameters, by ``id``; 1 where absent.
+
+        The gradients stay as they are: :meth:`settle` scales those that are still there behind the step.
+        """
+        taken: dict[int, float] = {}
+        for key in [key for key in self._factors if key in ids]:
+            state, factor = self._factors.pop(key)
+            if factor != 1.0 and state.parameter.grad is not None:
+                assert state.normed is not None
+                taken[key] = factor
+                self._stepped.append((state, factor, state.normed))
+        return taken
+
+    @property
+    def is_pending(self) -> bool:
+        return bool(self._factors or self._stepped)
+
+    def has_unscaled(self) -> bool:
+        """Whether clipped gradients are left that weren't scaled."""
+        return self.has_stepped() or bool(self._factors)
+
+    def has_stepped(self) -> bool:
+        """Whether clipped gradients are still there, unscaled, behind their step."""
+        self._stepped = [stepped for stepped in self._stepped if stepped[2].is_still(stepped[0].parameter.grad)]
+        return bool(self._stepped)
+
+    def settle_stepped(self, others_follow: bool) -> None:
+        """The part of :meth:`settle` that gradients need which were stepped and not dropped."""
+        if self.has_stepped():
+            for state, factor, _ in self._stepped:
+                self._scale(state, factor, others_follow)
+            self._stepped.clear()
+
+    def _scale(self, state: ParameterState, factor: float, others_follow: bool) -> None:
+        with torch.no_grad():
+            self._sums.scale(state, factor, others_follow)
+        state.normed = None
+
+    def settle(self, others_follow: bool) -> None:
+        """Scales clipped gradients in place, for those who look at them or add to them.
+
+        No step may be under way. If ``others_follow``, which are added, bf16 gradients become fp32
+        sums where such sums are wanted; if not, gradients that aren't sums are rounded once more.
+        """
+        self.refuse_written()
+        self.settle_stepped(others_follow)
+        for state, factor in self._factors.values():
+            if state.parameter.grad is not None:
+                self._scale(state, factor, others_follow)
+        self._factors.clear()
+
+    def refuse_written(self) -> None:
+        """A StateError if a clipped gradient was written to: that would be scaled as well."""
+        if any(state.parameter.grad is not None and not state.has_norm for state, _ in self._factors.values()):
+            raise StateError(
+                "gradients were written to after accelerator.clip_grad_norm_(), which leaves them as they are and lets "
+                "the step scale them; change them before they are clipped, or clip with torch.nn.utils.clip_grad_norm_()"
+            )

@@ -1,0 +1,240 @@
+"""Gradients of several backwards summed in fp32: the bf16 half is ``parameter.grad``, a 16-bit residual lies beside it.
+
+The pair is split as the masters are (``csrc/split_master.h``), so the sum has every bit of an fp32 addition for 2 bytes a
+parameter more, and nothing more moves over the link but the residuals of resident parameters, once a step. A residual counts
+only while ``parameter.grad`` is the tensor, at the version, that it was made with (:attr:`ParamHandle.has_fp32_sum`): where
+somebody wrote to, replaced or dropped the gradient the sum goes on from what is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.errors import KernelError, UnsupportedError
+from megatrain_accelerate.hooks import weakly
+from megatrain_accelerate.kernels.device import DeviceKernels, StepKernels, can_step_on
+from megatrain_accelerate.kernels.host import HostKernels
+from megatrain_accelerate.store.host_limits import require_host_bytes
+from megatrain_accelerate.store.parameter import ParameterState
+from megatrain_accelerate.transfer.parts import Stepped
+
+
+def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """2-norms in fp32 of tensors of one device, computed as ``torch.nn.utils.clip_grad_norm_`` does on fp32 gradients."""
+    if gradients[0].is_cuda:
+        return list(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32))
+    # One after the other: copies of all of them in fp32 would take twice the memory of a layer's gradients.
+    return [torch.linalg.vector_norm(gradient.float(), 2.0) for gradient in gradients]
+
+
+def joined_sum(gradient: torch.Tensor, residual: torch.Tensor, kernels: StepKernels) -> torch.Tensor:
+    """The fp32 sum, a new tensor, of a bf16 gradient and its int16 residual: ``join_sum`` of the kernels."""
+    total = torch.empty(gradient.shape, dtype=torch.float32, device=gradient.device)
+    kernels.join(gradient, residual.where((gradient != 0) | (residual > 0), 0), total)
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningSum:
+    """A gradient that is about to be added to: the sum so far, and the kernels of where it lies."""
+
+    gradient: torch.Tensor
+    residual: torch.Tensor
+    has_residual: bool
+    """Whether the residual counts; else the sum so far is the gradient alone."""
+    kernels: StepKernels
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Adds a gradient of the same shape and dtype, in place; no version counter moves."""
+        self.kernels.accumulate_split(self.gradient, self.residual, gradient.contiguous(), self.has_residual)
+
+    def scale(self, factor: float) -> None:
+        """Multiplies the sum, in fp32, in place; no version counter moves."""
+        total = joined_sum(self.gradient, self.residual, self.kernels) if self.has_residual else self.gradient.float()
+        self.kernels.split(total.mul_(factor), self.gradient, self.residual)
+
+
+class Fp32Sums:
+    """Decides which gradients are summed in fp32, and owns the way in which autograd's own are.
+
+    ``parts`` are all layers, experts and groups.
+    """
+
+    def __init__(self, parts: Sequence[Stepped], config: MegatrainConfig, device: torch.device, kernels: HostKernels) -> None:
+        self._parts, self._device, self._kernels = list(parts), device, kernels
+        self._host_memory_gib = config.host_memory_gib
+        self.is_wanted = config.accumulation_dtype == "fp32"
+        self.is_budgeted = False
+        """Whether the residuals' memory was counted before the model was adopted."""
+        self._device_kernels: DeviceKernels | None = None
+        self._is_prepared = False
+        self._set_aside: dict[int, RunningSum] = {}
+        self._takes_up: dict[int, Any] = {}
+        """For gradients of layers that were set aside, by the ``id`` of the state: the handle of the hook that calls
+        :meth:`take_up`."""
+
+    def prepare(self, staging_bytes: int = 0) -> None:
+        """Makes the residuals, 2 bytes a parameter, if they don't exist; ``staging_bytes`` are about to be taken besides.
+
+        Raises:
+            HostMemoryError: they don't fit; nothing is allocated then.
+            KernelError: the model computes on a GPU, and Triton is missing.
+        """
+        if self._is_prepared or not self.is_wanted or not any(part.unit.layout.split_elements for part in self._parts):
+            return
+        if self._device.type == "cuda":
+            if not can_step_on(self._device):
+                raise KernelError(
+                    "summing gradients in fp32 on the GPU needs Triton, which this torch has not; install it (`pip install "
+                    "triton`), or set megatrain_config.accumulation_dtype to 'bf16'"
+                )
+            self._device_kernels = DeviceKernels()
+        if not self.is_budgeted:
+            # All that is still to be allocated and wasn't promised: the optimizer may be prepared after this.
+            units = [part.unit for part in self._parts if not part.unit.is_on_device]
+            without_gradients = [unit for unit in units if not (unit.has("gradients") or unit.passes_gradients)]
+            parts = {
+                "gradients": sum(unit.layout.gradient_bytes for unit in without_gradients),
+                "residuals": sum(2 * unit.layout.split_elements - unit.residuals.nbytes for unit in units),
+                "moments": sum(unit.moment_bytes for unit in units if not unit.has("moments")),
+                "gradient_residuals": sum(2 * u.layout.split_elements for u in units if u.gradient_residuals is None),
+                "staging": staging_bytes,
+            }
+            require_host_bytes(sum(parts.values()), 0, parts, self._host_memory_gib, remedy=BF16_REMEDY)
+        for part in self._parts:
+            part.allocate_gradient_residuals()
+        self._is_prepared = True
+
+    def running(self, state: ParameterState) -> RunningSum | None:
+        """``parameter.grad`` as a sum that can be added to in fp32; None where it can't, or isn't to be."""
+        gradient, residual = state.parameter.grad, state.sum_residual
+        if not self.is_wanted or gradient is None or residual is None:
+            return None
+        if gradient.dtype != torch.bfloat16 or gradient.device != residual.device or not _is_plain(gradient):
+            return None
+        kernels = self._device_kernels if gradient.is_cuda else self._kernels
+        assert kernels is not None, "sums on the GPU before prepare()"
+        return RunningSum(gradient, residual, state.handle.has_fp32_sum, kernels)
+
+    def scale(self, state: ParameterState, factor: float, others_follow: bool) -> None:
+        """Multiplies ``parameter.grad`` in place; an fp32 sum from then on if ``others_follow``."""
+        assert state.parameter.grad is not None
+        if others_follow:
+            self.prepare()
+        running = self.running(state) if others_follow or state.handle.has_fp32_sum else None
+        if running is None:
+            state.parameter.grad.mul_(factor)
+        else:
+            running.scale(factor)
+            state.handle.note_fp32_sum()
+
+    def norms(self, states: Sequence[ParameterState]) -> list[torch.Tensor]:
+        """2-norms of the parameters' gradients, all of one device: of the fp32 sums where there are such; fp32, there."""
+        found: dict[int, torch.Tensor] = {}
+        plain: dict[int, torch.Tensor] = {}
+        for position, state in enumerate(states):
+            gradient = state.parameter.grad
+            assert gradient is not None
+            if not state.handle.has_fp32_sum or state.sum_residual is None:
+                plain[position] = gradient
+            elif gradient.is_cuda and self._device_kernels is not None:
+                found[position] = self._device_kernels.norm_split(gradient, state.sum_residual)
+            else:
+                found[position] = gradient_norms([joined_sum(gradient, state.sum_residual, self._kernels)])[0]
+        if plain:
+            found |= zip(plain, gradient_norms(list(plain.values())), strict=True)
+        return [found[position] for position in range(len(states))]
+
+    def host_norm(self, gradient: torch.Tensor, residual: torch.Tensor | None) -> float:
+        """2-norm of a gradient on the host, or of the fp32 sum that it is the bf16 half of."""
+        # torch's own norm on the CPU makes an fp32 copy and runs on threads of its own, several times slower; the stand-in
+        # takes it all the same, so that its bits can be compared with plain PyTorch's.
+        if self._device.type == "cuda" and (residual is not None or gradient.is_contiguous()):
+            return math.sqrt(self._kernels.square_sum(gradient, residual))
+        if residual is not None:
+            gradient = joined_sum(gradient, residual, self._kernels)
+        return float(gradient_norms([gradient])[0])
+
+    def watch(self, states: Iterable[ParameterState]) -> list[Any]:
+        """Hooks (returned) on trained residents: :meth:`take_up` is to be called after each gradient."""
+        # Autograd would add it in bf16 to the one that is there, so that is out of the way meanwhile.
+        if not self.is_wanted:
+            return []
+        hook = weakly(self._take_aside)
+        return [state.parameter.register_hook(functools.partial(hook, weakref.ref(state), False)) for state in states]
+
+    def before_accumulation(self, found: weakref.ref[ParameterState], arrived: tuple[torch.Tensor | None, ...]) -> None:
+        """A hook of the node by which autograd adds to a parameter's gradient: they are summed in fp32."""
+        if self.is_wanted and arrived[0] is not None:
+            self._take_aside(found, True, arrived[0])
+
+    def _take_aside(self, found: weakref.ref[ParameterState], takes_up: bool, fresh: torch.Tensor) -> None:
+        """``fresh`` is about to be accumulated into ``parameter.grad``, or taken by ``torch.autograd.grad``."""
+        if (state := found()) is None:
+            return
+        self._pop(state)  # of a backward that failed
+        earlier = state.parameter.grad
+        if earlier is None or earlier.dtype != torch.bfloat16 or fresh.dtype != torch.bfloat16 or not _is_plain(earlier):
+            return
+        if fresh.layout != torch.strided or fresh.requires_grad:
+            return
+        self.prepare()
+        running = self.running(state)
+        if running is not None:
+            if takes_up:
+                if state.parameter._post_accumulate_grad_hooks:
+                    raise UnsupportedError(
+                        f"parameter {state.name} has a hook (register_post_accumulate_grad_hook), which wouldn't see the "
+                        "sum of several backwards; remove it, or set megatrain_config.accumulation_dtype to 'bf16'"
+                    )
+                added = functools.partial(weakly(self._added), weakref.ref(state))
+                self._takes_up[id(state)] = state.parameter.register_post_accumulate_grad_hook(added)
+            self._set_aside[id(state)] = running
+            state.handle.set_gradient(None, keeps_sum=True)
+            Variable._execution_engine.queue_callback(functools.partial(self._put_back, state))
+
+    def _pop(self, state: ParameterState) -> RunningSum | None:
+        if (handle := self._takes_up.pop(id(state), None)) is not None:
+            handle.remove()
+        return self._set_aside.pop(id(state), None)
+
+    def _added(self, found: weakref.ref[ParameterState], _: torch.Tensor) -> None:
+        if (state := found()) is not None:
+            self.take_up(state)
+            state.normed = None
+
+    def take_up(self, state: ParameterState) -> None:
+        """autograd accumulated into ``parameter.grad``: adds it to what was set aside, which takes its place again."""
+        running = self._pop(state)
+        fresh = state.parameter.grad
+        if running is None or fresh is None:
+            return
+        with torch.no_grad():
+            running.add(fresh)
+        state.handle.set_gradient(running.gradient)
+        state.handle.note_fp32_sum()
+
+    def _put_back(self, state: ParameterState) -> None:
+        """The backward is over: a gradient to which nothing was added (``torch.autograd.grad``) takes its place again."""
+        running = self._pop(state)
+        if running is not None and state.parameter.grad is None:
+            state.handle.set_gradient(running.gradient, keeps_sum=True)
+
+
+BF16_REMEDY = (
+    "To accumulate gradients without the 2 bytes a parameter that fp32 sums take, set megatrain_config.accumulation_dtype to "
+    "'bf16'. "
+)
+
+
+def _is_plain(gradient: torch.Tensor) -> bool:
+    return gradient.layout == torch.strided and gradient.is_contiguous() and not gradient.requires_grad

@@ -1,0 +1,400 @@
+"""Gradients to the host: device slots, one copy a layer, accumulation over micro-batches, norms.
+
+The norms are taken on the device, gradient by gradient, while the gradients are still there, and travel with them; so
+the global norm is known on the host when backward ends, without another pass over the gradients. Norms of a model that lives
+on the device whole travel then, and are waited for when they are read.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from megatrain_accelerate.errors import StateError, UnsupportedError
+from megatrain_accelerate.gradients.buffers import Addition, HostBuffers, not_stepped, of_their_own
+from megatrain_accelerate.gradients.clipping import NormTable
+from megatrain_accelerate.gradients.fp32_sums import Fp32Sums, gradient_norms
+from megatrain_accelerate.gradients.unit_stepper import UnitStepper
+from megatrain_accelerate.kernels.host import HostKernels
+from megatrain_accelerate.store.host_limits import count_promises_of
+from megatrain_accelerate.store.layout import FlatLayout
+from megatrain_accelerate.store.parameter import ParameterState
+from megatrain_accelerate.store.step_worker import StepWorker, Ticket
+from megatrain_accelerate.store.unit import PASSING_BUFFERS, HostUnit
+from megatrain_accelerate.transfer.meter import Cause, Meter, UpdateGate, named_range
+from megatrain_accelerate.transfer.parts import Fetched, Stepped, Streamed
+from megatrain_accelerate.transfer.streams import GradientSlot, Streams
+
+GRADIENT_SLOTS = 2
+"""Device buffers that hold one layer's gradients each: one is written while the other's are copied to the host."""
+
+
+class GradientOffloader:
+    """Owner of the gradient slots, of layers and experts, and of the way from a backward to ``parameter.grad`` on the host.
+
+    Args:
+        units: layouts of the units whose gradients leave through slots.
+        at_once: layouts of what a slot takes at once: such a unit, or a part of one.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[FlatLayout],
+        at_once: Sequence[FlatLayout],
+        *,
+        streams: Streams,
+        worker: StepWorker,
+        kernels: HostKernels,
+        meter: Meter,
+        norms: NormTable,
+        sums: Fp32Sums,
+        steppers: Sequence[UnitStepper],
+        register: bool,
+        passes: bool,
+    ) -> None:
+        self.streams, self.worker, self.kernels, self.meter = streams, worker, kernels, meter
+        self.norms, self.sums, self.steppers = norms, sums, steppers
+        self._buffers_of = functools.partial(HostBuffers, register=register, meter=meter)
+        # Those that pass through the host do so unit by unit, since that is how they are stepped.
+        self._largest_unit = max(layout.gradient_bytes for layout in units)
+        self._largest = max(layout.gradient_bytes for layout in at_once)
+        self._most_parameters = max(len(layout.trainable_entries) for layout in at_once)
+        self._slot_count = GRADIENT_SLOTS if self._largest else 0
+        self._passes = passes and self._largest > 0
+        self.slots: collections.deque[GradientSlot] = collections.deque()
+        """In the order in which they are next written."""
+        self.takes_gradients = False
+        """Whether the run trains."""
+        self._staging: HostBuffers | None = None
+        """For gradients that are to be added to earlier ones."""
+        self.last_copied_event = self.streams.event()
+        """Complete when all gradients that were sent so far have arrived."""
+        self.additions: dict[int, Ticket] = {}
+        """The worker's last addition to each unit's gradients, by ``id``."""
+        self._fetched_event = self.streams.event()
+        self._in_flight: list[torch.Tensor] = []
+        self.gradients_complete: Callable[[], bool] = lambda: True
+        """Whether the backward in progress is the last before a step; set from Accelerate's gradient state. Norms are needed
+        only then."""
+        self.passing: HostBuffers | None = None
+        """For gradients that are consumed in backward; made with the first :meth:`make_places`."""
+        count_promises_of(self)
+
+    @property
+    def passes(self) -> bool:
+        """Whether gradients of layers are consumed in backward, and have no places of their own on the host."""
+        return self._passes and self.takes_gradients
+
+    @property
+    def promised_bytes(self) -> int:
+        """Of :attr:`passing`, as long as it isn't made but needed; see :func:`count_promises_of`."""
+        is_missing = self.passes and self.passing is None and self.slots
+        return PASSING_BUFFERS * self._largest_unit if is_missing else 0
+
+    def make_places(self, units: Iterable[HostUnit]) -> None:
+        """Makes the host memory of these units' gradients as far as it is missing and they live there."""
+        for unit in units:
+            unit.allocate_gradients()
+        if self.promised_bytes:
+            self.passing = self._buffers_of(PASSING_BUFFERS, self._largest_unit)
+
+    def allocate_slots(self, needed: bool = True) -> None:
+        """Gets ready for gradients. Slots are ``needed`` if any layer's leave the device; else they are given back."""
+        self.takes_gradients = True
+        if not needed:
+            self.slots.clear()
+        elif not self.slots:
+            new = (GradientSlot(self._largest, self._most_parameters, self.streams) for _ in range(self._slot_count))
+            self.slots.extend(new)
+
+    def begin(
+        self, layer: Streamed, found: Container[int] | None = None, parts: int = 1, is_last: bool = True
+    ) -> UnitGradients | None:
+        """What takes the gradients that one backward ``found`` (None: all), by place among a layer's trainable parameters.
+
+        None if nothing is trained. A StateError in a model prepared for evaluation only.
+        """
+        # One that was frozen since the forward takes no gradient.
+        every = [row for row, state in enumerate(layer.trainable) if state.parameter.requires_grad]
+        rows = [row for row in every if found is None or row in found]
+        if rows and not self.takes_gradients:
+            raise StateError(
+                f"{layer.kind} {layer.name} got a gradient but the model was prepared for evaluation only; prepare it with "
+                "accelerator.prepare(model) (evaluation_mode=False) to train it"
+            )
+        if not rows:
+            return None
+        self.make_places([layer.unit])  # where no forward of the whole model has
+        return UnitGradients(self, layer, rows, parts, is_last)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._slot_count * self._largest
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(slot.buffer.numel() for slot in self.slots)
+
+    @property
+    def passing_bytes(self) -> int:
+        return 0 if self.passing is None else self.passing.size_bytes
+
+    def offload(self, layer: Streamed, found: dict[int, torch.Tensor]) -> None:
+        """Sends gradients, by place among a layer's trainable parameters, to ``parameter.grad``."""
+        taken = self.begin(layer, found)
+        if taken is None:
+            return
+        gradients = [found[row] for row in taken.rows]
+        if not layer.unit.is_on_device:
+            taken.take(layer, gradients)
+            return
+        # They stay where they are; their norms go to the host.
+        for state, gradient in zip(taken.states, of_their_own(gradients), strict=True):
+            _refuse_hooked(layer, state)
+            self.add_in_place(state, gradient)
+            state.normed = None
+        if self.gradients_complete():
+            self._send_from_device(layer.name, taken.states, [])
+
+    def fetch(self, group: Stepped, only: torch.Tensor | None = None) -> None:
+        """Copies those of a group's gradients (or one alone) that aren't on the host yet."""
+        for state in group.unit.states:
+            parameter = state.parameter
+            if state.row is None or parameter.grad is None or state.has_norm or (only is not None and parameter is not only):
+                continue
+            # WAR: a step that is still to be applied reads the gradients of the pass before.
+            self.meter.wait_for_step(group.name, group.gate)
+            self.make_places([group.unit])
+            copies = [] if state.gradient is None else [(state.gradient, parameter.grad)]
+            residual = state.gradient_residual
+            if copies and state.handle.has_fp32_sum and residual is not None and state.sum_residual is not None:
+                copies.append((residual, state.sum_residual))
+            self._send_from_device(group.name, [state], copies)
+
+    def send_norms(self, states: list[ParameterState]) -> None:
+        """Sends the norms of gradients that stay on the device to the host."""
+        if states:
+            self._send_from_device("norms", states, [])
+
+    def _send_from_device(
+        self, name: str, states: list[ParameterState], copies: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Issues these copies to the host, and those of the norms of the parameters' gradients."""
+        norms = torch.stack(self.sums.norms(states))
+        if self._fetched_event.query():
+            self._in_flight = []
+        ready_event = self.streams.event()
+        ready_event.record(self.streams.compute_stream)
+        d2h_stream = self.streams.d2h_stream
+        with self.streams.on(d2h_stream), named_range(f"megatrain::copy_gradients ({name})"):
+            # RAW: gradients and norms must be finished.
+            d2h_stream.wait_event(ready_event)
+            for target, source in copies:
+                with self.meter.copying(Cause.D2H, target.nbytes):
+                    target.copy_(source, non_blocking=True)
+                self.meter.counters.d2h_bytes += target.nbytes
+            self.norms.fill(states, norms)
+            self._fetched_event.record(d2h_stream)
+        # The allocator may hand out their memory again while the copies run.
+        self._in_flight += [norms, *(source for _, source in copies)]
+        for state in states:
+            assert state.parameter.grad is not None
+            state.note_norm(state.parameter.grad)
+
+    def add_in_place(self, state: ParameterState, gradient: torch.Tensor) -> None:
+        """Sets or adds to a gradient that no copy is on its way to, where the parameter lies."""
+        if state.parameter.grad is None:
+            state.handle.set_gradient(gradient)
+            return
+        self.sums.prepare()
+        running = self.sums.running(state)
+        if running is None:
+            state.parameter.grad.add_(gradient)
+        else:
+            running.add(gradient)
+            state.handle.note_fp32_sum()
+
+    def send(
+        self, slot: GradientSlot, name: str, size: int, pieces: Sequence[tuple[torch.Tensor, ...]], norms: torch.Tensor | None
+    ) -> Any:
+        """Issues the copies of a slot's gradients, ``size`` bytes: ``pieces`` are views of the host's memory, and those of the
+        slot's that go there; the slot's norms go to ``norms``.
+
+        Returns an event of its own, since the slot's may be recorded again before it is waited for.
+        """
+        d2h_stream = self.streams.d2h_stream
+        with self.streams.on(d2h_stream), named_range(f"megatrain::copy_gradients ({name})"):
+            # RAW: the copy must see the finished gradients.
+            d2h_stream.wait_event(slot.grads_ready_event)
+            with self.meter.copying(Cause.D2H, size):
+                for target, source in pieces:
+                    target.copy_(source, non_blocking=True)
+            if norms is not None:
+                norms.copy_(slot.norms[: norms.numel()], non_blocking=True)
+            slot.grads_copied_event.record(d2h_stream)
+            self.last_copied_event = self.streams.event()
+            self.last_copied_event.record(d2h_stream)
+        self.meter.counters.d2h_bytes += size
+        return self.last_copied_event
+
+    def prepare_accumulation(self) -> HostBuffers | None:
+        """Makes staging buffers, which it returns, and fp32 sums, once. Raises a HostMemoryError if the sums don't fit."""
+        self.sums.prepare(0 if self._staging is not None else 2 * self._largest)
+        if self._staging is None and self._largest:
+            self._staging = self._buffers_of(2, self._largest)
+        return self._staging
+
+    def wait(self) -> None:
+        """Blocks until every gradient is on the host and added up; raises if adding failed."""
+        self.last_copied_event.synchronize()
+        self._fetched_event.synchronize()
+        self._in_flight = []
+        for ticket in self.additions.values():
+            ticket.wait()
+        self.additions.clear()
+
+    def close(self) -> None:
+        for buffers in (self._staging, self.passing):
+            if buffers is not None:
+                buffers.close()
+
+
+class UnitGradients:
+    """The gradients of one backward of a layer, or of its experts part by part, to the host.
+
+    A parameter of experts has one gradient, of which each part brings a range. Whether they are added to earlier ones is
+    decided before the first part, and ``parameter.grad`` shows them behind the last. A part's ranges lie apart on the host:
+    they are one copy a parameter; what is added to earlier gradients goes to a buffer in one. ``rows`` are those of the
+    layer's trainable parameters that get one. ``is_last``: no backward of an earlier piece of the same call follows.
+    """
+
+    def __init__(self, offloader: GradientOffloader, layer: Streamed, rows: list[int], parts: int, is_last: bool) -> None:
+        self.rows, self._offloader, self._layer, self._is_last = rows, offloader, layer, is_last
+        self.states = [layer.trainable[row] for row in rows]
+        # Nothing to add to: they go straight to their place, with norms. So do those that pass.
+        is_fresh = len(rows) == len(layer.trainable) and all(state.parameter.grad is None for state in layer.trainable)
+        self._is_fresh = is_fresh or offloader.passes
+        self._left = parts
+        self._target: torch.Tensor | None = None
+        self._norms: torch.Tensor | None = None
+        self._additions: list[Addition] = []
+
+    def take(self, part: Fetched, gradients: Sequence[torch.Tensor | None] | None) -> None:
+        """Sends the gradients of the layer, or of a part of its experts, one for each of the rows.
+
+        None where nothing flows, or for a part without tokens: plain PyTorch's has zeros there.
+        """
+        offloader, layout = self._offloader, part.unit.layout
+        self._left -= 1
+        if gradients is None and not self._is_fresh:
+            self._show(self._add_on_host(part, None))  # zeros needn't travel
+            return
+        # WAR: a step that is still to be applied reads the gradients of the pass before.
+        offloader.meter.wait_for_step(part.name, part.gate)
+        slot = offloader.slots[0]
+        offloader.slots.rotate(-1)
+        with named_range(f"megatrain::offload_gradients ({part.name})"):
+            # WAR: the copy of what used this slot last may still read it.
+            offloader.meter.compute_waits_for(slot.grads_copied_event, Cause.D2H)
+            views = slot.views(layout)
+            given = zip(self.rows, gradients or [None] * len(self.rows), strict=True)
+            arrived = {row: gradient for row, gradient in given if gradient is not None}
+            if arrived:
+                torch._foreach_copy_([views[row] for row in arrived], list(arrived.values()))
+            for row in set(self.rows) - arrived.keys():
+                views[row].zero_()
+            if self._is_fresh:
+                norms = torch.stack(gradient_norms(views))
+                self._norms = norms if self._norms is None else torch.hypot(self._norms, norms)
+                slot.norms[: len(views)].copy_(self._norms)
+            slot.grads_ready_event.record(offloader.streams.compute_stream)
+        self._show(self._copy_to_place(part, slot) if self._is_fresh else self._add_on_host(part, slot))
+
+    def _show(self, wait: Callable[[], None]) -> None:
+        """Behind the last part ``parameter.grad`` is the host's view; steps in backward may begin.
+
+        ``wait`` blocks until all has arrived. A StateError if gradients pass and nobody takes them.
+        """
+        if self._left:
+            return
+        offloader = self._offloader
+        # Fresh ones bring their norms; those of sums come with the last before a step.
+        has_norms = self._is_fresh or (self._is_last and offloader.gradients_complete())
+        for state in self.states:
+            _refuse_hooked(self._layer, state)
+            gradient = state.parameter.grad
+            if gradient is None:
+                # For one that passes stands a number that is none, in the memory of one element.
+                spec, own = state.entry.spec, state.gradient
+                gradient = torch.full((), torch.nan, dtype=spec.dtype).expand(spec.shape) if own is None else own
+                state.handle.set_gradient(gradient)
+            if has_norms:
+                state.note_norm(gradient)
+            else:
+                state.normed = None
+        if self._is_last:
+            stepped = [stepper.layer_done(self._layer, wait) for stepper in offloader.steppers]
+            if offloader.passes and not any(stepped):
+                raise not_stepped(self._layer)
+
+    def _copy_to_place(self, part: Fetched, slot: GradientSlot) -> Callable[[], None]:
+        """Sends what the slot holds to its place; returns what blocks until it is there."""
+        offloader, unit, size = self._offloader, self._layer.unit, part.unit.layout.gradient_bytes
+        if self._target is None:
+            if offloader.passing is not None:
+                if any(state.parameter.grad is not None for state in unit.states):
+                    raise not_stepped(self._layer)
+                unit.gradients = offloader.passing.take(self._layer.gate)
+            if (ticket := offloader.additions.pop(id(unit), None)) is not None:
+                ticket.wait()  # WAW: an addition to dropped ones may still be queued
+            assert unit.gradients is not None
+            self._target = unit.gradients
+        pieces = part.unit.pieces(self._target, slot.buffer, trainable_only=True)
+        norms = None if self._left else offloader.norms.of_unit(unit)
+        wait: Callable[[], None] = offloader.send(slot, part.name, size, pieces, norms).synchronize
+        return wait
+
+    def _add_on_host(self, part: Fetched, slot: GradientSlot | None) -> Callable[[], None]:
+        """Adds what the slot holds, or zeros without one; returns what blocks until that is done."""
+        offloader, unit, size = self._offloader, self._layer.unit, part.unit.layout.gradient_bytes
+        buffers = offloader.prepare_accumulation()  # makes the memory of the sums
+        # RAW, WAW: what was sent in an earlier backward may still be on its way to where zeros are added.
+        reader, copied_event = UpdateGate(), offloader.last_copied_event
+        views: Sequence[torch.Tensor | None] = [None] * len(self._layer.trainable)
+        if slot is not None:
+            assert buffers is not None
+            staging = buffers.take(reader)
+            copied_event = offloader.send(slot, part.name, size, [(staging[:size], slot.buffer[:size])], None)
+            views = part.unit.layout.views(staging, trainable_only=True)
+        if not self._additions:
+            self._additions = [Addition(s, s.parameter.grad, offloader.sums.running(s)) for s in self.states]
+        for addition in () if self._left else self._additions:
+            if addition.running is not None:
+                addition.state.handle.note_fp32_sum()  # of ``parameter.grad``, from now on
+        norms = offloader.norms.of_unit(unit)
+        takes_norms = not self._left and self._is_last and offloader.gradients_complete()
+
+        def add() -> None:
+            copied_event.synchronize()
+            for addition, row in zip(self._additions, self.rows, strict=True):
+                addition.add(views[row], offloader.kernels, part.unit.of)
+                if takes_norms:
+                    total, norms[row] = addition.total_and_norm(offloader.sums)
+                    addition.state.note_norm(total)
+
+        ticket = offloader.worker.submit(f"accumulate ({part.name})", add)
+        reader.close_until(ticket)
+        offloader.additions[id(unit)] = ticket
+        return ticket.wait
+
+
+def _refuse_hooked(layer: Streamed, state: ParameterState) -> None:
+    if state.parameter._backward_hooks or state.parameter._post_accumulate_grad_hooks:
+        raise UnsupportedError(
+            f"parameter {layer.name}.{state.name} has a gradient hook (register_hook, register_post_accumulate_grad_hook, "
+            "wandb.watch), which a streamed parameter's gradient never passes; remove it, or hook the layer's outputs instead"
+        )

@@ -1,0 +1,107 @@
+"""Gradients that autograd itself accumulates in a layer's parameter, before it does.
+
+Those of a streamed weight come from outside its layer: a penalty on the weights, a regularisation of adapters. The weight
+lies on the host, so that autograd accumulates them on the thread that called backward, while the GPU's thread runs the
+layers and issues the copies of their own gradients into the same memory. They are set aside until backward is over and all
+copies have landed, and are added then. A weight that lives on the device is itself what computes where nothing streams: its
+gradients stay where they are, and several of them are summed in fp32 (:mod:`.fp32_sums`).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
+
+from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.gradients.offload import GradientOffloader
+from megatrain_accelerate.hooks import weakly
+from megatrain_accelerate.store.parameter import ParameterState
+from megatrain_accelerate.store.unit import HostUnit
+
+_BACKWARDS = 8
+"""Whose gradients are held at most: of one that failed nobody tells, and one may run within another."""
+
+
+class OutsideGradients:
+    """Takes such gradients before autograd does; those of a streamed weight are added when their backward is over."""
+
+    def __init__(self, units: Iterable[HostUnit], offloader: GradientOffloader) -> None:
+        self._offloader = offloader
+        self._lock = threading.Lock()
+        self._aside: dict[int, dict[int, tuple[ParameterState, torch.Tensor]]] = {}
+        """Of each backward, by its number, by the ``id`` of the parameter."""
+        self._watched: dict[int, list[Any]] = {}
+        self.reached: set[int] = set()
+        """The ``id`` of each unit that ever got one: it can't be stepped within a backward."""
+        for unit in units:
+            self._watch(unit)
+
+    def _watch(self, unit: HostUnit) -> None:
+        for _, handle in self._watched.get(id(unit), ()):
+            handle.remove()
+        states = [state for state in unit.states if state.entry.spec.trainable]
+        # On the device autograd's thread is the one that runs the layers.
+        take: Callable[..., Any] = functools.partial(weakly(self._take), weakref.ref(unit))
+        if unit.is_on_device:
+            take = weakly(self._offloader.sums.before_accumulation)
+        watched = self._watched[id(unit)] = []
+        for state in states:
+            # Autograd's node that adds to ``parameter.grad``: there is one at a time, for as long as anybody holds it.
+            is_trained = state.parameter.requires_grad
+            with torch.inference_mode(False):
+                state.parameter.requires_grad_(True)
+                node = get_gradient_edge(state.parameter).node
+                state.parameter.requires_grad_(is_trained)
+            watched.append((node, node.register_prehook(functools.partial(take, weakref.ref(state)))))
+
+    def moved(self, unit: HostUnit) -> None:
+        """To be called when a unit has moved to or from the device: its weights' nodes are others then."""
+        if id(unit) in self._watched:
+            self._watch(unit)
+
+    def close(self) -> None:
+        """Autograd accumulates by itself again."""
+        for watched in self._watched.values():
+            for _, handle in watched:
+                handle.remove()
+        self._watched.clear()
+
+    def _take(
+        self, of_unit: weakref.ref[HostUnit], of_state: weakref.ref[ParameterState], arrived: tuple[torch.Tensor | None, ...]
+    ) -> tuple[None] | None:
+        """Before a weight's accumulation, by any thread of a backward. A StateError where gradients pass."""
+        unit, state, gradient = of_unit(), of_state(), arrived[0]
+        if unit is None or state is None or gradient is None or gradient.requires_grad:  # of ``create_graph``: autograd's
+            return None
+        if self._offloader.passes:
+            raise StateError(
+                f"{unit.name}.{state.name} got a gradient from outside its layer (a penalty on the weights), and "
+                "megatrain_config.host_gradients: passing keeps none to which it could be added; set host_gradients to 'kept' "
+                "(2 bytes a parameter more)"
+            )
+        backward = torch._C._current_graph_task_id()
+        with self._lock:
+            if backward not in self._aside:
+                while len(self._aside) >= _BACKWARDS:
+                    self._aside.pop(min(self._aside))
+                self._aside[backward] = {}
+                Variable._execution_engine.queue_callback(functools.partial(self._settle, backward))
+            gradients = self._aside[backward]
+            found = gradients.get(id(state.parameter))
+            gradients[id(state.parameter)] = state, gradient if found is None else found[1] + gradient
+            self.reached.add(id(unit))
+        return (None,)
+
+    def _settle(self, backward: int) -> None:
+        self._offloader.wait()
+        with torch.no_grad():
+            for state, gradient in self._aside.pop(backward).values():
+                self._offloader.add_in_place(state, gradient)
+                state.normed = None

@@ -1,0 +1,146 @@
+"""The step of a unit that lives on the device: the arithmetic of ``csrc/adamw.h`` as a Triton kernel, bit for bit.
+
+The same fused multiply-adds, correctly rounded square root and divisions, and no others: contraction is switched off, so
+that where a layer's states lie never changes a weight.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from megatrain_accelerate.errors import KernelError
+from megatrain_accelerate.kernels.host import AdamArguments, AdamConstants, HostKernels
+from megatrain_accelerate.kernels.moments import FloatMoments, Moments
+
+_BLOCK = 1024
+_CHUNK = 4 * _BLOCK
+"""Elements that one program steps."""
+
+
+class ParameterStep(NamedTuple):
+    """What :meth:`HostKernels.adamw` is told of one parameter."""
+
+    weight: torch.Tensor
+    residual: torch.Tensor | None
+    moments: Moments
+    grad: torch.Tensor
+    arguments: AdamArguments
+    grad_residual: torch.Tensor | None = None
+    first_element: int = 0
+
+
+def device_kernels(device: torch.device, host_kernels: HostKernels) -> StepKernels:
+    """The kernels for units that live on ``device``: on the CPU stand-in the host's own. ``KernelError`` without Triton."""
+    if device.type == "cpu":
+        return host_kernels
+    if not can_step_on(device):
+        raise KernelError(
+            "optimizer states on the GPU need Triton, which this torch has not; install it (`pip install triton`), or set "
+            "megatrain_config.placement.device_layers to 0"
+        )
+    return DeviceKernels()
+
+
+def can_step_on(device: torch.device) -> bool:
+    """Whether optimizer states can live on ``device``."""
+    return device.type == "cpu" or importlib.util.find_spec("triton") is not None
+
+
+class DeviceKernels:
+    """The kernels for CUDA tensors. Each call is issued on the current stream; all tensors of one are contiguous.
+
+    Each method does what that of :class:`HostKernels` does.
+    """
+
+    def __init__(self) -> None:
+        from megatrain_accelerate.kernels import triton_adamw
+
+        self._triton: Any = triton_adamw
+
+    def adamw(self, *step: Any, **others: Any) -> None:
+        """Takes what a :class:`ParameterStep` is made of."""
+        self.adamw_of_many([ParameterStep(*step, **others)])
+
+    def adamw_of_many(self, steps: Sequence[ParameterStep]) -> None:
+        """Steps all parameters by one kernel for each set of constants and dtypes: a launch takes longer than most steps."""
+        alike: dict[tuple[Any, ...], list[ParameterStep]] = defaultdict(list)
+        for step in steps:
+            if step.weight.numel():
+                assert isinstance(step.moments, FloatMoments), "8-bit ones are stepped on the host"
+                # By identity, since parameters that share their constants share the object, whose hash takes long.
+                key = (id(step.arguments), step.residual is None, step.grad_residual is None, step.moments.exp_avg.dtype)
+                alike[key].append(step)
+        for group in alike.values():
+            with torch.cuda.device_of(group[0].weight):  # Triton launches on the current device
+                self._launch(group)
+
+    def _launch(self, steps: Sequence[ParameterStep]) -> None:
+        first = steps[0]
+        constants = first.arguments.constants
+        rows, chunks = [], 0
+        for step in steps:
+            # What the kernel doesn't read stands for what there isn't.
+            tensors = (step.weight, step.residual, *step.moments, step.grad, step.grad_residual)
+            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+            rows.append([*addresses, step.weight.numel(), step.first_element, chunks])
+            chunks += -(-step.weight.numel() // _CHUNK)
+        aligned = not any(address % 16 for row in rows for address in row[:6])
+        table = torch.tensor(rows, dtype=torch.int64, pin_memory=True).to(first.weight.device, non_blocking=True)
+        chunks_of_row = (table[:, 6] + (_CHUNK - 1)) // _CHUNK
+        row_of_chunk = torch.repeat_interleave(chunks_of_row, output_size=chunks)
+        self._triton.adamw[(chunks,)](
+            table,
+            row_of_chunk,
+            *(getattr(constants, name) for name, *_ in AdamConstants._fields_),
+            ctypes.c_int32(first.arguments.rounding_seed).value,  # signed: one type for the kernel, whatever the number
+            SPLIT=first.residual is not None,
+            GRAD_SPLIT=first.grad_residual is not None,
+            BF16_MOMENTS=first.moments.exp_avg.dtype == torch.bfloat16,
+            HAS_L2=not first.arguments.decoupled,
+            SMALL_STEP=constants.one_minus_beta1 < 0.5,
+            ALIGNED=aligned,
+            COLUMNS=len(rows[0]),
+            CHUNK=_CHUNK,
+            BLOCK=_BLOCK,
+            enable_fp_fusion=False,
+        )
+
+    def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
+        if count := hi.numel():
+            tensors = (hi.view(torch.int16), residual, src.view(torch.int16))
+            blocks = (-(-count // _BLOCK),)
+            with torch.cuda.device_of(hi):
+                self._triton.accumulate_split[blocks](*tensors, count, HAS_RESIDUAL=has_residual, BLOCK=_BLOCK)
+
+    def norm_split(self, hi: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """2-norm, fp32 without dimensions, of the fp32 values that (N) ``hi`` and ``residual`` stand for.
+
+        Added up in double, so that it is the one that the host computes for a unit there.
+        """
+        count = hi.numel()
+        blocks = -(-count // _BLOCK)
+        sums = torch.zeros(blocks, dtype=torch.float64, device=hi.device)
+        if count:
+            with torch.cuda.device_of(hi):
+                self._triton.square_sums_split[(blocks,)](hi.view(torch.int16), residual, sums, count, BLOCK=_BLOCK)
+        return sums.sum().sqrt().float()
+
+    def split(self, master_fp32: torch.Tensor, hi: torch.Tensor, residual: torch.Tensor) -> None:
+        bits = master_fp32.contiguous().view(torch.int32)
+        # Integers wrap when they are narrowed, as in C++.
+        hi.view(torch.int16).copy_(((bits + 0x8000) >> 16).to(torch.int16))
+        residual.copy_(bits.to(torch.int16))
+
+    def join(self, hi: torch.Tensor, residual: torch.Tensor, master_fp32_out: torch.Tensor) -> None:
+        bits = (hi.view(torch.int16).to(torch.int32) << 16) + residual.to(torch.int32)
+        master_fp32_out.view(torch.int32).copy_(bits)
+
+
+StepKernels = HostKernels | DeviceKernels
+"""The kernels of a unit's home: both have the same methods for what a unit needs."""

@@ -1,0 +1,349 @@
+"""The fused host kernels: AdamW on split fp32 masters, and the few loops around it, on a pool of C++ threads.
+
+The **split master** is the pair (bf16 weight, int16 residual) in place of an fp32 weight, and holds every fp32 bit
+pattern exactly. ``csrc/split_master.h`` defines it, and says where its half that streams to the GPU isn't
+``master.to(torch.bfloat16)``.
+
+**What is bit-equal to torch.** Weights, ``exp_avg`` and ``exp_avg_sq`` equal those of ``torch.optim.AdamW`` and
+``torch.optim.Adam`` with ``foreach=False, fused=False`` on fp32 CPU tensors, for any number of steps and any length, up
+to one operation: the square root. Measured with torch 2.13 on x86-64, whose AVX2 and AVX-512 kernels agree with each
+other bit for bit, with no difference between the vectorised body and the tail:
+
+- ``lerp_``, ``addcmul_`` and ``add(alpha=)`` use one fused multiply-add each, ``addcdiv_`` and ``div`` none; division
+  by a scalar is a true division; scalars are computed in double and rounded to float once;
+- ``sqrt`` goes to MKL, which returns a neighbour of the nearest float (1 ulp off) for some arguments; how many (1 to
+  20% were seen) depends on the processor. Here it is the correctly rounded one of IEEE 754, as in torch's own
+  ``fused=True`` kernel. With ``Tensor.sqrt`` replaced by an IEEE square root all three are equal. Without that the
+  moments are equal under AdamW (they don't depend on the weight; under Adam's L2 penalty they do), and the weights
+  whose square roots were off differ by about an ulp.
+
+With ``ATEN_CPU_CAPABILITY=default`` (no FMA) torch differs from its own AVX2 results, and so from these.
+
+Results don't depend on the number of threads, on chunk boundaries or on the instruction set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import math
+import pathlib
+import weakref
+from typing import Any
+
+import torch
+
+from megatrain_accelerate.config import usable_cpu_count
+from megatrain_accelerate.errors import ConfigError, KernelError
+from megatrain_accelerate.kernels.moments import BLOCK_ELEMENTS, Int8Moments, Moments, block_count
+
+LIBRARY_PATH = pathlib.Path(__file__).with_name("_host_kernels.so")
+INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
+
+_INTERFACE_VERSION = 8
+_REBUILD = "build it with `pip install --force-reinstall --no-deps .` in a checkout of this package (needs a C++ compiler)"
+
+
+class AdamConstants(ctypes.Structure):
+    """Mirror of ``AdamConstants`` in ``csrc/adamw.h``; ctypes rounds each double to float."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_float)
+        for name in (
+            *("gradient_factor", "decay", "l2", "one_minus_beta1", "beta2", "one_minus_beta2"),
+            *("correction2_sqrt", "eps", "negative_step_size"),
+        )
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamArguments:
+    """The constants of one optimizer step.
+
+    Raises:
+        ConfigError: a value is outside the range that ``torch.optim.AdamW`` accepts, or ``step`` is below 1.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    """Counted from 1: the exponent of the bias correction."""
+    clip_factor: float = 1.0
+    """Multiplied into the gradient, as fp32, before all else, as ``clip_grad_norm_`` does it."""
+    decoupled: bool = True
+    """True: AdamW, ``weight *= 1 - lr * weight_decay``. False: Adam, ``grad += weight_decay * weight``."""
+    maximize: bool = False
+    """Ascend instead of descend: the sign of the gradient is turned after clipping."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "weight_decay", "clip_factor"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0.0):
+                raise ConfigError(f"AdamArguments.{name} must be finite and not below 0, got {value}")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            if not 0.0 <= value < 1.0:
+                raise ConfigError(f"AdamArguments.{name} must be in [0, 1), got {value}")
+        if self.step < 1:
+            raise ConfigError(f"AdamArguments.step counts from 1, got {self.step}")
+
+    @property
+    def rounding_seed(self) -> int:
+        """32 bits, another number at each step: what the stochastic rounding of bf16 moments begins with."""
+        return (self.step * 0x9E3779B9 + 0x7F4A7C15) & 0xFFFFFFFF
+
+    @functools.cached_property
+    def constants(self) -> AdamConstants:
+        """The scalars of the loop, in double precision in the order of ``torch/optim/adam.py``, then rounded once."""
+        bias_correction1 = 1 - self.beta1**self.step
+        bias_correction2 = 1 - self.beta2**self.step
+        return AdamConstants(
+            gradient_factor=-self.clip_factor if self.maximize else self.clip_factor,
+            decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
+            l2=0.0 if self.decoupled else self.weight_decay,
+            one_minus_beta1=1 - self.beta1,
+            beta2=self.beta2,
+            one_minus_beta2=1 - self.beta2,
+            correction2_sqrt=bias_correction2**0.5,
+            eps=self.eps,
+            negative_step_size=-(self.lr / bias_correction1),
+        )
+
+
+def default_thread_count(cpus: int | None = None) -> int:
+    """Threads of the kernels: one for each CPU that this process may use, or of ``cpus``, less two for
+    the launcher and the copies where there are more than four.
+    """
+    cpus = usable_cpu_count() if cpus is None else cpus
+    return cpus - 2 if cpus > 4 else max(1, cpus)
+
+
+class HostKernels:
+    """The compiled kernels and the threads that run them.
+
+    All tensors are contiguous, on the CPU, of any shape; those of one call have the same number of elements N, from
+    0 to beyond 2**32, and don't overlap. Each call returns when the work is done; the GIL is free meanwhile. Calls from
+    several threads are served one after the other. After a fork the child computes alone, on its calling thread.
+    Autograd doesn't see the writes: no version counter moves.
+
+    Args:
+        threads: threads that work on a call, the caller included; :func:`default_thread_count` by default.
+        instruction_set: a name in :data:`INSTRUCTION_SETS`, for tests; by default the best that the machine has.
+
+    Raises:
+        KernelError: the library is missing, stale or can't be loaded, or the machine lacks the
+            instruction set. By a method: a tensor has the wrong dtype, device, layout or length, or
+            the kernels are closed.
+        ConfigError: ``threads`` is below 1.
+    """
+
+    def __init__(self, threads: int | None = None, instruction_set: str | None = None) -> None:
+        self.threads = default_thread_count() if threads is None else threads
+        if self.threads < 1:
+            raise ConfigError(f"HostKernels needs at least 1 thread, got {self.threads}")
+        self._library = _load_library()
+        best: int = self._library.megatrain_best_instruction_set()
+        self.instruction_set = instruction_set or INSTRUCTION_SETS[best]
+        if self.instruction_set not in INSTRUCTION_SETS:
+            raise KernelError(f"instruction_set must be one of {', '.join(INSTRUCTION_SETS)}; got {instruction_set!r}")
+        chosen = INSTRUCTION_SETS.index(self.instruction_set)
+        if chosen > best:
+            raise KernelError(
+                f"this machine can't run {instruction_set!r} kernels; the best it has is {INSTRUCTION_SETS[best]!r}"
+            )
+        self._handle: int | None = self._library.megatrain_create(self.threads, chosen)
+        if self._handle is None:
+            raise KernelError(
+                f"could not start {self.threads} threads for the host kernels; lower megatrain_config.host_threads "
+                "or raise the limit of threads (`ulimit -u`, the container's pids limit)"
+            )
+        self._finalizer = weakref.finalize(self, self._library.megatrain_destroy, self._handle)
+
+    def close(self) -> None:
+        """Ends the threads. No call may be in progress; later calls raise. Closing twice is fine."""
+        self._handle = None
+        self._finalizer()
+
+    def adamw(
+        self,
+        weight: torch.Tensor,
+        residual: torch.Tensor | None,
+        moments: Moments,
+        grad: torch.Tensor,
+        arguments: AdamArguments,
+        grad_residual: torch.Tensor | None = None,
+        first_element: int = 0,
+    ) -> None:
+        """One AdamW (or Adam) step in place, in one pass; ``csrc/adamw.h`` has its memory traffic.
+
+        Args:
+            weight, grad: (N) bfloat16 with ``residual``, else (N) float32.
+            residual: (N) int16; join(weight, residual) is the fp32 master.
+            moments: of these N elements.
+            grad_residual: (N) int16 where the gradient is the fp32 sum join(grad, grad_residual).
+            first_element: number of the first element in its unit, on which the rounding of moments
+                depends that aren't fp32. With 8-bit moments it begins a block.
+        """
+        dtype = torch.float32 if residual is None else torch.bfloat16
+        exp_avg, exp_avg_sq = moments.exp_avg, moments.exp_avg_sq
+        moment_dtypes = (torch.bfloat16 if exp_avg.dtype == torch.bfloat16 else torch.float32), exp_avg.dtype
+        scales: list[int | None] = [None, None]
+        if isinstance(moments, Int8Moments):
+            moment_dtypes = torch.int8, torch.uint8
+            scales = [moments.exp_avg_scale.data_ptr(), moments.exp_avg_sq_scale.data_ptr()]
+            if first_element % BLOCK_ELEMENTS:
+                raise KernelError(
+                    f"first_element is {first_element}; runs of 8-bit moments begin at multiples of {BLOCK_ELEMENTS}"
+                )
+            of_blocks = {name: (getattr(moments, name), torch.float32) for name in ("exp_avg_scale", "exp_avg_sq_scale")}
+            count, found = exp_avg.numel(), self._check(**of_blocks)
+            if found != block_count(count):
+                raise KernelError(
+                    f"8-bit moments of {count:,} elements have {found:,} scales; they need {block_count(count):,}"
+                )
+        self._call(
+            "adamw",
+            *scales,
+            8 * exp_avg.itemsize,
+            arguments.constants,
+            first_element & 0xFFFFFFFF,
+            arguments.rounding_seed,
+            weight=(weight, dtype),
+            residual=(residual, torch.int16),
+            exp_avg=(exp_avg, moment_dtypes[0]),
+            exp_avg_sq=(exp_avg_sq, moment_dtypes[1]),
+            grad=(grad, dtype),
+            grad_residual=(grad_residual, torch.int16),
+        )
+
+    def accumulate(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """``dst += src``, both (N) bfloat16 or both (N) float32; in bfloat16 with the rounding of torch's ``add_``."""
+        if dst.dtype not in (torch.bfloat16, torch.float32):
+            raise KernelError(f"accumulate: dst must be torch.bfloat16 or torch.float32, got {dst.dtype}")
+        tensors = {"dst": (dst, dst.dtype), "residual": (None, torch.int16), "src": (src, dst.dtype)}
+        self._call("accumulate", dst.element_size(), 0, **tensors)
+
+    def accumulate_split(self, hi: torch.Tensor, residual: torch.Tensor, src: torch.Tensor, has_residual: bool) -> None:
+        """``sum += src`` in fp32, where the sum is join(hi, residual); ``csrc/split_master.h`` has the arithmetic.
+
+        Args:
+            hi, residual: (N) bfloat16 and (N) int16, updated.
+            src: (N) bfloat16, read.
+            has_residual: whether ``residual`` counts; else the sum so far is ``hi`` alone.
+        """
+        tensors = {"hi": (hi, torch.bfloat16), "residual": (residual, torch.int16), "src": (src, torch.bfloat16)}
+        self._call("accumulate", hi.element_size(), int(has_residual), **tensors)
+
+    def square_sum(self, values: torch.Tensor, residual: torch.Tensor | None = None) -> float:
+        """The sum of squares of (N) bfloat16 or (N) float32 values, added up in double precision in a fixed order.
+
+        With ``residual``, (N) int16, of the fp32 values that it and bfloat16 ``values`` stand for.
+        """
+        if values.dtype not in (torch.bfloat16, torch.float32):
+            raise KernelError(f"square_sum: values must be torch.bfloat16 or torch.float32, got {values.dtype}")
+        dtype = values.dtype if residual is None else torch.bfloat16
+        tensors = {"values": (values, dtype), "residual": (residual, torch.int16)}
+        return float(self._call("square_sum", values.element_size(), **tensors))
+
+    def split(self, master_fp32: torch.Tensor, hi: torch.Tensor, residual: torch.Tensor) -> None:
+        """Writes the split of (N) float32 masters to (N) bfloat16 ``hi`` and (N) int16 ``residual``."""
+        tensors = {"hi": (hi, torch.bfloat16), "residual": (residual, torch.int16)}
+        self._call("split", master_fp32=(master_fp32, torch.float32), **tensors)
+
+    def join(self, hi: torch.Tensor, residual: torch.Tensor, master_fp32_out: torch.Tensor) -> None:
+        """Writes the (N) float32 masters that (N) bfloat16 ``hi`` and (N) int16 ``residual`` stand for."""
+        tensors = {"hi": (hi, torch.bfloat16), "residual": (residual, torch.int16)}
+        self._call("join", **tensors, master_fp32_out=(master_fp32_out, torch.float32))
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Copies (N) ``src`` to (N) ``dst``, of one dtype, on all threads."""
+        self._call("fill", dst.element_size(), dst=(dst, dst.dtype), src=(src, dst.dtype))
+
+    def zero(self, tensor: torch.Tensor) -> None:
+        """Fills a tensor of any dtype with zero bytes, on all threads: also the way to touch new memory first."""
+        self._call("fill", tensor.element_size(), tensor=(tensor, tensor.dtype), source=(None, tensor.dtype))
+
+    def stream_probe(
+        self, hi: torch.Tensor, residual: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor
+    ) -> None:
+        """The memory traffic of :meth:`adamw` with trivial arithmetic, for benchmarks; overwrites all."""
+        self._call(
+            "stream_probe",
+            hi=(hi, torch.bfloat16),
+            residual=(residual, torch.int16),
+            exp_avg=(exp_avg, torch.float32),
+            exp_avg_sq=(exp_avg_sq, torch.float32),
+            grad=(grad, torch.bfloat16),
+        )
+
+    def _call(self, function: str, *others: Any, **tensors: tuple[torch.Tensor | None, torch.dtype]) -> Any:
+        """Hands over the tensors, null for what there isn't, their common length and the other arguments."""
+        count = self._check(**tensors)
+        pointers = (None if tensor is None else tensor.data_ptr() for tensor, _ in tensors.values())
+        return getattr(self._library, f"megatrain_{function}")(self._handle, *pointers, count, *others)
+
+    def _check(self, **tensors: tuple[torch.Tensor | None, torch.dtype]) -> int:
+        """The common length N, after all that C++ can't check itself."""
+        if self._handle is None:
+            raise KernelError("the host kernels are closed; make a new HostKernels")
+        lengths: dict[str, int] = {}
+        for name, (tensor, dtype) in tensors.items():
+            if tensor is None:
+                continue
+            if tensor.dtype != dtype:
+                raise KernelError(f"{name} must be {dtype}, got {tensor.dtype}")
+            if tensor.device.type != "cpu":
+                raise KernelError(f"{name} must be in host memory, got a tensor on {tensor.device}; copy it first")
+            if not tensor.is_contiguous():
+                raise KernelError(
+                    f"{name} must be contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}; "
+                    "pass the flat buffer or tensor.contiguous()"
+                )
+            lengths[name] = tensor.numel()
+            first_name, first = next(iter(lengths.items()))
+            if lengths[name] != first:
+                raise KernelError(f"{name} has {lengths[name]:,} elements and {first_name} has {first:,}; they must agree")
+        return first
+
+
+def _load_library() -> Any:
+    """Opens the library and declares its functions; the loader keeps one copy a process.
+
+    Raises ``KernelError`` where the file is missing, can't be loaded, or is of another version than this file.
+    """
+    if not LIBRARY_PATH.exists():
+        raise KernelError(f"the compiled host kernels are missing: no file {LIBRARY_PATH}. Remedy: {_REBUILD}")
+    try:
+        library = ctypes.CDLL(str(LIBRARY_PATH))
+        library.megatrain_interface_version.restype = ctypes.c_int
+        version = library.megatrain_interface_version()
+    except (OSError, AttributeError) as error:
+        raise KernelError(f"the compiled host kernels can't be loaded: {error}. Remedy: {_REBUILD}") from error
+    if version != _INTERFACE_VERSION:
+        raise KernelError(
+            f"the compiled host kernels have interface version {version}, this package needs {_INTERFACE_VERSION}: "
+            f"they are from another build. Remedy: {_REBUILD}"
+        )
+    pointer, count, number, bits = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint32
+    arguments: dict[str, list[Any]] = {
+        "best_instruction_set": [],
+        "create": [number, number],
+        "destroy": [pointer],
+        # The kernels, tensors, their length and other arguments.
+        "adamw": [pointer, *[pointer] * 6, count, pointer, pointer, number, AdamConstants, bits, bits],
+        "stream_probe": [pointer, *[pointer] * 5, count],
+        "accumulate": [pointer, *[pointer] * 3, count, number, number],
+        "square_sum": [pointer, *[pointer] * 2, count, number],
+        "split": [pointer, *[pointer] * 3, count],
+        "join": [pointer, *[pointer] * 3, count],
+        "fill": [pointer, *[pointer] * 2, count, count],
+    }
+    results = {"best_instruction_set": number, "create": pointer, "square_sum": ctypes.c_double}
+    for name, types in arguments.items():
+        function = getattr(library, f"megatrain_{name}")
+        function.argtypes, function.restype = types, results.get(name)
+    return library

@@ -1,0 +1,429 @@
+"""Compiled layers: one ``torch.compile`` for all equal layers, and the layer's own code where that fails.
+
+Layers are equal if they run the same function on parameters of the same names, shapes and dtypes. They share one compiled
+function, whose arguments are the module and its inputs: dynamo lifts the weights bound to the module into inputs of its
+graph, so that neither the layer nor the slot matters. What else the code reads of a module (a window, a flag) is guarded,
+and layers that differ in it get graphs of their own.
+
+What is recorded inside a layer (router logits) leaves the compiled function beside its output (:mod:`.output_recorder`);
+layers that record and layers that don't are of different kinds.
+
+What backward computes again of a compiled layer is decided where the compiler's partitioner parts forward and backward: at a
+*memory budget* of 1.0 it saves all that backward reads, at 0.0 the inputs alone, and between them it gives up first what
+costs little to compute again (``torch._functorch.config.activation_memory_budget``). Each budget has a graph of its own,
+which rounds in its own way. A layer that draws random numbers can't be recomputed like that, since the partitioner would draw
+other ones in backward: its graph saves everything, and a checkpoint runs it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._mode_utils import no_dispatch
+from torch.utils.flop_counter import flop_registry
+
+from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.layers.layer import StreamedLayer
+from megatrain_accelerate.layers.output_recorder import Captures, OutputRecorder, take_handed_out
+from megatrain_accelerate.layers.shared_mappings import takes_mappings
+
+logger = logging.getLogger(__name__)
+
+SMALLEST_LAYER_PARAMETERS = 4_000_000
+"""``auto`` compiles layers of at least this many parameters: kernels of smaller ones take less time than their launches,
+and a run on such a model may be over before the compilation has paid."""
+
+MOST_KINDS = 8
+"""Kinds of unequal layers that are compiled; a model in which every layer differs would compile for as many minutes."""
+
+RECOMPILE_LIMIT = 16
+"""Graphs of one kind of layers: static and dynamic lengths, batch sizes, masks, attributes. Dynamo's own limit is 8; a layer
+that reads what changes with every call (a counter) should give up before much time is lost."""
+
+CANDIDATES = (0.2, 0.4, 0.6, 0.8)
+"""Budgets that are tried between 0.0 and 1.0; several may give one and the same graph."""
+
+_FLOPS_PER_BYTE = 200.0
+"""Matrix products that a GPU computes while it moves a byte of its memory: about 100 to 250 on all that compute in bf16."""
+
+_LEAST_DIFFERENCE = 0.03
+"""Share of the activations by which two budgets must differ to count as two."""
+
+_COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "triton")
+
+_kind_numbers = itertools.count()
+_announced = False
+"""Whether this process has said why the first step takes so long."""
+
+
+def _in_one_line(error: BaseException) -> str:
+    """The exception that the compiler met first, without its pages of advice."""
+    inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, BaseException) and inner is not error:
+        return _in_one_line(inner)
+    text = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryBudget:
+    """A budget and what it does to a layer, relative to 1.0 (saves everything) and 0.0 (computes everything again)."""
+
+    value: float
+    saved_share: float
+    """Bytes saved besides the inputs, as a share of those at 1.0."""
+    recompute_share: float
+    """Time of what backward computes again, as a share of that at 0.0."""
+
+
+NOTHING = MemoryBudget(0.0, 0.0, 1.0)
+EVERYTHING = MemoryBudget(1.0, 1.0, 0.0)
+
+
+class _Kind:
+    """The layers that share a compiled function: the forward of their class, not bound, at one memory budget."""
+
+    def __init__(
+        self, forward: Callable[..., Any], name: str, memory_budget: float, compile_graph: Callable[..., Callable[..., Any]]
+    ) -> None:
+        self.name = name
+        self.memory_budget = memory_budget
+        self.gave_up = False
+        self.is_random = False
+        """Whether one of its graphs draws random numbers, or may do so, since nobody can look."""
+        self.budgets: tuple[MemoryBudget, ...] = ()
+        """Of a kind that saves nothing: the distinct budgets that its layers could be compiled with."""
+
+        def run_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            output = forward(module, *args, **kwargs)
+            return output, take_handed_out()
+
+        # Dynamo keeps graphs and their limit by code object, and what it learnt of dynamic sizes by name. Were the two shared,
+        # the second kind's weights would have dynamic sizes.
+        code = run_layer.__code__.replace(co_name=f"run_layer_{next(_kind_numbers)}")
+        function = types.FunctionType(code, run_layer.__globals__, code.co_name, None, run_layer.__closure__)
+        # Dynamo doesn't guard on the budget: what compiles sets it, also when a graph is compiled anew.
+        backend = functools.partial(compile_graph, self)
+        self.function: Callable[..., Any] = torch.compile(function, backend=backend, fullgraph=True)
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    """Whether it draws random numbers. Operations with a probability of zero, attention above all, draw none."""
+    operation = node.target
+    if not isinstance(operation, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    names = [argument.name for argument in operation._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    # One that is left out has its default, which is zero for all that have one.
+    return not ({"p", "dropout_p"} & set(names)) or bool(given.get("dropout_p", given.get("p", 0.0)))
+
+
+class CompiledLayers:
+    """Runs the layers of one engine compiled where that is ``wanted`` (``megatrain_config.compile_layers``) and works.
+
+    ``recorder`` collects side outputs of layers.
+    """
+
+    def __init__(self, wanted: bool | str, device: torch.device, recorder: OutputRecorder | None = None) -> None:
+        self._recorder = recorder or OutputRecorder()
+        self._smallest = SMALLEST_LAYER_PARAMETERS if wanted == "auto" else 0
+        self._is_on = device.type == "cuda" if wanted == "auto" else bool(wanted)
+        self.backend: str | Callable[..., Callable[..., Any]] = "inductor"
+        """What compiles dynamo's graphs: a name that dynamo knows, or a function."""
+        self._kinds: dict[Any, _Kind] = {}
+        self._eager_noted: set[tuple[str, str]] = set()
+        self.is_optional = self._is_on and wanted == "auto"
+        """Whether the plan may do without."""
+        self.pays: bool | None = None
+        """Whether the training is long enough for it; None if that isn't known. Set by the plan where it may do without."""
+        self.compilations = 0
+        """Graphs compiled so far."""
+
+    @property
+    def may_compile(self) -> bool:
+        """Whether any layer may run compiled."""
+        return self._is_on and self.pays is not False
+
+    def wants(self, layer: StreamedLayer) -> Captures | None:
+        """What hooks inside the layer take if this call should run compiled; None if it should run as it is.
+
+        Layers with hooks inside that aren't the recorder's aren't: dynamo doesn't look whether hooks come and go.
+        """
+        if not self.may_compile or layer.unit.layout.parameter_count < self._smallest:
+            return None
+        # Dynamo declines under a mode that watches operations (a FLOP counter), and it should see them all. Of a layer that
+        # runs in tiles a compiled graph would hold all tokens at once.
+        if torch._C._len_torch_dispatch_stack() > 0 or layer.tiles.tile_tokens:
+            return None
+        captures = Captures.inside(layer.module, self._recorder)
+        if captures is None:
+            self._note_eager(type(layer.module).__name__, "hooks are registered inside it")
+            return None
+        return None if self._kind_of(layer, captures, memory_budget=1.0) is None else captures
+
+    def recomputes(self, layer: StreamedLayer, captures: Captures, memory_budget: float = 0.0) -> bool:
+        """Whether a layer that :meth:`wants` approved can be compiled so that its backward computes activations again.
+
+        Whether it draws random numbers shows when it is compiled: until then the answer is yes, and such a layer keeps the
+        activations of that one call.
+        """
+        kind = self._kind_of(layer, captures, memory_budget)
+        return kind is not None and not kind.is_random
+
+    def budgets(self, layer: StreamedLayer, captures: Captures) -> tuple[MemoryBudget, ...]:
+        """The distinct budgets of a layer that was compiled with a budget of 0.0; empty if they aren't known."""
+        kind = self._kind_of(layer, captures, memory_budget=0.0)
+        return () if kind is None or kind.is_random else kind.budgets
+
+    def run(
+        self, layer: StreamedLayer, captures: Captures, args: tuple[Any, ...], kwargs: dict[str, Any], memory_budget: float
+    ) -> Any:
+        """Runs the layer's forward with the weights that are bound to it: compiled, or its own code if that fails.
+
+        Called with gradients enabled, for a layer that :meth:`wants` approved, with the captures that it gave. The memory
+        budget is less than 1.0 for a layer that :meth:`recomputes` with it. Raises what the layer's own code raises.
+        """
+        kind = self._kind_of(layer, captures, memory_budget)
+        if kind is None or takes_mappings(args, kwargs):
+            return layer.run(args, kwargs)
+        try:
+            with _run_settings(), captures.replaced():
+                output, recorded = kind.function(layer.module, args, kwargs)
+            self._recorder.enter(recorded)
+            return output
+        except Exception as error:
+            if not any(cause.__module__.startswith(_COMPILERS) for cause in type(error).__mro__):
+                raise  # the layer's own code or the device did
+            reason = _in_one_line(error)
+        # Dynamo has put back what a compilation drew of random numbers (``preserve_global_state`` in its convert_frame.py).
+        # Wrong arguments fail in the compiler too. Then this call raises what the user should see, and nothing is given up.
+        output = layer.run(args, kwargs)
+        kind.gave_up = True
+        self._note_eager(kind.name, reason)
+        return output
+
+    def _kind_of(self, layer: StreamedLayer, captures: Captures, memory_budget: float) -> _Kind | None:
+        """The layer's kind; None if it runs as it is, which is said once."""
+        forward = getattr(layer.forward, "__func__", None)
+        name = type(layer.module).__name__
+        if forward is None or getattr(layer.forward, "__self__", None) is not layer.module:
+            self._note_eager(name, "its forward was replaced by something that isn't a method of it")
+            return None
+        key = (forward, layer.unit.layout.key, captures.key, memory_budget)
+        kind = self._kinds.get(key)
+        if kind is None:
+            reason = _missing_in_torch()
+            if reason is None and len({key[:-1] for key in (*self._kinds, key)}) > MOST_KINDS:
+                reason = f"more than {MOST_KINDS} kinds of layers, with other parameters or outputs, would have to be compiled"
+            if reason is not None:
+                self._note_eager(name, reason)
+                return None
+            kind = self._kinds[key] = _Kind(forward, name, memory_budget, self._compile)
+        return None if kind.gave_up else kind
+
+    def _note_eager(self, name: str, reason: str) -> None:
+        if (name, reason) not in self._eager_noted:
+            self._eager_noted.add((name, reason))
+            logger.warning("megatrain: %s isn't compiled and runs as it is (%s)", name, reason)
+
+    def _compile(self, kind: _Kind, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
+        """Dynamo's backend: forward and backward of one graph, so that neither can fail later."""
+        global _announced
+        if not _announced:
+            _announced = True
+            logger.warning(
+                "megatrain: compiling %s (about half a minute, once for all equal layers; compile_layers: false leaves it "
+                "out)",
+                kind.name,
+            )
+        self.compilations += 1
+        # A second backward finds what it needs: the first doesn't write over it. For the whole process, since each backward
+        # looks at the setting, on autograd's thread.
+        if hasattr(torch._functorch.config, "donated_buffer"):
+            torch._functorch.config.donated_buffer = False
+        settings: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
+        options: dict[str, Any] = {}
+        if self.backend != "inductor":
+            kind.is_random = True
+        else:
+            # Dropout must draw the masks that the layer's own code draws: the run that follows a failure, or a recompute
+            # after one, has to repeat them.
+            options["config_patches"] = {"fallback_random": True}
+            if kind.memory_budget < 1.0:
+                settings["activation_memory_budget"] = kind.memory_budget
+                options["config_patches"]["joint_custom_pre_pass"] = _looking_at(kind)
+                if kind.memory_budget == 0.0 and hasattr(torch._inductor.config, "custom_partitioner_fn"):
+                    options["config_patches"]["custom_partitioner_fn"] = _asking_for_budgets(kind)
+                settings["enable_autograd_cache"] = False  # nobody looks at what is found there
+        with torch._functorch.config.patch(settings):
+            compiled: Callable[..., Any] = torch._dynamo.lookup_backend(self.backend)(graph, inputs, **options)
+        return compiled
+
+
+def _looking_at(kind: _Kind) -> Any:
+    """A pass of Inductor's over the graph of forward and backward, before it is parted: one that draws saves everything.
+
+    It only looks, so that what is compiled is cached as without it.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Look(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            if any(map(_draws, graph.nodes)):
+                kind.is_random = True
+                torch._functorch.config.activation_memory_budget = 1.0  # until the end of this compilation
+
+        def uuid(self) -> str:
+            return "megatrain_accelerate: random numbers"
+
+    return Look()
+
+
+def _asking_for_budgets(kind: _Kind) -> Any:
+    """Inductor's own partitioner, which is asked first what it would do with other budgets."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Ask(CustomPartitionerFn):
+        def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+            if not kind.is_random:
+                # An answer is welcome, but the layer compiles without one.
+                with warnings.catch_warnings(), contextlib.suppress(Exception):
+                    warnings.simplefilter("ignore")
+                    kind.budgets = budgets_of(gm, joint_inputs, options)
+            return min_cut_rematerialization_partition(gm, joint_inputs, **options)
+
+        def uuid(self) -> str:
+            return "megatrain_accelerate: memory budgets"
+
+        def __reduce__(self) -> Any:  # it is part of the key under which Inductor keeps what it compiled
+            return str, (self.uuid(),)
+
+    return Ask()
+
+
+def budgets_of(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> tuple[MemoryBudget, ...]:
+    """The distinct budgets of a graph of forward and backward, from 0.0 to 1.0, without compiling anything.
+
+    The graph, which isn't changed, has the values of its nodes, as the partitioner takes it with these ``options``.
+    """
+    found = {value: _saved_and_recomputed(graph, inputs, options, value) for value in (0.0, *CANDIDATES, 1.0)}
+    (least, most_again), (most, again_in_any_case) = found[0.0], found[1.0]
+    if most <= least or most_again <= again_in_any_case:
+        return NOTHING, EVERYTHING
+    budgets = [NOTHING]
+    for value in CANDIDATES:
+        saved, again = found[value]
+        share = (saved - least) / (most - least)
+        again_share = (again - again_in_any_case) / (most_again - again_in_any_case)
+        is_other = budgets[-1].saved_share + _LEAST_DIFFERENCE <= share <= 1.0 - _LEAST_DIFFERENCE
+        if is_other and 0.0 < again_share < budgets[-1].recompute_share:
+            budgets.append(MemoryBudget(value, share, again_share))
+    return (*budgets, EVERYTHING)
+
+
+def _saved_and_recomputed(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any], value: float
+) -> tuple[int, float]:
+    """Bytes that a budget saves besides the inputs, and the costs of what it computes again, in bytes of memory traffic."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    copied = torch.fx.Graph()
+    copied.output(copied.graph_copy(graph.graph, {}))
+    with torch._functorch.config.patch(activation_memory_budget=value):
+        forward, backward = min_cut_rematerialization_partition(torch.fx.GraphModule(graph, copied), inputs, **options)
+    outputs = next(node for node in forward.graph.nodes if node.op == "output").args[0]
+    saved = {node for node in outputs[options["num_fwd_outputs"] :] if node.op != "placeholder"}
+    made = {node.name for node in forward.graph.nodes if node.op == "call_function"}
+    again = [node for node in backward.graph.nodes if node.op == "call_function" and node.name in made]
+    return sum(map(_bytes, saved)), sum(map(_costs, again))
+
+
+def _bytes(node: torch.fx.Node) -> int:
+    value = _concrete(node.meta.get("val"))
+    return value.nbytes if isinstance(value, torch.Tensor) else 0
+
+
+def _concrete(value: Any) -> Any:
+    """A node's value without data, with the sizes of this call in place of sizes that vary: nothing is guarded by them."""
+    if isinstance(value, torch.SymInt):
+        return value.node.hint or 1
+    if not isinstance(value, torch.Tensor):
+        return value
+    with no_dispatch():
+        return torch.empty([_concrete(size) for size in value.shape], dtype=value.dtype, device="meta")
+
+
+def _costs(node: torch.fx.Node) -> float:
+    formula: Callable[..., Any] | None = flop_registry.get(getattr(node.target, "_overloadpacket", None))
+    if formula is None:
+        return float(_bytes(node))
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: _concrete(argument.meta.get("val")))
+    try:
+        return float(formula(*args, **kwargs, out_val=_concrete(node.meta["val"]))) / _FLOPS_PER_BYTE
+    except Exception:  # grouped-query attention, which torch's formula refuses
+        return float(_bytes(node))
+
+
+def _missing_in_torch() -> str | None:
+    """Why this version of torch can't be used, or None."""
+    import torch._dynamo
+    import torch._functorch.config
+
+    if not hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
+        return f"torch {torch.__version__} can't compile a layer's backward together with its forward; a newer one can"
+    return None
+
+
+@contextlib.contextmanager
+def _run_settings() -> Iterator[None]:
+    """Settings of torch that hold while a compiled layer runs, and nowhere else."""
+    settings = torch._dynamo.config
+    limit = settings.recompile_limit
+    settings.recompile_limit = RECOMPILE_LIMIT
+    try:
+        with without_autocast_cache(), warnings.catch_warnings():  # the cache is guarded by dynamo, and off in recompute
+            # Dynamo asks inputs for their gradients, and hidden states of a layer in autograd's graph aren't leaves.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
+            yield
+    finally:
+        settings.recompile_limit = limit
+
+
+@contextlib.contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Autocast keeps no cast weight: it would outlive its slot."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+def without_saving() -> saved_tensors_hooks:
+    """Autograd saves nothing of what the body computes: for a graph that is dropped at once."""
+    return saved_tensors_hooks(_forget, _remember)
+
+
+def _forget(_: Any) -> Any:
+    return None
+
+
+def _remember(_: Any) -> Any:
+    raise UnsupportedError(
+        "backward went into a streamed layer's forward from elsewhere than its outputs: through torch.autograd.grad() within "
+        "it, or a loss that it leaves in an attribute. A layer that is run again as a whole has no graph there; let it return "
+        "the loss with its output, or name other layers in megatrain_config.layer_classes"
+    )

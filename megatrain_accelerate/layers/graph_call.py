@@ -1,0 +1,415 @@
+"""A streamed layer in autograd's graph: it runs as it is, with views of a slot as weights.
+
+The scheme is FSDP2's (``torch/distributed/fsdp/_fully_shard``), but the weights lie in slots that layers share. Autograd saves
+places in a slot instead of weights (:mod:`.saved_tensors`); in backward the first saved tensor that is read brings the layer
+into a slot again, and a hook on the layer's inputs tells when all of its backward has been issued. Whether activations are
+kept, offloaded or computed anew (``torch.utils.checkpoint``) decides what is saved, not how the layer runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatrain_accelerate.errors import StateError, UnsupportedError
+from megatrain_accelerate.layers.ambient_state import BufferValues, buffers_as_before, surroundings_again
+from megatrain_accelerate.layers.attention_results import AttentionResults
+from megatrain_accelerate.layers.call_context import CallContext
+from megatrain_accelerate.layers.compiled_layer import without_autocast_cache
+from megatrain_accelerate.layers.expert_function import ExpertResults
+from megatrain_accelerate.layers.layer import StreamedLayer
+from megatrain_accelerate.layers.nested_tensors import map_tensors, taken_apart
+from megatrain_accelerate.layers.output_recorder import Captures
+from megatrain_accelerate.layers.shared_mappings import no_writes_into, no_writes_to
+from megatrain_accelerate.layers.whole_recompute import WholeRun
+from megatrain_accelerate.transfer.call_order import Tape
+from megatrain_accelerate.transfer.meter import named_range
+from megatrain_accelerate.transfer.streams import WeightSlot
+
+_current_task = torch._C._current_graph_task_id
+
+
+class CallState(enum.Enum):
+    """Where a call of a layer is."""
+
+    FORWARD = "forward"  # its kernels are being issued
+    WAITING = "waiting"  # the graph holds it; no backward is in it
+    BACKWARD = "backward"  # a backward has begun with it
+    DONE = "done"  # that backward has brought all its gradients
+
+    __hash__ = object.__hash__  # enum's own is a function of Python
+
+
+_ALLOWED = {
+    (CallState.FORWARD, CallState.WAITING),
+    (CallState.WAITING, CallState.BACKWARD),
+    (CallState.BACKWARD, CallState.DONE),
+    (CallState.BACKWARD, CallState.WAITING),
+    (CallState.DONE, CallState.WAITING),
+}
+
+
+class GraphCall:
+    """One call of a layer, or a piece of one, from its forward to the last backward through it.
+
+    Owner: the graph, by way of the leaves, of what is saved and of the hooks on the layer's inputs. It holds none of
+    them itself, so that it goes when the graph goes.
+
+    Args:
+        context, layer: of the engine.
+        tape, position: the call on its forward pass.
+        piece, pieces: the number of this piece of the call, in forward order, and how many there are: 0 and 1 if it is whole.
+        is_whole: whether the layer has to be run again as a whole (:mod:`.whole_recompute`).
+    """
+
+    def __init__(
+        self, context: CallContext, layer: StreamedLayer, tape: Tape, position: int, piece: int, pieces: int, is_whole: bool
+    ) -> None:
+        self.context, self.layer = context, layer
+        self.tape, self.position = tape, position
+        self.piece, self.pieces = piece, pieces
+        self.is_whole = is_whole
+        self.open_forward = tape.open_forward()
+        self.state = CallState.FORWARD
+        self.task = -1
+        """Number of the backward (autograd's graph task) that the state is about."""
+        self.version = -1
+        """The unit's, in forward."""
+        self._leaves: list[tuple[int, weakref.ref[torch.Tensor]]] = []
+        """For each weight that was trained in forward: its place among the unit's trainable ones, and the leaf."""
+        self.holds_weights = False
+        """Whether something of the forward besides the leaves still refers to the slot: its backward would read another
+        layer's weights there. A function of the user's own does that which keeps a weight in an attribute of its context."""
+        self._running_slot: WeightSlot | None = None
+        """The slot in which it runs forward."""
+        self._captures: Captures | None = None
+        """What it hands out if it runs compiled; None for a layer's own code."""
+        self._range: contextlib.ExitStack | None = None
+        """In a profile, the range of the backward that is in the call."""
+        self._trained = layer.trained_now()
+        """Which weights are trained in forward, in entry order."""
+
+    def move_to(self, state: CallState) -> None:
+        """The one place where a call changes its state; raises a StateError where the move isn't allowed."""
+        if (self.state, state) not in _ALLOWED:
+            raise StateError(f"a call of layer {self.layer.name} can't go from {self.state.value!r} to {state.value!r}")
+        self.state = state
+
+    # ------------------------------------------------------------------ forward
+
+    def run(self, slot: WeightSlot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the layer with the weights in ``slot`` as this call's leaves."""
+        context, layer = self.context, self.layer
+        self._running_slot = slot
+        try:
+            uses = slot.uses_with(layer.unit.layout)
+            watched: dict[int, torch.Tensor] = {}
+            args, kwargs = map_tensors(functools.partial(self._watched, watched=watched), (args, kwargs))
+            self.version = layer.unit.version
+            weights = self._leaves_in(slot)
+            if not self.is_whole:
+                self._take_leaves(weights, is_watched=not watched)
+            # Experts in parts wait for their routing, and attention inside a compiled graph isn't seen.
+            if not layer.experts and layer.index not in context.policy.attention_kept:
+                self._captures = context.compiled.wants(layer)
+            with (
+                named_range(f"megatrain::forward ({layer.name})"),
+                self.context.reading(self, slot),
+                without_autocast_cache(),
+            ):
+                output = self._run_by_policy(weights, args, kwargs)
+                output = map_tensors(functools.partial(self._handed_out, watched=watched), output)
+            del weights
+            leaves = sum([leaf() is not None for _, leaf in self._leaves])
+            self.holds_weights = slot.uses_with(layer.unit.layout) > uses + leaves
+            return output
+        finally:
+            self._running_slot = None
+            self.move_to(CallState.WAITING)
+
+    def _watched(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Has :meth:`_all_issued` called when the tensor's gradient is known: nothing of this layer is left to run then,
+        since autograd runs what was computed later first."""
+        if not tensor.requires_grad or tensor.device != self.context.device:
+            return tensor
+        if id(tensor) not in watched:
+            # A leaf lives on, and hooks on it would pile up. The gradients of all pieces are known at once.
+            through = tensor.view_as(tensor) if tensor.is_leaf or self.pieces > 1 else tensor
+            # Weakly: the graph below the layer may live longer than the layer's own.
+            through.register_hook(functools.partial(_call_if_alive, GraphCall.all_issued, weakref.ref(self)))
+            watched[id(tensor)] = watched[id(through)] = through
+        return watched[id(tensor)]
+
+    def _take_leaves(self, weights: list[torch.Tensor], is_watched: bool) -> None:
+        """Notes whose gradients are to come; if ``is_watched``, no input will tell that the layer's backward is over."""
+        arrived = functools.partial(_call_if_alive, GraphCall.leaf_arrived, weakref.ref(self))
+        self._leaves = []
+        for row, place in enumerate(self.layer.trainable_places):
+            weight = weights[place]
+            if weight.requires_grad:
+                self._leaves.append((row, weakref.ref(weight)))
+                weight._megatrain_call = self  # type: ignore[attr-defined]
+                if is_watched:
+                    weight.register_post_accumulate_grad_hook(arrived)
+
+    def _leaves_in(self, slot: WeightSlot) -> list[torch.Tensor]:
+        """The layer's weights in the slot, in entry order, as leaves; each with a version of its own (``data``)."""
+        views = slot.views(self.layer.unit.layout)
+        return [view.data.requires_grad_(flag) for view, flag in zip(views, self._trained, strict=True)]
+
+    def _run_by_policy(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        context, layer, policy = self.context, self.layer, self.context.policy
+        context.activations.run_begins()
+        is_offloaded = not self.is_whole and layer.index in policy.offloaded
+        is_recomputed = self.is_whole or policy.is_recomputed(layer.index)
+        # Where inputs make room, results as large mustn't take it.
+        keeps_results = is_recomputed and not policy.offloads_inputs(layer.index)
+        self._expert_results = ExpertResults(keeps_results, is_last=self.piece == 0)
+        captures = self._captures if is_recomputed and not self.is_whole else None
+        low, high = policy.budgets
+        by_compiler = captures is not None and context.compiled.recomputes(layer, captures, low)
+        if is_recomputed and not by_compiler:
+            return self._run_to_recompute(weights, args, kwargs)
+        offloaded = None
+        if is_offloaded:
+            inputs, _ = taken_apart((args, kwargs))
+            offloaded = context.activations.record(layer.name, [*layer.module.buffers(), *inputs])
+        with layer.bound(weights), context.saving(offloaded):
+            output = self._run_layer(args, kwargs, memory_budget=low if by_compiler else high)
+        if offloaded is not None:
+            context.activations.send(offloaded, self.tape, self.position, self.piece)
+        return output
+
+    def _run_layer(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool = False, memory_budget: float = 1.0
+    ) -> Any:
+        if self._captures is not None:
+            return self.context.compiled.run(self.layer, self._captures, args, kwargs, memory_budget)
+        if not self.layer.experts:
+            return self.layer.run(args, kwargs)
+        with self._expert_results.at_work(self.layer, replays=is_recompute):
+            return self.layer.run(args, kwargs)
+
+    def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        context, layer, policy = self.context, self.layer, self.context.policy
+        as_in_forward = surroundings_again(context.device, layer.module)
+        # A checkpoint is given the tensors one by one.
+        tensors, arguments = taken_apart((args, kwargs))
+        before: list[BufferValues] = []
+        # What the first run binds; nobody holds it afterwards but the graph.
+        first: list[list[torch.Tensor]] = [weights]
+        attention = leaving = None
+        if layer.index in policy.attention_kept:
+            leaving = context.activations.record(layer.name) if policy.offloads_inputs(layer.index) else None
+            attention = AttentionResults(leaving)
+
+        # The graph of a layer that draws random numbers saves everything at any budget.
+        budget = 1.0 if self.is_whole else 0.0
+
+        def body(*given: torch.Tensor) -> Any:
+            args, kwargs = arguments(given)
+            saving = contextlib.nullcontext() if whole is not None else context.saving()
+            if first:
+                with (
+                    layer.bound(first.pop()),
+                    saving,
+                    layer.buffers.watched(before),
+                    attention.recording() if attention is not None else contextlib.nullcontext(),
+                ):
+                    return self._run_layer(args, kwargs, memory_budget=budget)
+            with (
+                self.pinned() as slot,
+                self.context.reading(self, slot),
+                layer.bound(again := self._leaves_in(slot)),
+                as_in_forward(),
+                saving,
+                buffers_as_before(before[0]),
+                named_range(f"megatrain::recompute ({layer.name})"),
+                attention.replaying() if attention is not None else contextlib.nullcontext(),
+                # It was recorded in forward.
+                context.recorder.apart() if whole is None else contextlib.nullcontext(),
+            ):
+                if whole is not None:
+                    whole.leaves = again
+                    self._take_leaves(again, is_watched=False)
+                del again
+                return self._run_layer(args, kwargs, is_recompute=True, memory_budget=budget)
+
+        whole = WholeRun(self, body, context.recorder, context.anchor) if self.is_whole else None
+        with no_writes_into(args, kwargs, layer.name), no_writes_to(tensors, layer.name):
+            # Random numbers, autocast and modes are put back by the body, those of Python and NumPy too.
+            if whole is not None:
+                output = whole.output(tensors)
+            else:
+                output = checkpoint(body, *tensors, use_reentrant=False, preserve_rng_state=False)
+        if leaving is not None:
+            context.activations.send(leaving, self.tape, self.position, self.piece)
+        return output
+
+    def _handed_out(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
+        """What the layer returns doesn't lie in its slot, and tells when its backward begins."""
+        if tensor.layout is torch.strided and self.context.reader_at(tensor.untyped_storage().data_ptr()) is not None:
+            tensor = tensor.clone()
+        if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in watched:
+            tensor.register_hook(self._begins)
+        return tensor
+
+    # ------------------------------------------------------------------ backward
+
+    def _begins(self, _: torch.Tensor) -> None:
+        if self.state is not CallState.FORWARD:
+            self.slot()
+
+    def _begin(self) -> None:
+        task = _current_task()
+        if self.task == task:
+            return
+        if self.task != -1:
+            # Another backward comes: one within the one before, or that one has failed.
+            found, backward = self._take_gradients(), self.context.backwards.get(self.task)
+            if found and backward is not None:
+                if self.pieces == 1:
+                    backward.add_up(self.layer, found)
+                else:
+                    backward.add_piece(self, found, is_complete=False)
+            self.forget()
+        self.move_to(CallState.BACKWARD)
+        self.task = task
+        self.context.passes.backward_begins()
+        self.context.backwards[task].calls.append(self)
+        if torch.autograd._profiler_enabled():
+            self._range = self._range or contextlib.ExitStack()
+            self._range.enter_context(named_range(f"megatrain::backward ({self.layer.name})"))
+        # Of layers that come later, too.
+        self.context.activations.bring_back(self.tape, self.position, self.piece)
+
+    def slot(self) -> WeightSlot:
+        """The slot with the layer's weights, for kernels that are issued now. A StateError if they aren't those of forward."""
+        if self._running_slot is not None:  # a backward within the layer's own forward
+            return self._running_slot
+        if self.task != _current_task():
+            self._begin()
+        layer, prefetcher = self.layer, self.context.prefetcher
+        slot = prefetcher.leased(layer)
+        # The leases of two calls of one layer are one, and so are their weights. A closed engine has no slots left.
+        if layer.unit.version != self.version:
+            layer.require_version(self.version)
+        if slot is None:
+            slot = self.context.passes.lease_backward(layer, self.tape, self.position)
+            try:
+                layer.require_version(self.version)  # of weights that were written since, which are taken over by now
+                # A checkpoint inside the layer reads its weights when it computes anew.
+                slot.leaves = self._leaves_in(slot)
+                slot.until_lease_ends.enter_context(layer.bound(slot.leaves))
+            except BaseException:
+                prefetcher.end_lease(layer.index)
+                raise
+        return slot
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[WeightSlot]:
+        """The slot, which no other layer can take while the body runs."""
+        slot = self.slot()
+        slot.users += 1
+        try:
+            yield slot
+        finally:
+            self.context.prefetcher.release(slot)
+
+    def _is_complete(self) -> bool:
+        """Whether all leaves that the graph still holds have their gradients: autograd brings each at once."""
+        for _, found in self._leaves:
+            leaf = found()
+            if leaf is not None and leaf.grad is None:
+                return False
+        return True
+
+    def all_issued(self) -> None:
+        """All of the layer's backward has been issued, as far as a hook can tell."""
+        if self.state is CallState.FORWARD:
+            return
+        self._begin()
+        is_complete = self._is_complete()
+        if self.state is CallState.BACKWARD and (is_complete or self.pieces > 1):
+            self._deliver_gradients(is_complete)
+            if is_complete:
+                self.move_to(CallState.DONE)
+        if self.piece == 0:  # the last one in backward
+            self._end_lease()
+
+    def leaf_arrived(self) -> None:
+        """A leaf has its gradient, of a call whose inputs have none."""
+        if self.state is not CallState.FORWARD:
+            self._begin()
+            if self._is_complete():
+                self.all_issued()
+
+    def finish(self) -> None:
+        """The backward is over: gradients of which no input told go too."""
+        if self.state is CallState.BACKWARD:
+            self._deliver_gradients(is_complete=False)
+        self.forget()
+
+    def forget(self) -> None:
+        """No backward is in this call."""
+        self._end_lease()
+        self.task = -1
+        if self.state is not CallState.WAITING:
+            self.move_to(CallState.WAITING)
+
+    def discard(self) -> None:
+        """Gradients that a backward left which didn't end count for nothing."""
+        self._take_gradients()
+        self.forget()
+
+    def _end_lease(self) -> None:
+        if self._range is not None:
+            self._range.close()
+        self.context.prefetcher.end_lease(self.layer.index)
+
+    def _take_gradients(self) -> dict[int, torch.Tensor]:
+        taken: dict[int, torch.Tensor] = {}
+        leaves = [(row, found()) for row, found in self._leaves]
+        slot = self.context.prefetcher.leases.get(self.layer.index)
+        if slot is not None:
+            # Of a checkpoint inside the layer that runs a backward of its own.
+            leaves += enumerate([slot.leaves[place] for place in self.layer.trainable_places])
+        for row, leaf in leaves:
+            if leaf is None or leaf.grad is None:
+                continue
+            gradient, leaf.grad = leaf.grad, None
+            taken[row] = taken[row] + gradient if row in taken else gradient
+        return taken
+
+    def _deliver_gradients(self, is_complete: bool) -> None:
+        """Sends what there is of its gradients, or adds it to that of the other pieces; ``is_complete``: no more will come."""
+        taken = self._take_gradients()
+        if any(gradient.requires_grad for gradient in taken.values()):
+            raise UnsupportedError(
+                f"layer {self.layer.name}: a backward with create_graph=True gives its parameters gradients that can be "
+                "differentiated, which can't leave the device; use torch.autograd.grad(..., create_graph=True) on inputs "
+                "or outputs of layers instead"
+            )
+        backward = self.context.backwards[self.task]
+        if self.pieces == 1:
+            backward.deliver(self.tape, self.layer, taken)
+        else:
+            backward.add_piece(self, taken, is_complete)
+
+    def settle(self) -> None:
+        """Sends gradients that no hook has told of: of a tensor, say, that depends on weights alone and wasn't returned."""
+        if self.state is CallState.WAITING:
+            self.context.offloader.offload(self.layer, self._take_gradients())
+
+
+def _call_if_alive(method: Callable[[GraphCall], None], call: weakref.ref[GraphCall], _: torch.Tensor) -> None:
+    """A hook of a tensor."""
+    if (found := call()) is not None:
+        method(found)

@@ -1,0 +1,138 @@
+"""The forwards and backwards of a model that are under way: which layer comes next, and whose backward is still to come."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.autograd import Variable
+
+from megatrain_accelerate.gradients.offload import GradientOffloader
+from megatrain_accelerate.layers.layer import StreamedLayer
+from megatrain_accelerate.layers.resident import ResidentGroup
+from megatrain_accelerate.layers.watched_parameters import Watch
+from megatrain_accelerate.transfer.call_order import CallOrder, OpenForward, Tape
+from megatrain_accelerate.transfer.parts import Streamed
+from megatrain_accelerate.transfer.prefetch import Prefetcher
+from megatrain_accelerate.transfer.streams import WeightSlot
+
+
+class _EndOfBackward:
+    """Autograd calls this when a backward is over, and drops it uncalled when one has failed."""
+
+    def __init__(self, over: Callable[[int, bool], None], task: int) -> None:
+        self._over: Callable[[int, bool], None] | None = over
+        self._task = task
+
+    def __call__(self) -> None:
+        over, self._over = self._over, None
+        if over is not None:
+            try:
+                over(self._task, True)
+            except BaseException:
+                over(self._task, False)
+                raise
+
+    def __del__(self) -> None:
+        if self._over is not None:
+            self._over(self._task, False)
+
+
+class Passes:
+    """Follows the calls of a model's layers, and gives each its slot.
+
+    Args:
+        layers, groups: all of the model.
+        watch: ends when a backward begins.
+        over: called with autograd's number of a backward that has ended, and whether it succeeded.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[StreamedLayer],
+        groups: Sequence[ResidentGroup],
+        prefetcher: Prefetcher,
+        offloader: GradientOffloader,
+        watch: Watch,
+        over: Callable[[int, bool], None],
+    ) -> None:
+        self.order = CallOrder(len(layers))
+        self._last_layer, self._groups = layers[-1], groups
+        self._prefetcher, self._offloader, self._watch, self._over = prefetcher, offloader, watch, over
+        self._slot_count = prefetcher.slot_count
+        self._task: int | None = None
+        """Autograd's number of the backward that is under way."""
+        self._tape: Tape | None = None
+        """Of the forward to which that backward belongs."""
+        self._open: weakref.WeakSet[OpenForward] = weakref.WeakSet()
+        self._in_this_backward: weakref.WeakSet[OpenForward] = weakref.WeakSet()
+
+    @property
+    def open_forwards(self) -> int:
+        """Forward passes whose backward is still to come: nothing may move before it."""
+        return len(self._open)
+
+    # ------------------------------------------------------------------ forward
+
+    def record(self, layer: StreamedLayer) -> tuple[Tape, int, OpenForward]:
+        """Notes a forward call that has a graph: its place, and what lives as long as the graph if whoever calls holds it."""
+        tape, position = self.order.record(layer.index)
+        open_forward = tape.open_forward()
+        self._open.add(open_forward)
+        return tape, position, open_forward
+
+    def acquire_forward(self, layer: StreamedLayer, tape: Tape, position: int, backward_follows: bool) -> WeightSlot:
+        """The slot with the layer's weights, for a call; it is to be released."""
+        upcoming = self.order.after_forward(tape, position, self._look_ahead, backward_follows)
+        slot = self._prefetcher.acquire(layer, upcoming)
+        self.wait_for_head(layer)
+        return slot
+
+    def wait_for_head(self, layer: StreamedLayer) -> None:
+        """Some read the head's weight without calling the head (Liger, TRL): behind the last layer it must be valid."""
+        if layer is self._last_layer:
+            for group in self._groups:
+                group.wait_for_step()
+
+    @property
+    def _look_ahead(self) -> int:
+        """Calls to look ahead, so that as many as there are slots need one."""
+        return self._slot_count + len(self._prefetcher.own_slots)
+
+    # ------------------------------------------------------------------ backward
+
+    def lease_backward(self, layer: StreamedLayer, tape: Tape, position: int) -> WeightSlot:
+        """A slot with the layer's weights, for the backward of a call."""
+        self._tape = tape
+        self._in_this_backward.add(tape.open_forward())
+        forward_follows = not self._offloader.gradients_complete()
+        upcoming = self.order.after_backward(tape, position, self._look_ahead, forward_follows)
+        return self._prefetcher.lease(layer, upcoming)
+
+    def backward_begins(self, of_forward: OpenForward | None = None) -> None:
+        """Something of a backward runs, of that forward; the first time, what is to be done at its end is noted."""
+        if of_forward is not None:
+            self._in_this_backward.add(of_forward)
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # of one that raised autograd has dropped the callback
+            self._watch.end()
+            self._task = task
+            Variable._execution_engine.queue_callback(_EndOfBackward(self._over, task))
+
+    def backward_fails(self, task: int) -> None:
+        """A backward ended by an exception."""
+        self._in_this_backward.clear()
+        if self._task == task:
+            self._task = None
+
+    def backward_ends(self) -> None:
+        """A backward is over. Other forwards may wait for one of their own."""
+        self._task = self._tape = None
+        self._open -= self._in_this_backward
+        self._in_this_backward.clear()
+        self.order.end_pass()
+
+    def is_only_call(self, layer: Streamed) -> bool:
+        """Whether no other call of the layer can bring gradients: it runs once in its forward, and no other one is open."""
+        return self._tape is not None and self._tape.calls.count(layer.index) == 1 and len(self._open) <= 1

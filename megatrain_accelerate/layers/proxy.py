@@ -1,0 +1,158 @@
+"""Proxies: layers of the user's model that keep names, attributes, children and class, but hold no weights.
+
+A layer becomes a proxy by a change of its class to a subclass made here. ``isinstance``, ``named_parameters()``,
+attribute reads and hooks work as before; ``forward`` goes through the streaming runtime. Copies and pickles of a proxy
+are of the original class: plain modules with plain weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain_accelerate.hooks import run_uncompiled
+
+logger = logging.getLogger(__name__)
+
+Runner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+_RUNNER = "_megatrain_runner"
+_BEFORE_COPY = "_megatrain_before_copy"
+_CHECKPOINTING = "gradient_checkpointing"
+_proxy_classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
+
+
+class _NoCheckpointing:
+    """Data descriptor for ``gradient_checkpointing``: the engine recomputes already, a second time would be waste.
+
+    The flag of modules has this name in all releases of transformers, whatever the training arguments are called.
+    """
+
+    def __get__(self, instance: Any, owner: Any = None) -> bool:
+        return False
+
+    def __set__(self, instance: Any, value: bool) -> None:
+        if value:
+            _note_checkpointing_ignored()
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """Once a process."""
+    logger.warning("megatrain: %s", message)
+
+
+def _note_checkpointing_ignored() -> None:
+    _warn_once(
+        "layers are recomputed by the streaming engine; activation_checkpointing (gradient_checkpointing) is left off in them"
+    )
+
+
+def modules_that_checkpoint(model: nn.Module) -> weakref.WeakSet[nn.Module]:
+    """Modules other than proxies that have a flag for activation checkpointing: around layers, and inside them."""
+    return weakref.WeakSet(module for module in model.modules() if hasattr(module, _CHECKPOINTING) and not is_proxy(module))
+
+
+def leave_checkpointing_off(modules: Iterable[nn.Module]) -> None:
+    """Switches the flag of the modules off, and says so once where it was on."""
+    for module in modules:
+        if module.__dict__.get(_CHECKPOINTING):
+            module.__dict__[_CHECKPOINTING] = False
+            _note_checkpointing_ignored()
+
+
+def _note_cast_ignored(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Says once that ``to(dtype)`` or the like was asked for and changes no layer."""
+    first = next(module.parameters(), None)
+    # fn is any of to(), half(), cuda(), ...: what it does to an empty tensor tells.
+    if first is not None and fn(first.new_empty(0)).dtype != first.dtype:
+        _warn_once(
+            "the dtype of a prepared model's layers isn't changed by to(), half() and the like; "
+            "cast the model before accelerator.prepare()"
+        )
+
+
+def _new_module(original: type[nn.Module]) -> nn.Module:
+    """An empty module, to be filled with a pickled or copied proxy's state."""
+    return original.__new__(original)
+
+
+def _proxy_class(original: type[nn.Module], can_checkpoint: bool) -> type[nn.Module]:
+    proxy = _proxy_classes.get((original, can_checkpoint))
+    if proxy is not None:
+        return proxy
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Not only where a compiler traces this: a frame that it has given up on runs as it is, and what it calls is compiled.
+        return run_uncompiled(self.__dict__[_RUNNER], args, kwargs)
+
+    # The Trainer asks a model what it takes and drops the other columns; the model itself may be the layer.
+    forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
+
+    def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        # to(), cuda() and the like would bring the whole model to the GPU, and put rounded weights in the masters' place.
+        _note_cast_ignored(self, fn)
+        return self
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        self.__dict__[_BEFORE_COPY]()
+        reduced: Any = object.__reduce_ex__(self, protocol)
+        state = {key: value for key, value in reduced[2].items() if key not in (_RUNNER, _BEFORE_COPY)}
+        return (_new_module, (original,), state, *reduced[3:])
+
+    namespace: dict[str, Any] = {
+        # Registries are keyed by str(class) (transformers' output capturing), and messages should name the user's class.
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "forward": forward,
+        "_apply": _apply,
+        "__reduce_ex__": __reduce_ex__,
+        "_megatrain_original_class": original,
+    }
+    if can_checkpoint:
+        namespace[_CHECKPOINTING] = _NoCheckpointing()
+    proxy = _proxy_classes[original, can_checkpoint] = type(original.__name__, (original,), namespace)
+    proxy.forward = forward  # transformers puts a function around it that looks whether to checkpoint
+    return proxy
+
+
+def install_proxy(layer: nn.Module, runner: Runner, before_copy: Callable[[], None]) -> Callable[..., Any]:
+    """Turns ``layer`` into a proxy whose forward calls ``runner(args, kwargs)``; returns its own forward, bound, as it was.
+
+    ``before_copy`` is called before it is copied or pickled.
+    """
+    original = type(layer)
+    # An instance's own forward was patched in by somebody before us.
+    forward = layer.__dict__.pop("forward", None) or original.forward.__get__(layer, original)
+    if layer.__dict__.get(_CHECKPOINTING, False):
+        _note_checkpointing_ignored()
+    # The proxy's descriptor hides an instance's own value; where the class has none, that must be there again afterwards.
+    can_checkpoint = hasattr(layer, _CHECKPOINTING)
+    if hasattr(original, _CHECKPOINTING):
+        layer.__dict__.pop(_CHECKPOINTING, None)
+    layer.__class__ = _proxy_class(original, can_checkpoint)
+    layer.__dict__[_RUNNER] = runner
+    layer.__dict__[_BEFORE_COPY] = before_copy
+    return forward
+
+
+def remove_proxy(layer: nn.Module, forward: Callable[..., Any]) -> None:
+    """Gives the layer its own class and forward back."""
+    original: Any = layer._megatrain_original_class
+    layer.__class__ = original
+    if getattr(forward, "__func__", None) is not original.forward:
+        layer.forward = forward
+    layer.__dict__.pop(_RUNNER, None)
+    layer.__dict__.pop(_BEFORE_COPY, None)
+
+
+def is_proxy(module: nn.Module) -> bool:
+    return _RUNNER in module.__dict__

@@ -1,0 +1,153 @@
+"""Resident groups: parameters outside the layers (embeddings, final norm, head). Weights stay on the device.
+
+Their masters and moments live on the host like everybody's, unless the plan moves the whole unit to the device
+(:func:`relocate`, of layers too). Their gradients are autograd's own, on the device, and leave it when the optimizer steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatrain_accelerate.kernels.device import StepKernels, device_kernels
+from megatrain_accelerate.kernels.host import HostKernels
+from megatrain_accelerate.layers.layer import StreamedLayer
+from megatrain_accelerate.store.parameter import ParameterState
+from megatrain_accelerate.store.unit import HostUnit
+from megatrain_accelerate.transfer.meter import Cause, Meter, UpdateGate, named_range
+from megatrain_accelerate.transfer.prefetch import Prefetcher
+from megatrain_accelerate.transfer.streams import Streams
+
+
+class ResidentGroup:
+    """One module's own parameters, outside all layers.
+
+    The unit's weights on the host are the source of the device's copy after each step, behind that of ``layers_before``.
+    """
+
+    def __init__(self, name: str, unit: HostUnit, layers_before: int, *, streams: Streams, meter: Meter) -> None:
+        self.name = name
+        self.layers_before = layers_before
+        self.unit = unit
+        self.gate = UpdateGate()
+        self._streams = streams
+        self._meter = meter
+        self._params_copied_event = streams.event()
+        self._device_weights: dict[int, torch.Tensor] = {}
+        self._show_device_weights()
+
+    def _show_device_weights(self) -> None:
+        on_device = self.unit.is_on_device
+        for state in self.unit.states:
+            # Clones also where the device is the CPU: the device's copies and the host's must not be one there either.
+            weight = state.weight if on_device else state.weight.to(self._streams.device, copy=True)
+            self._device_weights[id(state)] = weight
+            is_sum, gradient = state.handle.has_fp32_sum, state.parameter.grad
+            state.handle.set_gradient(None)
+            state.handle.show(weight)
+            state.handle.set_gradient(None if gradient is None else gradient.to(self._streams.device, copy=not on_device))
+            self._place_sum_residual(state)
+            if is_sum:
+                state.handle.note_fp32_sum()
+
+    def _place_sum_residual(self, state: ParameterState) -> None:
+        """Gradients are on the device wherever the unit's states are, and so are the residuals of their sums."""
+        if state.gradient_residual is not None and not self.unit.is_on_device:
+            state.sum_residual = state.gradient_residual.to(self._streams.device, copy=True)
+
+    def allocate_gradient_residuals(self) -> None:
+        """Makes what fp32 sums of the gradients take, on the device, and for states on the host there too."""
+        if self.unit.gradient_residuals is None:
+            self.unit.allocate_gradient_residuals(register=True)
+            for state in self.unit.states:
+                self._place_sum_residual(state)
+
+    def move(self, device: torch.device | None, kernels: StepKernels) -> None:
+        """See :meth:`HostUnit.move`; the weights that compute stay on the device."""
+        self.unit.move(device, kernels)
+        self._show_device_weights()
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(state.parameter.nbytes for state in self.unit.states)
+
+    def wait_for_step(self) -> None:
+        """Kernels issued after this call read the stepped weights. Raises if the step failed."""
+        start = time.perf_counter()
+        self._meter.wait_for_step(self.name, self.gate)
+        if self._params_copied_event.query():
+            return
+        late_ms = 1e3 * (time.perf_counter() - start)
+        # RAW: the copy of the stepped weights must be over.
+        self._meter.compute_waits_for(self._params_copied_event, Cause.H2D, late_ms, of_layer=False)
+
+    def announce_push(self) -> Any:
+        """Called when a step is taken: counts the copies to come; returns the event for :meth:`push_weights`."""
+        self.unit.register_weights()
+        readers_finished_event = self._streams.event()
+        readers_finished_event.record(self._streams.compute_stream)
+        self._meter.counters.h2d_bytes += self.device_bytes
+        return readers_finished_event
+
+    def push_weights(self, readers_finished_event: Any) -> None:
+        """Issues the copies of the host's weights. Called by the step worker, after the step."""
+        h2d_stream = self._streams.h2d_stream
+        with torch.no_grad(), self._streams.on(h2d_stream), named_range(f"megatrain::push_weights ({self.name})"):
+            # WAR: kernels issued before the step read the old weights.
+            h2d_stream.wait_event(readers_finished_event)
+            pushed = [state for state in self.unit.states if state.entry.spec.trainable]
+            with self._meter.copying(Cause.H2D, sum(state.weight.nbytes for state in pushed), beside_compute=True):
+                for state in pushed:
+                    state.handle.fill(state.weight)
+            self._params_copied_event.record(h2d_stream)
+
+    def refresh_if_written(self) -> None:
+        """Takes over weights that somebody wrote to the device's parameters (``load_state_dict``)."""
+        for state in self.unit.states:
+            weight, handle = self._device_weights[id(state)], state.handle
+            if handle.is_written:
+                self.wait_for_step()
+                self.unit.write_master(state, state.parameter.detach())
+                if not handle.is_shown and not self.unit.is_on_device:
+                    weight.copy_(state.weight)
+                handle.show(weight)
+            elif not handle.is_shown:
+                handle.show(weight)  # instead of another store's copy, which may lie elsewhere
+
+
+Part = StreamedLayer | ResidentGroup
+
+
+def relocate(
+    targets: Sequence[tuple[Part, bool]],
+    prefetcher: Prefetcher,
+    device: torch.device,
+    host_kernels: HostKernels,
+    moved: Callable[[HostUnit], None],
+) -> None:
+    """Moves units between the host and the device. Nothing may be in flight.
+
+    ``targets`` says of each layer and resident group whether it is to live on the device; ``moved`` is called with each unit
+    that moved.
+
+    Raises:
+        torch.OutOfMemoryError, HostMemoryError: a unit found no room. Those before it have moved, it and those after it not.
+    """
+    # Slots of single layers hold memory of units that leave.
+    prefetcher.drop_own_slots()
+    try:
+        # First what leaves, so that there is room for what comes.
+        for part, stays in targets:
+            if part.unit.is_on_device and not stays:
+                part.move(None, host_kernels)
+                moved(part.unit)
+        arriving = [part for part, comes in targets if comes and not part.unit.is_on_device]
+        kernels = device_kernels(device, host_kernels) if arriving else host_kernels
+        for part in arriving:
+            part.move(device, kernels)
+            moved(part.unit)
+    finally:
+        prefetcher.note_moves()

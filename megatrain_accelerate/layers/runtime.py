@@ -1,0 +1,455 @@
+"""The running engine of one prepared model: order of layers, begin and end of a backward, gradients as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.gradients.call_gradients import GradientSums
+from megatrain_accelerate.gradients.clipping import Clipping, NormTable
+from megatrain_accelerate.gradients.fp32_sums import Fp32Sums
+from megatrain_accelerate.gradients.offload import GradientOffloader
+from megatrain_accelerate.gradients.outside import OutsideGradients
+from megatrain_accelerate.gradients.unit_stepper import UnitStepper
+from megatrain_accelerate.hooks import weakly
+from megatrain_accelerate.kernels.host import HostKernels
+from megatrain_accelerate.layers.caches import without_caches
+from megatrain_accelerate.layers.call_context import CallContext
+from megatrain_accelerate.layers.compiled_layer import CompiledLayers, without_autocast_cache
+from megatrain_accelerate.layers.expert_streams import ExpertStreams
+from megatrain_accelerate.layers.graph_calls import GraphCalls
+from megatrain_accelerate.layers.layer import StreamedLayer
+from megatrain_accelerate.layers.micro_batches import BatchCut
+from megatrain_accelerate.layers.nested_tensors import taken_apart
+from megatrain_accelerate.layers.output_recorder import OutputRecorder
+from megatrain_accelerate.layers.passes import Passes
+from megatrain_accelerate.layers.resident import Part, ResidentGroup, relocate
+from megatrain_accelerate.layers.shared_mappings import SharedMappings
+from megatrain_accelerate.layers.token_tiles import TileOfLayers, TokenTiles
+from megatrain_accelerate.layers.watched_parameters import Watch, unwatched
+from megatrain_accelerate.store.layout import ExpertRange
+from megatrain_accelerate.store.parameter import ParameterState
+from megatrain_accelerate.store.step_worker import StepWorker
+from megatrain_accelerate.store.unit import HostUnit
+from megatrain_accelerate.transfer.activation_offload import ActivationOffloader
+from megatrain_accelerate.transfer.call_order import OpenForward
+from megatrain_accelerate.transfer.meter import Cause, Meter, UpdateGate, named_range
+from megatrain_accelerate.transfer.parts import Streamed
+from megatrain_accelerate.transfer.prefetch import Prefetcher
+from megatrain_accelerate.transfer.streams import Streams
+
+_running: weakref.WeakSet[StreamingRuntime] = weakref.WeakSet()
+
+
+def streamed_among(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of the parameters that are in the host store of any model."""
+    running = list(_running)
+    return [p for p in parameters if any(runtime.state_of(p) is not None for runtime in running)]
+
+
+UnitInOrder = tuple[HostUnit, ResidentGroup | None, list[tuple[UpdateGate, ExpertRange | None]]]
+"""A unit, its resident group if it is one's, and each of the parts in which it is stepped: the gate, and the experts that it
+is, or None for the whole unit."""
+
+LayerRunner = Callable[[StreamedLayer, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class StreamingRuntime:
+    """Streams, slots, worker and gradients of one model.
+
+    Args:
+        layers: by index, with those of their experts that stream in parts.
+        groups: in model order.
+        register: page-lock host buffers.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[StreamedLayer],
+        groups: Sequence[ResidentGroup],
+        *,
+        streams: Streams,
+        meter: Meter,
+        kernels: HostKernels,
+        worker: StepWorker,
+        config: MegatrainConfig,
+        register: bool,
+    ) -> None:
+        self.layers, self.groups = list(layers), list(groups)
+        self.experts = [experts for layer in self.layers for experts in layer.experts]
+        self.parts: list[Part] = [*self.layers, *self.experts, *self.groups]
+        self.streams, self.meter, self.kernels, self.worker = streams, meter, kernels, worker
+        self.config = config
+        self.norms = NormTable(self.units, register)
+        self.steppers: list[UnitStepper] = []
+        """The optimizers that step the parameters."""
+        self.sums = Fp32Sums(self.parts, config, streams.device, kernels)
+        self.prefetcher = Prefetcher(self.layers, config.placement.slots, streams, meter)
+        whole = [part.unit.layout for part in (*self.layers, *self.experts)]
+        at_once = [layer.unit.layout for layer in self.layers]
+        at_once += [part.unit.layout for experts in self.experts for part in experts.parts]
+        self.offloader = GradientOffloader(
+            whole,
+            at_once,
+            streams=streams,
+            worker=worker,
+            kernels=kernels,
+            meter=meter,
+            norms=self.norms,
+            sums=self.sums,
+            steppers=self.steppers,
+            register=register,
+            passes=config.passes_gradients,
+        )
+        self.outside_tiles = TokenTiles(())  # of norms outside the layers
+        self.activations = ActivationOffloader.for_engine(config, kernels, streams, meter, register)
+        self.keep_states_on_host: Callable[[], None] = lambda: self.place((), groups_on_device=False)
+        """Brings all states to the host; set by the plan."""
+        self.recorder = OutputRecorder()
+        self.compiled = CompiledLayers(config.compile_layers, streams.device, self.recorder)
+        self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
+        self.batch_cut = BatchCut(config.micro_batch_size)
+        """How a batch that is larger than ``micro_batch_size`` runs in pieces."""
+        self._states: dict[int, ParameterState] = {id(state.parameter): state for unit in self.units for state in unit.states}
+        parameters = [state.parameter for unit in self.units for state in unit.states]
+        self.watch = Watch(parameters, weakly(self.settle))
+        """Of the parameters, from a step, a clipping or a backward that others follow to the next forward."""
+        self.passes = Passes(
+            self.layers, self.groups, self.prefetcher, self.offloader, self.watch, weakly(self._backward_is_over)
+        )
+        self.context = CallContext(
+            device=streams.device,
+            passes=self.passes,
+            prefetcher=self.prefetcher,
+            offloader=self.offloader,
+            gradient_sums=self.gradient_sums,
+            activations=self.activations,
+            batch_cut=self.batch_cut,
+            compiled=self.compiled,
+            recorder=self.recorder,
+        )
+        self._graph_calls = GraphCalls(self.context)
+        self._group_of = {id(state.parameter): group for group in self.groups for state in group.unit.states}
+        hook = weakly(self.resident_gradient_ready)
+        residents = [state for group in self.groups for state in group.unit.states if state.entry.spec.trainable]
+        self._handles: list[Any] = [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
+        self._handles += self.sums.watch(residents)
+        self.outside = OutsideGradients([part.unit for part in (*self.layers, *self.experts)], self.offloader)
+        self.dry_run: LayerRunner | None = None
+        """What runs the layers on trial, for a plan or a probe."""
+        self.clipping = Clipping(self.norms, self.sums, self._states)
+        self.expert_streams = ExpertStreams(
+            self.experts,
+            config.placement.slots,
+            self.offloader,
+            self.context.anchor,
+            lambda: self.dry_run is not None,
+            self.passes.order,
+        )
+        _running.add(self)
+
+    token_tile = TileOfLayers()
+
+    @property
+    def units(self) -> list[HostUnit]:
+        """All host units: layers, experts that stream in parts, then resident groups."""
+        return [part.unit for part in self.parts]
+
+    def in_forward_order(self) -> list[UnitInOrder]:
+        """Units in the order in which the next forward needs them, and in which they are stepped.
+
+        Layers, the experts of each behind it, and groups between the layers that they stand between.
+        """
+        units: list[tuple[int, int, UnitInOrder]] = []
+        units += [(group.layers_before, 0, (group.unit, group, [(group.gate, None)])) for group in self.groups]
+        units += [(layer.index, 1, (layer.unit, None, [(layer.gate, None)])) for layer in self.layers]
+        for whole in self.experts:
+            units.append((whole.index, 2, (whole.unit, None, [(part.gate, part.experts) for part in whole.parts])))
+        return [unit for _, _, unit in sorted(units, key=lambda item: item[:2])]
+
+    @property
+    def gradients_leave(self) -> bool:
+        """Whether any gradient of a layer goes to the host."""
+        return any(not layer.unit.is_on_device for layer in self.layers) or any(at.has_trainable for at in self.experts)
+
+    def state_of(self, parameter: torch.Tensor) -> ParameterState | None:
+        """The parameter's place in the host store, or None if it isn't this model's."""
+        return self._states.get(id(parameter))
+
+    def trains(self, parameter: torch.Tensor) -> bool:
+        """Whether it is a parameter of this model that has a place for gradients."""
+        state = self._states.get(id(parameter))
+        return state is not None and state.row is not None
+
+    # ------------------------------------------------------------------ forward and backward of a layer
+
+    @contextlib.contextmanager
+    def layers_run_by(self, runner: LayerRunner) -> Iterator[None]:
+        """Proxies call ``runner(layer, args, kwargs)`` instead of streaming while the body runs."""
+        self.dry_run = runner
+        try:
+            with self.outside_tiles.at_work_anywhere():
+                yield
+        finally:
+            self.dry_run = None
+
+    def run_layer(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a proxy's forward does."""
+        if self.dry_run is not None:
+            shared = SharedMappings(*without_caches(args, kwargs))
+            return shared.take_back(self.dry_run(layer, shared.args, shared.kwargs))
+        has_graph = torch.is_grad_enabled()
+        self._scale_clipped(others_follow=has_graph)
+        if has_graph:
+            layer.refuse_unfrozen()
+            arguments = without_caches(args, kwargs)
+            if layer.has_trainable or any(tensor.requires_grad for tensor in taken_apart(arguments)[0]):
+                self.prefetcher.let_go()  # also where no forward of the whole model told that training goes on
+                tape, position, open_forward = self.passes.record(layer)
+                if self._is_plain:
+                    return self._run_plain(layer, open_forward, *arguments)
+                return self._graph_calls.run(layer, tape, position, *arguments)
+        if self._nothing_streams:
+            self._show_plain(layer)
+            with layer.tiles.at_work(args, kwargs), without_autocast_cache():
+                return layer.forward(*args, **kwargs)
+        tape, position = self.passes.order.record(layer.index)
+        without_graph = torch.no_grad() if has_graph else contextlib.nullcontext()
+        weights = self.prefetcher.held_weights(layer)
+        if weights is not None:
+            self.passes.wait_for_head(layer)
+            with without_graph, layer.bound(weights), layer.tiles.at_work(args, kwargs):
+                return layer.forward(*args, **kwargs)
+        slot = self.passes.acquire_forward(layer, tape, position, False)
+        try:
+            with without_graph, layer.bound(slot.views(layer.unit.layout)), layer.tiles.at_work(args, kwargs):
+                return layer.forward(*args, **kwargs)
+        finally:
+            self.prefetcher.release(slot)
+
+    @property
+    def _nothing_streams(self) -> bool:
+        """Whether all layers live on the device, their experts too: their own parameters are what they compute with."""
+        return not self.experts and self.prefetcher.all_on_device
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the model fits the device with its states and activations: layers run as plain modules do."""
+        return self._nothing_streams and self.runs_whole and len(self.context.policy.kept) == len(self.layers)
+
+    @property
+    def runs_whole(self) -> bool:
+        """Whether a layer computes all of a batch at once, neither pieces nor tiles of it."""
+        return self.batch_cut.size is None and not self.token_tile
+
+    def _show_plain(self, layer: StreamedLayer) -> None:
+        """The layer is about to compute with its own parameters."""
+        if self.watch.is_on:
+            self.watch.release(state.parameter for state in layer.unit.states)
+        layer.own_parameters()
+        self._refresh(layer)
+        self.passes.wait_for_head(layer)
+
+    def _run_plain(
+        self, layer: StreamedLayer, open_forward: OpenForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs a layer of a model that fits. Autograd saves its parameters themselves and accumulates their gradients."""
+        self._show_plain(layer)
+        captures = self.compiled.wants(layer)
+        with named_range(f"megatrain::forward ({layer.name})"), without_autocast_cache():
+            if captures is None:
+                output = layer.forward(*args, **kwargs)
+            else:
+                shared = SharedMappings(args, kwargs)
+                returned = self.compiled.run(layer, captures, shared.args, shared.kwargs, self.context.policy.budgets[1])
+                output = shared.take_back(returned)
+        # The graph holds the hook, and with it ``open_forward``.
+        begins = functools.partial(weakly(self._plain_backward_begins), open_forward)
+        for tensor in taken_apart(output)[0]:
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(begins)
+        return output
+
+    def _plain_backward_begins(self, open_forward: OpenForward, _: torch.Tensor) -> None:
+        """A hook of what such a layer returned."""
+        self.passes.backward_begins(open_forward)
+
+    def resident_gradient_ready(self, parameter: torch.Tensor) -> None:
+        """A resident's gradient is complete: its copy to the host begins under the layers' backward."""
+        self.passes.backward_begins()
+        state = self._states[id(parameter)]
+        self.sums.take_up(state)
+        state.normed = None
+        if self.offloader.gradients_complete():
+            self.offloader.fetch(self._group_of[id(parameter)], only=parameter)
+
+    def _backward_is_over(self, task: int, succeeded: bool) -> None:
+        """What a backward made is complete; what one left that an exception ended is taken back."""
+        if not succeeded:
+            self._graph_calls.fail(task)
+            self.passes.backward_fails(task)
+            return
+        self._graph_calls.finish(task)
+        self.passes.backward_ends()
+        self.activations.settle()
+        self.worker.raise_if_failed()
+        self.meter.harvest()  # while the GPU is at work; without logs its events would pile up over the steps
+        if not self.offloader.gradients_complete():
+            self.watch.begin()
+        else:
+            self._send_norms()
+            # From here on anybody may read `parameter.grad`, or let go of it. What lives on the device is there, and norms are
+            # waited for when they are read.
+            if not self._nothing_streams:
+                with self.meter.blocked_by(Cause.BACKWARD_END), named_range("megatrain::wait_for_gradients"):
+                    self.offloader.wait()
+            if not self.worker.is_idle:  # layers are stepped in this backward
+                self.watch.begin()
+
+    def may_step_in_backward(self, layer: Streamed) -> bool:
+        """Whether no other gradient of this layer can still follow before the step."""
+        is_reached = id(layer.unit) in self.outside.reached
+        return self.offloader.gradients_complete() and self.passes.is_only_call(layer) and not is_reached
+
+    def before_group_use(self, group: ResidentGroup) -> None:
+        """Called before a module that reads the group's weights runs."""
+        if self.dry_run is None:
+            self._scale_clipped(others_follow=torch.is_grad_enabled())
+            group.refresh_if_written()
+            group.wait_for_step()
+            if self.watch.is_on:
+                self.watch.release(state.parameter for state in group.unit.states)
+
+    @property
+    def states_may_move(self) -> bool:
+        """Whether every optimizer can step on the device: there is a kernel there for its moments."""
+        return not any(stepper.works_on_host for stepper in self.steppers) and self.config.moments_dtype != "int8"
+
+    @property
+    def open_forwards(self) -> int:
+        """Forward passes whose backward is still to come: nothing may move before it."""
+        return self.passes.open_forwards
+
+    # ------------------------------------------------------------------ placement
+
+    def place(self, on_device: Collection[int], groups_on_device: bool) -> None:
+        """Moves weights and states to where they are to live. Between steps only; waits for everything in flight.
+
+        Args:
+            on_device: indices of layers that live there whole, with masters and moments.
+            groups_on_device: whether the masters and moments of the resident groups do.
+
+        Raises a StepWorkerError if an earlier step failed.
+        """
+        # A forward in inference mode may ask for room: what it leaves must be ordinary tensors.
+        with torch.inference_mode(False), torch.no_grad():
+            self.drain()
+            self.refresh_if_written()
+            self.offloader.wait()
+            self.streams.synchronize()
+            targets: list[tuple[Part, bool]] = [(layer, layer.index in on_device) for layer in self.layers]
+            targets += [(group, groups_on_device) for group in self.groups]
+            relocate(targets, self.prefetcher, self.streams.device, self.kernels, self._moved)
+            if self.offloader.takes_gradients:
+                self.offloader.allocate_slots(self.gradients_leave)
+
+    def _moved(self, unit: HostUnit) -> None:
+        for state in unit.states:
+            state.normed = None
+        self.outside.moved(unit)
+        for stepper in self.steppers:
+            stepper.unit_moved(unit)
+
+    # ------------------------------------------------------------------ gradients as a whole
+
+    def collect_gradients(self) -> None:
+        """Brings every gradient that is still on the device to the host store, and waits for it."""
+        self.watch.end()
+        self._graph_calls.settle()
+        self.offloader.wait()
+        self.clipping.refuse_written()
+        if self.clipping.has_stepped():  # and not dropped: the next step finds them scaled
+            self.worker.drain()
+            self.clipping.settle_stepped(others_follow=False)
+        for group in self.groups:
+            self.offloader.fetch(group)
+        self._send_norms()
+        self.offloader.wait()
+
+    def _send_norms(self) -> None:
+        """Sends the norms of gradients that autograd accumulated in layers' own parameters, where they aren't known."""
+        if self._nothing_streams:
+            states = [state for layer in self.layers for state in layer.trainable]
+            self.offloader.send_norms([s for s in states if s.parameter.grad is not None and not s.has_norm])
+
+    def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """Lets the next step scale the gradients so that their global norm is at most ``max_norm``.
+
+        Gradients of parameters of other modules are scaled in place, as torch does it. Returns the norm before, on the host.
+        """
+        self.collect_gradients()
+        norm = self.clipping.clip(parameters, max_norm)
+        if self.open_forwards:
+            self.clipping.settle(others_follow=True)  # by their backward
+        elif self.clipping.is_pending:
+            self.watch.begin()
+        return norm
+
+    # ------------------------------------------------------------------ state as a whole
+
+    def _scale_clipped(self, others_follow: bool) -> None:
+        """Before a forward: who looks at gradients that were clipped, or adds to them, finds them scaled."""
+        if self.clipping.is_pending:
+            with unwatched():
+                if self.clipping.has_unscaled():
+                    self.worker.drain()
+                    self.clipping.settle(others_follow)
+
+    def settle(self) -> None:
+        """Makes weights and gradients what plain PyTorch would show. Raises a StepWorkerError if a step failed."""
+        self.offloader.wait()
+        self.drain()
+        self.refresh_if_written()
+        self.clipping.settle(others_follow=False)
+
+    def drain(self) -> None:
+        """Blocks until all submitted work is applied and visible on host and device. A StepWorkerError if some failed."""
+        self.worker.drain()
+        for group in self.groups:
+            group.wait_for_step()
+
+    def refresh_if_written(self) -> None:
+        """Takes over weights that somebody wrote to any parameter since they were last seen."""
+        for part in self.parts:
+            self._refresh(part)
+
+    def _refresh(self, part: Part) -> None:
+        version = part.unit.version
+        part.refresh_if_written()
+        if part.unit.version != version:
+            self.outside.moved(part.unit)  # autograd's nodes are new if data of another dtype were there for a while
+
+    def close(self) -> None:
+        """Ends the worker and gives the parameters back to ordinary host memory, masters in full precision."""
+        self.watch.end()
+        self.worker.close()
+        self.streams.synchronize()
+        for handle in self._handles:
+            handle.remove()
+        for part in (self.outside, self.offloader, self.activations, self.norms):
+            part.close()
+        for unit in self.units:
+            unit.release()
+        # Their memory: an optimizer that outlives the engine holds the runtime through its driver.
+        self.prefetcher.close()
+        self.expert_streams.close()
+        for layer in (*self.layers, *self.experts):
+            layer.release()
+        self._states.clear()
+        self.offloader.slots.clear()

@@ -1,0 +1,126 @@
+"""What autograd saves of a layer that stays in its graph: weights as places in a slot, the rest checked as autograd would.
+
+``saved_tensors_hooks`` put an object of ours where autograd would hold a tensor. A view of a slot is saved as the place where
+it lies and read again from whatever slot holds the layer when its backward comes. Hooks switch off autograd's own check that
+nobody wrote to a saved tensor, and hide the hooks of whoever is around the layer (activation checkpointing,
+``save_on_cpu``): both are made good here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Container
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatrain_accelerate.transfer.activation_offload import ParcelPlace, Recording
+from megatrain_accelerate.transfer.streams import WeightSlot
+
+
+class SlotReader(Protocol):
+    """A call of a layer, as far as it matters here."""
+
+    def slot(self) -> WeightSlot:
+        """The slot that holds the layer's weights now; within a backward only."""
+
+
+class SlotPlace(NamedTuple):
+    """A view of a layer's slot, without the slot."""
+
+    reader: SlotReader
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> torch.Tensor:
+        """The view of the slot that holds the layer now."""
+        view = self.reader.slot().view(self.dtype, self.shape, self.stride, self.offset)
+        # The graph of a gradient that is itself differentiated must not hold a slot.
+        return view.clone() if torch.is_grad_enabled() else view
+
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+def _innermost() -> Hooks | None:
+    """The hooks that act now."""
+    found: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found
+
+
+if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):  # before torch 2.6, which doesn't tell
+    _entered = threading.local()
+    _enter, _exit = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
+
+    def _enter_and_note(self: saved_tensors_hooks) -> None:
+        _enter(self)
+        _entered.__dict__.setdefault("hooks", []).append((self.pack_hook, self.unpack_hook))
+
+    def _forget_and_exit(self: saved_tensors_hooks, *error: object) -> None:
+        _entered.hooks.pop()
+        _exit(self, *error)
+
+    def _innermost() -> Hooks | None:
+        hooks = _entered.__dict__.get("hooks")
+        return hooks[-1] if hooks else None
+
+    saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = _enter_and_note, _forget_and_exit  # type: ignore
+
+
+class SavedTensors:
+    """The hooks under which one run of a layer saves what its backward needs.
+
+    Args:
+        reader_at: the call to whose slot the memory at an address belongs; None for other memory.
+        offloaded: collects what goes to the host; None where it stays on the device.
+        slots: the addresses for which ``reader_at`` is asked; None for all.
+    """
+
+    def __init__(
+        self,
+        reader_at: Callable[[int], SlotReader | None],
+        offloaded: Recording | None = None,
+        slots: Container[int] | None = None,
+    ) -> None:
+        self._reader_at, self._offloaded, self._slots = reader_at, offloaded, slots
+        self._outer: Hooks | None = None
+        """The hooks around the body that is recorded last."""
+
+    def recording(self) -> saved_tensors_hooks:
+        """Autograd saves what the body computes. To be entered anew for each body: only the innermost hooks act."""
+        self._outer = _innermost()
+        if self._outer is None:
+            return saved_tensors_hooks(self._pack, _unpack)
+        outer_unpack = self._outer[1]
+        return saved_tensors_hooks(self._pack, lambda at: at.tensor() if type(at) is SlotPlace else outer_unpack(at))
+
+    def _pack(self, tensor: torch.Tensor) -> Any:  # called several dozen times a layer
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except (RuntimeError, NotImplementedError):  # sparse ones and wrappers around others have no memory of their own
+            address = -1
+        if (self._slots is None or address in self._slots) and (reader := self._reader_at(address)) is not None:
+            return SlotPlace(reader, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        if self._outer is not None:
+            return self._outer[0](tensor)
+        if not tensor.is_leaf:
+            # Its own node may be the one that saves it (softmax): a cycle that no garbage collector sees.
+            tensor = tensor.detach()
+        away = None if self._offloaded is None else self._offloaded.place(tensor)
+        return (tensor, tensor._version) if away is None else away
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    if type(packed) is not tuple:
+        place: SlotPlace | ParcelPlace = packed
+        return place.tensor()
+    tensor: torch.Tensor = packed[0]
+    if tensor._version != packed[1]:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {packed[1]} instead"
+        )
+    return tensor

@@ -1,0 +1,135 @@
+"""Mappings by which layers pass tensors to later layers besides their outputs (shared keys and values of Gemma 3n and 4).
+
+The model passes one mapping to all layers: some write entries, later ones read them. Each run of a layer, a recompute as well,
+gets its own copy. After the forward run its changes are applied to the model's mapping. Transformers uses ``UserDict`` here,
+since wrappers that rebuild every plain dict would lose what layers write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import UserDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.layers.nested_tensors import tensors_in
+
+
+class _Handed(NamedTuple):
+    """A copy of a mapping, as a layer's argument in which pytree finds the tensors."""
+
+    entries: dict[Any, Any]
+
+
+class _Returned(NamedTuple):
+    """A layer's output and, for each mapping that was passed to it, the entries that it wrote and the keys that it removed."""
+
+    output: Any
+    written: tuple[dict[Any, Any], ...]
+    removed: tuple[Any, ...]
+
+
+class SharedMappings:
+    """The mappings among the arguments of one call, as the model passes them."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._mappings = [value for value in (*args, *kwargs.values()) if isinstance(value, UserDict)]
+        if self._mappings:
+            args, kwargs = _replaced(UserDict, [_Handed(dict(value)) for value in self._mappings], args, kwargs)
+        self.args = args
+        """These and ``kwargs`` are for :func:`run_with_mappings`; pytree may take them apart and rebuild them in between."""
+        self.kwargs = kwargs
+
+    def take_back(self, result: Any) -> Any:
+        """Applies the layer's changes to the model's mappings and returns the layer's own output."""
+        if not self._mappings:
+            return result
+        for mapping, written, removed in zip(self._mappings, result.written, result.removed, strict=True):
+            mapping.update(written)
+            for key in removed:
+                del mapping[key]
+        return result.output
+
+
+def run_with_mappings(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a layer's own forward. If mappings were passed to it, the result is for :meth:`SharedMappings.take_back`."""
+    handed = [value for value in (*args, *kwargs.values()) if isinstance(value, _Handed)]
+    if not handed:
+        return forward(*args, **kwargs)
+    mappings = [UserDict(value.entries) for value in handed]
+    args, kwargs = _replaced(_Handed, mappings, args, kwargs)
+    output = forward(*args, **kwargs)
+    removed = tuple(value.entries.keys() - mapping.keys() for mapping, value in zip(mappings, handed, strict=True))
+    written = tuple(
+        {key: entry for key, entry in mapping.items() if key not in value.entries or entry is not value.entries[key]}
+        for mapping, value in zip(mappings, handed, strict=True)
+    )
+    return _Returned(output, written, removed)
+
+
+def takes_mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether there are mappings among these arguments of a layer."""
+    return any(isinstance(value, _Handed) for value in (*args, *kwargs.values()))
+
+
+def _replaced(
+    kind: type, others: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with these in the places of those of a kind, in order."""
+    unused = iter(others)
+    found = [next(unused) if isinstance(value, kind) else value for value in (*args, *kwargs.values())]
+    return tuple(found[: len(args)]), dict(zip(kwargs, found[len(args) :], strict=True))
+
+
+@contextlib.contextmanager
+def no_writes_into(args: tuple[Any, ...], kwargs: dict[str, Any], layer: str) -> Iterator[None]:
+    """Raises an UnsupportedError for a layer that changes lists, dicts or objects among its arguments in the block.
+
+    A recompute would change them again; and changes by pieces of a batch can't be joined.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    objects = [o for o in leaves if hasattr(o, "__dict__") and not isinstance(o, (torch.Tensor, nn.Module, type))]
+    held = [_held_tensors(value) for value in objects]
+    yield
+    changed = [type(o).__name__ for o, before in zip(objects, held, strict=True) if _held_tensors(o) != before]
+    leaves_now, structure_now = tree_flatten((args, kwargs))
+    if structure_now != structure or list(map(id, leaves_now)) != list(map(id, leaves)):
+        changed.append("list or dict")
+    if changed:
+        raise UnsupportedError(
+            f"layer {layer} writes into an argument ({', '.join(changed)}), which other layers wouldn't see and "
+            "gradients couldn't pass. A model whose layers hand tensors on in this way can't be trained with megatrain "
+            "yet; name other layers in megatrain_config.layer_classes if larger blocks keep it to themselves"
+        )
+
+
+def _held_tensors(value: Any) -> list[int]:
+    return [id(tensor) for tensor in tensors_in(vars(value))]
+
+
+@contextlib.contextmanager
+def no_writes_to(
+    tensors: Sequence[torch.Tensor], layer: str, torch_refuses: str = "leaf Variable that requires grad"
+) -> Iterator[None]:
+    """Raises an UnsupportedError for a layer that writes to its input tensors in place when it runs in the block.
+
+    ``torch_refuses`` is part of torch's error where it writes to what it is given of them.
+    """
+    versions = [tensor._version for tensor in tensors]
+    cause: RuntimeError | None = None
+    try:
+        yield
+    except RuntimeError as error:
+        if torch_refuses not in str(error):
+            raise
+        cause = error
+    if cause is not None or versions != [tensor._version for tensor in tensors]:
+        raise UnsupportedError(
+            f"layer {layer} writes to its inputs in place, so that it can't be run again from them in backward; name "
+            "other layers in megatrain_config.layer_classes"
+        ) from cause

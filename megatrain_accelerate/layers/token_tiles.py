@@ -1,0 +1,305 @@
+"""A layer's token-wise parts by tiles of tokens: what they make on their way exists for one tile at a time.
+
+B samples, T tokens, D hidden. A part (an MLP, a norm) keeps its input alone; in backward each tile is computed again, with a
+graph, and its weights' gradients are summed in fp32. The idea is that of chunked feed-forward layers (Liu and Abbeel, arXiv
+2305.19370) and of DeepSpeed's tiled MLP (arXiv 2506.13996). Parts are found by :mod:`.token_wise`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from megatrain_accelerate.hooks import ModelHook, has_hooks_inside
+from megatrain_accelerate.layers.ambient_state import Again, autocast_again, parameters_as
+from megatrain_accelerate.layers.proxy import is_proxy
+from megatrain_accelerate.layers.token_wise import examine, kind_of
+
+AUTO_TILE_TOKENS = 8192
+"""Tokens of a tile that the plan chooses: products of as many rows run at full speed, and the widest tensors of a layer of
+several billion parameters take a few hundred MiB."""
+
+_verdicts: dict[Hashable, str | None] = {}
+"""Why modules run whole, or None; of all engines of the process, by kind of module."""
+
+_Tile = TypeVar("_Tile")
+_runs_few = False
+_times = 1
+
+
+@contextlib.contextmanager
+def few_tiles() -> Iterator[None]:
+    """Loops over tiles run few of them in the body, in every thread: autograd has its own.
+
+    An operation on tensors without data takes as long as launching a real one, and a sequence of a million tokens has
+    hundreds of tiles with hundreds of operations each. Tiles are alike, so one can count for others.
+    """
+    global _runs_few, _times
+    before, _runs_few = _runs_few, True
+    try:
+        yield
+    finally:
+        _runs_few, _times = before, 1  # a loop that failed may not have ended
+
+
+def times() -> int:
+    """For how many tiles counts what runs now."""
+    return _times
+
+
+def tiles(every: Sequence[_Tile]) -> Iterator[_Tile]:
+    """The tiles of a loop, or parts of experts, in order; under :func:`few_tiles` some of them.
+
+    Those are the first two and the last: the first may find things that the others find made (a sum to add to), and the second
+    counts for all between, which are of its size.
+    """
+    global _times
+    if not _runs_few or len(every) < 4:
+        yield from every
+        return
+    yield every[0]
+    before, _times = _times, _times * (len(every) - 2)
+    try:
+        yield every[1]
+    finally:
+        _times = before
+    yield every[-1]
+
+
+class TokenTiles:
+    """Runs the token-wise ones among ``parts`` (of one layer, with names) by tiles of fewer tokens than the layer runs on."""
+
+    def __init__(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
+        self.tile_tokens = 0
+        """Tokens of a tile, those of all samples together; 0 for none. Set by the plan between steps."""
+        self._parts = {part: name for name, part in parts}
+        self.found: dict[str, str | None] = {}
+        """Why what was called with one row a token so far ran whole, by name; None for what ran by tiles, whose own parts
+        aren't among it."""
+
+    @classmethod
+    def of_layer(cls, layer: nn.Module) -> TokenTiles:
+        return cls((name, child) for name, child in layer.named_modules() if child is not layer)
+
+    @classmethod
+    def of_norms(cls, model: nn.Module, modules: Iterable[nn.Module]) -> TokenTiles:
+        """Those of norms among modules outside the layers, which have weights but no matrix.
+
+        A last norm makes, in fp32, several tensors twice as large as its input.
+        """
+        names = {module: name for name, module in model.named_modules()}
+        parameters = {module: list(module.parameters()) for module in modules}
+        return cls((names[m], m) for m, own in parameters.items() if own and all(p.dim() == 1 for p in own))
+
+    @property
+    def tiled_names(self) -> list[str]:
+        return [name for name, reason in self.found.items() if reason is None]
+
+    def at_work(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+        """A call of the layer with these arguments runs in the body."""
+        shape = tokens_of(args, kwargs) if self.tile_tokens else None
+        return self._installed(shape) if shape is not None else contextlib.nullcontext()
+
+    def at_work_anywhere(self) -> contextlib.AbstractContextManager[None]:
+        """Parts that aren't in a layer run in the body; each is told by its own call how many tokens there are."""
+        return self._installed(None) if self.tile_tokens else contextlib.nullcontext()
+
+    def hooks_on(self, model: nn.Module) -> list[Any]:
+        """Calls of the model have its parts at work from now on, but for trials past its hooks."""
+        at_work = contextlib.ExitStack()
+
+        def begin(*_: Any) -> None:
+            at_work.close()  # of a call that was interrupted
+            at_work.enter_context(self.at_work_anywhere())
+
+        # With arguments, since a hook without any is called when the model is copied.
+        end = ModelHook(lambda *_: at_work.close(), with_arguments=True)
+        return [
+            model.register_forward_pre_hook(ModelHook(begin, with_arguments=True)),
+            model.register_forward_hook(end, always_call=True),
+        ]
+
+    @contextlib.contextmanager
+    def _installed(self, shape: tuple[int, int] | None) -> Iterator[None]:
+        own = {part: part.__dict__.get("forward") for part in self._parts}
+        try:
+            for part in own:
+                part.__dict__["forward"] = functools.partial(self._run, part, part.forward, shape)
+            yield
+        finally:
+            for part, forward in own.items():
+                if forward is None:
+                    part.__dict__.pop("forward", None)
+                else:
+                    part.__dict__["forward"] = forward
+
+    def _run(
+        self, part: nn.Module, forward: Callable[..., Any], shape: tuple[int, int] | None, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        shape = shape or tokens_of(args, kwargs)
+        if shape is None or shape[0] * shape[1] <= self.tile_tokens:
+            return forward(*args, **kwargs)
+        call = _TiledCall(part, forward, args, kwargs)
+        dim = call.token_dim(shape)
+        if dim is None or self._reason_against(part, call, dim) is not None:
+            return forward(*args, **kwargs)
+        call.cut(dim, max(1, self.tile_tokens // (shape[0] if dim else 1)))
+        return _TiledFunction.apply(call, *call.tensors, *(owner._parameters[name] for owner, name in call.places))
+
+    def _reason_against(self, part: nn.Module, call: _TiledCall, dim: int) -> str | None:
+        reason: str | None
+        if has_hooks_inside(part):  # who watches modules within it should see whole tensors, and each once
+            reason = "hooks are registered inside it"
+        elif any(is_proxy(child) for child in part.modules()):
+            # A trial of theirs would be taken for a call of the layer's, whose result its recompute asks for.
+            reason = "its experts stream in parts"
+        else:
+            kind = kind_of(part, call.signature(dim))  # anew each time: a rate of dropout may have been set since
+            if kind not in _verdicts:
+                _verdicts[kind] = examine(part, call.run, call.tensors, dim)
+            reason = _verdicts[kind]
+        self.found[self._parts[part]] = reason
+        return reason
+
+
+class TileOfLayers:
+    """An attribute of an engine: tokens of a tile in which parts of its layers, and norms outside them, run; 0 for none."""
+
+    def __get__(self, engine: Any, kind: type | None = None) -> int:
+        tokens: int = engine.outside_tiles.tile_tokens
+        return tokens
+
+    def __set__(self, engine: Any, tokens: int) -> None:
+        for parts in (engine.outside_tiles, *(layer.tiles for layer in engine.layers)):
+            parts.tile_tokens = tokens
+
+
+def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    """(B, T) of a call's hidden states, its first floating tensor of three dimensions or more; None if it has none."""
+    for leaf in tree_flatten((args, kwargs))[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() >= 3:
+            return leaf.shape[0], leaf.shape[1]
+    return None
+
+
+class _TiledCall:
+    """One call of a part: its arguments taken apart, to be put together again for each tile."""
+
+    def __init__(self, part: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._forward = forward
+        leaves, self._spec = tree_flatten((args, kwargs))
+        self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        self._rest = [None if flag else leaf for leaf, flag in zip(leaves, self._is_tensor, strict=True)]
+        self.tensors = [leaf for leaf, flag in zip(leaves, self._is_tensor, strict=True) if flag]
+        self.tensor_count = len(self.tensors)
+        self.places = [(owner, name) for owner in part.modules() for name, p in owner._parameters.items() if p is not None]
+        self.dim = self._length = 0
+        self.autocast: Again
+
+    def token_dim(self, shape: tuple[int, int]) -> int | None:
+        """The dimension of tokens: 1 of (B, T, ...), 2 of (B, H, T, ...), 0 of (B * T, ...); None if tensors differ in it."""
+        found = {self._dim_of(tensor, shape) for tensor in self.tensors}
+        plain = all(rest is None or isinstance(rest, (bool, int, float, str)) for rest in self._rest)
+        return found.pop() if len(found) == 1 and plain else None
+
+    @staticmethod
+    def _dim_of(tensor: torch.Tensor, shape: tuple[int, int]) -> int | None:
+        if not tensor.is_floating_point() or tensor.dim() < 2:
+            return None
+        if tensor.dim() >= 3 and tuple(tensor.shape[:2]) == shape:
+            return 1
+        if tensor.dim() >= 4 and (tensor.shape[0], tensor.shape[2]) == shape:
+            return 2
+        return 0 if tensor.shape[0] == shape[0] * shape[1] else None
+
+    def signature(self, dim: int) -> Hashable:
+        """How the part is called, but for the number of tokens."""
+        tensors = tuple(((*t.shape[1:dim], *t.shape[dim + 1 :]), t.dtype, t.device.type) for t in self.tensors)
+        return (dim, tensors, tuple(self._rest), tuple(self._is_tensor), str(self._spec), torch.is_autocast_enabled())
+
+    def cut(self, dim: int, length: int) -> None:
+        """Tiles have ``length`` tokens of each sample along ``dim``, the last one may have fewer."""
+        self.dim, self._length = dim, length
+        self.autocast = autocast_again(self.tensors[0].device.type)
+
+    def starts(self, like: torch.Tensor) -> Iterator[int]:
+        """Where each tile of tensors as long as ``like`` begins."""
+        return tiles(range(0, like.shape[self.dim], self._length))
+
+    def tile(self, tensors: Sequence[torch.Tensor], start: int) -> list[torch.Tensor]:
+        return [t.narrow(self.dim, start, min(self._length, t.shape[self.dim] - start)) for t in tensors]
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+        source = iter(tensors)
+        leaves = [next(source) if flag else rest for flag, rest in zip(self._is_tensor, self._rest, strict=True)]
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        return self._forward(*args, **kwargs)
+
+    def gradients(
+        self, tile: list[torch.Tensor], needs: Sequence[bool], trained: list[torch.Tensor], grad_output: torch.Tensor
+    ) -> Sequence[torch.Tensor | None]:
+        """Of a tile's inputs that need one, and the trained weights; None where nothing flows."""
+        tile = [tensor.detach().requires_grad_(need) for tensor, need in zip(tile, needs, strict=True)]
+        leaves = [*(tensor for tensor in tile if tensor.requires_grad), *trained]
+        with torch.enable_grad():
+            output = self.run(tile)
+        if not output.requires_grad:  # the part runs under no_grad, or cuts its inputs off
+            return [None] * len(leaves)
+        return torch.autograd.grad(output, leaves, grad_output, allow_unused=True)
+
+
+class _TiledFunction(torch.autograd.Function):
+    """A part's call, tile by tile: forward without a graph, backward with one for each tile."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _TiledCall, *tensors: torch.Tensor) -> torch.Tensor:
+        inputs = tensors[: call.tensor_count]
+        call.tensors = []  # held here they would live as long as the graph
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        output: torch.Tensor | None = None
+        for start in call.starts(inputs[0]):
+            made = call.run(call.tile(inputs, start))
+            if output is None:
+                end = call.dim + 1
+                output = made.new_empty((*inputs[0].shape[:end], *made.shape[end:]))
+            call.tile([output], start)[0].copy_(made)
+        assert output is not None
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor | None) -> Any:
+        call: _TiledCall = ctx.call
+        if grad_output is None:
+            return (None,) * len(ctx.needs_input_grad)
+        count = call.tensor_count
+        needs = ctx.needs_input_grad[1:]
+        saved = ctx.saved_tensors  # once: a checkpoint around gives them once
+        inputs, weights = saved[:count], saved[count:]
+        leaves = [weight.detach().requires_grad_(need) for weight, need in zip(weights, needs[count:], strict=True)]
+        gradients = [torch.empty_like(t) if need else None for t, need in zip(inputs, needs[:count], strict=True)]
+        wanted = [gradient for gradient in gradients if gradient is not None]
+        trained = [leaf for leaf in leaves if leaf.requires_grad]
+        sums: dict[int, torch.Tensor] = {}
+        with call.autocast(), parameters_as(call.places, leaves):
+            for start in call.starts(inputs[0]):
+                (of_output,) = call.tile([grad_output], start)
+                found = call.gradients(call.tile(inputs, start), needs[:count], trained, of_output)
+                for place, gradient in zip(call.tile(wanted, start), found, strict=False):
+                    place.zero_() if gradient is None else place.copy_(gradient)
+                for row, gradient in enumerate(found[len(wanted) :]):
+                    if gradient is not None:
+                        sums[row] = sums[row].add_(gradient) if row in sums else gradient.to(torch.float32, copy=True)
+                del found  # before the next tile makes its own
+                gradient = None
+        totals = iter(sums[row].to(leaf.dtype) if row in sums else None for row, leaf in enumerate(trained))
+        return (None, *gradients, *(next(totals) if need else None for need in needs[count:]))

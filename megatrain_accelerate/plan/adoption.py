@@ -1,0 +1,292 @@
+"""Adoption: a model's parameters move to the store one unit at a time, and what they leave is given back as they go.
+
+With it, in which dtype each parameter computes, and the values of models that were built without any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.layers.layer import StreamedExperts, StreamedLayer
+from megatrain_accelerate.layers.proxy import install_proxy
+from megatrain_accelerate.plan.layer_discovery import Discovery, ExpertsSpec
+from megatrain_accelerate.store.expandable_segments import expand_segments
+from megatrain_accelerate.store.file_mappings import FileMappings, page_out, read_ahead, trim_heap
+from megatrain_accelerate.store.host_limits import unused_host_bytes
+from megatrain_accelerate.store.unit import HostUnit
+from megatrain_accelerate.units import MIB
+
+logger = logging.getLogger(__name__)
+
+TRIM_BYTES = 64 * MIB
+"""Memory that left the model before the C library's heap is trimmed. That of small tensors stays with the process otherwise,
+and such a model would be there twice."""
+
+_loaded_in_bf16 = WeakTensorKeyDictionary()
+"""Parameters that were adopted as bf16 to be trained: what a closed engine hands back is their fp32 masters."""
+
+
+class Adoption:
+    """Makes the store's units from a model's parameters, so that the host never holds the model twice.
+
+    Weights in mapped files are read ahead by one unit. Their cache is given back, unit by unit, where the store would
+    otherwise have to be made in memory that the cache takes: the system would give it back by itself, but not in huge pages.
+
+    A model that was built without weights gets them here, but on the meta device. Units are asked for in the order of the
+    discovery; ``make_unit`` makes one from its name, its parameters and their dtypes, which ``dtypes`` has by parameters' ids.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        discovery: Discovery,
+        make_unit: Callable[..., HostUnit],
+        dtypes: Mapping[int, torch.dtype],
+        *,
+        device: torch.device,
+        store_bytes: int,
+    ) -> None:
+        expand_segments(device)  # before the first of the engine's tensors there
+        self._make_unit, self._dtypes = make_unit, dtypes
+        wants_weights = is_without_weights(model) and device.type != "meta"
+        self._meta_weights = _MetaWeights(model, discovery, device) if wants_weights else None
+        groups = [[parameter for _, parameter in group] for group in discovery.parameter_groups()]
+        files = FileMappings()
+        self._pages = [files.pages(group) for group in groups]
+        mapped = sum(end - start for ranges in self._pages for start, end in ranges)
+        self._gives_cache_back = unused_host_bytes() < store_bytes + mapped
+        self._made = self._freed_bytes = 0
+
+    def unit(self, name: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> HostUnit:
+        """The next unit, with the parameters' values. The caller makes them show the store's."""
+        if self._freed_bytes >= TRIM_BYTES:
+            trim_heap()
+            self._freed_bytes = 0
+        for pages in self._pages[self._made + 1 if self._made else 0 : self._made + 2]:
+            read_ahead(pages)
+        if self._meta_weights is not None:
+            self._meta_weights.fill_unit(self._made, (parameter for _, parameter in parameters))
+        unit = self._make_unit(name, parameters, [self._dtypes[id(parameter)] for _, parameter in parameters])
+        if self._gives_cache_back:
+            page_out(self._pages[self._made])
+        self._made += 1
+        self._freed_bytes += sum(parameter.nbytes for _, parameter in parameters if not parameter.is_meta)
+        return unit
+
+    def __enter__(self) -> Adoption:
+        return self
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        trim_heap()
+        if kind is None and self._meta_weights is not None:
+            self._meta_weights.finish()
+
+
+def adopt_experts(
+    specs: Iterable[ExpertsSpec],
+    adoption: Adoption,
+    layers: Sequence[StreamedLayer],
+    run: Callable[[int, tuple[Any, ...], dict[str, Any]], Any],
+    before_copy: Callable[[], None],
+) -> None:
+    """Makes the units of the last layer's experts that stream in parts, and proxies of their modules,
+    whose forward calls ``run`` with the number of the experts among the model's."""
+    for spec in specs:
+        earlier = [experts for layer in layers for experts in layer.experts]
+        unit = adoption.unit(spec.name, list(spec.module.named_parameters()))
+        forward = install_proxy(spec.module, functools.partial(run, len(earlier)), before_copy)
+        first = sum(len(experts.parts) for experts in earlier)
+        at = (spec.layer, spec.name, spec.module, forward, unit)
+        layers[-1].leave_to(StreamedExperts(*at, parts=spec.parts, first_part=first))
+
+
+def compute_dtypes(model: nn.Module, bf16: bool) -> dict[int, torch.dtype]:
+    """The dtype in which each parameter computes, by ``id``: with ``bf16``, the run's mixed precision, fp32 weights are
+    rounded for compute and keep fp32 masters. Of a model that an earlier engine left the dtype of loading counts.
+
+    Raises:
+        UnsupportedError: fp16, fp64, quantised or integer weights, or some without data.
+    """
+    for parameter in model.parameters():
+        # A meta tensor mustn't be referred to: it is swapped for its values. One that is frozen comes back as it is.
+        if parameter.dtype == torch.bfloat16 and not parameter.is_meta:
+            _loaded_in_bf16.pop(parameter, None)
+            if parameter.requires_grad:
+                _loaded_in_bf16[parameter] = True
+    own, may_be_empty = _own_precision(model), is_without_weights(model)
+    dtypes: dict[int, torch.dtype] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta and not may_be_empty:
+            raise UnsupportedError(
+                f"parameter {name} is on the meta device and has no values, while others have; load the whole model on the "
+                "CPU (from_pretrained without device_map), or fill what is missing (load_state_dict(..., assign=True) of all "
+                "weights, tie_weights()). A model of which every parameter is on the meta device is initialised at random"
+            )
+        if parameter.dtype not in (torch.float32, torch.bfloat16):
+            raise UnsupportedError(
+                f"parameter {name} has dtype {parameter.dtype}; only float32 and bfloat16 weights can be trained with fp32 "
+                "masters. Load the model with dtype=torch.bfloat16 or torch.float32 (fp16 and quantised weights are refused)"
+            )
+        rounds = bf16 and id(parameter) not in own
+        dtypes[id(parameter)] = torch.bfloat16 if rounds else _loaded_dtype(parameter)
+    return dtypes
+
+
+def _loaded_dtype(parameter: nn.Parameter) -> torch.dtype:
+    return torch.bfloat16 if parameter in _loaded_in_bf16 else parameter.dtype
+
+
+def _own_precision(model: nn.Module) -> set[int]:
+    """Ids of the parameters that keep their dtype, and so their values, their file format and their merges."""
+    parameters = dict(model.named_parameters())
+    # What the model itself wants in fp32.
+    parts: set[str] = set()
+    for module in model.modules():
+        parts.update(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    found = {id(parameter) for name, parameter in parameters.items() if parts.intersection(name.split("."))}
+    # What PEFT trains: adapters, modules_to_save, prompts. PEFT makes them fp32 on purpose, whatever the base is, and autocast
+    # rounds them where it does so without this package. 16 bytes a parameter instead of 14, of few parameters.
+    if any(hasattr(module, "peft_config") for module in model.modules()):
+        # Adapters may be disabled, and so frozen, when the model is prepared; and PEFT trains biases that aren't in adapters.
+        found |= {id(parameter) for parameter in parameters.values() if parameter.requires_grad}
+        for module in model.modules():
+            for name in getattr(module, "adapter_layer_names", ()):
+                with contextlib.suppress(AttributeError):
+                    holder = operator.attrgetter(name)(module)
+                    held = holder.parameters() if isinstance(holder, nn.Module) else [holder]
+                    found |= {id(parameter) for parameter in held}
+    # An output head whose forward somebody replaced (TRL's cast_lm_head_to_fp32).
+    try:
+        head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        head = None
+    if "forward" in getattr(head, "__dict__", {}):
+        found |= {id(parameter) for parameter in head.parameters()}
+    # In a model that was loaded in bf16, the parameters that aren't: somebody cast a head or a router to fp32 on purpose.
+    in_bf16 = sum(p.numel() for p in parameters.values() if _loaded_dtype(p) == torch.bfloat16)
+    if 2 * in_bf16 > sum(p.numel() for p in parameters.values()):
+        found |= {id(p) for p in parameters.values() if _loaded_dtype(p) == torch.float32}
+    return found
+
+
+def is_without_weights(model: nn.Module) -> bool:
+    """Whether all parameters are on the meta device: some alone are a mistake, as of a ``device_map``."""
+    return all(parameter.is_meta for parameter in model.parameters())
+
+
+class _MetaWeights:
+    """Initialises the parameters and buffers of a model that was built on the meta device, one unit at a time.
+
+    transformers' models are initialised by ``_init_weights`` of the innermost model around each module, others by each
+    module's ``reset_parameters``. The values are drawn from torch's generator of the device: the same for the same seed and
+    device, but not those that the model would draw when it is built with weights on the CPU.
+    """
+
+    def __init__(self, model: nn.Module, discovery: Discovery, device: torch.device) -> None:
+        self._device = device
+        self._rules: dict[int, Callable[[nn.Module], object] | None] = {}
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._inner_first: list[nn.Module] = []
+        self._note(model, None)
+        of_units = [
+            list(module.modules())
+            for index, (_, layer) in enumerate(discovery.layers)
+            for module in (layer, *(spec.module for spec in discovery.experts_of(index)))
+        ]
+        of_units += [[spec.modules[0]] for spec in discovery.residents]
+        unit_of = {id(part): unit for unit, parts in enumerate(of_units) for part in parts}
+        self._units: list[list[nn.Module]] = [[] for _ in of_units]
+        self._others: list[nn.Module] = []
+        for part in self._inner_first:
+            if id(part) in unit_of:
+                self._units[unit_of[id(part)]].append(part)
+            elif next(part.parameters(recurse=False), None) is None:
+                self._others.append(part)  # what only shares parameters was initialised with their owner
+        logger.warning(
+            "megatrain: the model was built without weights (on the meta device); they are initialised at random, by seed %d. "
+            "For a pretrained model call from_pretrained outside torch.device('meta') and init_empty_weights()",
+            torch.initial_seed(),
+        )
+
+    def _note(self, module: nn.Module, rule: Callable[[nn.Module], object] | None) -> None:
+        if any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__):
+            rule = module._init_weights  # type: ignore[assignment]
+        if id(module) not in self._rules:
+            self._rules[id(module)] = rule
+            for child in module.children():
+                self._note(child, rule)
+            self._inner_first.append(module)
+
+    def fill_unit(self, index: int, parameters: Iterable[nn.Parameter]) -> None:
+        """Makes and initialises the parameters of a unit, on the device, and the buffers of its modules.
+
+        Raises:
+            UnsupportedError: the model has no rule for one of them, or somebody holds a weak reference to one.
+        """
+        for parameter in parameters:
+            if not parameter.is_meta:
+                continue  # tied to one of an earlier unit
+            made = nn.Parameter(_unset(parameter, self._device), requires_grad=parameter.requires_grad)
+            made.__dict__.update(parameter.__dict__)
+            try:
+                torch.utils.swap_tensors(parameter, made)  # the same object has memory from now on
+            except RuntimeError as error:
+                raise UnsupportedError(
+                    f"a parameter on the meta device can't be given values ({error}); prepare the model before anything else "
+                    "refers to its parameters, or build it with weights"
+                ) from error
+        self._initialise(self._units[index])
+
+    def finish(self) -> None:
+        """Initialises what is in no unit, buffers outside the layers; raises as :meth:`fill_unit` does."""
+        self._initialise(self._others)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _initialise(self, modules: list[nn.Module]) -> None:
+        made: list[tuple[str, torch.Tensor]] = []
+        for module in modules:
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[key] = new = _unset(buffer, torch.device("cpu"))
+                    made.append((f"buffer {self._names[id(module)]}.{key}", new))
+            made += [(f"parameter {self._names[id(module)]}.{key}", p) for key, p in module.named_parameters(recurse=False)]
+        with torch.no_grad():
+            for module in modules:
+                if (rule := self._rules[id(module)]) is not None:
+                    rule(module)
+                elif callable(reset := getattr(module, "reset_parameters", None)):
+                    reset()
+        for name, tensor in made:
+            # A rule may write the lowest integer; no rule writes NaN, and one that writes a part leaves it in the rest.
+            is_float = tensor.dtype.is_floating_point
+            unset = tensor.isnan() if is_float else tensor == _unset_value(tensor.dtype)
+            if (tensor._version == 0 or is_float) and bool(unset.any()):
+                reason = "the model has no rule that initialises it"
+                if not bool(unset.all()):
+                    reason = "the model's rule leaves a part of it without a number"
+                remedy = "build the model with weights, on the CPU"
+                if name.startswith("buffer"):
+                    remedy += ", or under accelerate.init_empty_weights(), which leaves buffers as they are"
+                raise UnsupportedError(f"{name} is on the meta device and {reason}; {remedy}")
+
+
+def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor that can be told from an initialised one. Rules may write through ``.data``, which moves no version."""
+    return torch.full(like.shape, _unset_value(like.dtype), dtype=like.dtype, device=device)
+
+
+def _unset_value(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point:
+        return torch.nan
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min

@@ -1,0 +1,521 @@
+"""The plan: what lives where, from the model, the batch, the machine's speeds and the budgets. It follows the batches."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import sys
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.kernels.device import can_step_on
+from megatrain_accelerate.layers.micro_batches import rows_of
+from megatrain_accelerate.layers.runtime import StreamingRuntime
+from megatrain_accelerate.plan.evaluation_weights import EvaluationWeights, has_cache
+from megatrain_accelerate.plan.layer_measurement import CERTAIN_SHARE, measure_layers
+from megatrain_accelerate.plan.machine import (
+    SEGMENT_BYTES,
+    STEP_BYTES,
+    USABLE_SHARE_OF_DEVICE,
+    Machine,
+    free_bytes,
+    measured_machine,
+    whole_free_bytes,
+)
+from megatrain_accelerate.plan.other_batches import GROWTH_FACTORS, BatchExtent, enlarged_batch, extrapolated_outline
+from megatrain_accelerate.plan.placement import Model, Placement, UnitSizes, peak_bytes, sent_bytes
+from megatrain_accelerate.plan.placement_search import Candidate, Choices, PlacementSearch
+from megatrain_accelerate.plan.plan_record import RESUMED_SHARE_OF_DEVICE, PlanRecord, made_for
+from megatrain_accelerate.plan.plan_table import plan_table
+from megatrain_accelerate.plan.step_outline import outline_step
+from megatrain_accelerate.plan.step_profile import StepOutline
+from megatrain_accelerate.plan.step_simulation import StepTime
+from megatrain_accelerate.plan.step_ways import WayChoice, take_way_of
+from megatrain_accelerate.progress import say
+from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes
+from megatrain_accelerate.store.unit import HostUnit
+from megatrain_accelerate.units import GIB, MIB
+
+logger = logging.getLogger(__name__)
+
+LIBRARY_WORKSPACE_BYTES = 128 * MIB
+"""Device memory for workspaces of cuBLAS (32 MiB a thread that computes) and small tensors outside the step's graph."""
+
+_NOT_PREDICTED = (
+    "megatrain: a step can't be predicted for this model (%s: %s), so that its layers stream and are recomputed; set "
+    "megatrain_config.placement.kept_layers or device_layers to give them GPU memory"
+)
+
+_CLEARLY_LARGER = 1.25
+
+# Compiling changes the numbers that a training gives. So the decision uses fixed estimates and never measured times: the same
+# training always decides in the same way.
+COMPILE_SECONDS = 30.0
+"""To compile one kind of layer. Measured: 10 s for a fixed length, up to 36 s with dynamic shapes, less with a warm cache."""
+_SAVED_SHARE = 0.25
+"""Of the uncompiled layers' time. Measured on an H200 (3B, 8 x 4,096 tokens): 24,000 tokens a second instead of 17,500."""
+_EAGER_FLOPS = 3.5e14
+"""A second, of uncompiled layers on an H200. A slower GPU would save more seconds than this estimate says."""
+
+
+class DevicePlan:
+    """Follows the batches: when one is larger than what is planned for, its step is predicted and planned anew.
+
+    Layers are measured once, on the first batch that doesn't surely fit; other steps are extrapolated from it. The second plan
+    and later ones leave room for batches that are larger still, so that data of many lengths has few plans.
+    """
+
+    def __init__(self, runtime: StreamingRuntime, config: MegatrainConfig, device: torch.device, show: bool = False) -> None:
+        self._runtime, self._config, self._device = runtime, config, device
+        self.show = show
+        """Whether this process shows the table."""
+        self._made = PlanRecord()
+        """The last plan, and the batches that it covers."""
+        self._measured_steps: dict[Hashable, tuple[StepOutline, StepOutline]] = {}
+        """For each way of running a step, one that was measured: its estimate, and its measured outline."""
+        self._displaced: Placement | None = None
+        self._is_interrupted = False
+        self.evaluation_weights = EvaluationWeights(runtime, config.evaluation_weights)
+        """Which layers stay on the device from one forward without gradients to the next."""
+        self._foreseen: dict[Hashable, StepOutline] = {}
+        self._expected: tuple[int | None, bool | None] = (None, None)
+        self._resumed: dict[str, Any] | None = None
+        """The record of an interrupted training, until its plan is taken over."""
+        self.record: dict[str, Any] | None = None
+        """The last plan, as :meth:`PlanRecord.as_data` gives it; None before the first, and without a predicted time."""
+        self.micro_batches = 1
+        """Backwards before each optimizer step."""
+        self.placement = Placement()
+        count = len(runtime.layers)
+        self._choices = Choices.of_settings(config, count)
+        runtime.token_tile = 0 if config.token_tile == "auto" else int(config.token_tile)
+        self._asked = Placement.of_counts(count, **self._choices.fewest(count))
+        runtime.keep_states_on_host = self._keep_states_on_host
+        self._place(self._asked)
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Predicted peak of the device's memory for the batch that is planned for; 0 before the first plan, or if unknown."""
+        return self._made.predicted_bytes
+
+    @property
+    def predicted_time(self) -> StepTime | None:
+        """Predicted step on the batch that is planned for; None before the first, without a GPU or budget, or if unknown."""
+        return self._made.predicted_time
+
+    def held_bytes_by_kind(self) -> dict[str, int]:
+        """Bytes that the engine holds on the device now, by what they hold."""
+        runtime = self._runtime
+        layers = [layer.unit for layer in runtime.layers if layer.unit.is_on_device]
+        there = [unit for unit in runtime.units if unit.is_on_device]
+        # Gradients are summed on the device of all resident parameters, and of units that live there.
+        summed = [unit for unit in [*(group.unit for group in runtime.groups), *layers] if unit.gradient_residuals is not None]
+        sum_bytes = sum(2 * unit.layout.split_elements for unit in summed)
+        return {
+            "slots": runtime.prefetcher.device_bytes,
+            "gradient_slots": runtime.offloader.device_bytes,
+            **self._fixed_bytes_by_kind(),
+            "held_layers": runtime.prefetcher.held_bytes,
+            "states": sum(at.residuals.nbytes + at.moment_bytes * (at.moments is not None) for at in there),
+            "layers": sum(unit.layout.weight_bytes for unit in layers),
+            **({"gradient_residuals": sum_bytes} if sum_bytes else {}),
+        }
+
+    def _fixed_bytes_by_kind(self, outline: StepOutline | None = None) -> dict[str, int]:
+        """Those under any placement: now, or when a step of this outline is under way."""
+        runtime, sums = self._runtime, self._runtime.gradient_sums
+        part_slots = runtime.expert_streams.slot_bytes
+        has_sums = sums.is_made or (outline is not None and self._is_cut(outline))
+        return {
+            **({"expert_slots": part_slots} if part_slots else {}),
+            "resident": sum(group.device_bytes for group in runtime.groups),
+            **({"gradient_sums": sums.planned_bytes} if has_sums else {}),
+        }
+
+    def _is_cut(self, outline: StepOutline) -> bool:
+        """Whether layers run on pieces of the batch in this step."""
+        return (outline.samples or self._runtime.batch_cut.asked) is not None
+
+    @property
+    def _measures(self) -> bool:
+        """Whether layers are measured: elsewhere their costs are reckoned."""
+        return self._device.type == "cuda"
+
+    @functools.cached_property
+    def _machine(self) -> Machine:
+        return measured_machine(self._device, self._runtime.kernels)
+
+    def make_room(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        """Before a forward without gradients: what lives on the device leaves it until the next training forward if this one
+        wouldn't fit beside it. Where there is room to spare, layers that stream are held (:mod:`.evaluation_weights`)."""
+        moves = self.placement.on_device and self._device.type == "cuda"
+        holds = self.evaluation_weights.may_be_held
+        if self._runtime.open_forwards or not (moves or holds):
+            return
+        if holds:
+            self.evaluation_weights.before_forward(model, inputs, self._left_bytes)
+        # Of a generation the first forward is the one to predict; of the others those that matter.
+        if moves or (holds and has_cache(inputs) and self.has_budget):
+            needed_bytes = self.evaluation_weights.needed_bytes(model, inputs)
+            if moves and needed_bytes > USABLE_SHARE_OF_DEVICE * free_bytes(self._device):
+                logger.info("megatrain: layers leave the GPU for an evaluation of %.1f GiB", needed_bytes / GIB)
+                self._displaced = self.placement
+                self._place(self.placement.with_states_on_host())
+                torch.cuda.empty_cache()
+
+    def follow(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        """Plans for a training forward on ``inputs``, keyword arguments of the model, if no plan covers it. A forward that
+        begins before the backward of another (a preference loss on two batches) is recomputed whole, and the next plan
+        leaves room for as many at once."""
+        open_forwards = self._runtime.open_forwards
+        if open_forwards:
+            if open_forwards >= self._made.forwards_at_once:
+                self._note(forwards_at_once=open_forwards + 1, planned=BatchExtent())
+            nothing = frozenset[int]()
+            recomputed = dataclasses.replace(self.placement, kept=nothing, offloaded=nothing, attention_kept=nothing)
+            self._runtime.context.policy = recomputed
+            return
+        self._apply_policy()
+        if self._displaced is not None:
+            placement, self._displaced = self._displaced, None
+            torch.cuda.empty_cache()
+            self._place(placement)
+        if self._resumed is not None:
+            record, self._resumed = PlanRecord.of_data(self._resumed), None
+            self._take_over(model, record)
+        extent = BatchExtent.of(inputs)
+        planned = self._made.planned
+        if planned.covers(extent):
+            return
+        budget_bytes = self._budget_bytes()
+        # A plan that fills the memory has no room for a batch that is only a little larger; a mere prediction may wait.
+        if not budget_bytes and planned.scaled(_CLEARLY_LARGER).covers(extent):
+            return
+        self._runtime.refresh_if_written()
+        seen = self._made.seen.union(extent)
+        try:
+            batch, outline = self._batch_to_plan_for(model, inputs, seen)
+        except torch.OutOfMemoryError:
+            raise  # and the batch doesn't count: it is tried again smaller
+        except Exception as error:  # a model that looks at its data can't be run without any
+            logger.log(logging.WARNING if budget_bytes else logging.INFO, _NOT_PREDICTED, type(error).__name__, error)
+            self._place(self._settled())
+            self._note(planned=seen)
+            return
+        self._foreseen.clear()
+        take_way_of(self._runtime, outline)
+        if budget_bytes:
+            self._plan(outline, budget_bytes)
+        else:
+            self._note(predicted_bytes=self._fixed_bytes(outline) + peak_bytes(outline, self.model_sizes(), self.placement))
+        self._note(
+            made_for=made_for(model, self._runtime, self._config, self.micro_batches),
+            seen=seen,
+            planned=BatchExtent.of(batch),
+            plans=self._made.plans + 1,
+            samples=outline.samples,
+            token_tile=outline.token_tile,
+        )
+        self.record = None if self.predicted_time is None else self._made.as_data()
+
+    def _note(self, **changes: Any) -> None:
+        self._made = dataclasses.replace(self._made, **changes)
+
+    def _batch_to_plan_for(
+        self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent
+    ) -> tuple[Mapping[str, Any], StepOutline]:
+        """The batch to plan for and its step: in the first plan the batch itself, in later ones a batch that covers
+        all batches so far and, if such a step fits, larger ones."""
+        plans = self._made.plans
+        if plans and self.has_budget:
+            # Steps may be planned anew for another reason than their batches: more forwards at once.
+            growths = () if seen == self._made.seen else (GROWTH_FACTORS[min(plans, len(GROWTH_FACTORS)) - 1],)
+            for growth in (*growths, 1.0):
+                batch = enlarged_batch(model, inputs, seen, growth)
+                if batch is None:
+                    break
+                try:
+                    # Room for batches that never came isn't worth smaller pieces, or tiles.
+                    ways = self._ways(model, batch)
+                    outline = self._in_proportion(batch, ways.best() if growth == 1.0 else ways.as_before())
+                except Exception as error:  # the model bounds sequences in a way of its own
+                    logger.info("megatrain: no larger batches can be planned for (%s)", error)
+                    continue
+                if outline is not None and self._search_for(outline).something_fits:
+                    return batch, outline
+        return inputs, self.foresee(model, inputs)
+
+    def _fixed_bytes(self, outline: StepOutline) -> int:
+        """What such a step takes under any placement."""
+        # What others that wait for their backward hold isn't more than what one takes that is recomputed; they share slots.
+        sizes = dataclasses.replace(self.model_sizes(), slot_bytes=0, gradient_slot_bytes=0)
+        waiting = peak_bytes(outline, sizes, Placement())
+        held = sum(self._fixed_bytes_by_kind(outline).values()) + LIBRARY_WORKSPACE_BYTES
+        return held + (self._made.forwards_at_once - 1) * waiting
+
+    def _take_over(self, model: nn.Module, record: PlanRecord | None) -> None:
+        """Goes on by a recorded plan, if it was made for what is here and fits; else the next batch is planned for."""
+        budget_bytes = self._budget_bytes()
+        if self._config.gpu_memory_bytes is None:
+            # A few MiB more or less are free each time, and a plan fills what it finds.
+            budget_bytes = int(budget_bytes * RESUMED_SHARE_OF_DEVICE / USABLE_SHARE_OF_DEVICE)
+        moved_bytes = 0 if record is None else self.model_sizes().moved_bytes(record.placement)
+        room_bytes = self._host_budget_bytes() + moved_bytes
+        if record is None or record.made_for != made_for(model, self._runtime, self._config, self.micro_batches):
+            logger.info("megatrain: the checkpoint's plan was made for something else")
+        elif record.predicted_bytes > budget_bytes or record.offloaded_bytes > room_bytes:
+            logger.info("megatrain: there is less memory than the checkpoint's plan was made for")
+        else:
+            self._place(record.placement)
+            take_way_of(self._runtime, record)
+            self._made, self.record = record, record.as_data()
+
+    def expect_steps(self, steps: int | None, compiles: bool | None = None, record: dict[str, Any] | None = None) -> None:
+        """A training begins, of so many optimizer steps if that is known: layers are compiled only if that
+        pays for itself. ``compiles`` is what the training chose before it was interrupted, ``record`` its :attr:`record`."""
+        if record is not None or (steps, compiles) != self._expected:
+            compiled = self._runtime.compiled
+            self._expected, compiled.pays = (steps, compiles), compiles if compiled.is_optional else None
+            self._measured_steps.clear()
+            self._foreseen.clear()
+            self.forget()
+        self._resumed = record
+
+    @property
+    def expected(self) -> tuple[int | None, bool | None]:
+        """Steps of the training in progress, and whether it compiles layers; None for what isn't known."""
+        return self._expected[0], self._runtime.compiled.pays
+
+    def forget(self) -> None:
+        """The next batch is planned for as if it were the first: steps are to run in another way from now on."""
+        self._note(seen=BatchExtent(), planned=BatchExtent(), plans=0)
+        self.record = self._resumed = None
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether device memory is planned with; else nothing is placed and no time predicted."""
+        # Each token that is generated asks, and what is free is the driver's to say, which takes milliseconds.
+        return self._config.gpu_memory_bytes is not None or self._device.type == "cuda"
+
+    def _key(self, inputs: Mapping[str, Any]) -> Hashable:
+        shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
+        return (self._runtime.batch_cut.asked, shapes)
+
+    def foresee(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
+        """The outline of a step on ``inputs``, without planning for it. :meth:`follow` on the like takes it over. The first is
+        measured, later ones are scaled from it where they can be.
+
+        Raises:
+            UnsupportedError: the batch can't run in pieces.
+            Exception: whatever the model raises when it looks at its data.
+        """
+        key = self._key(inputs)
+        if key not in self._foreseen:
+            self._runtime.refresh_if_written()
+            ways = self._ways(model, inputs)
+            outline = ways.best()
+            self._decide_on_compiling(outline)
+            found = self._in_proportion(inputs, outline)
+            if found is None or not (found is outline or found.surely_fits or self._search_for(found).something_fits):
+                measured = ways.measured(outline, lambda made: self._measured(model, inputs, made))
+                self._measured_steps[self._way_of(inputs)] = measured
+                found = measured[1]
+            self._foreseen[key] = found
+        return self._foreseen[key]
+
+    @contextlib.contextmanager
+    def joining(self, samples: int) -> Iterator[None]:
+        """Training forwards in the body run a whole step's batch, in pieces of at most ``samples``."""
+        cut = self._runtime.batch_cut
+        size, count = cut.asked, self.micro_batches
+        cut.asked = samples if size is None else min(size, samples)
+        self.micro_batches = 1
+        try:
+            yield
+        finally:
+            cut.asked, self.micro_batches = size, count
+
+    def weigh(self, model: nn.Module, inputs: Mapping[str, Any]) -> Candidate | None:
+        """The fastest placement for steps on ``inputs``, which isn't applied; None if none fits. Raises as :meth:`foresee`."""
+        return self._search_for(self.foresee(model, inputs)).best()
+
+    def _decide_on_compiling(self, outline: StepOutline) -> None:
+        """Layers are compiled if the training is long enough to pay for it. The first outline of a training decides."""
+        compiled, steps = self._runtime.compiled, self._expected[0]
+        if compiled.is_optional and compiled.pays is None and steps is not None:
+            # Backward takes twice the FLOPs of forward.
+            pass_flops = 3 * sum(outline.profiles[call.kind].forward.flops for call in outline.forward_calls)
+            saved_seconds = steps * self.micro_batches * _SAVED_SHARE * pass_flops / _EAGER_FLOPS
+            compiled.pays = saved_seconds >= COMPILE_SECONDS * len(outline.profiles)
+            if not compiled.pays:
+                text = "megatrain: %d steps don't pay for compiling the layers (compile_layers: true compiles them)"
+                logger.info(text, steps)
+
+    def _way_of(self, inputs: Mapping[str, Any]) -> Hashable:
+        """What two steps must share for the costs of one to be scaled from the other's."""
+        return self._runtime.batch_cut.asked, frozenset(inputs)
+
+    def _in_proportion(self, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline | None:
+        """The outline scaled from the measured step, None if there is none to scale it from; itself where none is measured."""
+        if not self._measures:
+            return outline
+        steps = self._measured_steps.get(self._way_of(inputs))
+        if steps is None:
+            return dataclasses.replace(outline, surely_fits=True) if self._surely_fits(outline) else None
+        return extrapolated_outline(outline, *steps, self._machine)
+
+    def _surely_fits(self, outline: StepOutline) -> bool:
+        """Whether states and activations leave so much room on the device that nothing needs to be measured: what they take is
+        reckoned well enough, and all of them lie there however long a step takes. What a compiler saves can't be reckoned.
+        Where micro-batches may be joined, the times of both ways are compared, and so they are measured."""
+        is_cut = outline.token_tile or self._is_cut(outline)
+        if self.micro_batches > 1 or is_cut or self._runtime.compiled.may_compile:
+            return False
+        return self._search_for(outline, int(CERTAIN_SHARE * self._budget_bytes())).everything() is not None
+
+    def _ways(self, model: nn.Module, inputs: Mapping[str, Any]) -> WayChoice:
+        outline = functools.partial(outline_step, model, self._runtime, inputs, self._device)
+        ids = inputs.get("input_ids")  # beside which a picture may have a row for each of its patches
+        samples = max(rows_of(dict(inputs) if ids is None else ids), default=1)
+        return WayChoice(self._runtime, self._config, samples, outline, self._search_for if self.has_budget else None)
+
+    def _search_for(self, outline: StepOutline, budget_bytes: int | None = None) -> PlacementSearch:
+        choices = self._choices
+        if not self._runtime.states_may_move or not can_step_on(self._device):
+            choices = dataclasses.replace(choices, on_device=0)
+        budget_bytes = self._budget_bytes() if budget_bytes is None else budget_bytes
+        step_bytes = budget_bytes - self._fixed_bytes(outline)
+        return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, choices, self._host_budget_bytes())
+
+    def _measured(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
+        is_plain = self._runtime.runs_whole and self._search_for(outline).everything() is not None
+        try:
+            return measure_layers(model, self._runtime, inputs, outline, self._budget_bytes(), is_plain)
+        except torch.OutOfMemoryError:
+            if self.placement == self._settled():
+                raise
+        except Exception as error:  # if it is more than the trial's, the training's own forward raises it
+            logger.info("megatrain: layers can't be measured, their costs are reckoned (%s)", error)
+            return outline
+        # What an earlier plan put on the device for smaller batches makes room.
+        self._place(Placement())
+        torch.cuda.empty_cache()
+        return measure_layers(model, self._runtime, inputs, outline, self._budget_bytes(), is_plain)
+
+    def _plan(self, outline: StepOutline, budget_bytes: int) -> None:
+        search = self._search_for(outline, budget_bytes)
+        found = search.best() or search.leanest(self._settled())
+        self._note(
+            placement=found.placement,
+            predicted_bytes=self._fixed_bytes(outline) + found.peak_bytes,
+            predicted_time=None if outline.surely_fits else found.time,
+            offloaded_bytes=sum(sent_bytes(outline, found.placement)),
+        )
+        self._place(found.placement)
+        if self.show:
+            say(plan_table(self._made, self._runtime, budget_bytes, outline), file=sys.stderr)
+        if self.predicted_bytes > budget_bytes:
+            held = {**self._fixed_bytes_by_kind(outline), "step": found.peak_bytes}
+            logger.warning(
+                "megatrain: this batch is predicted to take %.1f GiB of GPU memory (%s) and %.1f GiB are planned with; if it "
+                "runs out of memory, set megatrain_config.micro_batch_size, or lower per_device_train_batch_size or the "
+                "sequence length",
+                self.predicted_bytes / GIB,
+                ", ".join(f"{kind} {count / GIB:.1f}" for kind, count in held.items()),
+                budget_bytes / GIB,
+            )
+
+    def _host_budget_bytes(self) -> int:
+        """Host memory that offloaded activations could take if all units lived on the host."""
+        host_bytes = available_host_bytes(self._config.host_memory_gib) - CONSTANT_OVERHEAD_BYTES
+        return host_bytes - sum(self._unit_sizes(unit).host_bytes for unit in self._runtime.units if unit.is_on_device)
+
+    def _place(self, placement: Placement) -> None:
+        before, self.placement = self.placement, placement
+        self._apply_policy()
+        were, where = ((at.on_device, at.groups_on_device) for at in (before, placement))
+        if self._is_interrupted or where != were:
+            self._is_interrupted = True  # until all have moved
+            self._runtime.place(*where)
+            self._is_interrupted = False
+
+    def _apply_policy(self) -> None:
+        self._runtime.context.policy = self.placement
+        self._runtime.activations.spacing = self.placement.offload_spacing
+
+    def _settled(self) -> Placement:
+        """What the settings ask for and nothing more, as far as the optimizers allow it."""
+        return self._asked if self._runtime.states_may_move else self._asked.with_states_on_host()
+
+    def _keep_states_on_host(self) -> None:
+        """An optimizer works there from now on."""
+        self._displaced = None if self._displaced is None else self._displaced.with_states_on_host()
+        self._place(self.placement.with_states_on_host())
+
+    def model_sizes(self) -> Model:
+        runtime, config, sizes = self._runtime, self._config, self._unit_sizes
+        return Model(
+            layers=[sizes(layer.unit) for layer in runtime.layers],
+            groups_before=[sizes(group.unit) for group in runtime.groups if not group.layers_before],
+            groups_after=[sizes(group.unit) for group in runtime.groups if group.layers_before],
+            slots=config.placement.slots,
+            slot_bytes=runtime.prefetcher.shared_bytes,
+            gradient_slot_bytes=runtime.offloader.slot_bytes,
+            steps_in_backward=any(stepper.schedule == "backward" for stepper in runtime.steppers),
+            micro_batches=self.micro_batches,
+            parts={
+                layer.index: [sizes(part.owner.unit).of_part(part) for at in layer.experts for part in at.parts]
+                for layer in runtime.layers
+                if layer.experts
+            },
+        )
+
+    @property
+    def adds_on_host(self) -> bool:
+        """Whether gradients are added up on the host: those of several backwards, or of pieces of a batch, which experts in
+        parts bring one by one."""
+        in_pieces = self._runtime.batch_cut.asked is not None
+        return self.micro_batches > 1 or (in_pieces and any(at.has_trainable for at in self._runtime.experts))
+
+    def _unit_sizes(self, unit: HostUnit) -> UnitSizes:
+        layout = unit.layout
+        residual_bytes = 2 * layout.split_elements
+        step_bytes = STEP_BYTES
+        # The step with 8-bit moments has 14 bytes of traffic, but the memory isn't what it waits for: it is no faster.
+        if self._config.moments_dtype != "int8":
+            # With moments in fp32 it reads and writes each of the two.
+            step_bytes += 2 * unit.moment_bytes // max(1, layout.state_elements) - 2 * 8
+        return UnitSizes(
+            weight_bytes=layout.weight_bytes,
+            gradient_bytes=layout.gradient_bytes,
+            parameters=layout.state_elements,
+            state_bytes=layout.weight_bytes + residual_bytes + unit.moment_bytes,
+            # The first addition makes room for all units' sums.
+            sum_bytes=residual_bytes if self._runtime.sums.is_wanted and self.adds_on_host else 0,
+            gradients_pass=unit.passes_gradients,
+            step_bytes=step_bytes,
+        )
+
+    def _budget_bytes(self) -> int:
+        """Bytes of the device that a step may take, what the engine holds included; 0 without a GPU."""
+        if self._config.gpu_memory_bytes is not None:
+            return self._config.gpu_memory_bytes
+        if self._device.type != "cuda":
+            return 0
+        return int(USABLE_SHARE_OF_DEVICE * (free_bytes(self._device) + sum(self.held_bytes_by_kind().values())))
+
+    def _left_bytes(self) -> int | None:
+        """Bytes of the budget beside what the engine holds; None without a budget."""
+        budget_bytes = self._budget_bytes()
+        if not budget_bytes:
+            return None
+        left = budget_bytes - sum(self.held_bytes_by_kind().values())
+        if self._device.type == "cuda":
+            left = min(left, int(USABLE_SHARE_OF_DEVICE * whole_free_bytes(self._device)) - SEGMENT_BYTES)
+        return left

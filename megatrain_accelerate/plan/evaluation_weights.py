@@ -1,0 +1,158 @@
+"""Weights that stay on the device from one forward without gradients to the next: for generation and evaluation.
+
+A streamed layer crosses the link once in every forward, so that generating a token costs all weights' bytes. Layers that
+are held have a slot of their own until a model trains again: they cross once. Nothing else changes, the bits included.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain_accelerate.layers.caches import CACHE_ARGUMENTS
+from megatrain_accelerate.layers.runtime import StreamingRuntime
+from megatrain_accelerate.plan.other_batches import BatchExtent
+from megatrain_accelerate.plan.step_outline import evaluation_bytes
+from megatrain_accelerate.units import GIB
+
+logger = logging.getLogger(__name__)
+
+TOKENS_BETWEEN_LOOKS = 16
+"""Tokens of a generation from one look at the free memory to the next: asking the driver takes time, caches grow little."""
+
+
+def has_cache(inputs: Mapping[str, Any]) -> bool:
+    """Whether a forward is part of a generation: it is given a cache, if only an empty one."""
+    return any(inputs.get(name) is not None for name in CACHE_ARGUMENTS)
+
+
+def is_next_token(inputs: Mapping[str, Any]) -> bool:
+    """Whether a forward computes one more token of a generation: its inputs are one token a sample, and a cache."""
+    ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+    is_one = isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[1] == 1
+    return is_one and has_cache(inputs)
+
+
+def cache_bytes(inputs: Mapping[str, Any]) -> int:
+    """Bytes of the tensors in the key-value caches (or states) among a forward's arguments, whatever their class."""
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+
+    def look(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found[id(value)] = value.nbytes
+        elif id(value) not in seen:
+            seen.add(id(value))
+            if isinstance(value, (Mapping, list, tuple)):
+                for item in value.values() if isinstance(value, Mapping) else value:
+                    look(item)
+            elif type(value).__module__.partition(".")[0] == "transformers" and not isinstance(value, type):
+                look(getattr(value, "__dict__", {}))
+
+    for name in CACHE_ARGUMENTS:
+        look(inputs.get(name))
+    return sum(found.values())
+
+
+class EvaluationWeights:
+    """Chooses the layers that are held between forwards without gradients.
+
+    Under ``auto`` from the second such forward in a row on, since a single one (a reference model's, once a training step)
+    gains nothing; as many layers as fit beside what the forward needs, its caches counted twice so that they can grow.
+    """
+
+    def __init__(self, runtime: StreamingRuntime, setting: str) -> None:
+        self._runtime, self._setting = runtime, setting
+        self._forwards = self._tokens = self._cache_bytes = self._needed_bytes = 0
+        self._evaluated = BatchExtent()
+        self._is_full = self._is_warned = self._is_warned_of_experts = False
+
+    @property
+    def may_be_held(self) -> bool:
+        """Whether the setting and the placement leave layers to hold."""
+        return self._setting != "stream" and not self._runtime.prefetcher.all_on_device
+
+    def needed_bytes(self, model: nn.Module, inputs: Mapping[str, Any]) -> int:
+        """Predicted, of the largest forward without gradients so far, this one included; 0 if unknown."""
+        # A token's inputs grow by its mask; it needs less than the text before it, and can't run without its cache.
+        if not is_next_token(inputs) and not self._evaluated.covers(extent := BatchExtent.of(inputs)):
+            self._evaluated = self._evaluated.union(extent)
+            try:
+                self._needed_bytes = evaluation_bytes(model, self._runtime, inputs, self._runtime.streams.device)
+            except Exception as error:  # a model that looks at its data can't be run without any
+                logger.info("megatrain: an evaluation's memory can't be predicted for this model (%s)", error)
+        return self._needed_bytes
+
+    def before_forward(self, model: nn.Module, inputs: Mapping[str, Any], left_bytes: Callable[[], int | None]) -> None:
+        """Before a forward without gradients: holds more layers if there is room, or gives some up if there is none.
+        ``left_bytes`` tells what is left of the budget beside all that the engine holds, None without one."""
+        self._forwards += 1
+        if self._setting == "auto" and self._forwards < 2:
+            return
+        self._tokens = self._tokens + 1 if is_next_token(inputs) else 0
+        if self._tokens and self._tokens % TOKENS_BETWEEN_LOOKS != 1:
+            return
+        left = left_bytes()
+        if left is None and self._setting != "resident":
+            return
+        spare: float = math.inf
+        if left is not None:
+            needed = self.needed_bytes(model, inputs)
+            # Twice where the cache isn't allocated yet or grows by being copied; what free memory lacks it has already.
+            self._cache_bytes = max(self._cache_bytes, cache_bytes(inputs))
+            spare = (left - needed if needed else left // 2) - self._cache_bytes
+        if spare < 0:
+            self._is_full |= self._runtime.prefetcher.let_go(-int(spare)) > 0
+        elif not self._is_full:
+            self._hold(spare)
+        if self._setting == "resident":
+            self._say_what_streams()
+
+    def _hold(self, spare_bytes: float) -> None:
+        prefetcher = self._runtime.prefetcher
+        for layer in self._runtime.layers:
+            if layer.index in prefetcher.own_slots:
+                continue
+            spare_bytes -= layer.unit.layout.weight_bytes
+            if spare_bytes < 0:
+                break
+            try:
+                prefetcher.hold(layer.index)
+            except torch.OutOfMemoryError:
+                self._is_full = True
+                break
+
+    def _say_what_streams(self) -> None:
+        layers, prefetcher, experts = self._runtime.layers, self._runtime.prefetcher, self._runtime.experts
+        missing = [layer for layer in layers if layer.index not in prefetcher.own_slots]
+        if experts and not self._is_warned_of_experts:
+            self._is_warned_of_experts = True
+            logger.warning(
+                "megatrain: evaluation_weights is 'resident', but the experts of %d layers (%.1f GiB) stream in parts in "
+                "every forward; set megatrain_config.expert_parts to 1 to have them held with their layers",
+                len({at.index for at in experts}),
+                sum(at.unit.layout.weight_bytes for at in experts) / GIB,
+            )
+        if missing and not self._is_warned:
+            self._is_warned = True
+            logger.warning(
+                "megatrain: evaluation_weights is 'resident', but %d of %d layers (%.1f GiB) don't fit the GPU memory beside "
+                "this evaluation and stream; lower the batch or the sequence length, raise megatrain_config.gpu_memory_gib or "
+                "set evaluation_weights to 'auto'",
+                len(missing),
+                len(layers),
+                sum(layer.unit.layout.weight_bytes for layer in missing) / GIB,
+            )
+
+    def give_up(self) -> None:
+        """A model trains, or another one computes: the memory is theirs."""
+        self._forwards = self._tokens = 0
+        self._is_full = False
+        if self._runtime.prefetcher.let_go() and self._runtime.streams.is_cuda:
+            # Training's blocks have other sizes.
+            torch.cuda.empty_cache()

@@ -1,0 +1,327 @@
+"""What runs of a model on tensors without data need besides ``FakeTensorMode``.
+
+Values, since many forwards look at small integers: the longest position, whether a mask is full, the sizes of images. And care
+for code that torch's dispatcher doesn't see. Compiled functions and Triton kernels go by the addresses of their arguments,
+which are zero: what is written there ends the CUDA context, and with it the run. Caches of functions would keep tensors
+without data, which the next real forward would find.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import functools
+import math
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch import config as functorch_config
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._triton import has_triton_package
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megatrain_accelerate.layers.nested_tensors import tensors_in
+
+_MOST_ELEMENTS = 1 << 22
+"""Of a tensor whose values are known: positions of a few million tokens are, attention masks of all pairs of tokens aren't."""
+
+_CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict, list, set, collections.deque)
+"""No others: a class of somebody's own may import a library when it is asked for its values (transformers' mappings do)."""
+_MOST_ENTRIES = 10_000
+"""Of a container that is looked into; a script's data are more."""
+
+_RANDOM = ("rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "uniform", "dropout", "empty")
+_ATEN = torch.ops.aten
+_Cache = functools._lru_cache_wrapper
+_NOT_OF_MODELS = ("torch", "builtins", "typing", "abc")
+
+
+class KnownValues(TorchDispatchMode):
+    """Computes for real what follows from the batch's integers and truth values, from single numbers beside it and from what
+    the model makes itself, and answers with it. Enter it inside ``FakeTensorMode``."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: Any = WeakIdKeyDictionary()
+
+    def learn(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """The values of a tensor without data, from one that isn't written to; none of large tensors, and of floating-point
+        ones only a single number of no dimension (what a loss is divided by)."""
+        is_number = real.is_floating_point() or real.is_complex()
+        if not real.is_meta and (real.dim() == 0 or (not is_number and real.numel() <= _MOST_ELEMENTS)):
+            with _disable_current_modes():
+                self._known[fake] = real.detach().to("cpu", copy=True)
+
+    def knows(self, tensor: Any) -> bool:
+        """Whether it is a tensor without data whose values are known."""
+        return isinstance(tensor, FakeTensor) and tensor in self._known
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):  # flex attention, say
+            return func(*args, **kwargs)
+        if func is _ATEN._local_scalar_dense.default:
+            number = self._real_result(func, args, kwargs)
+            return func(*args, **kwargs) if number is None else number
+        try:
+            result = _fake_result(func, args, kwargs)
+            # What isn't kept isn't made either: a mask of all pairs of many tokens would take longer than the step.
+            sizes = [tensor.numel() for tensor in tensors_in(result)]
+            is_large = bool(sizes) and min(sizes) > _MOST_ELEMENTS
+            real = None if is_large else self._real_result(func, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            real = self._real_result(func, args, kwargs)
+            if real is None:
+                result = self._with_counted_masks(func, args, kwargs)
+                if result is None:
+                    raise
+            else:
+                device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
+                result = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device=device), real)
+        if real is None:
+            for tensor in _written(func, args, kwargs):
+                self._forget(tensor)
+        else:
+            for fake, value in zip(tensors_in(result), tensors_in(real), strict=True):
+                if isinstance(fake, FakeTensor) and value.numel() <= _MOST_ELEMENTS:
+                    self._known[fake] = value
+        return result
+
+    def _real_result(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operation's result with values; None if something in it isn't known."""
+        name, tensors = func._overloadpacket.__name__, tensors_in((args, kwargs))
+        # Models leave a layer out where a random number is below a rate, and a plan is for the largest step.
+        is_one_draw = name == "rand" and not tensors and args and list(args[0]) == []
+        # A loss's own gradient is 1, whatever the loss is.
+        if is_one_draw or (func is _ATEN.ones_like.default and args[0].dim() == 0):
+            with _disable_current_modes():
+                return torch.ones((), dtype=kwargs.get("dtype") or (torch.float32 if is_one_draw else args[0].dtype))
+        if name.startswith(_RANDOM) or not all(map(self._is_known, tensors)) or not (tensors or _is_small_factory(args)):
+            return None
+        kwargs = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
+        args, kwargs = tree_map_only(torch.Tensor, self._value, (args, kwargs))
+        args = tree_map_only(torch.device, lambda _: torch.device("cpu"), args)
+        try:
+            with _disable_current_modes():
+                return func(*args, **kwargs)
+        except Exception:  # an operation that the CPU doesn't have
+            return None
+
+    def _with_counted_masks(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation on tensors without data at the places of masks whose values are known; None for any other."""
+        if func.overloadpacket is not _ATEN.index:
+            return None
+        indices: list[torch.Tensor | None] = []
+        for index in args[1]:
+            if index is None or index.dtype != torch.bool:
+                indices.append(index)
+            elif self._is_known(index):
+                with _disable_current_modes():
+                    count = int(self._value(index).sum())
+                indices += [torch.empty(count, dtype=torch.int64, device=index.device) for _ in range(index.dim())]
+            else:
+                return None
+        return func(args[0], indices, **kwargs)
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        # One that has data is a constant of the model's code.
+        return tensor in self._known or (not isinstance(tensor, FakeTensor) and tensor.numel() <= _MOST_ELEMENTS)
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
+        known: torch.Tensor | None = self._known.get(tensor)
+        if known is not None:
+            return known
+        with _disable_current_modes():
+            return tensor.detach().to("cpu", copy=True)
+
+    def _forget(self, written: torch.Tensor) -> None:
+        """Something unknown was written to a tensor, and to all that share its memory."""
+        if written in self._known:
+            storage = self._known[written].untyped_storage()._cdata
+            for fake in [fake for fake, value in self._known.items() if value.untyped_storage()._cdata == storage]:
+                del self._known[fake]
+
+
+class NumbersOfTensors(TorchFunctionMode):
+    """``torch.tensor`` of a list of tensors reads their memory, past all modes: it gets their numbers instead."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.tensor and args and isinstance(args[0], (list, tuple)):
+            args = (tree_map_only(FakeTensor, lambda tensor: tensor.tolist(), args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """The owner's attribute has this value while the body runs."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def taken_for_data(values: KnownValues) -> contextlib.AbstractContextManager[None]:
+    """transformers doesn't take a tensor of known values for one of a trace while the body runs. Under a trace it mustn't
+    look at values, and makes an attention mask of all tokens by all that it leaves out otherwise
+    (transformers/masking_utils.py): larger than the device where a sequence is long."""
+    module = sys.modules.get("transformers.utils.import_utils")
+    is_fake_tensor = getattr(module, "is_fake_tensor", None)
+    if is_fake_tensor is None:  # older ones don't ask
+        return contextlib.nullcontext()
+    return replaced(module, "is_fake_tensor", lambda tensor: is_fake_tensor(tensor) and not values.knows(tensor))
+
+
+def _fake_result(func: Any, args: Any, kwargs: Any) -> Any:
+    # torch knows the shapes of grouped products (experts) for bf16 only, though its kernels run others.
+    if func is _ATEN._grouped_mm.default and isinstance(args[0], FakeTensor) and args[0].dtype != torch.bfloat16:
+        halves = [arg.to(torch.bfloat16) if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg for arg in args]
+        return torch.empty_like(func(*halves, **{**kwargs, "out_dtype": None}), dtype=kwargs.get("out_dtype") or args[0].dtype)
+    if func is _ATEN.bincount.default:
+        weights, minlength = (*args[1:], *[None] * (3 - len(args)))[:2]
+        weights, minlength = kwargs.get("weights", weights), kwargs.get("minlength", minlength)
+        # Counts of experts: as many as are named, since none has a larger number.
+        if minlength:
+            return torch.empty(minlength, dtype=torch.int64 if weights is None else weights.dtype, device=args[0].device)
+    return func(*args, **kwargs)
+
+
+def _is_small_factory(args: Any) -> bool:
+    """Whether an operation on numbers alone (arange, zeros, full) makes a small tensor."""
+    numbers = (number for number in tree_leaves(args) if isinstance(number, (int, float)) and not isinstance(number, bool))
+    return math.prod(max(1.0, abs(number)) for number in numbers) <= _MOST_ELEMENTS
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments that the operation writes to."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(kwargs.get(argument.name, args[place] if place < len(args) else None))
+
+
+@contextlib.contextmanager
+def compiled_functions_as_python() -> Iterator[None]:
+    """While the body runs, in every thread, compiled functions call the Python that they were made of.
+
+    TorchScript (DeBERTa's relative positions) launches what it fused itself. A function under ``torch.compile`` that is called
+    under modes (flex attention) isn't traced, and torch 2.11 doesn't trace it afterwards either: its first real call fails.
+    Scripted functions whose original isn't known run as they are, and so does any under ``torch.compile`` before torch 2.6.
+    """
+    call: Any = torch.jit.ScriptFunction.__call__
+
+    def call_original(self: Any, *args: Any, **kwargs: Any) -> Any:
+        original = getattr(self, "_torchdynamo_inline", None)
+        return call(self, *args, **kwargs) if original is None else original(*args, **kwargs)
+
+    set_stance = getattr(torch.compiler, "set_stance", None)
+    uncompiled = contextlib.nullcontext() if set_stance is None else set_stance("force_eager")
+    with replaced(torch.jit.ScriptFunction, "__call__", call_original), uncompiled:
+        yield
+
+
+@contextlib.contextmanager
+def launches_without_data() -> Iterator[None]:
+    """While the body runs, Triton kernels launched under ``FakeTensorMode`` return at once; others run.
+
+    Outputs (of Liger's layers, of many linear attentions) are allocated by torch before a launch, so that shapes and memory
+    are right without it. Autotuners run nothing either, and choose when the first real call comes. A mode that is *made* in
+    the body raises where other code asks a tensor for its address, instead of answering zero (``torch/_functorch/config.py``).
+    """
+    with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+        if not has_triton_package():
+            yield
+            return
+        from triton.runtime.jit import KernelInterface
+
+        launcher_of = KernelInterface.__getitem__
+
+        def launcher_where_data_is(kernel: Any, grid: Any) -> Callable[..., Any]:
+            launch = launcher_of(kernel, grid)
+
+            def launch_where_data_is(*args: Any, **kwargs: Any) -> Any:
+                has_data = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+                return launch(*args, **kwargs) if has_data else None
+
+            return launch_where_data_is
+
+        with replaced(KernelInterface, "__getitem__", launcher_where_data_is):
+            yield
+
+
+@contextlib.contextmanager
+def nothing_kept(model: nn.Module) -> Iterator[None]:
+    """What the body puts into caches and containers of the model's code is out of them again when it is over.
+
+    Caches (``functools.lru_cache``) that got an entry are emptied. Lists, dicts, sets and deques, and the attributes of plain
+    objects, hold again what they held. They are found among the attributes of the model's modules and the globals of the
+    Python modules that define their classes, also in decorated functions, below transformers'
+    ``compile_compatible_method_lru_cache``, and in objects of classes that these Python modules define.
+    """
+    caches, containers = _kept_by(model)
+    misses = [cache.cache_info().misses for cache in caches]
+    held = [copy.copy(container) for container in containers]
+    try:
+        yield
+    finally:
+        for cache, missed in zip(caches, misses, strict=True):
+            if cache.cache_info().misses != missed:
+                cache.cache_clear()
+        for container, before in zip(containers, held, strict=True):
+            if list(map(id, _entries(container))) != list(map(id, _entries(before))):
+                container.clear()
+                (container.extend if hasattr(container, "extend") else container.update)(before)
+
+
+def _entries(container: Any) -> list[Any]:
+    """What it holds; of a dict each key before its value."""
+    return [at for item in container.items() for at in item] if isinstance(container, dict) else list(container)
+
+
+def _kept_by(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """The caches and the containers; see :func:`nothing_kept`."""
+    # Values, each with the name of the Python module that defines the classes to be looked into.
+    todo = [(value, "") for module in model.modules() for value in vars(module).values()]
+    names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    homes = {name for name in names if name.split(".")[0] not in _NOT_OF_MODELS and name in sys.modules}
+    for home in homes:
+        todo += [(value, home) for name, value in vars(sys.modules[home]).items() if not name.startswith("__")]
+    caches: dict[int, Any] = {}
+    containers: dict[int, Any] = {}
+    seen: set[tuple[int, str]] = set()
+    while todo:
+        value, home = todo.pop()
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        if (id(value), home) in seen:
+            continue
+        seen.add((id(value), home))
+        if isinstance(value, _Cache):
+            caches[id(value)] = value
+        elif isinstance(value, types.FunctionType):
+            for cell in value.__closure__ or ():
+                with contextlib.suppress(ValueError):  # the cell is still empty
+                    if isinstance(cell.cell_contents, (_Cache, types.FunctionType)):
+                        todo.append((cell.cell_contents, home))
+        elif isinstance(value, type) and value.__module__ == home:
+            todo += [(attribute, home) for attribute in vars(value).values()]
+        elif type(value) in _CONTAINERS and len(value) <= _MOST_ENTRIES:
+            containers[id(value)] = value
+            todo += [
+                (entry, "") for entry in (value.values() if isinstance(value, dict) else value) if not isinstance(entry, str)
+            ]
+        elif type(value).__module__ in homes and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
+            todo.append((vars(value), ""))
+    return list(caches.values()), list(containers.values())

@@ -1,0 +1,286 @@
+"""How fast this machine moves and computes, and what is free of its GPU's memory.
+
+Speeds are measured in about two seconds, and kept in the user's cache folder. The first processes measure anew, and the plan
+counts with the median: something else may run at one time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import os
+import platform
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
+from megatrain_accelerate.kernels.moments import FloatMoments
+from megatrain_accelerate.store.host_memory import HostMemory
+from megatrain_accelerate.units import MIB
+
+_COPY_BYTES = 256 * MIB
+_STEP_ELEMENTS = 96 * 1024 * 1024
+"""1.3 GiB of states: of a few hundred MiB a large part would stay in the caches of a server's processor."""
+_ROUNDS = 3
+_ROUNDS_AT_ONCE = 16
+"""Copies of half the size each way while the host steps: several steps long."""
+STEP_BYTES = 26
+"""Memory traffic of the fused AdamW on split masters with moments in fp32, a parameter: what is measured here."""
+SHARE_IN_A_STEP = 0.9
+"""Of the host step's speed alone: in training copies and the launcher take their part of the memory and the cores."""
+MEASUREMENTS = 5
+"""Processes that measure the machine; later ones go by what these found."""
+STEP_OVERHEAD = 0.010
+"""Of the stock Trainer that logs each step; not measured, since it depends on the script."""
+
+USABLE_SHARE_OF_DEVICE = 0.9
+"""Share of the device's free memory that a plan fills: the caching allocator's blocks don't fit without gaps."""
+
+SEGMENT_BYTES = 64 * MIB
+"""What single tensors may take beyond their sizes: the caching allocator cuts small ones from pieces of 2 and of 20 MiB."""
+_PAGE_BYTES = {"small": 2 * MIB, "large": 20 * MIB}
+"""Of an expandable segment for tensors of up to 1 MiB, and of one for larger ones (c10/core/AllocatorConfig.h)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Speeds in units a second."""
+
+    h2d_bytes: float
+    """Host to device, from registered memory."""
+    d2h_bytes: float
+    """Device to host."""
+    host_step_parameters: float
+    """Parameters that the host's fused AdamW steps on split masters, of :data:`STEP_BYTES` each."""
+    device_bytes: float
+    """Device memory, read or written."""
+    device_flops: float
+    """bf16 matrix products on the device."""
+    step_overhead: float = 0.0
+    """Seconds of a step in which the device has nothing to do since the launcher steps, logs and fetches the next batch."""
+    h2d_share_in_step: float = 1.0
+    """Of :attr:`h2d_bytes`, what is left while the other direction copies and the host steps: all three share its memory."""
+    d2h_share_in_step: float = 1.0
+    """The same of :attr:`d2h_bytes`."""
+
+    @property
+    def host_step_traffic(self) -> float:
+        """Bytes of host memory that a step reads and writes: its memory bounds it, whatever it is made of."""
+        return STEP_BYTES * self.host_step_parameters
+
+
+def speeds_path(device: torch.device, kernels: HostKernels) -> Path:
+    """Where the speeds are kept that are measured under these circumstances."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    circumstances: list[object] = [platform.node(), name, os.cpu_count(), kernels.threads, torch.__version__]
+    circumstances += [_ROUNDS, SHARE_IN_A_STEP, STEP_OVERHEAD, [field.name for field in dataclasses.fields(Machine)]]
+    key = hashlib.sha256(json.dumps(circumstances).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    # A user without a home: the tilde stays.
+    folder = (cache if cache.is_absolute() else Path(tempfile.gettempdir())) / "megatrain_accelerate"
+    return folder / f"machine-{key}.json"
+
+
+def kept_speeds(path: Path) -> list[Machine]:
+    """The measurements in a file of :func:`speeds_path`, oldest first; none if there is no file, or it is broken."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        found = [Machine(**speeds) for speeds in json.loads(path.read_text())]
+        rates = [rate for at in found for rate in dataclasses.astuple(dataclasses.replace(at, step_overhead=1.0))]
+        if all(0 < rate < math.inf for rate in rates) and all(0 <= at.step_overhead < math.inf for at in found):
+            return found
+    return []
+
+
+def measured_machine(device: torch.device, kernels: HostKernels) -> Machine:
+    """The speeds of this machine: medians of what up to :data:`MEASUREMENTS` processes found under the same circumstances,
+    each once."""
+    path = speeds_path(device, kernels)
+    if path not in _of_this_process:
+        measured = kept_speeds(path)
+        if len(measured) < MEASUREMENTS:
+            found = _measure(device, kernels)
+            measured = [*kept_speeds(path), found]  # others may have measured at the same time
+            _keep(path, measured)
+        _of_this_process[path] = _median(measured)
+    return _of_this_process[path]
+
+
+_of_this_process: dict[Path, Machine] = {}
+
+
+def _median(measured: Sequence[Machine]) -> Machine:
+    """Each speed's median; of an even number the faster of the two in the middle: what else runs makes a machine slower
+    only. A share's is that of what the link had while the host stepped: beside others it may be high, of a slow link."""
+    usual = Machine(*map(statistics.median_high, zip(*map(dataclasses.astuple, measured), strict=True)))
+    h2d_in_step = statistics.median_high(at.h2d_bytes * at.h2d_share_in_step for at in measured)
+    d2h_in_step = statistics.median_high(at.d2h_bytes * at.d2h_share_in_step for at in measured)
+    return dataclasses.replace(
+        usual,
+        h2d_share_in_step=min(1.0, h2d_in_step / usual.h2d_bytes),
+        d2h_share_in_step=min(1.0, d2h_in_step / usual.d2h_bytes),
+    )
+
+
+def _keep(path: Path, measured: Sequence[Machine]) -> None:
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Other processes may read it meanwhile.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(json.dumps([dataclasses.asdict(speeds) for speeds in measured]))
+        os.replace(file.name, path)
+
+
+def seconds_of(
+    device: torch.device, work: Callable[[], object], chosen: Callable[[list[float]], float] = statistics.median
+) -> float:
+    """The median of a few rounds after one that doesn't count, since it touches memory and loads kernels."""
+    rounds = []
+    for _ in range(_ROUNDS + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        rounds.append(time.perf_counter() - start)
+    return chosen(rounds[1:])
+
+
+def _measure(device: torch.device, kernels: HostKernels) -> Machine:
+    is_gpu = device.type == "cuda"
+    smaller = 1 if is_gpu else 16
+    size, elements, side = _COPY_BYTES // smaller, _STEP_ELEMENTS // smaller, 8192 // smaller
+    # Whether the speeds were known already mustn't change what the training draws.
+    with torch.no_grad(), torch.random.fork_rng(devices=[device] if is_gpu else []):
+        host_memory = HostMemory(size, register=is_gpu)
+        host = host_memory.tensor(0, (size,), torch.uint8)
+        kernels.zero(host)
+        host_memory.register()
+        on_device = torch.empty(size, dtype=torch.uint8, device=device)
+        other = torch.empty_like(on_device)
+        h2d = seconds_of(device, lambda: on_device.copy_(host, non_blocking=True))
+        d2h = seconds_of(device, lambda: host.copy_(on_device, non_blocking=True))
+        step_work = _host_step(kernels, elements)
+        step = seconds_of(torch.device("cpu"), step_work)
+        h2d_in_step, d2h_in_step = h2d, d2h
+        if is_gpu:
+            with _repeated(step_work):
+                h2d_in_step, d2h_in_step = _seconds_of_both(on_device, host)
+        within = seconds_of(device, lambda: other.copy_(on_device))
+        host_memory.close()
+        # Products of zeros take less power and are faster.
+        left = torch.randn(side, side, dtype=torch.bfloat16, device=device)
+        product = seconds_of(device, lambda: left @ left)
+    return Machine(
+        h2d_bytes=size / h2d,
+        d2h_bytes=size / d2h,
+        host_step_parameters=SHARE_IN_A_STEP * elements / step,
+        device_bytes=2 * size / within,
+        device_flops=2 * side**3 / product,
+        h2d_share_in_step=min(1.0, h2d / h2d_in_step),
+        d2h_share_in_step=min(1.0, d2h / d2h_in_step),
+        step_overhead=STEP_OVERHEAD if is_gpu else 0.0,
+    )
+
+
+@contextlib.contextmanager
+def _repeated(work: Callable[[], object]) -> Iterator[None]:
+    """Does the work again and again on a thread of its own until the body ends."""
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        while not is_over.is_set():
+            work()
+
+    thread = threading.Thread(target=repeat, name="megatrain-step-speed")
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _seconds_of_both(on_device: torch.Tensor, host: torch.Tensor) -> tuple[float, float]:
+    """Seconds of copies of the buffers to the device and to the host that run at once: medians of many copies of halves."""
+    middle = host.numel() // 2
+    streams = (torch.cuda.Stream(on_device.device), torch.cuda.Stream(on_device.device))
+    copies = ((on_device[:middle], host[:middle]), (host[middle:], on_device[middle:]))
+    marks: list[list[torch.cuda.Event]] = [[], []]
+    torch.cuda.synchronize(on_device.device)
+    for _ in range(_ROUNDS_AT_ONCE + 1):
+        for stream, (target, source), events in zip(streams, copies, marks, strict=True):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+                events.append(torch.cuda.Event(enable_timing=True))
+                events[-1].record(stream)
+    torch.cuda.synchronize(on_device.device)
+    h2d, d2h = (
+        statistics.median(earlier.elapsed_time(later) for earlier, later in itertools.pairwise(events)) for events in marks
+    )
+    return 2 * h2d / 1e3, 2 * d2h / 1e3
+
+
+def _host_step(kernels: HostKernels, elements: int) -> Callable[[], None]:
+    """A step of the fused kernel on memory of its own, larger than the caches."""
+    hi = torch.empty(elements, dtype=torch.bfloat16)
+    gradient = torch.empty(elements, dtype=torch.bfloat16)
+    residual = torch.empty(elements, dtype=torch.int16)
+    exp_avg, exp_avg_sq = torch.empty(elements), torch.empty(elements)
+    for tensor in (hi, gradient, residual, exp_avg, exp_avg_sq):
+        kernels.zero(tensor)
+    arguments = AdamArguments(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
+    return lambda: kernels.adamw(hi, residual, FloatMoments(exp_avg, exp_avg_sq), gradient, arguments)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that nobody holds: neither another process, nor another model of this one, nor an engine."""
+    return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def whole_free_bytes(device: torch.device) -> int:
+    """:func:`free_bytes` without the fragments between tensors, which the allocator can't give back to the driver. What is
+    larger than any of them finds no room there. Of expandable segments free pages go back, of others whole segments."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
+    return int(torch.cuda.mem_get_info(device)[0]) + sum(map(_returnable_bytes, segments))
+
+
+def _returnable_bytes(segment: Mapping[str, Any]) -> int:
+    if tuple(segment["segment_pool_id"]) != (0, 0):
+        return 0  # a CUDA graph's, or another pool of somebody's own
+    blocks = segment["blocks"]
+    free = [(block["address"] - segment["address"], block["size"]) for block in blocks if block["state"] == "inactive"]
+    if not segment["is_expandable"]:
+        return int(free[0][1]) if free and len(blocks) == 1 else 0
+    page = _PAGE_BYTES[segment["segment_type"]]
+    return sum(page * max(0, (offset + size) // page - math.ceil(offset / page)) for offset, size in free)
+
+
+def raise_peak(device: torch.device, limit_bytes: int | None) -> None:
+    """Raises the allocator's peak statistic to what could be allocated, so that Inductor tries its kernels on the device.
+
+    To time kernels Inductor needs copies of what they overwrite. In a backward, copies that would raise the peak are made in
+    pinned host memory, which torch keeps for good, and each trial crosses the link (``copy_args_to_cpu_if_needed`` in
+    torch/_inductor/runtime/triton_heuristics.py). Nobody reads the device's memory statistics until they are reset.
+    ``limit_bytes`` is that of the process' tensors; None for what is free.
+    """
+    torch.cuda.empty_cache()
+    room_bytes = int(USABLE_SHARE_OF_DEVICE * torch.cuda.mem_get_info(device)[0])
+    if limit_bytes is not None:
+        room_bytes = min(room_bytes, limit_bytes - torch.cuda.memory_allocated(device))
+    if room_bytes > 0:
+        with contextlib.suppress(torch.OutOfMemoryError):  # it may lie in pieces
+            torch.empty(room_bytes, dtype=torch.uint8, device=device)
+        torch.cuda.empty_cache()

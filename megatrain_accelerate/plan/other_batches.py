@@ -1,0 +1,132 @@
+"""Batches of other sizes: whether a plan covers one, a larger one to plan for, and what a step on one costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain_accelerate.plan.machine import Machine
+from megatrain_accelerate.plan.step_profile import LayerProfile, StepOutline
+
+GROWTH_FACTORS = (1.5, 2.0)
+"""How much larger than the batches so far the second plan and each later one allow batches to be. The first has no such room:
+only a second plan shows that the sizes of batches vary."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchExtent:
+    """The size of a batch, as far as the memory of a step depends on it: attention's grows with tokens times length."""
+
+    elements: int = 0
+    """Number of elements of all input tensors together; labels and masks count as well, single numbers don't."""
+    length: int = 0
+    """Sequence length of text, padding included; 0 for other inputs, which are compared by their elements alone."""
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Any]) -> BatchExtent:
+        """The extent of a batch that is given as the keyword arguments of a model's forward."""
+        elements = sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim())
+        text = _text(inputs)
+        return cls(elements, next(iter(text.values())).shape[1] if text else 0)
+
+    def covers(self, other: BatchExtent) -> bool:
+        """Whether a step on a batch of extent ``other`` needs at most the memory of a step on a batch of this one."""
+        return other.elements <= self.elements and (not self.length or other.length <= self.length)
+
+    def scaled(self, factor: float) -> BatchExtent:
+        """Both multiplied by ``factor``, rounded down."""
+        return BatchExtent(int(factor * self.elements), int(factor * self.length))
+
+    def union(self, other: BatchExtent) -> BatchExtent:
+        """The smallest extent that covers both."""
+        if not self.elements:
+            return other
+        is_text = self.length and other.length
+        return BatchExtent(max(self.elements, other.elements), max(self.length, other.length) if is_text else 0)
+
+
+def enlarged_batch(model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, growth: float) -> dict[str, Any] | None:
+    """The keyword arguments of a batch of text of ``growth`` times ``extent``, tokens and length: ``inputs`` over and over.
+    Where the model bounds the length (``max_position_embeddings``), the batch has more sequences instead. None if any of
+    the batches is more than text: an image can't be repeated apart from its tokens."""
+    text = _text(inputs)
+    if not text or not extent.length:
+        return None
+    input_sequences, input_length = next(iter(text.values())).shape
+    length = math.ceil(growth * extent.length)
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if isinstance(limit, int) and limit > 0:
+        length = max(extent.length, min(length, limit))
+    # Ids, labels and mask have one shape, and all of them count as elements.
+    sequences = math.ceil(growth * extent.elements / len(text) / length)
+    copies = (math.ceil(sequences / input_sequences), math.ceil(length / input_length))
+    return {**inputs, **{name: value.repeat(copies)[:sequences, :length].contiguous() for name, value in text.items()}}
+
+
+def _text(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Token ids, labels and masks by name, if all tensors but scalars are integer or bool tensors of one shape (B, T)."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.dim()}
+    shapes = {tuple(value.shape) for value in tensors.values()}
+    is_text = len(shapes) == 1 and all(value.dim() == 2 and not value.is_floating_point() for value in tensors.values())
+    return tensors if is_text else {}
+
+
+def extrapolated_outline(
+    estimate: StepOutline, measured_estimate: StepOutline, measured: StepOutline, machine: Machine
+) -> StepOutline | None:
+    """The new batch's outline, with times and bytes scaled from the measured batch. Nothing is run.
+
+    A layer call's measured seconds are multiplied by the ratio of the two calls' estimated operation times, its measured bytes
+    by the ratio of their estimated bytes. So most costs grow linearly with the tokens, and those of attention with the
+    sequence length too. Both estimates are made from shapes only (:mod:`.step_outline`). None if the two steps call other
+    layers or tile tokens differently, so that no ratio holds.
+    """
+    calls, measured_calls = estimate.forward_calls, measured_estimate.forward_calls
+    calls_others = [call.layer for call in calls] != [call.layer for call in measured_calls]
+    if calls_others or estimate.token_tile != measured_estimate.token_tile:
+        return None
+    profiles: dict[Hashable, LayerProfile] = {}
+    for call, measured_call in zip(calls, measured_calls, strict=True):
+        if call.kind not in profiles:  # calls of one kind have one profile
+            kind = measured_call.kind
+            before, after = measured_estimate.profiles[kind], measured.profiles[kind]
+            profiles[call.kind] = _scaled_profile(estimate.profiles[call.kind], before, after, machine)
+    outside_seconds = measured.outside_seconds
+    if outside_seconds is not None:
+        outside_seconds *= _ratio(outside_seconds_of(estimate, machine), outside_seconds_of(measured_estimate, machine))
+    return dataclasses.replace(estimate, profiles={**estimate.profiles, **profiles}, outside_seconds=outside_seconds)
+
+
+def _scaled_profile(
+    estimate: LayerProfile, measured_estimate: LayerProfile, measured: LayerProfile, machine: Machine
+) -> LayerProfile:
+    changes: dict[str, Any] = {
+        name: round(getattr(measured, name) * _ratio(getattr(estimate, name), getattr(measured_estimate, name)))
+        for name in ("kept_bytes", "forward_bytes", "kept_forward_bytes", "kept_backward_bytes", "recomputed_bytes")
+    }
+    for costs, names in (
+        ("forward", ("forward_seconds", "kept_forward_seconds", "recompute_seconds")),
+        ("backward", ("backward_seconds",)),
+        ("attention", ("attention_seconds",)),
+    ):
+        now, before = (getattr(profile, costs).seconds(machine) for profile in (estimate, measured_estimate))
+        seconds = {name: getattr(measured, name) for name in names}
+        changes |= {name: None if value is None else value * _ratio(now, before) for name, value in seconds.items()}
+    return estimate.keeping(budgets=measured.budgets, **changes)
+
+
+def _ratio(after: float, before: float) -> float:
+    """1 where ``before`` is 0, so that a measured value stays as it is."""
+    return after / before if before else 1.0
+
+
+def outside_seconds_of(outline: StepOutline, machine: Machine) -> float:
+    """Estimated, of what runs outside the layers from the start of the step to the first layer's backward. The costs of an
+    event are those of what runs between the event before and this one."""
+    backward = [event for event in outline.events if event.is_backward]
+    return sum(event.costs.seconds(machine) for event in [*outline.forward_calls, *backward[:1]])

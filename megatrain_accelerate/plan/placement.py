@@ -1,0 +1,239 @@
+"""A placement: for each layer what becomes of its activations, where its weights are, and where its states live; and what
+memory a step takes on the device under it, by arithmetic on the step's outline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+from megatrain_accelerate.config import PlacementSettings
+from megatrain_accelerate.errors import ConfigError
+from megatrain_accelerate.layers.layer import ExpertPart
+from megatrain_accelerate.layers.policy import ActivationPolicy
+from megatrain_accelerate.plan.machine import STEP_BYTES
+from megatrain_accelerate.plan.step_profile import StepOutline
+
+MOST_SPACING = 8
+"""A layer's activations reach the host while this many others compute, on any link worth using."""
+
+
+def require_layers(layer_count: int, settings: PlacementSettings) -> None:
+    """Raises a :class:`ConfigError` where the settings name more layers than the model has."""
+    kept, offloaded = settings.kept_layers or 0, settings.offloaded_layers or 0
+    if kept > layer_count:
+        raise ConfigError(
+            f"megatrain_config.placement.kept_layers is {kept}, but the model has {layer_count} layers; lower it"
+        )
+    if offloaded > layer_count - kept:
+        raise ConfigError(
+            f"megatrain_config.placement.offloaded_layers is {offloaded}, but {layer_count - kept} of the model's "
+            f"{layer_count} layers aren't kept (kept_layers is {kept}); lower one of the two"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement(ActivationPolicy):
+    """What becomes of each layer's activations, and where its weights and states live; sets of layer indices.
+
+    A layer in none of them is streamed and recomputed. Layers on the device come first in the model, since the forward can
+    begin with them while the host still steps the others; kept ones last, since backward begins with them.
+    """
+
+    on_device: frozenset[int] = frozenset()
+    """Weights, masters and moments live on the device."""
+    groups_on_device: bool = False
+    """So do those of the parameters outside the layers."""
+
+    @classmethod
+    def of_counts(
+        cls,
+        layers: int,
+        *,
+        kept: int = 0,
+        offloaded: int = 0,
+        inputs_offloaded: int = 0,
+        attention_kept: int = 0,
+        on_device: int = 0,
+        groups_on_device: bool = False,
+        budgets: tuple[float, float] = (0.0, 1.0),
+    ) -> Placement:
+        """The placement with these many layers of each sort, out of ``layers``; more than there are mean all. Attention is
+        kept in the last layers that aren't kept; the first inputs are offloaded, since they are away longest."""
+        on_device = min(on_device, layers)
+        kept = min(kept, layers)
+        offloaded = min(offloaded, layers - kept)
+        # Where recomputed layers' inputs leave there is no pause between copies.
+        spacing = min(MOST_SPACING, (layers - kept) // offloaded) if offloaded and not inputs_offloaded else 1
+        last = layers - kept - 1
+        away = frozenset(last - i * spacing for i in range(offloaded))
+        return cls(
+            kept=frozenset(range(layers - kept, layers)),
+            offloaded=away,
+            offload_spacing=spacing,
+            attention_kept=frozenset(range(max(0, layers - kept - attention_kept), layers - kept)) - away,
+            inputs_offloaded=frozenset(range(min(inputs_offloaded, layers))),
+            on_device=frozenset(range(on_device)),
+            groups_on_device=groups_on_device,
+            budgets=budgets,
+        )
+
+    def with_states_on_host(self) -> Placement:
+        """This one, with no layer and no group on the device."""
+        return dataclasses.replace(self, on_device=frozenset(), groups_on_device=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitSizes:
+    weight_bytes: int
+    gradient_bytes: int
+    parameters: int
+    """Trained ones, the padding included."""
+    state_bytes: int
+    """Weights, residuals and moments."""
+    sum_bytes: int = 0
+    """Residuals of gradients that are summed in fp32, in a run in which some are added up."""
+    gradients_pass: bool = False
+    """Whether gradients have no place of their own on the host."""
+    step_bytes: int = STEP_BYTES
+    """Memory traffic of its optimizer step, a parameter."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of a unit that lives there."""
+        return self.state_bytes + (0 if self.gradients_pass else self.gradient_bytes) + self.sum_bytes
+
+    def of_part(self, part: ExpertPart) -> UnitSizes:
+        """The sizes of a part of experts, of which all have these."""
+        layout, experts = part.unit.layout, part.experts
+        return dataclasses.replace(
+            self,
+            weight_bytes=layout.weight_bytes,
+            gradient_bytes=layout.gradient_bytes,
+            parameters=layout.state_elements,
+            state_bytes=self.state_bytes * experts.experts // experts.count,
+            sum_bytes=self.sum_bytes * experts.experts // experts.count,
+        )
+
+    @property
+    def step_traffic(self) -> int:
+        return self.parameters * self.step_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What predictions have to know of the engine."""
+
+    layers: Sequence[UnitSizes]
+    groups_before: Sequence[UnitSizes]
+    """Resident groups that the first layer needs."""
+    groups_after: Sequence[UnitSizes]
+    slots: int
+    slot_bytes: int
+    """Of all weight slots, and of all gradient slots, where any layer uses them."""
+    gradient_slot_bytes: int
+    steps_in_backward: bool
+    micro_batches: int
+    """Backwards before a step."""
+    parts: Mapping[int, Sequence[UnitSizes]] = dataclasses.field(default_factory=dict)
+    """By layer, those of its experts that stream in parts, which :attr:`layers` leaves out."""
+
+    @property
+    def groups(self) -> list[UnitSizes]:
+        return [*self.groups_before, *self.groups_after]
+
+    def moved_bytes(self, placement: Placement) -> int:
+        """Host memory that units give up which the placement moves to the device."""
+        moved = [*(self.layers[i] for i in placement.on_device), *(self.groups if placement.groups_on_device else ())]
+        return sum(unit.host_bytes for unit in moved)
+
+
+def sent_bytes(outline: StepOutline, placement: Placement) -> list[int]:
+    """For each call of the forward pass, the bytes that go to the host after it and come back in backward."""
+    outline, sent = outline.at(*placement.budgets), []
+    remembers = placement.kept | placement.offloaded
+    for event in outline.forward_calls:
+        profile = outline.profiles[event.kind]
+        if event.layer in remembers:
+            sent.append(profile.offloaded_bytes * (event.layer in placement.offloaded))
+        else:
+            # Attention's results wait where the inputs do.
+            waiting = profile.input_bytes + profile.attention_bytes * (event.layer in placement.attention_kept)
+            sent.append(waiting * (event.layer in placement.inputs_offloaded))
+    return sent
+
+
+def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
+    """The most that a step has alive on the device, besides what the engine holds there in any case."""
+    outline = outline.at(*placement.budgets)
+    calls = outline.forward_calls
+    sent = sent_bytes(outline, placement)
+    # An outline's inputs are all there, and results of attention count as kept; what an offloaded layer saved doesn't.
+    is_input = [event.layer not in placement.offloaded for event in calls]
+    inputs_before = [0, *itertools.accumulate(size * flag for size, flag in zip(sent, is_input, strict=True))]
+    # Of a batch that runs in pieces, two pieces are on the device.
+    at_once = [size // outline.profiles[event.kind].pieces for size, event in zip(sent, calls, strict=True)]
+
+    def extra_bytes(call: int, made: int) -> int:
+        """What is there besides what the outline and kept layers hold; negative if more is away.
+
+        Of the calls whose activations or inputs go to the host those of two are on the device at a time: in forward this one,
+        if they are ``made`` (0 or 1), and, for as many calls as there are from one offloaded layer to the next, the one
+        before it; in backward the one that follows.
+        """
+        before = max(0, call - placement.offload_spacing)
+        return sum(at_once[i] for i in range(before, call + made) if not is_input[i]) - inputs_before[before]
+
+    peak = kept = grown = extra = 0
+    forward_call, backward_call = -1, len(calls)
+    for event in outline.events:
+        profile = outline.profiles[event.kind]
+        peak = max(peak, event.peak_bytes + kept + grown + extra)
+        offloads = event.layer in placement.offloaded
+        remembers = offloads or event.layer in placement.kept
+        # Kept results of attention, and of experts that stream in parts unless inputs leave.
+        result_bytes = profile.attention_bytes if event.layer in placement.attention_kept else 0
+        result_bytes += 0 if event.layer in placement.inputs_offloaded else profile.expert_bytes
+        staying = profile.kept_bytes if remembers else result_bytes + profile.lean_bytes
+        if offloads:  # what is too small to go to the host stays
+            staying -= profile.offloaded_bytes
+        if event.is_backward:
+            backward_call -= 1
+            while backward_call > 0 and calls[backward_call].layer != event.layer:
+                backward_call -= 1
+            extra = extra_bytes(backward_call, made=1)
+            # The recomputed graph holds the results themselves.
+            above = profile.kept_backward_bytes if remembers else profile.recomputed_bytes - result_bytes
+            peak = max(peak, event.live_bytes + kept + grown + above + extra)
+            kept -= staying
+            if event.layer in placement.on_device and model.micro_batches == 1:
+                grown += model.layers[event.layer].gradient_bytes
+        else:
+            forward_call += 1
+            # Kept results stay while the rest of the layer runs.
+            above = profile.kept_forward_bytes if remembers else profile.forward_bytes + staying
+            if offloads and profile.pieces > 2:  # the earlier pieces' have left
+                above -= profile.offloaded_bytes * (profile.pieces - 2) // profile.pieces
+            peak = max(peak, event.live_bytes + kept + above + extra_bytes(forward_call, made=0))
+            kept += staying
+            extra = extra_bytes(forward_call, made=1)
+    return _held_bytes(model, placement) + max(peak, outline.tail_peak_bytes + kept + grown)
+
+
+def _held_bytes(model: Model, placement: Placement) -> int:
+    """What is on the device during all of a step, besides what the engine holds there in any case."""
+    held = sum(model.layers[i].state_bytes for i in placement.on_device)
+    parts_have_gradients = any(part.gradient_bytes for parts in model.parts.values() for part in parts)
+    if len(placement.on_device) < len(model.layers):
+        held += model.slot_bytes + model.gradient_slot_bytes
+    elif parts_have_gradients:
+        held += model.gradient_slot_bytes
+    if placement.groups_on_device:
+        held += sum(unit.state_bytes - unit.weight_bytes for unit in model.groups)
+    there = [*(model.layers[i] for i in placement.on_device), *model.groups]
+    held += sum(unit.sum_bytes for unit in there)
+    if model.micro_batches > 1:
+        # From the second on, the gradients of the first are there.
+        held += sum(unit.gradient_bytes for unit in there)
+    return held

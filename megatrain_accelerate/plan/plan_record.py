@@ -1,0 +1,79 @@
+"""A plan as plain data in a checkpoint, from which a training that is resumed goes on.
+
+A plan that is made anew, from the first batch after a checkpoint, could differ from the one before it: other layers would be
+kept, or run in other pieces, and compiled layers would give other bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.layers.runtime import StreamingRuntime
+from megatrain_accelerate.plan.other_batches import BatchExtent
+from megatrain_accelerate.plan.placement import Placement
+from megatrain_accelerate.plan.step_simulation import StepTime
+
+RESUMED_SHARE_OF_DEVICE = 0.95
+"""Of what is free: what a plan may take that was made for the same device in another process. A new plan takes less."""
+
+
+def made_for(model: nn.Module, runtime: StreamingRuntime, config: MegatrainConfig, micro_batches: int) -> str:
+    """What must be the same for a recorded plan to be taken over: GPU, torch, settings, model and way of stepping."""
+    device = runtime.streams.device
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
+    layouts = [(at.weight_bytes, at.gradient_bytes, at.parameter_count) for at in (unit.layout for unit in runtime.units)]
+    configs = (getattr(module, "config", None) for module in model.modules())
+    attention = sorted({str(getattr(config, "_attn_implementation", None)) for config in configs})
+    way = (runtime.batch_cut.asked, micro_batches, runtime.states_may_move)
+    return repr((gpu, torch.__version__, config, layouts, attention, way))
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRecord:
+    """The last plan of a :class:`~megatrain_accelerate.plan.device_plan.DevicePlan`, and what it goes on from."""
+
+    made_for: str = ""
+    """What must be the same where it is taken over."""
+    offloaded_bytes: int = 0
+    """Host memory that activations take."""
+    seen: BatchExtent = dataclasses.field(default_factory=BatchExtent)
+    """The batches so far."""
+    planned: BatchExtent = dataclasses.field(default_factory=BatchExtent)
+    """Those that the plan covers."""
+    plans: int = 0
+    forwards_at_once: int = 1
+    samples: int | None = None
+    """Of a piece of the batch (:mod:`.step_ways`)."""
+    token_tile: int = 0
+    placement: Placement = dataclasses.field(default_factory=Placement)
+    predicted_bytes: int = 0
+    """0 before the first plan, or if unknown; so is the time None."""
+    predicted_time: StepTime | None = None
+
+    def as_data(self) -> dict[str, Any]:
+        """Numbers, texts, lists and dicts alone, as JSON has them."""
+        data = dataclasses.asdict(self)
+        data["placement"] = {
+            key: sorted(value) if isinstance(value, frozenset) else list(value) if isinstance(value, tuple) else value
+            for key, value in data["placement"].items()
+        }
+        return data
+
+    @classmethod
+    def of_data(cls, data: dict[str, Any]) -> PlanRecord | None:
+        """Reverse of :meth:`as_data`; None for data with other names, which another version of this package made."""
+        kinds = {"seen": BatchExtent, "planned": BatchExtent, "placement": Placement, "predicted_time": StepTime}
+        pairs = [(cls, data), *((kind, data.get(name, {})) for name, kind in kinds.items())]
+        if any({field.name for field in dataclasses.fields(kind)} != found.keys() for kind, found in pairs):
+            return None
+        placement: dict[str, Any] = {
+            key: frozenset(value) if isinstance(value, list) else value for key, value in data["placement"].items()
+        }
+        placement["budgets"] = tuple(data["placement"]["budgets"])
+        made = {name: kind(**data[name]) for name, kind in kinds.items() if kind is not Placement}
+        return cls(**{**data, **made, "placement": Placement(**placement)})

@@ -1,0 +1,280 @@
+"""Runs of the user's model on tensors without data, and a dispatch mode that adds up what they would cost.
+
+The user's own forward runs under ``FakeTensorMode`` (torch/_subclasses/fake_tensor.py) with the shapes of the real batch, so
+that logits, loss and layer inputs are counted by the code that will make them, and nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from megatrain_accelerate.hooks import HOOKS
+from megatrain_accelerate.layers import token_tiles
+from megatrain_accelerate.layers.ambient_state import random_numbers_put_back
+from megatrain_accelerate.layers.nested_tensors import tensors_in
+from megatrain_accelerate.loss.products import runs_on_gpu
+from megatrain_accelerate.plan.fake_runs import (
+    KnownValues,
+    NumbersOfTensors,
+    compiled_functions_as_python,
+    launches_without_data,
+    nothing_kept,
+    taken_for_data,
+)
+from megatrain_accelerate.plan.machine import Machine
+
+
+@dataclasses.dataclass(frozen=True)
+class OpCosts:
+    """What operations cost: sums."""
+
+    flops: float = 0.0
+    """Of matrix products, convolutions and attention."""
+    traffic_bytes: float = 0.0
+    """Read and written by all other operations that make new memory."""
+
+    def times(self, factor: float) -> OpCosts:
+        return OpCosts(factor * self.flops, factor * self.traffic_bytes)
+
+    def seconds(self, machine: Machine) -> float:
+        """On the device, where they weren't measured."""
+        return self.flops / machine.device_flops + self.traffic_bytes / machine.device_bytes
+
+    def __add__(self, other: OpCosts) -> OpCosts:
+        return OpCosts(self.flops + other.flops, self.traffic_bytes + other.traffic_bytes)
+
+    def __sub__(self, other: OpCosts) -> OpCosts:
+        return OpCosts(self.flops - other.flops, self.traffic_bytes - other.traffic_bytes)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Adds up the bytes of storages that are made and die while it is active, and the costs of what runs. Tensors that are
+    ``present`` already don't count."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, present: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self.costs = OpCosts()
+        # Their storages come back in views, and aren't new.
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in present)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # A tensor that only stands for others (lazy logits) has a storage of no bytes, and mustn't be made to fill it.
+        with torch._C.DisableTorchFunctionSubclass():
+            made = tensors_in(result)
+            is_new = [self._track(tensor.untyped_storage()) for tensor in made]
+            self._add_costs(func, args, kwargs or {}, result, made, any(is_new))
+        return result
+
+    def take_peak(self) -> int:
+        """The peak since the last call."""
+        peak, self.peak_bytes = self.peak_bytes, self.live_bytes
+        return peak
+
+    def _track(self, storage: torch.UntypedStorage) -> bool:
+        if storage in self._seen:
+            return False
+        self._seen.add(storage)
+        # The caching allocator hands out multiples of 512 bytes.
+        size = -(-storage.nbytes() // 512) * 512
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._forget, size)
+        return True
+
+    def _forget(self, size: int) -> None:
+        self.live_bytes -= size
+
+    def _add_costs(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor], is_new: bool) -> None:
+        flops, times, name = _flops(func, args, kwargs, result), token_tiles.times(), str(func.__name__)
+        if flops is not None:
+            self.costs += OpCosts(flops=times * flops)
+        elif is_new or name.split(".")[0].endswith("_"):  # in place, or out of it: no view
+            read = tensors_in((args, kwargs))
+            moved = sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in [*read, *made])
+            self.costs += OpCosts(traffic_bytes=times * moved)
+        if made and runs_on_gpu(made[0]):
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes(name, made))
+            if name.startswith(_SOFTMAX_BACKWARD):
+                self.costs += OpCosts(traffic_bytes=3 * made[0].nbytes * times)  # of the workspace
+
+
+_SOFTMAX_BACKWARD = "_softmax_backward_data"
+
+
+def workspace_bytes(name: str, made: Sequence[torch.Tensor]) -> int:
+    """What a GPU's kernel allocates while it runs, where that is as large as its results ``made``.
+
+    Softmax's backward multiplies gradient and result first, into a tensor of their size (``softmax_backward_cuda_out``,
+    aten/src/ATen/native/cuda/SoftMax.cu). Backward of attention sums the queries' gradient in fp32, and makes those of keys
+    and values for each head of the queries (``dq_accum``, ``dk_expanded``, ``dv_expanded``,
+    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp; cuDNN's kernel takes as much). Flex attention's doesn't.
+    """
+    if name.startswith(_SOFTMAX_BACKWARD):
+        return made[0].nbytes
+    if not (name.startswith("_scaled_dot_product") and "backward" in name) or made[0].element_size() != 2:
+        return 0
+    query, key, value = made[:3]
+    groups = query.shape[1] // max(1, key.shape[1])
+    return 2 * query.nbytes + (groups * (key.nbytes + value.nbytes) if groups > 1 else 0)
+
+
+def is_grouped_product(name: str) -> bool:
+    """Whether the operation of a name multiplies tokens with the matrix of their expert."""
+    return "grouped_mm" in name
+
+
+def grouped_flops(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Floating-point operations of such a product: (T, D) with (E, D, F); of (D, T) with (T, F) by expert; or E of each."""
+    count = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return 2.0 * count * left.shape[-2] * left.shape[-1] * right.shape[-1]
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
+    """Floating-point operations of a matrix product or the like; None for what has no formula."""
+    name = str(func.__name__)
+    count = flop_registry.get(func._overloadpacket if isinstance(func, torch._ops.OpOverload) else func)
+    if count is None and is_grouped_product(name):
+        return grouped_flops(args[0], args[1])
+    is_flex = name.startswith("flex_attention")
+    if count is None and not is_flex:
+        return None
+    # Torch's formula refuses grouped-query attention, and knows none of flex attention: as plain attention then.
+    with contextlib.suppress(Exception):
+        if count is not None:
+            return float(count(*args, **kwargs, out_val=result))
+    tensors = [t for t in args if isinstance(t, torch.Tensor) and t.dim() == 4]
+    if len(tensors) < 3:
+        return None
+    is_backward = "backward" in str(func)
+    # Backward of the others begins with the gradient.
+    query, key = tensors[1:3] if is_backward and not is_flex else tensors[:2]
+    return 2.0 * (5 if is_backward else 2) * query.numel() * key.shape[-2]
+
+
+_INSTALLED_FLAG = "_output_capturing_hooks_installed"
+"""transformers installs the hooks that collect router logits once, and notes it here (utils/output_capturing.py)."""
+
+
+@contextlib.contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """The model has no hooks while the body runs but those of the engine that say ``runs_dry``, and keeps nothing that it
+    sets on itself: users' hooks count real calls. Those that transformers needs for the loss itself it installs anew."""
+    attributes = [(module, dict(module.__dict__)) for module in model.modules()]
+    try:
+        for module, own in attributes:
+            for name in HOOKS:
+                ours = ((key, hook) for key, hook in own[name].items() if getattr(hook, "runs_dry", False))
+                module.__dict__[name] = OrderedDict(ours)
+            module.__dict__.pop(_INSTALLED_FLAG, None)
+        yield
+    finally:
+        for module, before in attributes:
+            module.__dict__.clear()
+            module.__dict__.update(before)
+
+
+@contextlib.contextmanager
+def buffers_put_back(module: nn.Module) -> Iterator[None]:
+    """The module's buffers hold what they held before when the body is over: a trial run isn't to count."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def _fake_weights(model: nn.Module, device: torch.device, values: KnownValues) -> Iterator[list[torch.Tensor]]:
+    """The model's parameters and buffers are tensors without data while the body runs; yields them."""
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in fakes:
+            # A fresh tensor, since a conversion would carry over hooks and gradients.
+            twin = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            fakes[id(tensor)] = twin.requires_grad_(tensor.requires_grad)
+            if not tensor.is_floating_point():
+                values.learn(twin, tensor)
+        return fakes[id(tensor)]
+
+    with without_hooks(model):  # which puts back these dictionaries too
+        for module in model.modules():
+            for store in ("_parameters", "_buffers"):
+                module.__dict__[store] = {name: fake(tensor) for name, tensor in module.__dict__[store].items()}
+        yield list(fakes.values())
+
+
+def _without_full_masks(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Models skip an attention mask of ones; without data some couldn't know, and would take another kernel. Beside
+    positions it stays: without a mask transformers looks whether the positions are those of packed sequences."""
+    mask = inputs.get("attention_mask")
+    is_full = isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all()) and inputs.get("position_ids") is None
+    return {name: value for name, value in inputs.items() if not (is_full and name == "attention_mask")}
+
+
+def _with_own_head(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs without TRL's request for its own head (``trl.trainer.utils.add_fused_lm_head``), which picks the labelled
+    tokens, so that it looks at data, and launches Triton kernels. The model's own head by tiles takes about as much; in an
+    evaluation one position stands for the tiles, since the own head would make all logits."""
+    own = {name: value for name, value in inputs.items() if name != "fused_lm_head"}
+    if inputs.get("fused_lm_head") and not torch.is_grad_enabled():
+        own.pop("labels", None)
+        own["logits_to_keep"] = 1
+    return own
+
+
+@contextlib.contextmanager
+def dry_model(model: nn.Module, inputs: Mapping[str, Any], device: torch.device) -> Iterator[tuple[dict[str, Any], LiveBytes]]:
+    """Weights and inputs have no data while the body runs, gradients are on, and nothing counts as a real call. Loops over
+    tiles run few of them (:mod:`megatrain_accelerate.layers.token_tiles`): a longer sequence takes no longer. Yields the
+    inputs without data, and the mode that counts while it is entered by the caller."""
+    inputs = _with_own_head(_without_full_masks(inputs))
+    with (
+        random_numbers_put_back(torch.device("cpu")),
+        nothing_kept(model),
+        launches_without_data(),
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        KnownValues() as values,
+        NumbersOfTensors(),
+        compiled_functions_as_python(),
+        token_tiles.few_tiles(),
+        taken_for_data(values),
+        _fake_weights(model, device, values) as weights,
+        torch.enable_grad(),
+    ):
+
+        def without_data(tensor: torch.Tensor) -> torch.Tensor:
+            fake = mode.from_tensor(tensor)
+            values.learn(fake, tensor)
+            return fake
+
+        yield tree_map_only(torch.Tensor, without_data, inputs), LiveBytes(weights)
+
+
+def loss_of(output: Any, device: torch.device) -> torch.Tensor:
+    """The model's own loss, or for a model that was given no labels the sum over its output."""
+    loss = output["loss"] if isinstance(output, Mapping) and output.get("loss") is not None else None
+    if loss is None:
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        loss = sum((tensor.float().sum() for tensor in tensors), torch.zeros((), device=device))
+    return loss

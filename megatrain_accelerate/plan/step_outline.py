@@ -1,0 +1,336 @@
+"""The outline of a training step: what lives and what is computed outside the layers, call by call, and what a layer costs.
+
+One run without data (:mod:`.step_memory`) with each layer replaced by an empty node. Any placement's peak of memory and time
+follow from it by arithmetic (:mod:`.step_simulation`), so that hundreds of placements can be weighed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from megatrain_accelerate.layers.attention_results import AttentionResults
+from megatrain_accelerate.layers.compiled_layer import without_saving
+from megatrain_accelerate.layers.expert_function import ExpertResults
+from megatrain_accelerate.layers.layer import StreamedLayer
+from megatrain_accelerate.layers.micro_batches import BatchSplit, batch_norms
+from megatrain_accelerate.layers.nested_tensors import taken_apart, tensors_in
+from megatrain_accelerate.layers.output_recorder import Recorded
+from megatrain_accelerate.layers.runtime import StreamingRuntime
+from megatrain_accelerate.layers.token_tiles import tokens_of
+from megatrain_accelerate.plan.fake_runs import replaced
+from megatrain_accelerate.plan.step_memory import LiveBytes, OpCosts, dry_model, loss_of
+from megatrain_accelerate.plan.step_profile import Event, LayerProfile, StepOutline
+from megatrain_accelerate.transfer import activation_offload
+
+FirstCall = Callable[[Hashable, StreamedLayer, tuple[Any, ...], dict[str, Any]], None]
+
+_KNOWN_PACKAGES = ("transformers", "peft")
+_Mode = contextlib.AbstractContextManager[Any]
+
+_kinds: dict[Hashable, int] = {}
+"""The kinds of calls so far, numbered: a search looks their profiles up some million times."""
+
+
+def call_kind(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Equal for calls that cost the same: by layout, simple attributes of the modules and shapes of the arguments."""
+    leaves, spec = tree_flatten((args, kwargs))
+    shapes = tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)[:80]
+        for leaf in leaves
+    )
+    attributes = tuple(
+        (name, key, value)
+        for name, module in layer.module.named_modules()
+        for key, value in sorted(module.__dict__.items())
+        if isinstance(value, (bool, int, float, str)) and "idx" not in key and "index" not in key and "layer_id" not in key
+    )
+    layouts = (layer.unit.layout.key, *((len(experts.parts), experts.unit.layout.key) for experts in layer.experts))
+    key = (type(layer.module).__qualname__, layouts, attributes, shapes, str(spec))
+    return _kinds.setdefault(key, len(_kinds))
+
+
+class _LeavingStorages:
+    """Counts what :mod:`megatrain_accelerate.transfer.activation_offload` would send to the host of one call."""
+
+    def __init__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = tensors_in((args, kwargs))
+        sent = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in inputs if t.requires_grad}
+        self.input_bytes = sum(count for count in sent.values() if count >= activation_offload.MIN_OFFLOADED_BYTES)
+        self.saved_bytes = 0
+        stay = [*inputs, *layer.module.parameters(), *layer.module.buffers()]
+        self._seen = {tensor.untyped_storage()._cdata for tensor in stay}
+
+    def count(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Adds up what autograd saves, each storage once."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen and storage.nbytes() >= activation_offload.MIN_OFFLOADED_BYTES:
+            self._seen.add(storage._cdata)
+            self.saved_bytes += storage.nbytes()
+        # A node that saves its own output and that no backward reaches (a branch that nothing needs) would hold itself.
+        return tensor if tensor.grad_fn is None else tensor.detach()
+
+
+class _EmptyLayer(torch.autograd.Function):
+    """A layer's node without the layer: keeps its inputs, makes outputs and input gradients of the right shapes."""
+
+    @staticmethod
+    def forward(ctx: Any, note: Callable[[], None], shapes: list[tuple[Any, ...]], *tensors: torch.Tensor) -> Any:
+        ctx.note_backward = note
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return tuple(torch.empty_strided(*shape, dtype=dtype, device=device) for *shape, dtype, device in shapes)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
+        ctx.note_backward()
+        inputs = ctx.saved_tensors
+        gradients = [torch.empty_like(t) if need else None for t, need in zip(inputs, ctx.needs_input_grad[2:], strict=True)]
+        return (None, None, *gradients)
+
+
+class _Outliner:
+    """Runs in the place of the layers and notes the events."""
+
+    def __init__(
+        self, live: LiveBytes, runtime: StreamingRuntime, device: torch.device, first_call: FirstCall | None = None
+    ) -> None:
+        self.events: list[Event] = []
+        self.profiles: dict[Hashable, LayerProfile] = {}
+        self._live = live
+        self._anchor = torch.empty((), device=device, requires_grad=True)
+        self._cut, self._recorder = runtime.batch_cut, runtime.recorder
+        self._first_call = first_call
+        self._costs_before = OpCosts()
+        self._outputs: dict[Hashable, tuple[Callable[[Sequence[torch.Tensor]], Any], list[tuple[Any, ...]]]] = {}
+        """For each kind of call, what puts its outputs together, and size, stride, dtype and device of each tensor in them."""
+
+    def note(self, is_backward: bool, layer: int, kind: Hashable) -> None:
+        live = self._live
+        self.events.append(Event(is_backward, layer, kind, live.live_bytes, live.take_peak(), live.costs - self._costs_before))
+        self._costs_before = live.costs
+
+    def rest(self) -> tuple[int, OpCosts]:
+        """Peak and costs since the last event."""
+        return self._live.take_peak(), self._live.costs - self._costs_before
+
+    def __call__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kind = call_kind(layer, args, kwargs)
+        self.note(False, layer.index, kind)
+        if kind not in self.profiles:
+            if self._first_call is not None:
+                self._first_call(kind, layer, args, kwargs)
+            self._profile(layer, kind, args, kwargs)
+        put_together, shapes = self._outputs[kind]
+        tensors = tensors_in((args, kwargs))
+        # As in the real node: a trained layer is in the graph also above a frozen embedding.
+        anchors = [self._anchor] if layer.has_trainable else []
+        made = _EmptyLayer.apply(functools.partial(self.note, True, layer.index, kind), shapes, *tensors, *anchors)
+        output, recorded = put_together(made)
+        # Once a call, as in a real step: an auxiliary loss has one tensor a layer.
+        self._recorder.enter(recorded)
+        return output
+
+    def _run(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recorded]:
+        with self._recorder.apart() as recorded:
+            output = layer.run(args, kwargs)
+        return output, recorded
+
+    def _profile(self, layer: StreamedLayer, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Runs the layer itself, without data, and leaves the counters of the outside as they were."""
+        live = self._live
+        split = BatchSplit.of_call(layer, args, kwargs, self._cut)
+        leaving = _LeavingStorages(layer, args, kwargs)
+        needs = tuple(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+        _, length = tokens_of(args, kwargs) or (0, 0)
+        args, kwargs = split.first_piece(args, kwargs)
+        base, costs = live.live_bytes, live.costs
+        with torch.no_grad():
+            trial = self._run(layer, args, kwargs)
+        forward_bytes = live.take_peak() - base
+        made, put_together = taken_apart(split.whole(layer.name, trial))
+        self._outputs[kind] = put_together, [(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in made]
+        whole_bytes = sum(leaf.untyped_storage().nbytes() for leaf in made)
+        del trial, made
+        forward = live.costs - costs
+        with torch.enable_grad():
+            cut_args, cut_kwargs = as_leaves(args, kwargs, needs)
+            with saved_tensors_hooks(leaving.count, lambda tensor: tensor):
+                trial = self._run(layer, cut_args, cut_kwargs)
+        kept_forward_bytes = live.take_peak() - base
+        outputs = [tensor for tensor in tensors_in(trial) if tensor.requires_grad]
+        wanted = [tensor for tensor in tensors_in((cut_args, cut_kwargs)) if tensor.requires_grad]
+        wanted += [p for p in layer.module.parameters() if p.requires_grad]
+        with torch.enable_grad():
+            # Whoever holds these instead of the outputs holds none of their memory. Of a view, whose node is torch's own and
+            # holds the graph: one written in Python doesn't keep itself alive in torch 2.5.
+            edges = [get_gradient_edge(output.view_as(output)) for output in outputs]
+        # Those that came from above are there already.
+        above = live.live_bytes
+        of_outputs = [torch.ones_like(tensor) for tensor in outputs]
+        above = live.live_bytes - above
+        del trial, outputs
+        kept_bytes = max(0, live.live_bytes - base - above)
+        live.take_peak()
+        costs = live.costs
+        backward, backward_bytes = OpCosts(), 0
+        if edges and wanted:
+            gradients = torch.autograd.grad(edges, wanted, of_outputs, allow_unused=True)
+            backward, backward_bytes = live.costs - costs, max(0, live.take_peak() - base - above - kept_bytes)
+            del gradients
+        del edges, of_outputs, wanted, cut_args, cut_kwargs
+
+        def run_again() -> None:
+            with torch.enable_grad(), without_saving():
+                self._run(layer, *as_leaves(args, kwargs, needs))
+
+        of_attention, of_experts = AttentionResults(), ExpertResults()
+        modes: tuple[_Mode, _Mode] = (of_attention.recording(), of_attention.replaying())
+        attention, attention_bytes = self._spared_by(of_attention, modes, run_again)
+        experts, expert_bytes = OpCosts(), 0
+        if layer.experts:
+            modes = (of_experts.at_work(layer, False), of_experts.at_work(layer, True))
+            experts, expert_bytes = self._spared_by(of_experts, modes, run_again)
+        self.profiles[kind] = LayerProfile(
+            forward=forward,
+            backward=backward,
+            kept_bytes=kept_bytes,
+            offloaded_bytes=min(kept_bytes, leaving.saved_bytes),
+            input_bytes=leaving.input_bytes,
+            forward_bytes=forward_bytes,
+            kept_forward_bytes=kept_forward_bytes,
+            kept_backward_bytes=backward_bytes,
+            recomputed_bytes=max(kept_forward_bytes, kept_bytes + backward_bytes),
+            inputs_need_grad=needs,
+            attention=attention,
+            attention_bytes=attention_bytes,
+            experts=experts,
+            expert_bytes=expert_bytes,
+            length=length,
+        ).of_pieces(split, whole_bytes)
+        live.take_peak()
+        self._costs_before = live.costs
+
+    def _spared_by(
+        self, results: AttentionResults | ExpertResults, modes: tuple[_Mode, _Mode], run: Callable[[], None]
+    ) -> tuple[OpCosts, int]:
+        """What a forward costs less that has the results of another one, and the bytes of those."""
+        recording, replaying = modes
+        before = self._live.costs
+        with recording:
+            run()
+        between, size_bytes = self._live.costs, results.size_bytes
+        with replaying:
+            run()
+        return (between - before) - (self._live.costs - between), size_bytes
+
+
+def as_leaves(
+    args: tuple[Any, ...], kwargs: dict[str, Any], needs_grad: Sequence[bool]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, cut off from their graph; those tensors that ``needs_grad`` names require grad."""
+    needs = iter(needs_grad)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().requires_grad_(next(needs)), (args, kwargs))
+
+
+def outline_step(
+    model: nn.Module,
+    runtime: StreamingRuntime,
+    inputs: Mapping[str, Any],
+    device: torch.device,
+    first_call: FirstCall | None = None,
+) -> StepOutline:
+    """Runs the model's forward and backward once without data, as they will run on the device.
+
+    ``inputs`` are the keyword arguments of the real call; without labels among them the loss is the sum over the output.
+    ``first_call`` is told of a call of a new kind before it is profiled: the kind, the layer and its arguments, which have
+    no data.
+
+    Raises:
+        Exception: whatever the model raises when it looks at data (``FakeTensorMode`` has none).
+    """
+    with dry_model(model, inputs, device) as (dry_inputs, live):
+        runtime.batch_cut.begin(dict(inputs))
+        outliner = _Outliner(live, runtime, device, first_call)
+        with runtime.layers_run_by(outliner), live:
+            with _sums_divided_by(dry_inputs.get("num_items_in_batch")) as sums:
+                loss = loss_of(model.forward(**dry_inputs), device)
+            is_sum = any(loss is one for one in sums) and not _has_own_loss_code(model)
+            sums.clear()
+            loss.backward()
+            peak, costs = outliner.rest()
+    way = (runtime.token_tile, runtime.batch_cut.chosen)
+    return StepOutline(tuple(outliner.events), peak, costs, outliner.profiles, *way, sums_loss=is_sum)
+
+
+def evaluation_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device) -> int:
+    """The most bytes that a forward without gradients has alive besides the engine's; raises as :func:`outline_step` does."""
+    as_they_are = runtime.layers_run_by(StreamedLayer.run)
+    with dry_model(model, inputs, device) as (dry_inputs, live), as_they_are, torch.no_grad(), live:
+        model.forward(**dry_inputs)
+    return live.peak_bytes
+
+
+def outline_layers(
+    model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device, first_call: FirstCall
+) -> tuple[list[Hashable], dict[Hashable, LayerProfile]]:
+    """Runs the model's forward alone, without data: the kinds of the layers' calls in order, and their profiles. Otherwise
+    like :func:`outline_step`."""
+    with dry_model(model, inputs, device) as (dry_inputs, live):
+        runtime.batch_cut.begin(dict(inputs))
+        outliner = _Outliner(live, runtime, device, first_call)
+        with runtime.layers_run_by(outliner), live:
+            model.forward(**dry_inputs)
+    return [event.kind for event in outliner.events], outliner.profiles
+
+
+def what_sees_a_batch(model: nn.Module) -> str | None:
+    """What keeps a model's loss from being the sum over a batch's samples, to follow "because" in a message; None if nothing
+    is known to."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    if any(getattr(config, "output_router_logits", False) for config in configs):
+        return "the loss balances experts over the tokens of a micro-batch (output_router_logits)"
+    return next((f"{name} takes statistics of a micro-batch" for name, _ in batch_norms(model)), None)
+
+
+def _has_own_loss_code(model: nn.Module) -> bool:
+    """Whether a function outside transformers and PEFT may contribute to the model's loss, so that it may be no sum. The
+    value of a loss can't tell: a weight that compares the tokens of a batch may be 1 for all of them in the first step."""
+    for module in model.modules():
+        if module is model or hasattr(type(module), "loss_function"):
+            chosen = getattr(inspect.getattr_static(type(module), "loss_function", None), "fget", None)
+            functions = (type(module).forward, chosen, vars(module).get("_loss_function"))
+            if any(f is not None and (f.__module__ or "").split(".")[0] not in _KNOWN_PACKAGES for f in functions):
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def _sums_divided_by(num_items: Any) -> Iterator[list[torch.Tensor]]:
+    """Collects the losses that transformers' own functions make in the body as a sum over tokens, divided by ``num_items``.
+    Each of them (``ForCausalLMLoss`` and its like) returns what ``fixed_cross_entropy`` returned. The model gets the very
+    object ``num_items`` as ``num_items_in_batch``; None collects nothing."""
+    module = sys.modules.get("transformers.loss.loss_utils")
+    original = getattr(module, "fixed_cross_entropy", None)
+    made: list[torch.Tensor] = []
+    if original is None or num_items is None:
+        yield made
+        return
+
+    def noted(source: Any, target: Any, num_items_in_batch: Any = None, *args: Any, **kwargs: Any) -> Any:
+        loss = original(source, target, num_items_in_batch, *args, **kwargs)
+        if num_items_in_batch is num_items:
+            made.append(loss)
+        return loss
+
+    with replaced(module, "fixed_cross_entropy", noted):
+        yield made

@@ -1,0 +1,391 @@
+"""The duration of a step under a placement, by arithmetic on its outline.
+
+It is a small simulation of the pipeline: the device's compute, the two directions of the link, and the host's
+optimizer, each a resource that does one thing at a time, over three steps of which the last counts.
+
+The host's optimizer and the copies over the link share the host's memory. The optimizer has the better of it: while it steps,
+copies go at a share of their speed (``machine.py`` measures it, and takes a fixed tenth off the optimizer's).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+from megatrain_accelerate.gradients.offload import GRADIENT_SLOTS
+from megatrain_accelerate.plan.machine import Machine
+from megatrain_accelerate.plan.placement import Model, Placement, UnitSizes, sent_bytes
+from megatrain_accelerate.plan.step_memory import OpCosts
+from megatrain_accelerate.plan.step_profile import Event, LayerProfile, StepOutline
+
+_NORM_BYTES = 2
+"""Device memory traffic of a norm, a parameter: on the device it is taken apart from the step."""
+
+_STEPS = 3
+
+
+class Resource:
+    """Does one thing at a time."""
+
+    def __init__(self) -> None:
+        self.free_at = 0.0
+        self.busy = 0.0
+        """Seconds at work so far."""
+
+    def work(self, seconds: float, not_before: float = 0.0) -> float:
+        """Queues work; returns when it is over."""
+        self.free_at = max(self.free_at, not_before) + seconds
+        self.busy += seconds
+        return self.free_at
+
+
+class HostOptimizer(Resource):
+    def __init__(self) -> None:
+        super().__init__()
+        self._spans: collections.deque[tuple[float, float]] = collections.deque()
+
+    def work(self, seconds: float, not_before: float = 0.0) -> float:
+        start = max(self.free_at, not_before)
+        end = super().work(seconds, not_before)
+        if self._spans and self._spans[-1][1] == start:
+            start = self._spans.pop()[0]
+        self._spans.append((start, end))
+        return end
+
+    def forget_before(self, moment: float) -> None:
+        """Nothing that begins before ``moment`` is asked for any more."""
+        while self._spans and self._spans[0][1] <= moment:
+            self._spans.popleft()
+
+    def end_beside(self, start: float, seconds: float, share: float) -> float:
+        """When something is over that begins at ``start`` and takes ``seconds`` alone. While the optimizer is at work, it
+        goes at a share of that speed."""
+        now, left = start, seconds
+        for begin, end in self._spans:
+            if end <= now:
+                continue
+            if now + left <= begin:
+                break
+            left -= max(0.0, begin - now)
+            now = max(now, begin)
+            done = (end - now) * share
+            if left <= done:
+                return now + left / share
+            left -= done
+            now = end
+        return now + left
+
+
+class Link(Resource):
+    """One direction of the link: its speed, and what share of that is left while the optimizer works."""
+
+    def __init__(self, bytes_per_second: float, share: float, optimizer: HostOptimizer) -> None:
+        super().__init__()
+        self._bytes_per_second, self._share, self._optimizer = bytes_per_second, share, optimizer
+
+    def _end(self, size_bytes: int, start: float) -> float:
+        return self._optimizer.end_beside(start, size_bytes / self._bytes_per_second, self._share)
+
+    def copy_between(self, size_bytes: int, start: float) -> float:
+        """A copy that finds its place between queued ones: it takes the link's time, and waits for none."""
+        end = self._end(size_bytes, start)
+        self.busy += end - start
+        return end
+
+    def copy(self, size_bytes: int, not_before: float = 0.0) -> float:
+        """Queues a copy; returns when it is over."""
+        start = max(self.free_at, not_before)
+        return self.work(self._end(size_bytes, start) - start, start)
+
+
+class Slots:
+    """So many slots for weights, which take turns: each is free when what used it last has computed."""
+
+    def __init__(self, count: int, link: Link) -> None:
+        self._link = link
+        self._users: collections.deque[tuple[Hashable, float]] = collections.deque(maxlen=count)
+
+    def filled_at(self, holder: Hashable, size_bytes: int, not_before: float) -> float:
+        """When the holder's weights are in a slot, the copy queued if they aren't yet; 0 if they are."""
+        if any(held == holder for held, _ in self._users):
+            return 0.0
+        free_at = self._users[0][1] if len(self._users) == self._users.maxlen else 0.0
+        return self._link.copy(size_bytes, max(not_before, free_at))
+
+    def use(self, holder: Hashable, until: float) -> None:
+        """The holder computes with its slot until then."""
+        others = [user for user in self._users if user[0] != holder]
+        self._users.clear()
+        self._users.extend([*others, (holder, until)])
+
+    def forget(self) -> None:
+        self._users.clear()
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """A predicted step, in seconds: its duration and how long each resource is at work in it."""
+
+    seconds: float
+    compute: float
+    h2d: float
+    d2h: float
+    host_step: float
+
+    @property
+    def bound_by(self) -> str:
+        """The resource that is at work longest."""
+        busy = {"compute": self.compute, "H2D": self.h2d, "D2H": self.d2h, "host step": self.host_step}
+        return max(busy, key=busy.__getitem__)
+
+
+class _CallSeconds(NamedTuple):
+    forward: float
+    kept_forward: float
+    recompute: float
+    backward: float
+    """From what was kept."""
+    attention: float
+    """Of a forward, what isn't computed again where attention's results are kept."""
+    experts: float
+    """The same of the results of experts in parts: their share of the forward's costs."""
+
+
+def _call_seconds(profile: LayerProfile, machine: Machine) -> _CallSeconds:
+    """What was measured, or else follows from the costs."""
+
+    def known(measured: float | None, costs: OpCosts) -> float:
+        return costs.seconds(machine) if measured is None else measured
+
+    forward = profile.forward.seconds(machine)
+    kept_forward = known(profile.kept_forward_seconds, profile.forward)
+    return _CallSeconds(
+        known(profile.forward_seconds, profile.forward),
+        kept_forward,
+        kept_forward if profile.recompute_seconds is None else profile.recompute_seconds,
+        known(profile.backward_seconds, profile.backward),
+        known(profile.attention_seconds, profile.attention),
+        kept_forward * profile.experts.seconds(machine) / forward if forward else 0.0,
+    )
+
+
+class _Pipeline:
+    def __init__(self, outline: StepOutline, model: Model, placement: Placement, machine: Machine) -> None:
+        self.outline = outline.at(*placement.budgets)
+        self.model, self.placement, self.machine = model, placement, machine
+        self.seconds = {kind: _call_seconds(profile, machine) for kind, profile in self.outline.profiles.items()}
+        self.sent = sent_bytes(outline, placement)
+        self.compute, self.host = Resource(), HostOptimizer()
+        self.h2d = Link(machine.h2d_bytes, machine.h2d_share_in_step, self.host)
+        self.d2h = Link(machine.d2h_bytes, machine.d2h_share_in_step, self.host)
+        self.applied = [0.0] * len(model.layers)
+        self.before_at = self.after_at = 0.0
+        self.slots = Slots(model.slots, self.h2d)
+        self.parts = _Parts(self)
+        self.gradients_out: collections.deque[float] = collections.deque(maxlen=GRADIENT_SLOTS)
+
+    def _weights_at(self, layer: int) -> float:
+        """When the layer's weights are on the device."""
+        if layer in self.placement.on_device:
+            return 0.0
+        return self.slots.filled_at(layer, self.model.layers[layer].weight_bytes, self.applied[layer])
+
+    def forward_and_backward(self, is_last: bool) -> None:
+        placement, machine = self.placement, self.machine
+        copies = _ActivationCopies(self)
+        fetched_at: float | None = None
+        self.compute.work(0.0, self.before_at)
+        events = self.outline.events
+        last_forward = max((i for i, event in enumerate(events) if not event.is_backward), default=-1)
+        measured = self.outline.outside_seconds
+        for position, event in enumerate(events):
+            if measured is None or position > last_forward + 1:
+                self.compute.work(event.costs.seconds(machine))
+            elif position == last_forward + 1:
+                self.compute.work(measured)
+            unit = self.model.layers[event.layer]
+            seconds = self.seconds[event.kind]
+            remembers = event.layer in placement.kept or event.layer in placement.offloaded
+            leaves = event.layer not in placement.on_device and unit.gradient_bytes > 0
+            ready = self._weights_at(event.layer) if fetched_at is None else fetched_at
+            issued_at = self.compute.free_at
+            if event.is_backward:
+                ready = max(ready, copies.back_at(event.layer, issued_at))
+                if leaves:
+                    ready = max(ready, self.gradient_slot_at())
+                again = seconds.recompute
+                if event.layer in placement.attention_kept:  # such a layer isn't compiled
+                    again = seconds.kept_forward - seconds.attention
+                if remembers:
+                    again = 0.0
+                elif event.layer not in placement.inputs_offloaded:
+                    again -= seconds.experts
+                elif event.layer in self.model.parts:
+                    # Experts' results don't wait: all parts come once more.
+                    self.parts.compute(event, again, ready)
+                    again = 0.0
+                end = self.parts.compute(event, again + seconds.backward, ready, is_last)
+                if leaves:
+                    out = self.send_gradients(unit, end)
+                    if is_last and self.model.steps_in_backward:
+                        self.applied[event.layer] = self.step_unit(unit, out)
+            else:
+                copies.make_room()
+                end = self.parts.compute(event, seconds.kept_forward if remembers else seconds.forward, ready)
+                copies.leave(end)
+                if position == last_forward:
+                    self.compute.work(0.0, self.after_at)
+            if event.layer not in placement.on_device:
+                self.slots.use(event.layer, end)
+            # The next layer's weights are fetched before activations come back ahead of their time.
+            fetched_at = self._weights_at(events[position + 1].layer) if position + 1 < len(events) else None
+            if event.is_backward:
+                copies.bring_ahead(event.layer, issued_at)
+        self.compute.work(self.outline.tail_costs.seconds(machine))
+        if is_last and not placement.groups_on_device:
+            for unit in [*self.model.groups_after, *self.model.groups_before]:
+                sum_bytes = unit.sum_bytes if self.model.micro_batches > 1 else 0
+                self.d2h.copy(unit.gradient_bytes + sum_bytes, self.compute.free_at)
+
+    def send_gradients(self, unit: UnitSizes, computed_at: float, is_added: bool = False) -> float:
+        """A unit's gradients go to the host, ``is_added`` to some of the same backward; returns when they are there."""
+        out = self.d2h.copy(unit.gradient_bytes, computed_at)
+        self.gradients_out.append(out)
+        if is_added or self.model.micro_batches > 1:
+            # Added to those before: 6 bytes a parameter, 10 with the sums' residuals.
+            self.host.work(unit.parameters * (10 if unit.sum_bytes else 6) / self.machine.host_step_traffic, out)
+        return out
+
+    def gradient_slot_at(self) -> float:
+        return self.gradients_out[0] if len(self.gradients_out) == GRADIENT_SLOTS else 0.0
+
+    def step_unit(self, unit: UnitSizes, not_before: float) -> float:
+        """The host steps a unit; returns when it has."""
+        return self.host.work(unit.step_traffic / self.machine.host_step_traffic, not_before)
+
+    def step(self) -> None:
+        """Called when every gradient is on the host: what ``optimizer.step()`` does."""
+        model, placement = self.model, self.placement
+        self.host.forget_before(min(self.h2d.free_at, self.d2h.free_at))
+        now = self.compute.work(0.0, self.d2h.free_at)
+        stepped_on_device = [model.layers[i] for i in placement.on_device]
+        groups: tuple[Sequence[UnitSizes], ...] = (model.groups_before, model.groups_after)
+        if placement.groups_on_device:
+            stepped_on_device += model.groups
+            groups = ((), ())
+        before = [(unit, self.step_unit(unit, now)) for unit in groups[0]]
+        for layer, unit in enumerate(model.layers):
+            if layer not in placement.on_device and not model.steps_in_backward:
+                self.applied[layer] = self.step_unit(unit, now)
+            self.parts.step(layer, now)
+        after = [(unit, self.step_unit(unit, now)) for unit in groups[1]]
+        # Issued when its step is over, between copies of layers that were issued before and after, while layers are stepped.
+        self.before_at, self.after_at = (
+            max((self.h2d.copy_between(unit.weight_bytes, stepped) for unit, stepped in units), default=now)
+            for units in (before, after)
+        )
+        self.slots.forget()
+        self.compute.work(0.0, self.compute.free_at + self.machine.step_overhead)
+        stepped_bytes = sum(unit.step_traffic + _NORM_BYTES * unit.parameters for unit in stepped_on_device)
+        self.compute.work(stepped_bytes / self.machine.device_bytes)
+
+
+class _Parts:
+    """The experts of layers that stream in parts: a layer's compute is spread evenly over them, for each piece of a batch."""
+
+    def __init__(self, pipeline: _Pipeline) -> None:
+        self._pipeline = pipeline
+        self._applied: dict[tuple[int, int], float] = {}
+        self._slots = Slots(pipeline.model.slots, pipeline.h2d)
+
+    def compute(self, event: Event, seconds: float, ready: float, is_last: bool | None = None) -> float:
+        """A layer computes for ``seconds`` in all once its own weights are ``ready``; returns when it has. Of a backward,
+        ``is_last`` says whether it is the last before a step; it is None for a forward."""
+        pipeline, parts = self._pipeline, self._pipeline.model.parts.get(event.layer, ())
+        if not parts:
+            return pipeline.compute.work(seconds, ready)
+        pieces = pipeline.outline.profiles[event.kind].pieces
+        places = range(len(parts)) if is_last is None else range(len(parts) - 1, -1, -1)
+        end, out = pipeline.compute.work(0.0, ready), 0.0
+        for piece in range(pieces):
+            for place in places:
+                part, key = parts[place], (event.layer, place)
+                filled_at = self._slots.filled_at(key, part.weight_bytes, self._applied.get(key, 0.0))
+                ready = max(filled_at, pipeline.gradient_slot_at() if is_last is not None else 0.0)
+                end = pipeline.compute.work(seconds / (pieces * len(parts)), ready)
+                self._slots.use(key, end)
+                if is_last is not None and part.gradient_bytes:
+                    out = pipeline.send_gradients(part, end, is_added=piece > 0)
+        if is_last and pipeline.model.steps_in_backward and any(part.gradient_bytes for part in parts):
+            # One step of all, when the last gradients have come.
+            for part in parts:
+                out = pipeline.step_unit(part, out)
+            self._applied.update(dict.fromkeys(((event.layer, place) for place in places), out))
+        return end
+
+    def step(self, layer: int, now: float) -> None:
+        """``optimizer.step()`` comes to the layer."""
+        self._slots.forget()
+        for place, part in enumerate(self._pipeline.model.parts.get(layer, ())):
+            if not self._pipeline.model.steps_in_backward:
+                self._applied[layer, place] = self._pipeline.step_unit(part, now)
+
+
+class _ActivationCopies:
+    """The copies of a forward's activations to the host and back, as ``ActivationOffloader`` issues them."""
+
+    def __init__(self, pipeline: _Pipeline) -> None:
+        self._pipeline = pipeline
+        self._last_call = {event.layer: call for call, event in enumerate(pipeline.outline.forward_calls)}
+        self._spacing = pipeline.placement.offload_spacing
+        self._call = -1
+        self._leaving: collections.deque[tuple[int, float]] = collections.deque()
+        self._gone: dict[int, float] = {}
+        self._back: dict[int, float] = {}
+
+    def make_room(self) -> None:
+        """The next call begins: what left before the one before it must be gone."""
+        self._call += 1
+        while len(self._leaving) > 1 or (self._leaving and self._leaving[0][0] < self._call - self._spacing):
+            self._pipeline.compute.work(0.0, self._leaving.popleft()[1])
+
+    def leave(self, computed_at: float) -> None:
+        """The call's activations begin to leave."""
+        sent = self._pipeline.sent[self._call]
+        if sent:
+            self._gone[self._call] = self._pipeline.d2h.copy(sent, computed_at)
+            self._leaving.append((self._call, self._gone[self._call]))
+
+    def back_at(self, layer: int, issued_at: float) -> float:
+        """When the activations are back of a layer whose backward is issued when compute gets to ``issued_at``."""
+        call = self._last_call[layer]
+        self._bring_back(call, issued_at)
+        return self._back.get(call, 0.0)
+
+    def bring_ahead(self, layer: int, issued_at: float) -> None:
+        """Those of layers begin to come that are near to this one in backward."""
+        call = self._last_call[layer]
+        for ahead in range(call - 1, max(-1, call - self._spacing - 1), -1):
+            self._bring_back(ahead, issued_at)
+
+    def _bring_back(self, call: int, issued_at: float) -> None:
+        if any(leaving == call for leaving, _ in self._leaving):
+            return  # still there
+        if call in self._gone and call not in self._back:
+            self._back[call] = self._pipeline.h2d.copy(self._pipeline.sent[call], max(self._gone[call], issued_at))
+
+
+def simulate_step(outline: StepOutline, model: Model, placement: Placement, machine: Machine) -> StepTime:
+    """The duration of a step in the steady state, and how long each resource is at work in it."""
+    pipeline = _Pipeline(outline, model, placement, machine)
+    resources = (pipeline.compute, pipeline.h2d, pipeline.d2h, pipeline.host)
+    start, busy = 0.0, [0.0] * 4
+    for _ in range(_STEPS):
+        start, busy = pipeline.compute.free_at, [resource.busy for resource in resources]
+        for micro_batch in range(model.micro_batches):
+            pipeline.forward_and_backward(is_last=micro_batch == model.micro_batches - 1)
+        pipeline.step()
+    compute, h2d, d2h, host = (after.busy - before for after, before in zip(resources, busy, strict=True))
+    return StepTime(pipeline.compute.free_at - start, compute, h2d, d2h, host)

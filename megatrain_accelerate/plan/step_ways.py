@@ -1,0 +1,185 @@
+"""How the layers of a step run: on the whole batch, on pieces of it, or by tiles of tokens.
+
+What a layer computes at once decides how much memory it takes. A whole batch is the first choice. Where no step on it fits,
+each layer runs on the largest pieces that do, compiled as ever; tiles of tokens, which aren't compiled, are for sequences of
+which even one is too long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.layers.runtime import StreamingRuntime
+from megatrain_accelerate.layers.token_tiles import AUTO_TILE_TOKENS
+from megatrain_accelerate.plan.placement_search import Candidate, PlacementSearch
+from megatrain_accelerate.plan.plan_record import PlanRecord
+from megatrain_accelerate.plan.step_profile import StepOutline
+
+LONG_TOKENS = 65536
+"""From a sequence of this length on tiles are weighed against whole sequences where both fit: what a layer keeps by tiles is
+little, so that more layers need no recompute. Of shorter ones a layer is compiled and faster whole."""
+
+_SAMPLES_APART = ("torch", "transformers", "peft", "liger_kernel")
+"""Packages whose layers are known to compute each sample of a batch for itself."""
+
+
+def take_way_of(runtime: StreamingRuntime, step: StepOutline | PlanRecord) -> None:
+    """Layers run from now on as they do in the step."""
+    runtime.batch_cut.chosen, runtime.token_tile = step.samples, step.token_tile
+
+
+@contextlib.contextmanager
+def way_put_back(runtime: StreamingRuntime) -> Iterator[None]:
+    """Layers run after the body as they did before it."""
+    before = runtime.batch_cut.chosen, runtime.token_tile
+    try:
+        yield
+    finally:
+        runtime.batch_cut.chosen, runtime.token_tile = before
+
+
+class WayChoice:
+    """Chooses how the layers of one step run. The runtime is left as it was: :func:`take_way_of` applies a choice.
+
+    Args:
+        config: whose ``micro_batch_size`` and ``token_tile`` may leave no choice.
+        samples: of the batch.
+        outline: makes the outline of the step as the runtime would run it now.
+        search: for the placement of an outline; None where there is no budget to fit.
+    """
+
+    def __init__(
+        self,
+        runtime: StreamingRuntime,
+        config: MegatrainConfig,
+        samples: int,
+        outline: Callable[[], StepOutline],
+        search: Callable[[StepOutline], PlacementSearch] | None,
+    ) -> None:
+        self._runtime, self._outline, self._search = runtime, outline, search
+        asked = runtime.batch_cut.asked
+        self._samples = samples if asked is None else min(samples, asked)
+        self._tile = None if config.token_tile == "auto" else int(config.token_tile)
+        self._may_cut = may_cut(runtime, config)
+
+    def as_before(self) -> StepOutline:
+        """The outline by the way that the runtime has."""
+        return self._outline()
+
+    def best(self) -> StepOutline:
+        """The outline of the fastest way that fits; where none does, of the one that takes the least memory."""
+        return self.best_with_placement()[0]
+
+    def best_with_placement(self) -> tuple[StepOutline, Candidate | None]:
+        """The same, and the fastest placement by it; None if none fits."""
+        with way_put_back(self._runtime):
+            whole, by_whole = self._fastest(self._tile or 0)
+            is_short = all(profile.length < LONG_TOKENS for profile in whole.profiles.values())
+            if self._search is None or self._tile is not None or (by_whole is not None and is_short):
+                return whole, by_whole
+            tiled, by_tiles = self._fastest(AUTO_TILE_TOKENS)
+            is_better = by_tiles is not None or tiled.largest_layer_bytes < whole.largest_layer_bytes
+            if by_whole is not None:
+                is_better = by_tiles is not None and by_tiles.time.seconds < by_whole.time.seconds
+            return (tiled, by_tiles) if is_better else (whole, by_whole)
+
+    def measured(self, outline: StepOutline, measure: Callable[[StepOutline], StepOutline]) -> tuple[StepOutline, StepOutline]:
+        """Measures a step by the way of ``outline``, or, where that turns out not to fit, by the next that takes less memory.
+        Returns the outline and what was measured of it.
+
+        Kernels have workspaces that a run without data doesn't see; those of attention's backward are several times the hidden
+        states.
+
+        Raises:
+            torch.OutOfMemoryError: a layer's working set fits by none of the ways that the settings allow.
+        """
+        assert self._search is not None
+        found: tuple[StepOutline, StepOutline] | None = None
+        error = torch.OutOfMemoryError()
+        with way_put_back(self._runtime):
+            for leaner in self._ever_leaner(outline):
+                take_way_of(self._runtime, leaner)
+                try:
+                    found = leaner, measure(leaner)
+                except torch.OutOfMemoryError as raised:
+                    error = raised.with_traceback(None)  # whose frames hold tensors
+                else:
+                    if self._search(found[1]).something_fits:
+                        break
+        if found is None:
+            raise error
+        return found
+
+    def _outlined(self, samples: int | None, tile_tokens: int) -> StepOutline:
+        self._runtime.batch_cut.chosen, self._runtime.token_tile = samples, tile_tokens
+        return self._outline()
+
+    def _fastest(self, tile_tokens: int) -> tuple[StepOutline, Candidate | None]:
+        """The whole batch if that fits, else the largest pieces that do, and the best placement; else the smallest pieces."""
+        found = self._outlined(None, tile_tokens)
+        best = None if self._search is None else self._search(found).best()
+        if best is not None or self._search is None:
+            return found, best
+        for pieces in self._in_pieces(found):
+            found, best = pieces, self._search(pieces).best()
+            if best is not None:
+                break
+        return found, best
+
+    def _in_pieces(self, outline: StepOutline) -> Iterator[StepOutline]:
+        """The step in pieces of half as many samples, of a quarter and so on, as long as that takes less memory."""
+        samples = outline.samples or self._samples
+        while self._may_cut and samples > 1:
+            samples = -(-samples // 2)
+            try:
+                pieces = self._outlined(samples, outline.token_tile)
+            except Exception:  # a batch that can't be cut: the whole one has been outlined
+                return
+            if pieces.largest_layer_bytes >= outline.largest_layer_bytes:
+                return
+            outline = pieces
+            yield pieces
+
+    def _ever_leaner(self, outline: StepOutline) -> Iterator[StepOutline]:
+        """The outline itself, then those of other ways, each of which takes less memory than all before."""
+        yield outline
+        least_bytes = outline.largest_layer_bytes
+        for pieces in self._in_pieces(outline):
+            least_bytes = pieces.largest_layer_bytes
+            yield pieces
+        if self._tile is None and not outline.token_tile:
+            tiled = self._outlined(None, AUTO_TILE_TOKENS)
+            # Tiles take as much where no part is longer than a tile, or none is token-wise; and they aren't compiled.
+            for leaner in itertools.chain((tiled,), self._in_pieces(tiled)):
+                if leaner.largest_layer_bytes < least_bytes:
+                    yield leaner
+
+
+def may_cut(runtime: StreamingRuntime, config: MegatrainConfig) -> bool:
+    """Whether layers may run on pieces of a batch that nobody asked for.
+
+    Every layer must be known to compute each sample for itself. Where experts have a capacity, all tokens of a batch compete
+    for it. Experts that stream in parts would be fetched for each piece.
+    """
+    if config.micro_batch_size is not None or runtime.experts:
+        return False
+    kinds = {type(module): module for layer in runtime.layers for module in layer.module.modules()}
+    known = all(kind.__module__.partition(".")[0] in _SAMPLES_APART for kind in kinds)
+    return known and not any(hasattr(module, "expert_capacity") for module in kinds.values())
+
+
+def tiles_text(runtime: StreamingRuntime) -> str:
+    """What runs by tiles, and which layers have nothing that does, for each class of layers."""
+    tiled: dict[str, list[str]] = {}
+    for layer in runtime.layers:
+        names = tiled.setdefault(type(layer.module).__name__, [])
+        names += [name for name in layer.tiles.tiled_names if name not in names]
+    parts = [f"{', '.join(names)} of {kind}" if names else f"nothing of {kind}, whole" for kind, names in tiled.items()]
+    outside = runtime.outside_tiles.tiled_names
+    parts += [f"{', '.join(outside)} outside the layers"] if outside else []
+    return f"{runtime.token_tile} tokens: {'; '.join(parts)}"

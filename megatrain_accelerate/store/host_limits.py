@@ -1,0 +1,163 @@
+"""How much host memory this process may still take: the machine's, the cgroup's, or the user's figure."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+import torch
+
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.errors import HostMemoryError
+from megatrain_accelerate.store.file_mappings import FileMappings
+from megatrain_accelerate.units import GIB, KIB
+
+CONSTANT_OVERHEAD_BYTES = 2 * GIB
+"""Host memory outside the store that a plan allows for: the interpreter, torch, CUDA's context and libraries."""
+
+
+class Promising(Protocol):
+    """Who will take host memory later that is counted as taken already."""
+
+    @property
+    def promised_bytes(self) -> int:
+        """What is still to be made."""
+
+
+_promising: weakref.WeakSet[Promising] = weakref.WeakSet()
+
+
+def count_promises_of(who: Promising) -> None:
+    """What ``who`` promises by now, as long as it is alive, isn't available to others."""
+    _promising.add(who)
+
+
+def _read(path: Path) -> str:
+    """The text of a file of the kernel's; nothing where it can't be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def cgroup_available_bytes(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup"), *, counts_cache: bool = True
+) -> int | None:
+    """Free memory of the tightest cgroup above this process (version 2 or 1), or None without a limit.
+
+    ``counts_cache``: whether page cache, which is given back when memory is needed, counts as free.
+    """
+    free: list[int] = []
+    for line in _read(membership).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit_name, usage_name = root, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            base, limit_name, usage_name = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = base / path.strip("/")
+        # Inside a container the path may name a group of the host that isn't mounted; its root is then ours.
+        for folder in (group, *group.parents):
+            limit, usage = _read(folder / limit_name), _read(folder / usage_name)
+            if limit.isdigit() and usage.isdigit() and int(limit) < 1 << 60:
+                statistics = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+                cache = [int(statistics.get(name, 0)) for name in ("inactive_file", "active_file") if counts_cache]
+                free.append(int(limit) - int(usage) + sum(cache))
+            if folder == base:
+                break
+    return max(0, min(free)) if free else None
+
+
+def process_bytes(field: str) -> int:
+    """A size of this process in /proc/self/status; 0 where there is none."""
+    fields = dict(line.split(":", 1) for line in _read(Path("/proc/self/status")).splitlines())
+    return KIB * int(fields.get(field, "0").split()[0])
+
+
+def available_host_bytes(host_memory_gib: float | None = None) -> int:
+    """Bytes that this process may still allocate, besides those that its models were promised and haven't made yet.
+
+    ``host_memory_gib`` is the user's figure for the whole process; what it holds already is taken off. It
+    overrides what the machine reports, since some virtual machines grow their memory as it is used.
+    """
+    promised = sum(who.promised_bytes for who in _promising)
+    if host_memory_gib is not None:
+        # Pages of files that the process maps are cache.
+        held = psutil.Process().memory_info().rss - process_bytes("RssFile")
+        return max(0, int(host_memory_gib * GIB) - held - promised)
+    available = psutil.virtual_memory().available
+    if (cgroup := cgroup_available_bytes()) is not None:
+        available = min(available, cgroup)
+    return max(0, available // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) - promised)
+
+
+def unused_host_bytes() -> int:
+    """Bytes that hold nothing at all, not even cache: what can be had without anything being given back."""
+    unused: int = psutil.virtual_memory().free
+    cgroup = cgroup_available_bytes(counts_cache=False)
+    return unused if cgroup is None else min(unused, cgroup)
+
+
+def anonymous_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of those host tensors whose memory is given back when they die.
+
+    Weights that ``from_pretrained`` maps from a file aren't counted: their pages are cache, which is free already.
+    """
+    files = FileMappings()
+    return sum(tensor.nbytes for tensor in tensors if not files.holds(tensor))
+
+
+def settings_that_take_less(config: MegatrainConfig, *, accumulates: bool) -> str:
+    """For :func:`require_host_bytes`: a sentence of the settings with which training takes less, as far as they aren't set.
+
+    ``accumulates``: whether several backwards come before a step, which gradients that pass don't allow.
+    """
+    found = []
+    if not config.passes_gradients and not accumulates and config.step_schedule in ("auto", "backward"):
+        found.append("host_gradients: passing (2 bytes a parameter less; needs max_grad_norm=0)")
+    # AdamW's moments take 8 bytes a parameter in fp32, 4 in bf16, and 2.06 in 8 bits.
+    smaller = {"fp32": {"bf16": "4", "int8": "5.9"}, "bf16": {"int8": "1.9"}}.get(config.moments_dtype, {})
+    if config.placement.device_layers:
+        smaller.pop("int8", None)  # they are stepped on the host only
+    found += [
+        f"moments_dtype: {name} ({less} bytes a parameter less; slightly other numbers)" for name, less in smaller.items()
+    ]
+    return f"In megatrain_config, these take less: {', '.join(found)}. " if found else ""
+
+
+def require_host_bytes(
+    required: int, freed: int, parts: dict[str, int], host_memory_gib: float | None, remedy: str = ""
+) -> None:
+    """Refuses a run that doesn't fit, before anything is allocated.
+
+    Args:
+        required, parts: bytes that the host store will take, and what they are made of.
+        freed: bytes of the model's own memory that adopting it gives back, see :func:`anonymous_bytes`.
+        host_memory_gib: see :func:`available_host_bytes`.
+        remedy: a sentence of what helps in this case, before what helps in any.
+
+    Raises:
+        HostMemoryError: with the numbers and the remedy.
+    """
+    available = available_host_bytes(host_memory_gib)
+    if required + CONSTANT_OVERHEAD_BYTES <= available + freed:
+        return
+    split = ", ".join(f"{name} {count / GIB:.2f} GiB" for name, count in parts.items() if count)
+    if host_memory_gib is not None:
+        source = f"megatrain_config.host_memory_gib ({host_memory_gib:g})"
+        figure = "raise megatrain_config.host_memory_gib, if the machine has more"
+    else:
+        source = "the machine or its cgroup"
+        figure = "set megatrain_config.host_memory_gib if the machine has more than it reports"
+    raise HostMemoryError(
+        f"the model's weights and optimizer states take {required / GIB:.2f} GiB of host memory ({split}) and "
+        f"{CONSTANT_OVERHEAD_BYTES / GIB:.0f} GiB are kept for everything else, but {source} leaves "
+        f"{(available + freed) / GIB:.2f} GiB (of which {freed / GIB:.2f} GiB are the loaded model's own). "
+        f"{remedy}Take a machine or a limit with more memory, freeze a part of the model (2 bytes a parameter), train LoRA "
+        f"adapters, or {figure}"
+    )

@@ -1,0 +1,121 @@
+"""Exact, huge-page-backed, registered host memory, and memory of the device with the same interface.
+
+torch's caching host allocator rounds each pinned block up to a power of two, which wastes up to half of a store that
+fills the machine. Here memory is mapped to the page, advised to use huge pages, and registered with the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+import weakref
+
+import torch
+
+from megatrain_accelerate.errors import HostMemoryError
+from megatrain_accelerate.units import format_bytes, round_up
+
+
+def _unregister(address: int, mapping: mmap.mmap) -> None:
+    # `mapping` is held so that the pages are unmapped only after the driver let go of them.
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+class HostMemory:
+    """One anonymous mapping of host memory.
+
+    Ownership: the :class:`~megatrain_accelerate.store.unit.HostUnit` that made it. Tensors made by
+    :meth:`tensor` keep the mapping alive; after :meth:`close` they are ordinary pageable memory.
+
+    Args:
+        size_bytes: rounded up to whole pages.
+        register: page-lock it for the current CUDA device's copies.
+
+    Raises:
+        HostMemoryError: the kernel or the driver refused; the message has the size and the remedy.
+    """
+
+    def __init__(self, size_bytes: int, *, register: bool) -> None:
+        self.size_bytes = round_up(max(size_bytes, 1), mmap.PAGESIZE)
+        try:
+            self._mapping = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError) as error:
+            raise HostMemoryError(
+                f"the kernel refused {format_bytes(self.size_bytes)} of host memory ({error}); "
+                "check `ulimit -v`, vm.overcommit_memory and the free memory"
+            ) from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # A kernel without transparent huge pages answers EINVAL; small pages are only slower.
+            with contextlib.suppress(OSError):
+                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            # Data-loader workers would else copy the page tables of the whole store, and a write after the fork
+            # would move a registered page away from the address that the driver knows.
+            self._mapping.madvise(mmap.MADV_DONTFORK)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self._finalizer: weakref.finalize | None = None
+        self._register_wanted = register
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the driver copies from it without a bounce buffer."""
+        return self._finalizer is not None and self._finalizer.alive
+
+    def register(self) -> None:
+        """Page-locks the mapping if that was asked for; raises ``HostMemoryError`` where the driver refuses.
+
+        Call it after first touch, which is faster with all threads.
+        """
+        if not self._register_wanted or self.is_registered:
+            return
+        code = int(torch.cuda.cudart().cudaHostRegister(self.address, self.size_bytes, 0))
+        if code != 0:
+            raise HostMemoryError(
+                f"the CUDA driver refused to page-lock {format_bytes(self.size_bytes)} of host memory (error {code}); "
+                "raise the limit on locked memory (`ulimit -l unlimited`, in a container `--ulimit memlock=-1`), or free "
+                "host memory"
+            )
+        self._finalizer = weakref.finalize(self, _unregister, self.address, self._mapping)
+        self._finalizer.atexit = False
+
+    def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor over a part of the mapping, with a storage of its own.
+
+        Storages of their own matter: serialisers take tensors that share one storage for tied weights and clone them.
+        """
+        count = math.prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset_bytes).view(shape)
+
+    def close(self) -> None:
+        """Unregisters the memory. It is unmapped when the last tensor over it dies."""
+        if self._finalizer is not None:
+            self._finalizer()
+
+
+class DeviceMemory:
+    """One block of device memory with the interface of :class:`HostMemory`, for a unit that lives there.
+
+    Ownership: the unit that made it. It is zero at first, and given back when the last tensor over it dies.
+    """
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        self._block = torch.zeros(max(size_bytes, 1), dtype=torch.uint8, device=device)
+
+    def register(self) -> None:
+        """Nothing to register."""
+
+    def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor over a part of the block, with a storage of its own, see :meth:`HostMemory.tensor`."""
+        count = math.prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype, device=self._block.device)
+        part = self._block[offset_bytes : offset_bytes + count * dtype.itemsize].view(dtype).view(shape)
+        # A view would share the block's storage; what comes back through DLPack has one that begins at its own address.
+        return torch.from_dlpack(part)
+
+    def close(self) -> None:
+        """Nothing to unregister."""

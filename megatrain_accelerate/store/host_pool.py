@@ -1,0 +1,145 @@
+"""A pool of registered host memory for what leaves the device for a while: blocks that are taken and given back.
+
+A block may lie in several parts: what is free is used wherever it lies, so that the pool never fragments and never holds
+more than was in use at once, rounded up to a segment. Batches of another length find their place in it again.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any, NamedTuple
+
+import torch
+
+from megatrain_accelerate.errors import HostMemoryError
+from megatrain_accelerate.kernels.host import HostKernels
+from megatrain_accelerate.store.host_limits import available_host_bytes
+from megatrain_accelerate.store.host_memory import HostMemory
+from megatrain_accelerate.units import KIB, format_bytes, round_up
+
+GRANULE_BYTES = 64 * KIB
+"""Blocks are multiples of it: no part is so small that its copy costs more to issue than to run."""
+
+
+class _Range(NamedTuple):
+    """Bytes ``start`` to ``end`` of a segment."""
+
+    segment: int
+    start: int
+    end: int
+
+
+class HostBlock(NamedTuple):
+    """Bytes of the pool, in one part or several. Owner: who took it, until :meth:`HostPool.give_back`."""
+
+    ranges: list[_Range]
+    parts: list[torch.Tensor]
+    """The parts in order, uint8; together exactly the bytes that were asked for."""
+
+
+class HostPool:
+    """Owner of registered segments of host memory, and of what is free in them.
+
+    A block that is given back with an event is free once the event is over: a copy may still read or write it. Blocks may be
+    given back by any thread; they are taken by one at a time.
+
+    It grows by at least ``segment_bytes``. ``host_memory_gib``: see :func:`available_host_bytes`.
+    """
+
+    def __init__(
+        self,
+        segment_bytes: int,
+        *,
+        kernels: HostKernels,
+        register: bool,
+        host_memory_gib: float | None = None,
+    ) -> None:
+        self._segment_bytes, self._kernels, self._register = segment_bytes, kernels, register
+        self._host_memory_gib = host_memory_gib
+        self._segments: list[HostMemory] = []
+        self._free: list[_Range] = []
+        self._pending: collections.deque[tuple[Any, HostBlock]] = collections.deque()
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(segment.size_bytes for segment in self._segments)
+
+    @property
+    def _free_bytes(self) -> int:
+        return sum(place.end - place.start for place in self._free)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of blocks that weren't given back, or that a copy may still use."""
+        self._reclaim(wait=False)
+        return self.size_bytes - self._free_bytes
+
+    def take(self, size_bytes: int) -> HostBlock:
+        """A block of ``size_bytes`` (at least 1). Grows the pool only if what is free is too small.
+
+        Raises ``HostMemoryError`` where it would have to grow beyond the host memory that this process may use.
+        """
+        wanted = round_up(size_bytes, GRANULE_BYTES)
+        for wait in (False, True):
+            if self._free_bytes < wanted:
+                self._reclaim(wait)
+        if self._free_bytes < wanted:
+            self._grow(wanted - self._free_bytes)
+        block = HostBlock([], [])
+        while wanted:
+            segment, start, end_of_free = self._free.pop(0)
+            end = min(end_of_free, start + wanted)
+            if end < end_of_free:
+                self._free.insert(0, _Range(segment, end, end_of_free))
+            part = self._segments[segment].tensor(start, (min(end - start, size_bytes),), torch.uint8)
+            block.ranges.append(_Range(segment, start, end))
+            block.parts.append(part)
+            size_bytes -= part.numel()
+            wanted -= end - start
+        return block
+
+    def give_back(self, block: HostBlock, event: Any) -> None:
+        """The block may be taken again once ``event`` is over."""
+        if self._segments:  # graphs may outlive a closed pool
+            self._pending.append((event, block))
+
+    def _reclaim(self, wait: bool) -> None:
+        for _ in range(len(self._pending)):
+            event, block = self._pending.popleft()
+            if wait:
+                event.synchronize()
+            elif not event.query():
+                self._pending.append((event, block))
+                continue
+            self._free += block.ranges
+        self._merge_free()
+
+    def _merge_free(self) -> None:
+        merged: list[_Range] = []
+        for place in sorted(self._free):
+            if merged and merged[-1].segment == place.segment and merged[-1].end == place.start:
+                place = _Range(place.segment, merged.pop().start, place.end)
+            merged.append(place)
+        self._free = merged
+
+    def _grow(self, missing_bytes: int) -> None:
+        size = round_up(max(missing_bytes, self._segment_bytes), GRANULE_BYTES)
+        available = available_host_bytes(self._host_memory_gib)
+        if size > available:
+            raise HostMemoryError(
+                f"activations that leave the GPU hold {format_bytes(self.size_bytes)} of host memory and need "
+                f"{format_bytes(size)} more, but {format_bytes(available)} are left; lower "
+                "megatrain_config.placement.offloaded_layers, set placement.offloaded_inputs to false, or take shorter batches"
+            )
+        memory = HostMemory(size, register=self._register)
+        self._kernels.zero(memory.tensor(0, (size,), torch.uint8))
+        memory.register()
+        self._free.append(_Range(len(self._segments), 0, size))
+        self._segments.append(memory)
+
+    def close(self) -> None:
+        """Unregisters the memory; it is unmapped when the last block's views die."""
+        self._reclaim(wait=True)
+        for segment in self._segments:
+            segment.close()
+        self._segments, self._free = [], []

@@ -1,0 +1,151 @@
+"""Where each parameter of a unit lies in the unit's flat buffers. Arithmetic only: no memory, no device.
+
+A *unit* is what is fetched and stepped as a whole: one streamed layer, or one group of resident parameters. Its
+parameters are ordered in four regions, so that everything that shares a fate is contiguous::
+
+    weights    | trainable bf16 | trainable fp32 | frozen bf16 | frozen fp32 |      bytes of each dtype
+    gradients  | trainable bf16 | trainable fp32 |                                  the same offsets: a prefix
+    residuals  | trainable bf16 |                                                   int16, one per bf16 weight
+    moments    | trainable bf16 | trainable fp32 |                                  fp32, bf16 or 8-bit codes, by state offset
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+
+import torch
+
+from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.units import round_up
+
+ALIGNMENT_ELEMENTS = 128
+"""Elements to which each parameter's start is rounded up: 256 bytes in bf16, what vector loads and copies like;
+and a whole number of the blocks of :mod:`~megatrain_accelerate.kernels.moments`, so that each parameter begins one."""
+
+SUPPORTED_DTYPES = (torch.bfloat16, torch.float32)
+
+_keys: dict[tuple[tuple[ParameterSpec, int], ...], int] = {}
+"""A number for each layout that a unit of this process has: quicker to look up than the layout itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter as the layout sees it: name in its unit, shape, dtype in which it computes, trained or frozen."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+    @functools.cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatEntry:
+    """A parameter's place: bytes into weights (and gradients), elements into moments (and residuals)."""
+
+    spec: ParameterSpec
+    weight_offset: int
+    state_offset: int | None
+    """None for a frozen parameter, which has neither moments nor residuals."""
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether the fp32 master is split in a bf16 half and a 16-bit residual."""
+        return self.state_offset is not None and self.spec.dtype == torch.bfloat16
+
+
+class FlatLayout:
+    """The flat layout of one unit, whose parameters ``specs`` are in model order.
+
+    Raises:
+        UnsupportedError: a parameter computes neither in bf16 nor in fp32.
+        ValueError: two parameters share a name.
+    """
+
+    def __init__(self, specs: Iterable[ParameterSpec]) -> None:
+        specs = list(specs)
+        if len({spec.name for spec in specs}) != len(specs):
+            raise ValueError(f"parameter names of one unit must be unique: {[spec.name for spec in specs]}")
+        for spec in specs:
+            if spec.dtype not in SUPPORTED_DTYPES:
+                raise UnsupportedError(
+                    f"parameter {spec.name} has dtype {spec.dtype}; weights must compute in torch.bfloat16 or "
+                    "torch.float32. Load the model in one of these (from_pretrained(..., dtype=...))"
+                )
+        places: dict[str, FlatEntry] = {}
+        self.weight_bytes = self.state_elements = 0
+        self.split_elements = 0
+        """Elements with a residual: the length of the residual array."""
+        self.gradient_bytes = 0
+        """Bytes of the gradient buffer: the trainable prefix of the weight buffer."""
+        for spec in sorted(specs, key=lambda spec: (not spec.trainable, SUPPORTED_DTYPES.index(spec.dtype))):
+            padded = round_up(spec.numel, ALIGNMENT_ELEMENTS)
+            places[spec.name] = FlatEntry(spec, self.weight_bytes, self.state_elements if spec.trainable else None)
+            self.weight_bytes += padded * spec.dtype.itemsize
+            if spec.trainable:
+                self.state_elements += padded
+                self.gradient_bytes = self.weight_bytes
+                if spec.dtype == torch.bfloat16:
+                    self.split_elements = self.state_elements
+        self.entries = tuple(places[spec.name] for spec in specs)
+        """Entries in the order of the given specs (model order)."""
+        self.key = _keys.setdefault(tuple((entry.spec, entry.weight_offset) for entry in self.entries), len(_keys))
+        """Equal for units of equal layout, whose views of a slot can be shared."""
+
+    @property
+    def trainable_entries(self) -> list[FlatEntry]:
+        """Entries that have gradients, in model order."""
+        return [entry for entry in self.entries if entry.spec.trainable]
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters without padding."""
+        return sum(entry.spec.numel for entry in self.entries)
+
+    def views(self, buffer: torch.Tensor, trainable_only: bool = False) -> list[torch.Tensor]:
+        """Views of ``buffer`` (uint8, one dimension, at least ``weight_bytes`` long) as the entries' tensors."""
+        views = []
+        for entry in self.trainable_entries if trainable_only else self.entries:
+            size = entry.spec.numel * entry.spec.dtype.itemsize
+            flat = buffer[entry.weight_offset : entry.weight_offset + size].view(entry.spec.dtype)
+            views.append(flat.view(entry.spec.shape))
+        return views
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertRange:
+    """Experts ``first`` to ``last - 1`` of ``count``."""
+
+    first: int
+    last: int
+    count: int
+
+    @property
+    def experts(self) -> int:
+        return self.last - self.first
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Their part of a tensor whose dimension 0 is that of all experts."""
+        return tensor[self.first : self.last]
+
+    def elements(self, entry: FlatEntry) -> tuple[int, int]:
+        """Begin and end of their part of a parameter, in elements of it."""
+        of_one = entry.spec.numel // self.count
+        return self.first * of_one, self.last * of_one
+
+    def layout(self, whole: FlatLayout) -> FlatLayout:
+        """The layout of their parts of a unit's parameters."""
+        specs = (entry.spec for entry in whole.entries)
+        return FlatLayout(dataclasses.replace(spec, shape=(self.experts, *spec.shape[1:])) for spec in specs)
+
+
+def expert_ranges(count: int, parts: int) -> list[ExpertRange]:
+    """``count`` experts in ``parts`` ranges whose sizes differ by one at most, the larger ones first."""
+    sizes = [count // parts + (place < count % parts) for place in range(parts)]
+    return [ExpertRange(sum(sizes[:place]), sum(sizes[: place + 1]), count) for place in range(parts)]

@@ -1,0 +1,117 @@
+"""One unit's AdamW step on the host: which runs of its flat buffers share their settings, and the kernel calls."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from megatrain_accelerate.kernels.device import ParameterStep, StepKernels
+from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
+from megatrain_accelerate.kernels.moments import Int8Moments
+from megatrain_accelerate.store.layout import ALIGNMENT_ELEMENTS, ExpertRange
+from megatrain_accelerate.store.parameter import ParameterState
+from megatrain_accelerate.store.unit import HostUnit
+
+
+@dataclasses.dataclass
+class Segment:
+    """A run of adjacent parameters of one dtype that are stepped by one kernel call."""
+
+    dtype: torch.dtype
+    weight_offset: int
+    """Byte offset in the unit's weights and gradients."""
+    state_offset: int
+    """Element offset in residuals and moments."""
+    elements: int
+    arguments: AdamArguments
+    is_sum: bool
+    """Whether the gradients are fp32 sums, with residuals."""
+
+
+def plan_segments(steps: Sequence[tuple[ParameterState, AdamArguments]]) -> list[Segment]:
+    """Merges parameters that lie next to each other and share their settings. Called when the step is taken, not later:
+    what becomes of ``parameter.grad`` then doesn't change what kind of gradient the store holds.
+
+    The padding between two of them is stepped along with them: its gradient is zero or finite garbage that no view
+    ever shows. It isn't where moments are in 8 bits, since it would have a part in their blocks' scales.
+    """
+    segments: list[Segment] = []
+    for state, arguments in sorted(steps, key=lambda item: item[0].entry.weight_offset):
+        entry, spec = state.entry, state.entry.spec
+        assert entry.state_offset is not None
+        is_sum = state.handle.has_fp32_sum
+        if segments:
+            last = segments[-1]
+            gap = entry.state_offset - last.state_offset - last.elements
+            widest = 1 if isinstance(state.moments, Int8Moments) else ALIGNMENT_ELEMENTS
+            if (last.dtype, last.arguments, last.is_sum) == (spec.dtype, arguments, is_sum) and 0 <= gap < widest:
+                last.elements += gap + spec.numel
+                continue
+        segments.append(Segment(spec.dtype, entry.weight_offset, entry.state_offset, spec.numel, arguments, is_sum))
+    return segments
+
+
+def segments_of_experts(segments: Sequence[Segment], unit: HostUnit, experts: ExpertRange) -> list[Segment]:
+    """What of a unit's segments are the parameters of these experts; those of all parts are the whole.
+
+    A parameter in 8-bit moments whose experts don't begin with a block of theirs is stepped whole with the first part.
+    """
+    of_part: list[Segment] = []
+    for state in unit.states:
+        if (begin_of_parameter := state.entry.state_offset) is None:
+            continue
+        begin, end = experts.elements(state.entry)
+        if isinstance(state.moments, Int8Moments) and state.entry.spec.numel // experts.count % ALIGNMENT_ELEMENTS:
+            begin, end = (0, 0) if experts.first else (0, state.entry.spec.numel)
+        begin, end = begin_of_parameter + begin, begin_of_parameter + end
+        for segment in segments:
+            first = max(begin, segment.state_offset)
+            elements = min(end, segment.state_offset + segment.elements) - first
+            if elements > 0:
+                offset = segment.weight_offset + segment.dtype.itemsize * (first - segment.state_offset)
+                part = dataclasses.replace(segment, weight_offset=offset, state_offset=first, elements=elements)
+                of_part.append(part)
+    return of_part
+
+
+def step_on_device(steps: Sequence[tuple[ParameterState, AdamArguments]], kernels: StepKernels) -> None:
+    """Steps parameters that live on the device in place, each from its own ``parameter.grad``."""
+    found = []
+    for state, arguments in steps:
+        gradient = state.parameter.grad
+        assert gradient is not None
+        assert state.moments is not None
+        of_sum = state.gradient_residual if state.handle.has_fp32_sum else None
+        first = state.entry.state_offset or 0
+        tensors = (state.weight, state.residual, state.moments, gradient.contiguous())
+        found.append(ParameterStep(*tensors, arguments, of_sum, first))
+    if isinstance(kernels, HostKernels):
+        for step in found:
+            kernels.adamw(*step)
+    else:
+        kernels.adamw_of_many(found)
+
+
+def apply_segments(unit: HostUnit, segments: Sequence[Segment], kernels: HostKernels) -> None:
+    """Steps the unit's weights, residuals and moments in place from its gradients."""
+    assert unit.gradients is not None
+    assert unit.moments is not None
+    for segment in segments:
+        first = segment.state_offset
+        elements = slice(first, first + segment.elements)
+        weights = slice(segment.weight_offset, segment.weight_offset + segment.elements * segment.dtype.itemsize)
+        of_sum = None
+        if segment.is_sum:
+            assert unit.gradient_residuals is not None
+            of_sum = unit.gradient_residuals[elements]
+        kernels.adamw(
+            unit.weights[weights].view(segment.dtype),
+            unit.residuals[elements] if segment.dtype == torch.bfloat16 else None,
+            unit.moments.run(first, segment.elements),
+            unit.gradients[weights].view(segment.dtype),
+            segment.arguments,
+            of_sum,
+            first,
+        )

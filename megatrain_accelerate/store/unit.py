@@ -1,0 +1,399 @@
+"""The store: the home of weights, fp32 masters, moments and gradients, unit by unit. On the host, unless the plan moves a
+unit to the device.
+
+A bf16 weight's fp32 master is split: the bf16 half that streams to the GPU and a 16-bit signed residual, so that
+``master bits == (weight bits << 16) + residual`` exactly. An fp32 weight is its own master.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.kernels.device import StepKernels
+from megatrain_accelerate.kernels.host import HostKernels
+from megatrain_accelerate.kernels.moments import Moments, moment_bytes, moments_within
+from megatrain_accelerate.store.host_limits import count_promises_of
+from megatrain_accelerate.store.host_memory import DeviceMemory, HostMemory
+from megatrain_accelerate.store.layout import ExpertRange, FlatLayout, ParameterSpec
+from megatrain_accelerate.store.parameter import ParameterState, ParamHandle
+
+PASSING_BUFFERS = 3
+"""Host buffers for gradients that pass (``host_gradients``): one is filled, one stepped from, one between the two."""
+
+
+class HostUnit:
+    """Owner of one unit's host memory: a streamed layer's, or a resident group's.
+
+    Writers: adoption, the step worker (weights, residuals, moments), the d2h stream or the step worker (gradients),
+    and whoever writes to the parameters from outside (``load_state_dict``). Readers: the h2d stream (weights), the
+    step worker. :attr:`version` changes whenever a device copy of the weights becomes stale.
+
+    Weights and residuals are made with the unit. Gradients and moments are promised when it is to be trained, and made when
+    they are first needed, where the unit lives by then.
+
+    Args:
+        parameters: (name, parameter) of the unit, each parameter once, in model order.
+        dtypes: the dtype in which each of them computes.
+        register: see :class:`HostMemory`.
+        holds_masters: False if the weights are all there is of them: loaded in bf16, and not to be trained so far.
+        moments_dtype: fp32, bf16, or int8 for codes and scales.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        dtypes: Sequence[torch.dtype],
+        *,
+        kernels: HostKernels,
+        register: bool,
+        holds_masters: bool = True,
+        moments_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.name = name
+        self._host_kernels = kernels
+        self.kernels: StepKernels = kernels
+        """Those of the unit's home."""
+        self.device: torch.device | None = None
+        """Where the unit lives if not on the host, see :meth:`move`."""
+        self._register = register
+        self._registered_kinds = {"weights", "gradients"}
+        self._moments_dtype = moments_dtype
+        self._memory: dict[str, HostMemory | DeviceMemory] = {}
+        """By what it holds."""
+        self._promised: set[str] = set()
+        """What memory was promised for, whether it has been made or not."""
+        self.layout = FlatLayout(
+            ParameterSpec(key, tuple(parameter.shape), dtype, parameter.requires_grad)
+            for (key, parameter), dtype in zip(parameters, dtypes, strict=True)
+        )
+        self.version = 0
+        self.weights = torch.empty(0)
+        """Flat weights, uint8: what one copy moves to a slot."""
+        self.residuals = torch.empty(0, dtype=torch.int16)
+        """Flat low halves of the masters, int16. Empty before :meth:`allocate_masters`."""
+        self.gradients: torch.Tensor | None = None
+        """Flat gradients, uint8: what one copy brings from a gradient slot. None before :meth:`allocate_gradients`."""
+        self.gradient_residuals: torch.Tensor | None = None
+        """Flat low halves of fp32 gradient sums, int16. None before :meth:`allocate_gradient_residuals`."""
+        self.moments: Moments | None = None
+        """Flat moments of the fused optimizer. None before :meth:`allocate_moments`."""
+        self.passes_gradients = False
+        """Whether gradients have no memory here: :attr:`gradients` is then the buffer that they came in last."""
+        self.states = [
+            ParameterState(ParamHandle(parameter), entry, parameter.data)
+            for (_, parameter), entry in zip(parameters, self.layout.entries, strict=True)
+        ]
+        from_device = any(parameter.device.type != "cpu" for _, parameter in parameters)
+        weight_memory = self._make("weights", touch=from_device)
+        if from_device:
+            weight_memory.register()  # values come by copies over the link
+        if holds_masters:
+            self.allocate_masters()
+        for state in self.states:
+            self._adopt(state)
+
+    def _size_of(self, kind: str) -> int:
+        if kind == "moments":
+            return self.moment_bytes
+        elements, dtype = self._flat(kind)
+        return dtype.itemsize * elements
+
+    def _flat(self, kind: str) -> tuple[int, torch.dtype]:
+        """Length and dtype of the flat tensor of a kind that isn't the moments."""
+        if kind.endswith("residuals"):
+            return self.layout.split_elements, torch.int16
+        return self.layout.weight_bytes if kind == "weights" else self.layout.gradient_bytes, torch.uint8
+
+    def _allocate(self, kind: str, touch: bool = True) -> HostMemory | DeviceMemory:
+        size_bytes = self._size_of(kind)
+        if self.device is not None:
+            return DeviceMemory(size_bytes, self.device)
+        register = self._register and kind in self._registered_kinds and size_bytes > 0
+        memory = HostMemory(size_bytes, register=register)
+        if touch:
+            self._host_kernels.zero(memory.tensor(0, (memory.size_bytes,), torch.uint8))
+        return memory
+
+    def _make(self, kind: str, touch: bool = True) -> HostMemory | DeviceMemory:
+        memory = self._memory[kind] = self._allocate(kind, touch)
+        self._bind(kind)
+        return memory
+
+    def _bind(self, kind: str) -> None:
+        """Makes the unit's views of one kind of its memory, and its parameters'."""
+        tensor, elements, moments_dtype = self._memory[kind].tensor, self.layout.state_elements, self._moments_dtype
+        if kind == "moments":
+            self.moments = moments_within(tensor, elements, 0, (elements,), moments_dtype)
+        else:
+            length, dtype = self._flat(kind)
+            setattr(self, kind, tensor(0, (length,), dtype))
+        for state in self.states:
+            spec, weight_offset, offset = state.entry.spec, state.entry.weight_offset, state.entry.state_offset
+            if kind == "weights":
+                state.weight = tensor(weight_offset, spec.shape, spec.dtype)
+            elif offset is None:
+                continue
+            elif kind == "gradients":
+                state.gradient = tensor(weight_offset, spec.shape, spec.dtype)
+            elif kind == "moments":
+                state.moments = moments_within(tensor, elements, offset, spec.shape, moments_dtype)
+            elif state.entry.has_residual and kind == "residuals":
+                state.residual = tensor(2 * offset, spec.shape, torch.int16)
+            elif state.entry.has_residual:
+                state.gradient_residual = state.sum_residual = tensor(2 * offset, spec.shape, torch.int16)
+
+    def _adopt(self, state: ParameterState) -> None:
+        value = state.parameter.detach().contiguous()
+        if state.residual is not None and value.dtype == torch.float32:
+            self._host_kernels.split(value.cpu(), state.weight, state.residual)
+        elif value.dtype == state.weight.dtype and value.device.type == "cpu":
+            self._host_kernels.copy(state.weight, value)  # on all threads, which read a file faster than one does
+        else:
+            state.weight.copy_(value)
+
+    def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
+        """Sets a parameter's master (and so its weight) from ``value``: same shape, any floating dtype and device.
+
+        Raises ``StateError`` where ``value`` has another shape, or isn't a floating tensor with data.
+        """
+        if value.shape != state.weight.shape or not value.is_floating_point() or value.is_meta:
+            raise StateError(
+                f"parameter {self.name}.{state.name} was prepared with shape {tuple(state.weight.shape)} and is now a "
+                f"{value.dtype} tensor of shape {tuple(value.shape)} on {value.device}; change the model (adapters, heads, "
+                "tokens) before accelerator.prepare(), or prepare it anew"
+            )
+        if value.data_ptr() != state.weight.data_ptr():
+            value = value.to(state.weight.device).contiguous()
+            if state.residual is not None and value.dtype == torch.float32:
+                self.kernels.split(value, state.weight, state.residual)
+                return
+            if bool((state.weight == value).all()):
+                return  # moved to another device, not written to: the master behind it stays
+            state.weight.copy_(value)
+        if state.residual is not None:
+            state.residual.zero_()
+
+    def read_master(self, state: ParameterState) -> torch.Tensor:
+        """A new fp32 host tensor with the parameter's master, in its shape; for a frozen one, its weight."""
+        if state.residual is None:
+            return state.weight.to("cpu", torch.float32, copy=True)
+        master = torch.empty(state.weight.shape, dtype=torch.float32, device=state.weight.device)
+        self.kernels.join(state.weight, state.residual, master)
+        return master.cpu()
+
+    def allocate_masters(self) -> None:
+        """Makes the low halves of the masters, zero, if there are none yet."""
+        if self.layout.split_elements and "residuals" not in self._memory:
+            self._make("residuals")
+
+    def register_weights(self) -> None:
+        """Page-locks the weights on the host, for copies that nobody waits for. Does nothing the second time."""
+        self._memory["weights"].register()
+
+    def promise(self, kind: str) -> None:
+        """Gradients or moments will come: their memory counts as taken from now on, see :func:`available_host_bytes`."""
+        if self._size_of(kind) and not (kind == "gradients" and self.passes_gradients):
+            self._promised.add(kind)
+            count_promises_of(self)
+
+    def has(self, kind: str) -> bool:
+        """Whether memory of this kind exists or was promised."""
+        return kind in self._memory or kind in self._promised
+
+    @property
+    def promised_bytes(self) -> int:
+        """Host memory that was promised and isn't made yet; none of a unit that lives on the device."""
+        return 0 if self.is_on_device else sum(map(self._size_of, self._promised - self._memory.keys()))
+
+    def allocate_gradients(self) -> None:
+        """Makes the gradients' memory, registered, if it was promised. Does nothing if it exists, or on the device."""
+        if "gradients" in self._promised and "gradients" not in self._memory and not self.is_on_device:
+            self._make("gradients").register()
+
+    def allocate_gradient_residuals(self, register: bool = False) -> None:
+        """Makes the memory with which gradients can be summed in fp32. Does nothing if it exists, or without bf16 gradients.
+
+        ``register``: page-lock it, for residuals that come from the device.
+        """
+        if self.layout.split_elements and self.gradient_residuals is None:
+            if register:
+                self._registered_kinds.add("gradient_residuals")
+            self._make("gradient_residuals").register()
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of the fused optimizer's moments, whether they exist or not."""
+        return moment_bytes(self.layout.state_elements, self._moments_dtype)
+
+    def allocate_moments(self) -> None:
+        """Makes the fused optimizer's moments, zero, where the unit lives. Does nothing if they exist."""
+        if self.moments is None:
+            self._make("moments")
+
+    def promised_moments(self, state: ParameterState) -> Moments | None:
+        """What a parameter's moments will be, without data; None where none were promised."""
+        if "moments" not in self._promised:
+            return None
+        shape, of_dtype = state.entry.spec.shape, self._moments_dtype
+        return moments_within(lambda _, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"), 0, 0, shape, of_dtype)
+
+    @property
+    def is_on_device(self) -> bool:
+        return self.device is not None
+
+    def pieces(self, of_unit: torch.Tensor, of_slot: torch.Tensor, trainable_only: bool) -> list[tuple[torch.Tensor, ...]]:
+        """What one copy moves: views of the unit's flat weights or gradients, and of a slot's buffer; all uint8."""
+        size = self.layout.gradient_bytes if trainable_only else self.layout.weight_bytes
+        return [(of_unit[:size], of_slot[:size])]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :meth:`UnitRange.of`."""
+        return tensor
+
+    def note_stepped(self, states: Sequence[ParameterState]) -> None:
+        """These of its weights, which live on the device, have been stepped by a kernel of which autograd knows nothing."""
+        self.version += 1
+        increment_version([state.parameter for state in states])
+        for state in states:
+            state.handle.note_version()
+
+    def move(self, device: torch.device | None, kernels: StepKernels) -> None:
+        """What the unit has lives on ``device`` from now on, where gradients are autograd's own.
+
+        With None it is on the host again, in memory that is made and registered anew. ``kernels``: those of the new home.
+        Nothing may be pending on the unit: no step, no copy. The parameters' data and gradients move along. If it doesn't
+        fit (``torch.OutOfMemoryError``, ``HostMemoryError``) the unit stays as it was.
+        """
+        old_memory = self._memory
+        gradients = [state.parameter.grad for state in self.states]
+        sum_residuals = [state.sum_residual if state.handle.has_fp32_sum else None for state in self.states]
+        kinds = [kind for kind in old_memory if kind != "gradients"]
+        if device is None and "gradients" in self._promised and any(gradient is not None for gradient in gradients):
+            kinds.append("gradients")
+        before, self.device = self.device, device
+        made: dict[str, HostMemory | DeviceMemory] = {}
+        try:
+            for kind in kinds:
+                made[kind] = self._allocate(kind)
+                made[kind].register()
+        except BaseException:  # all memory of the new home, or none: a move isn't left half-way
+            self.device = before
+            for memory in made.values():
+                memory.close()
+            raise
+        self._memory, self.kernels = made, kernels
+        for kind in {"weights", "residuals", "moments"} & old_memory.keys():
+            everything = (0, (self._size_of(kind),), torch.uint8)
+            self._memory[kind].tensor(*everything).copy_(old_memory[kind].tensor(*everything))
+        self.gradients = None
+        for state in self.states:
+            state.handle.set_gradient(None)
+            state.gradient = None
+        for kind in kinds:
+            self._bind(kind)
+        for state, gradient, residual in zip(self.states, gradients, sum_residuals, strict=True):
+            state.handle.show(state.weight)
+            if gradient is not None:
+                if state.gradient is not None:
+                    state.gradient.copy_(gradient)
+                state.handle.set_gradient(gradient.to(state.weight.device) if state.gradient is None else state.gradient)
+            if residual is not None:
+                assert state.gradient_residual is not None
+                state.gradient_residual.copy_(residual)
+                state.handle.note_fp32_sum()
+        for memory in old_memory.values():
+            memory.close()
+        self.version += 1
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes that the unit holds now at its home, by what they hold."""
+        always = dict.fromkeys(("weights", "gradients", "residuals", "moments"), 0)
+        return {**always, **{kind: self._size_of(kind) for kind in self._memory}}
+
+    def release(self) -> None:
+        """Gives the parameters back to ordinary memory, with their masters' full precision, and lets the store go."""
+        for state in self.states:
+            state.handle.set_gradient(None)
+            if state.parameter.shape != state.weight.shape:
+                continue  # resized by somebody, in memory of its own
+            master = self.read_master(state) if state.residual is not None else state.weight.to("cpu", copy=True)
+            state.handle.give_back(master)
+        for memory in self._memory.values():
+            memory.close()
+        self.version += 1
+        # The mapping goes with the last view of it.
+        self.states, self._memory, self._promised = [], {}, set()
+        self.weights = self.residuals = torch.empty(0)
+        self.gradients = self.gradient_residuals = self.moments = None
+
+
+class UnitRange:
+    """Some of the experts of a unit: a range of each of its parameters, whose dimensions are (experts, ...).
+
+    The unit's memory is contiguous; in a slot the ranges lie one behind the other, as the parameters of a small unit.
+    """
+
+    is_on_device = False
+
+    def __init__(self, whole: HostUnit, experts: ExpertRange) -> None:
+        self.whole, self.experts = whole, experts
+        self.layout = experts.layout(whole.layout)
+        self._places: list[tuple[bool, int, int, int]] = []
+        for entry, of_range in zip(whole.layout.entries, self.layout.entries, strict=True):
+            begin, end = (entry.spec.dtype.itemsize * place for place in experts.elements(entry))
+            place = (entry.spec.trainable, entry.weight_offset + begin, of_range.weight_offset, end - begin)
+            self._places.append(place)
+
+    @property
+    def version(self) -> int:
+        return self.whole.version
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """Of all experts; :meth:`pieces` says which bytes are the range's."""
+        return self.whole.weights
+
+    def register_weights(self) -> None:
+        """See :meth:`HostUnit.register_weights`."""
+        self.whole.register_weights()
+
+    def pieces(self, of_unit: torch.Tensor, of_slot: torch.Tensor, trainable_only: bool) -> list[tuple[torch.Tensor, ...]]:
+        """For each parameter, or each that is trained, views of the range's bytes in ``of_unit``, flat weights or gradients of
+        all experts, and in ``of_slot``, a slot's buffer; both uint8."""
+        return [
+            (of_unit[there : there + size], of_slot[here : here + size])
+            for trainable, there, here, size in self._places
+            if trainable or not trainable_only
+        ]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The range's part of a parameter's tensor, or of a gradient's."""
+        return self.experts.of(tensor)
+
+
+def planned_host_bytes(
+    layouts: Iterable[FlatLayout],
+    training: bool,
+    fp32_sums: bool = False,
+    passing: int = 0,
+    moments_dtype: torch.dtype = torch.float32,
+) -> dict[str, int]:
+    """Bytes that units of these layouts will take with the fused optimizer, by what they hold.
+
+    ``training``: whether there are gradients and moments. ``fp32_sums``: whether gradients are summed in
+    fp32. ``passing``: how many of the first units are layers whose gradients pass.
+    """
+    layouts = list(layouts)
+    residuals = sum(2 * layout.split_elements for layout in layouts)
+    parts = {"weights": sum(layout.weight_bytes for layout in layouts), "gradients": 0, "residuals": residuals, "moments": 0}
+    if training:
+        parts["moments"] = sum(moment_bytes(layout.state_elements, moments_dtype) for layout in layouts)
+        parts["gradients"] = sum(layout.gradient_bytes for layout in layouts[passing:])
+        parts["gradients"] += PASSING_BUFFERS * max((layout.gradient_bytes for layout in layouts[:passing]), default=0)
+    return {**parts, "gradient_residuals": residuals} if fp32_sums else parts

@@ -1,0 +1,1 @@
+"""Streams, slots and copies between host and device."""

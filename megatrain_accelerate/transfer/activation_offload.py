@@ -1,0 +1,358 @@
+"""Activations to host memory in forward and back in backward, when the link has time for them and the device no room.
+
+A *recording* collects what one run of a layer saves for its backward: storages of the device, each once. When the layer's
+forward has been issued they are copied out on the d2h stream; in backward, one run ahead, back on the h2d stream into new
+memory. The idea of offloading saved tensors is that of vDNN (Rhu et al., arXiv 1602.08124) and of
+``torch.autograd.graph.save_on_cpu``, which waits for each copy.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.kernels.host import HostKernels
+from megatrain_accelerate.store.host_pool import HostBlock, HostPool
+from megatrain_accelerate.transfer.call_order import Tape
+from megatrain_accelerate.transfer.meter import Cause, Meter, named_range
+from megatrain_accelerate.transfer.streams import Streams
+from megatrain_accelerate.units import MIB
+
+MIN_OFFLOADED_BYTES = 1 * MIB
+"""Smaller storages stay on the device: their copies would cost more to issue than their memory is worth."""
+
+EVERY_RUN = -1
+"""In the place of a run's number: what all runs of a call need."""
+
+
+@dataclasses.dataclass
+class _Arrival:
+    """The end of one batch of copies back: compute waits for it once, before it first uses what they bring."""
+
+    event: Any
+    is_waited_for: bool = False
+
+
+class _Parcel:
+    """One storage on its way to the host and back.
+
+    Owner: the :class:`ParcelPlace` objects that autograd holds in the place of tensors; with the last of them it gives its
+    host memory back. Writer of the host memory: the d2h stream; reader: the h2d stream. ``source`` is a tensor over it.
+    """
+
+    def __init__(self, source: torch.Tensor, label: str, offloader: ActivationOffloader) -> None:
+        self.label = label
+        self.offloader = offloader
+        self.on_device: torch.UntypedStorage | None = source.untyped_storage()
+        """The storage itself until its copy out is over; in backward what came back; else None."""
+        self.size_bytes = self.on_device.nbytes()
+        self.block: HostBlock | None = None
+        self.last_copy_event: Any = None
+        """Over when no copy uses the host memory any more."""
+        self.arrival: _Arrival | None = None
+        self.was_written = False
+        self._witness: torch.Tensor | None = source
+        self._version = source._version
+
+    def look_for_writes(self) -> None:
+        """Notes whether somebody wrote to the storage since it was saved: its copy may have either value."""
+        if self._witness is not None:
+            self.was_written |= self._witness._version != self._version
+
+    def leave_device(self) -> None:
+        """The copy out is ordered before all that compute does from now on: the device's memory may be used again."""
+        self.look_for_writes()
+        self.on_device = self._witness = None
+
+    def __del__(self) -> None:
+        if self.arrival is not None and not self.arrival.is_waited_for:
+            # A backward that ended early: the copy back may still write the memory.
+            self.offloader.strays.append((self.arrival, self.on_device))
+        if self.block is not None:
+            self.offloader.pool.give_back(self.block, self.last_copy_event)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParcelPlace:
+    """What autograd holds instead of a tensor that went to the host: the parcel, and the tensor's view of its storage."""
+
+    parcel: _Parcel
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, on the device again. Raises what :meth:`ActivationOffloader.on_device` does."""
+        offloader = self.parcel.offloader
+        storage = offloader.on_device(self.parcel)
+        empty = torch.empty(0, dtype=self.dtype, device=offloader.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
+
+
+class Recording:
+    """What one run of a layer, which the ``label`` names, saves for backward and may leave the device.
+
+    The storages of the tensors that ``stay`` don't, since others hold them anyway.
+    """
+
+    def __init__(self, offloader: ActivationOffloader, label: str, stay: Iterable[torch.Tensor]) -> None:
+        self.label = label
+        self._offloader = offloader
+        self._stay = {tensor.untyped_storage().data_ptr() for tensor in stay}
+        # Held until the run is issued: the address of a storage names it only as long as it lives.
+        self._open: dict[tuple[int, int], _Parcel] | None = {}
+        self._sealed: list[weakref.ref[_Parcel]] = []
+
+    def place(self, tensor: torch.Tensor) -> ParcelPlace | None:
+        """A place for a tensor that is to leave the device, or None for one that stays."""
+        if (
+            self._open is None
+            or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+            or tensor.device != self._offloader.device
+            or tensor.layout is not torch.strided
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
+            return None
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < MIN_OFFLOADED_BYTES or storage.data_ptr() in self._stay:
+            return None
+        key = (storage.data_ptr(), tensor._version)
+        parcel = self._open.get(key)
+        if parcel is None:
+            parcel = self._open[key] = _Parcel(tensor.detach(), self.label, self._offloader)
+        return ParcelPlace(parcel, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def seal(self) -> list[_Parcel]:
+        """Ends the recording; returns its parcels, which only their places hold from now on."""
+        assert self._open is not None
+        parcels, self._open = list(self._open.values()), None
+        self._sealed = [weakref.ref(parcel) for parcel in parcels]
+        return parcels
+
+    def parcels(self) -> list[_Parcel]:
+        """The parcels that backward still needs."""
+        return [parcel for parcel in (ref() for ref in self._sealed) if parcel is not None]
+
+
+@dataclasses.dataclass
+class _Departure:
+    """A run whose copies out were issued, with what must stay on the device until they are over."""
+
+    run: int
+    tape: Tape
+    position: int
+    copied_event: Any
+    parcels: list[_Parcel]
+
+
+def _of_run(recordings: Sequence[tuple[int, Recording]], run: int) -> list[Recording]:
+    return [recording for number, recording in recordings if number in (run, EVERY_RUN)]
+
+
+class ActivationOffloader:
+    """Moves recordings between device and host. One object per engine.
+
+    On the device a run's storages are given up by the launching thread, not by the clock: :attr:`spacing` runs later compute
+    is made to wait for their copy and the references go, and so it is when another run's have come after them. So the peak,
+    two runs' storages, doesn't depend on timing, and no kernel is issued into memory that a copy still reads. What is still
+    there when backward comes isn't copied back. In backward storages come back ``spacing`` calls ahead.
+    """
+
+    def __init__(self, pool: HostPool, streams: Streams, meter: Meter) -> None:
+        self.pool = pool
+        self.device = torch.empty(0, device=streams.device).device  # with an index
+        self.strays: collections.deque[tuple[_Arrival, torch.UntypedStorage | None]] = collections.deque()
+        """Device memory that was given up before compute waited for the copy into it."""
+        self.spacing = 1
+        """Runs of layers from one that is recorded to the next (``Placement.offload_spacing``)."""
+        self._streams = streams
+        self._meter = meter
+        self._run = 0
+        self._leaving: collections.deque[_Departure] = collections.deque()
+        self._recordings: weakref.WeakKeyDictionary[Tape, dict[int, list[tuple[int, Recording]]]] = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def for_engine(
+        cls, config: MegatrainConfig, kernels: HostKernels, streams: Streams, meter: Meter, register: bool
+    ) -> ActivationOffloader:
+        """The offloader with a pool of its own, empty as yet."""
+        pool = HostPool(
+            # The stand-in's memory costs no registering, and its models are tiny.
+            256 * MIB if streams.is_cuda else MIB,
+            kernels=kernels,
+            register=register,
+            host_memory_gib=config.host_memory_gib,
+        )
+        return cls(pool, streams, meter)
+
+    def record(self, label: str, stay: Iterable[torch.Tensor] = ()) -> Recording:
+        return Recording(self, label, stay)
+
+    def run_begins(self) -> None:
+        """A layer is about to run forward: of the runs before it the last one that left may still hold device memory."""
+        self._run += 1
+        self._drop_strays()
+        while len(self._leaving) > 1 or (self._leaving and self._leaving[0].run < self._run - self.spacing):
+            self._give_up(self._leaving.popleft())
+
+    def settle(self) -> None:
+        """A backward ended: all device memory whose copy was issued is given up."""
+        self._drop_strays()
+        while self._leaving:
+            self._give_up(self._leaving.popleft())
+
+    def _give_up(self, departure: _Departure) -> None:
+        # WAR: the copy out must be over before the allocator hands the memory to other kernels.
+        self._meter.compute_waits_for(departure.copied_event, Cause.D2H)
+        for parcel in departure.parcels:
+            parcel.leave_device()
+
+    def _drop_strays(self) -> None:
+        while self.strays:
+            self._wait_for(self.strays[0][0])
+            self.strays.popleft()
+
+    def _wait_for(self, arrival: _Arrival) -> None:
+        if not arrival.is_waited_for:
+            # RAW: kernels must see the whole copy.
+            self._meter.compute_waits_for(arrival.event, Cause.H2D)
+            arrival.is_waited_for = True
+
+    def send(self, recording: Recording, tape: Tape, position: int, run: int = EVERY_RUN) -> None:
+        """Issues the copies of what was recorded in a run whose kernels were all issued.
+
+        Backward asks for it by the call's place on its forward pass and the number of the run, in forward order. Raises a
+        HostMemoryError if no host memory is left.
+        """
+        parcels = recording.seal()
+        self._recordings.setdefault(tape, {}).setdefault(position, []).append((run, recording))
+        if not parcels:
+            return
+        made_event, copied_event = self._streams.event(), self._streams.event()
+        for parcel in parcels:
+            parcel.look_for_writes()
+            parcel.block, parcel.last_copy_event = self.pool.take(parcel.size_bytes), copied_event
+        made_event.record(self._streams.compute_stream)
+        d2h_stream = self._streams.d2h_stream
+        with self._streams.on(d2h_stream), named_range(f"megatrain::offload_activations ({recording.label})"):
+            # RAW: the copies must see the finished activations.
+            d2h_stream.wait_event(made_event)
+            for parcel in parcels:
+                assert parcel.block is not None
+                assert parcel.on_device is not None
+                self._copy(parcel.block, parcel.on_device, to_host=True)
+            copied_event.record(d2h_stream)
+        last = self._leaving[-1] if self._leaving else None
+        if last is not None and (last.run, last.tape, last.position) == (self._run, tape, position):
+            # More of the same run: the copies are in order, so that this event is the later one.
+            last.copied_event = copied_event
+            last.parcels += parcels
+        else:
+            self._leaving.append(_Departure(self._run, tape, position, copied_event, parcels))
+        self._meter.counters.d2h_bytes += sum(parcel.size_bytes for parcel in parcels)
+
+    def bring_back(self, tape: Tape, position: int, run: int) -> None:
+        """Starts the copies back for one run of a call (see :meth:`send`), and for what backward comes to next.
+
+        Backward takes a call's runs from the last.
+        """
+        if not self._recordings:
+            return
+        self._drop_strays()
+        near = range(position - self.spacing, position + 1)
+        for departure in [d for d in self._leaving if d.tape is not tape or d.position not in near]:
+            self._leaving.remove(departure)
+            self._give_up(departure)
+        calls = self._recordings.get(tape, {})
+        wanted = _of_run(calls.get(position, []), run)
+        if run:
+            wanted += _of_run(calls.get(position, []), run - 1)
+        else:
+            for before in near[-2::-1]:
+                recordings = calls.get(before, [])
+                wanted += _of_run(recordings, max((number for number, _ in recordings), default=0))
+        for recording in wanted:
+            away = [parcel for parcel in recording.parcels() if parcel.on_device is None]
+            if away:
+                with named_range(f"megatrain::bring_back_activations ({recording.label})"):
+                    self._bring_back(away)
+
+    def on_device(self, parcel: _Parcel) -> torch.UntypedStorage:
+        """The parcel's storage, usable by kernels issued from now on. An UnsupportedError if it was written to since."""
+        parcel.look_for_writes()
+        if parcel.was_written:
+            raise UnsupportedError(
+                f"something that layer {parcel.label} needs in backward was written to in place after it was computed; leave "
+                "the layers' inputs and outputs as they are, or set megatrain_config.placement.offloaded_layers to 0 and "
+                "placement.offloaded_inputs to false"
+            )
+        if parcel.on_device is None:
+            self._bring_back([parcel])
+        if parcel.arrival is not None:
+            self._wait_for(parcel.arrival)
+        assert parcel.on_device is not None
+        return parcel.on_device
+
+    def _bring_back(self, parcels: list[_Parcel]) -> None:
+        storages = [torch.empty(p.size_bytes, dtype=torch.uint8, device=self.device).untyped_storage() for p in parcels]
+        allocated_event, arrived_event = self._streams.event(), self._streams.event()
+        allocated_event.record(self._streams.compute_stream)
+        h2d_stream = self._streams.h2d_stream
+        arrival = _Arrival(arrived_event)
+        with self._streams.on(h2d_stream):
+            # WAR: kernels issued earlier may still use the memory that the allocator hands out again.
+            h2d_stream.wait_event(allocated_event)
+            # RAW: the copies out may still write the host memory.
+            for copied_event in {id(p.last_copy_event): p.last_copy_event for p in parcels}.values():
+                h2d_stream.wait_event(copied_event)
+            for parcel, storage in zip(parcels, storages, strict=True):
+                assert parcel.block is not None
+                parcel.on_device, parcel.arrival, parcel.last_copy_event = storage, arrival, arrived_event
+                self._copy(parcel.block, storage, to_host=False)
+            arrived_event.record(h2d_stream)
+        self._meter.counters.h2d_bytes += sum(parcel.size_bytes for parcel in parcels)
+
+    def _copy(self, block: HostBlock, storage: torch.UntypedStorage, to_host: bool) -> None:
+        flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        offset = 0
+        for part in block.parts:
+            on_device = flat[offset : offset + part.numel()]
+            if to_host:
+                part.copy_(on_device, non_blocking=True)
+            else:
+                on_device.copy_(part, non_blocking=True)
+            offset += part.numel()
+
+    def close(self) -> None:
+        """Gives up what is on the device, and unregisters the host memory."""
+        self.settle()
+        self.pool.close()
+
+
+@contextlib.contextmanager
+def inputs_offloaded(
+    offloader: ActivationOffloader, label: str, tensors: Sequence[torch.Tensor], tape: Tape, position: int
+) -> Iterator[None]:
+    """What autograd saves of a call's inputs while the body runs goes to the host, if gradients flow to it.
+
+    Other inputs (masks, position embeddings) are the same tensors for all layers, and stay.
+    """
+    recording = offloader.record(label, [tensor for tensor in tensors if not tensor.requires_grad])
+
+    with saved_tensors_hooks(
+        lambda tensor: recording.place(tensor) or tensor,
+        lambda packed: packed.tensor() if isinstance(packed, ParcelPlace) else packed,
+    ):
+        yield
+    offloader.send(recording, tape, position)

@@ -1,0 +1,228 @@
+"""Counters of what the engine moved and waited for, for the telemetry, and ranges of a profile.
+
+The GPU's own clock tells how long it stood still: a pair of timing events on the compute stream, one on either side of a
+wait. Work that is queued before the pair delays both alike, so a thread that is blocked while the GPU still has kernels
+to run doesn't count as an idle GPU. Events are used again, and read when they are over; nothing is waited for.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import enum
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from megatrain_accelerate.store.step_worker import Ticket
+from megatrain_accelerate.transfer.streams import Streams
+
+_NO_RANGE = contextlib.nullcontext()
+
+
+def named_range(name: str) -> contextlib.AbstractContextManager[object]:
+    """A range of this name around the body in a profile (``torch.profiler``)."""
+    # ``record_function`` alone takes 6 us even while nobody profiles.
+    return record_function(name) if torch.autograd._profiler_enabled() else _NO_RANGE
+
+
+class Cause(enum.Enum):
+    """What the compute stream stood still for."""
+
+    H2D = "h2d"
+    """A layer's weights were still on their way."""
+    D2H = "d2h"
+    """No gradient slot was free."""
+    HOST_STEP = "host_step"
+    """The host optimizer hadn't applied a step yet."""
+    BACKWARD_END = "backward_end"
+    """The last gradients of a backward were still on their way."""
+
+    __hash__ = object.__hash__  # enum's own is a function of Python
+
+
+@dataclasses.dataclass
+class Counters:
+    """Sums since the engine was made."""
+
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    weight_fetches: int = 0
+    copy_wait_ms: float = 0.0
+    """Time the compute stream stood still until a layer's weights had arrived, or a gradient slot was free."""
+    optimizer_wait_ms: float = 0.0
+    """Time the launching thread was blocked by the host optimizer."""
+    skipped_steps: int = 0
+    """Optimizer steps not taken because of a non-finite gradient norm."""
+    h2d_wait_ms: float = 0.0
+    d2h_wait_ms: float = 0.0
+    host_step_wait_ms: float = 0.0
+    """With the part of a copy's wait that an earlier step would have saved."""
+    backward_end_wait_ms: float = 0.0
+    h2d_copy_ms: float = 0.0
+    d2h_copy_ms: float = 0.0
+    """Time in which the link was copying; of the copies that are over."""
+    h2d_copied_bytes: int = 0
+    d2h_copied_bytes: int = 0
+    """Bytes of the copies that ``*_copy_ms`` timed."""
+    stepped_parameters: int = 0
+    step_seconds: float = 0.0
+    """Time the step worker computed; without its waits for gradients."""
+
+    def add(self, cause: Cause, amount: float, what: str = "wait_ms") -> None:
+        """Adds to the counter of that name that the cause has."""
+        vars(self)[_COUNTER_NAMES[cause, what]] += amount
+
+
+_COUNTER_NAMES = {(cause, what): f"{cause.value}_{what}" for cause in Cause for what in ("wait_ms", "copy_ms", "copied_bytes")}
+
+
+class UpdateGate:
+    """What readers of a memory wait for while the step worker uses it. That of a unit in ``parts`` is open if theirs are."""
+
+    def __init__(self, parts: Sequence[UpdateGate] = ()) -> None:
+        self._ticket: Ticket | None = None
+        self._parts = parts
+
+    def close_until(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+        for part in self._parts:
+            part.close_until(ticket)
+
+    @property
+    def is_open(self) -> bool:
+        if self._ticket is not None and not self._ticket.is_done:
+            return False
+        return not self._parts or all(part.is_open for part in self._parts)
+
+    def wait(self) -> None:
+        """Blocks until the memory is valid; raises if the worker failed."""
+        if self._ticket is not None:
+            self._ticket.wait()
+            self._ticket = None
+        for part in self._parts:
+            part.wait()
+
+
+class Meter:
+    """Owner of the counters. On the CPU stand-in, where work is over when it is issued, the host's clock is read instead."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.counters = Counters()
+        self._streams = streams
+        self._pending: collections.deque[tuple[Any, Any, Callable[[float], None]]] = collections.deque()
+        self._spare: list[tuple[Any, Any]] = []
+        # Copies of residents are issued by the step worker, beside the launching thread.
+        self._lock = threading.Lock()
+
+    def compute_waits_for(self, event: Any, cause: Cause, late_ms: float = 0.0, of_layer: bool = True) -> None:
+        """Makes the compute stream wait for the ``event`` behind a copy and accounts for the stall.
+
+        The copy would have been issued ``late_ms`` earlier but for the step of its weights. ``copy_wait_ms`` counts layers'.
+        """
+        compute_stream = self._streams.compute_stream
+        if not self._streams.is_cuda:
+            compute_stream.wait_event(event)
+            return
+
+        def add(waited_ms: float) -> None:
+            by_step_ms = min(waited_ms, late_ms)
+            self.counters.add(Cause.HOST_STEP, by_step_ms)
+            self.counters.add(cause, waited_ms - by_step_ms)
+            if of_layer:
+                self.counters.copy_wait_ms += waited_ms
+
+        with _Timed(self, compute_stream, add):
+            compute_stream.wait_event(event)
+
+    def blocked_by(self, cause: Cause) -> contextlib.AbstractContextManager[None]:
+        """Accounts for the GPU's idle time while the body blocks the launching thread."""
+        return _Timed(self, self._streams.compute_stream, lambda ms: self.counters.add(cause, ms))
+
+    def wait_for_buffer(self, gate: UpdateGate) -> None:
+        """Blocks the launching thread until the step worker is done with a buffer."""
+        start = time.perf_counter()
+        with self.blocked_by(Cause.HOST_STEP):
+            gate.wait()
+        self.counters.optimizer_wait_ms += 1e3 * (time.perf_counter() - start)
+
+    def copying(
+        self, direction: Cause, copied_bytes: int, beside_compute: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """Times the copies that the body issues; to be entered on their stream, behind what the stream waits for.
+
+        Those ``beside_compute`` are the step worker's; others hold up compute in the CPU stand-in.
+        """
+
+        def add(copy_ms: float) -> None:
+            self.counters.add(direction, copied_bytes, "copied_bytes")
+            self.counters.add(direction, copy_ms, "copy_ms")
+            if not self._streams.is_cuda and not beside_compute:
+                self.counters.add(direction, copy_ms)
+
+        streams = self._streams
+        return _Timed(self, streams.h2d_stream if direction is Cause.H2D else streams.d2h_stream, add)
+
+    def wait_for_step(self, name: str, gate: UpdateGate) -> None:
+        """Blocks the launching thread until a step is applied, and accounts for the GPU's idle time."""
+        if gate.is_open:
+            gate.wait()
+            return
+        with self.blocked_by(Cause.HOST_STEP), named_range(f"megatrain::wait_for_step ({name})"):
+            gate.wait()
+
+    @contextlib.contextmanager
+    def stepping(self, parameters: int) -> Iterator[None]:
+        """Times the arithmetic of a step on ``parameters`` parameters; entered by whoever computes."""
+        start = time.perf_counter()
+        yield
+        self.counters.step_seconds += time.perf_counter() - start
+        self.counters.stepped_parameters += parameters
+
+    def harvest(self) -> None:
+        """Adds up the stalls and copies that are over, without waiting."""
+        with self._lock:
+            for _ in range(len(self._pending)):
+                start, end, add = self._pending.popleft()
+                if end.query():
+                    add(start.elapsed_time(end))
+                    self._spare.append((start, end))
+                else:
+                    self._pending.append((start, end, add))
+
+
+class _Timed:
+    """Calls ``add`` with a stream's milliseconds from begin to end of the body, once known. Quicker than a generator."""
+
+    def __init__(self, meter: Meter, stream: Any, add: Callable[[float], None]) -> None:
+        self._meter = meter
+        self._stream = stream
+        self._add = add
+
+    def __enter__(self) -> None:
+        meter, streams = self._meter, self._meter._streams
+        if not streams.is_cuda:
+            self._begun = time.perf_counter()
+            return
+        with meter._lock:
+            pair = meter._spare.pop() if meter._spare else None
+        self._pair = pair or (streams.event(timing=True), streams.event(timing=True))
+        self._pair[0].record(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        meter = self._meter
+        if not meter._streams.is_cuda:
+            with meter._lock:
+                self._add(1e3 * (time.perf_counter() - self._begun))
+            return
+        self._pair[1].record(self._stream)
+        with meter._lock:
+            meter._pending.append((*self._pair, self._add))
+            is_long = len(meter._pending) > 4096
+        if is_long:
+            meter.harvest()

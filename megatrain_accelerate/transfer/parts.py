@@ -1,0 +1,48 @@
+"""What the ways of weights and gradients see of the parts of a model, which upper files make."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from megatrain_accelerate.store.parameter import ParameterState
+from megatrain_accelerate.store.unit import HostUnit, UnitRange
+from megatrain_accelerate.transfer.meter import UpdateGate
+
+
+class Fetched(Protocol):
+    """What is fetched into a slot as a whole: a layer, or a part of its experts."""
+
+    index: int
+    """Its place among all that share the slots."""
+    name: str
+    gate: UpdateGate
+    """Closed while a step changes the weights."""
+
+    @property
+    def unit(self) -> HostUnit | UnitRange: ...
+
+    def refresh_if_written(self) -> None:
+        """Takes over weights that somebody wrote to the parameters since they were last seen."""
+
+
+class Stepped(Protocol):
+    """What has a unit of its own: a layer, all experts of one that stream in parts, or a resident group."""
+
+    name: str
+    gate: UpdateGate
+    """Closed while a step reads the gradients and changes the weights."""
+
+    @property
+    def unit(self) -> HostUnit: ...
+
+    def allocate_gradient_residuals(self) -> None:
+        """Makes what fp32 sums of its gradients take, wherever they lie."""
+
+
+class Streamed(Stepped, Fetched, Protocol):
+    """A layer, or all experts of one that stream in parts: what brings its gradients through slots."""
+
+    kind: str
+    """In messages, before the name."""
+    trainable: list[ParameterState]
+    """The parameters that were trained when the model was prepared, in entry order."""

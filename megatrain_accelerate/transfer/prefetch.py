@@ -1,0 +1,310 @@
+"""Weights to the device, ahead of their use: which slot holds which layer, and when a copy is issued."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+
+import torch
+
+from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.transfer.meter import Cause, Meter, named_range
+from megatrain_accelerate.transfer.parts import Fetched
+from megatrain_accelerate.transfer.streams import SlotState, Streams, WeightSlot
+
+
+class Prefetcher:
+    """Owner of the weight slots.
+
+    The shared slots take turns; a layer that is *held* has a slot of its own for a while, so that it is copied once a step; a
+    layer whose unit lives on the device is its own slot and is never copied. A copy is issued on the h2d stream as soon as its
+    slot's last reader was issued and its layer's step is applied; the launching thread never waits for a copy, and waits for a
+    step only when the layer itself is next.
+
+    Args:
+        layers: all streamed layers, by index.
+        slots: number of shared slots, at least 2.
+        streams, meter: the engine's; the meter counts bytes and stalls.
+    """
+
+    def __init__(self, layers: Sequence[Fetched], slots: int, streams: Streams, meter: Meter) -> None:
+        self._layers = layers
+        self._streams = streams
+        self._meter = meter
+        self._largest = max(layer.unit.layout.weight_bytes for layer in layers)
+        self.slot_count = slots
+        self.slots: list[WeightSlot] = []
+        self.own_slots: dict[int, WeightSlot] = {}
+        """Slots of single layers, on the device or held, by the layer's index."""
+        self._on_device: set[int] = set()
+        """Layers whose units live on the device, each the slot of its own: they need no copy."""
+        self._slot_of: dict[int, WeightSlot] = {}
+        """The slot that was last filled for a layer, by its index; what it holds by now its ``holder`` tells."""
+        self._held: list[int] = []
+        """Layers that have a slot of :meth:`hold`, in the order in which they got it."""
+        self._clock = itertools.count(1)
+        self._refused_at: dict[int, float] = {}
+        """When a layer's copy could have been issued but for its step, by index."""
+        self.leases: dict[int, WeightSlot] = {}
+        """Slots of the layers whose backward has begun, by index; see :meth:`lease`."""
+        self._upcoming: Sequence[int] = ()
+        self.at_address: dict[int, WeightSlot] = {}
+        """The slots that there are, by where their memory begins."""
+        self.note_moves()
+
+    def _new_slot(self, index: int, size_bytes: int) -> WeightSlot:
+        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._streams.device)
+        return WeightSlot(index, buffer, self._streams)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of the shared slots, where any layer needs them."""
+        return self.slot_count * self._largest
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the shared slots that there are."""
+        return sum(slot.buffer.numel() for slot in self.slots)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the slots of :meth:`hold`."""
+        return sum(self.own_slots[index].buffer.numel() for index in self._held)
+
+    @property
+    def all_on_device(self) -> bool:
+        """Whether all layers' units live on the device."""
+        return len(self._on_device) == len(self._layers)
+
+    def drop_own_slots(self) -> None:
+        """Gives up the slots of single layers, and what of their memory nobody else holds. No copy may be in flight."""
+        self.own_slots, self._held = {}, []
+        self._note_slots()
+
+    def close(self) -> None:
+        """Gives up all slots. Nothing may be fetched afterwards."""
+        for held in (self.slots, self.own_slots, self._held, self._slot_of, self.at_address):
+            held.clear()
+
+    def hold(self, index: int) -> None:
+        """Gives a layer that has none a slot of its own until :meth:`let_go`. Copies and kernels may be in flight.
+
+        Raises a torch.OutOfMemoryError if there is no room for it.
+        """
+        with torch.inference_mode(False):
+            slot = self._new_slot(index, self._layers[index].unit.layout.weight_bytes)
+        # WAR: kernels that were issued before may still use the memory under its former owner's name.
+        slot.compute_finished_event.record(self._streams.compute_stream)
+        self.own_slots[index] = slot
+        self._held.append(index)
+        self._note_slots()
+
+    def let_go(self, size_bytes: int | None = None) -> int:
+        """Takes slots of :meth:`hold` back, the latest first, until ``size_bytes`` are free; by default all of them.
+
+        Returns the bytes that became free.
+        """
+        freed_bytes = 0
+        while self._held and (size_bytes is None or freed_bytes < size_bytes):
+            slot = self.own_slots.pop(self._held.pop())
+            # WAW: kernels use the memory under another name from here on, and a copy into it may still run.
+            self._streams.compute_stream.wait_event(slot.params_copied_event)
+            freed_bytes += slot.buffer.numel()
+        if freed_bytes:
+            self._note_slots()
+        return freed_bytes
+
+    def note_moves(self) -> None:
+        """Layers whose units live on the device by now are slots of their own. No kernel and no copy may be in flight."""
+        self.drop_own_slots()
+        self._refused_at.clear()
+        for layer in self._layers:
+            if layer.unit.is_on_device:
+                slot = self.own_slots[layer.index] = WeightSlot(layer.index, layer.unit.weights, self._streams)
+                slot.move_to(SlotState.FILLED)
+        if len(self.own_slots) == len(self._layers):
+            self.slots = []
+        elif not self.slots:
+            self.slots = [self._new_slot(index, self._largest) for index in range(self.slot_count)]
+        self._note_slots()
+
+    def held_weights(self, layer: Fetched) -> list[torch.Tensor] | None:
+        """The layer's weights, where all layers have slots of their own and nothing is to be copied or waited for; else None.
+
+        They may be read in a forward without a graph. There is nothing to release: the next copy into the slot is ordered
+        behind what the stream has that is current then, so a script that changes streams has to join them.
+        """
+        if len(self.own_slots) < len(self._layers) or layer.index in self._on_device:
+            return None
+        slot = self.own_slots[layer.index]
+        layer.refresh_if_written()
+        if slot.holder != (layer.index, layer.unit.version):
+            return None
+        if not slot.is_copied:
+            if not slot.params_copied_event.query():
+                return None
+            slot.is_copied = True
+        return slot.views(layer.unit.layout)
+
+    def acquire(self, layer: Fetched, upcoming: Sequence[int]) -> WeightSlot:
+        """Makes the layer's weights usable by kernels issued from now on, and starts the next copies.
+
+        ``upcoming`` are the indices of the layers that are expected next, nearest first. Raises a StepWorkerError if the
+        layer's own step failed.
+        """
+        layer.refresh_if_written()
+        slot = self._slot_of.get(layer.index)
+        if slot is None or slot.holder != (layer.index, layer.unit.version):
+            slot = self.own_slots[layer.index] if layer.index in self._on_device else None
+        if slot is None:
+            if layer.gate.is_open:
+                layer.gate.wait()
+            else:
+                start = time.perf_counter()
+                self._refused_at.setdefault(layer.index, start)
+                self._meter.wait_for_step(layer.name, layer.gate)
+                self._meter.counters.optimizer_wait_ms += 1e3 * (time.perf_counter() - start)
+            slot = self._victim(layer, set())
+            self._fill(slot, layer)
+        if not slot.users:
+            slot.move_to(SlotState.IN_USE)
+        slot.users += 1
+        slot.last_used = next(self._clock)
+        self._upcoming = upcoming
+        try:
+            if not slot.params_copied_event.query():
+                # RAW: the kernels must see the whole copy.
+                self._meter.compute_waits_for(slot.params_copied_event, Cause.H2D, slot.late_ms)
+            self._prefetch(upcoming)
+        except BaseException:
+            self.release(slot)
+            raise
+        return slot
+
+    def release(self, slot: WeightSlot) -> None:
+        """No kernel issued after this call for one that acquired the slot reads it."""
+        slot.compute_finished_event.record(self._streams.compute_stream)
+        slot.users -= 1
+        if not slot.users:
+            slot.move_to(SlotState.FILLED)
+
+    def leased(self, layer: Fetched) -> WeightSlot | None:
+        """The slot that the layer has a lease of, and reads now, if it holds the weights of now; else the lease ends."""
+        slot = self.leases.get(layer.index)
+        if slot is None:
+            return None
+        if slot.holder == (layer.index, layer.unit.version) or layer.index in self._on_device:
+            slot.last_used = next(self._clock)
+            return slot
+        self._end_lease(layer.index)
+        return None
+
+    def lease(self, layer: Fetched, upcoming: Sequence[int]) -> WeightSlot:
+        """As :meth:`acquire`, from the first of a layer's saved tensors that a backward reads to the last one.
+
+        A lease is a cache and no promise: where every slot is in use the one that was read least recently ends early, and
+        the next saved tensor takes a new one.
+        """
+        slot = self.leases[layer.index] = self.acquire(layer, upcoming)
+        return slot
+
+    def end_lease(self, index: int) -> None:
+        """A layer's backward is over: its slot is free for the layer that is expected next. Does nothing without one."""
+        if self._end_lease(index):
+            self._prefetch(self._upcoming)
+
+    def _end_lease(self, index: int) -> WeightSlot | None:
+        slot = self.leases.pop(index, None)
+        if slot is not None:
+            slot.until_lease_ends.close()
+            slot.leaves = []
+            self.release(slot)
+        return slot
+
+    def _note_slots(self) -> None:
+        """Called when there are others."""
+        slots = (*self.slots, *self.own_slots.values())
+        self.at_address = {slot.address: slot for slot in slots}
+        current = {slot.holder[0]: slot for slot in slots if slot.holder is not None and not self._is_stale(slot)}
+        self._on_device = {index for index in self.own_slots if self._layers[index].unit.is_on_device}
+        self._slot_of = {index: slot for index, slot in current.items() if self.own_slots.get(index, slot) is slot}
+
+    def _is_stale(self, slot: WeightSlot) -> bool:
+        return slot.holder is None or self._layers[slot.holder[0]].unit.version != slot.holder[1]
+
+    def _victim(self, layer: Fetched, wanted: set[int]) -> WeightSlot:
+        """The slot to overwrite: the layer's own, a stale one, else the least recently used; none in use or wanted.
+
+        Raises a StateError if all are in use by layers that run.
+        """
+        slots = [self.own_slots[layer.index]] if layer.index in self.own_slots else self.slots
+        found, least = None, (True, 0)
+        for slot in slots:
+            if slot.state is SlotState.IN_USE:
+                continue
+            holder = slot.holder
+            if holder is None or self._layers[holder[0]].unit.version != holder[1]:
+                return slot
+            rank = (holder[0] in wanted, slot.last_used)
+            if found is None or rank < least:
+                found, least = slot, rank
+        if found is not None:
+            return found
+        leased = [index for index, slot in self.leases.items() if slot in slots and slot.users == 1]
+        if not leased:
+            raise StateError(
+                f"layer {layer.name} needs a weight slot while all {len(slots)} are in use by layers that run; set "
+                "megatrain_config.placement.slots to a larger number"
+            )
+        index = min(leased, key=lambda index: self.leases[index].last_used)
+        found = self.leases[index]
+        self._end_lease(index)
+        return found
+
+    def _prefetch(self, upcoming: Sequence[int]) -> None:
+        layers, slot_of, own_slots = self._layers, self._slot_of, self.own_slots
+        room = sum([slot.state is not SlotState.IN_USE for slot in self.slots])
+        wanted: set[int] = set()
+        """Layers for which there is a shared slot."""
+        missing = []
+        for index in upcoming:
+            # A held layer takes no room: its copy may begin as soon as its step is applied.
+            if index not in own_slots and index not in wanted:
+                if len(wanted) == room:
+                    continue
+                wanted.add(index)
+            # Of a write since a layer's last use `acquire` learns.
+            slot = slot_of.get(index)
+            if (slot is None or slot.holder != (index, layers[index].unit.version)) and index not in self._on_device:
+                missing.append(index)
+        for index in dict.fromkeys(missing):
+            layer = layers[index]
+            if not layer.gate.is_open:
+                self._refused_at.setdefault(index, time.perf_counter())
+                break  # its copy is issued when it is next, right after its step
+            layer.gate.wait()
+            self._fill(self._victim(layer, wanted), layer)
+
+    def _fill(self, slot: WeightSlot, layer: Fetched) -> None:
+        slot.move_to(SlotState.FILLED)
+        slot.holder = None  # until the copy is issued: an interrupt must not leave a slot that claims to hold it
+        layer.unit.register_weights()  # the first time: what moves to the device before is never registered
+        now = time.perf_counter()
+        slot.late_ms = 1e3 * (now - self._refused_at.pop(layer.index, now))
+        size_bytes = layer.unit.layout.weight_bytes
+        if slot.is_copied:  # held_weights() gave it out, and its readers don't tell when they are done
+            slot.compute_finished_event.record(self._streams.compute_stream)
+            slot.is_copied = False
+        h2d_stream = self._streams.h2d_stream
+        with self._streams.on(h2d_stream), named_range(f"megatrain::prefetch ({layer.name})"):
+            # WAR: kernels of the layer that the slot held may still read it.
+            h2d_stream.wait_event(slot.compute_finished_event)
+            with self._meter.copying(Cause.H2D, size_bytes):
+                for source, target in layer.unit.pieces(layer.unit.weights, slot.buffer, trainable_only=False):
+                    target.copy_(source, non_blocking=True)
+            slot.params_copied_event.record(h2d_stream)
+        slot.holder = (layer.index, layer.unit.version)
+        self._slot_of[layer.index] = slot
+        self._meter.counters.h2d_bytes += size_bytes
+        self._meter.counters.weight_fetches += 1

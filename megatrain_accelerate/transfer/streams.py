@@ -1,0 +1,182 @@
+"""The streams of the engine, the slots that its weights and gradients pass on the device, and a stand-in without a GPU.
+
+=============== ==================================================== =============================================
+stream          carries                                              overlaps
+=============== ==================================================== =============================================
+compute_stream  the model's own kernels; always the current stream   both copy streams
+h2d_stream      weights, host to device, one copy a layer;           compute of the layer before, of the part before
+                of a part of its experts one copy a parameter
+d2h_stream      gradients, device to host, as many                   compute of the layer that follows in backward
+=============== ==================================================== =============================================
+
+Streams are made here only. Events live on the objects that they protect. No slot is freed or allocated within a step; events
+order its reuse, so ``record_stream`` isn't needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from typing import Any
+
+import torch
+
+from megatrain_accelerate.errors import StateError
+from megatrain_accelerate.store.layout import FlatLayout
+
+
+class Immediate:
+    """Stream and event of the CPU stand-in, where work is over when it is issued: nothing waits, all is complete."""
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Immediate) -> float:
+        return 0.0
+
+
+_NO_STREAM = contextlib.nullcontext()
+
+
+class Streams:
+    """The engine's streams on one device: CUDA, or the CPU for the stand-in."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_cuda = device.type == "cuda"
+        self.h2d_stream: Any = torch.cuda.Stream(device) if self.is_cuda else Immediate()
+        self.d2h_stream: Any = torch.cuda.Stream(device) if self.is_cuda else Immediate()
+
+    @property
+    def compute_stream(self) -> Any:
+        """The current stream: whatever the caller's kernels run on."""
+        return torch.cuda.current_stream(self.device) if self.is_cuda else Immediate()
+
+    def event(self, timing: bool = False) -> Any:
+        """A new event, complete until it is first recorded."""
+        return torch.cuda.Event(enable_timing=timing) if self.is_cuda else Immediate()
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Runs the body's device work on ``stream``."""
+        return torch.cuda.stream(stream) if self.is_cuda else _NO_STREAM
+
+    def synchronize(self) -> None:
+        """Blocks until everything that was issued to the device is over. Between steps only."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+
+class SlotState(enum.Enum):
+    """What a slot's buffer means to the thread that issues work (the device may lag behind)."""
+
+    EMPTY = "empty"
+    FILLED = "filled"  # a copy into it was issued; `params_copied_event` says when it is over
+    IN_USE = "in use"  # kernels that read it are being issued
+
+    __hash__ = object.__hash__  # enum's own is a function of Python
+
+
+_ALLOWED = {
+    (SlotState.EMPTY, SlotState.FILLED),
+    (SlotState.FILLED, SlotState.FILLED),
+    (SlotState.FILLED, SlotState.EMPTY),
+    (SlotState.FILLED, SlotState.IN_USE),
+    (SlotState.IN_USE, SlotState.FILLED),
+}
+
+
+class _Slot:
+    """A flat uint8 buffer on the device, as long as the largest layer that it is to hold, and the layers' tensors in it."""
+
+    trainable_only = False
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self._views: dict[int, list[torch.Tensor]] = {}
+
+    def views(self, layout: FlatLayout) -> list[torch.Tensor]:
+        """The buffer as the layout's tensors, in entry order. Made once for each layout."""
+        views = self._views.get(layout.key)
+        if views is None:
+            # Views made in inference mode could never require a gradient.
+            with torch.inference_mode(False):
+                views = self._views[layout.key] = [view.data for view in layout.views(self.buffer, self.trainable_only)]
+        return views
+
+
+class WeightSlot(_Slot):
+    """One layer's weights on the device; the ``index`` is for messages.
+
+    Owner: the prefetcher. Writer: the h2d stream. Reader: the compute stream. May be written again once
+    ``compute_finished_event`` is over. Layout: the flat layout of the layer that it holds, from byte 0.
+    """
+
+    def __init__(self, index: int, buffer: torch.Tensor, streams: Streams) -> None:
+        super().__init__(buffer)
+        self.index = index
+        self.address = buffer.untyped_storage().data_ptr()
+        """Where its memory begins: what tells that a tensor lies in it."""
+        self.state = SlotState.EMPTY
+        self.holder: tuple[int, int] | None = None
+        """(layer index, version of the unit's weights) that the buffer holds or is being filled with."""
+        self.is_copied = False
+        """Whether the copy was found to be over. Readers may neither wait for it nor tell when they are done: then
+        ``compute_finished_event`` is recorded when the next copy is issued."""
+        self.last_used = 0
+        self.users = 0
+        """How many calls of its layer use it now: one that a backward has begun with may run again within a recompute."""
+        self.late_ms = 0.0
+        """How much earlier the copy would have been issued but for the layer's step; for the counters."""
+        self.leaves: list[torch.Tensor] = []
+        """The weights that are bound to the layer while it has a lease of the slot (:meth:`.prefetch.Prefetcher.lease`)."""
+        self.until_lease_ends = contextlib.ExitStack()
+        self.params_copied_event = streams.event()
+        self.compute_finished_event = streams.event()
+        self._at: dict[tuple[torch.dtype, torch.Size, tuple[int, ...], int], torch.Tensor] = {}
+
+    def move_to(self, state: SlotState) -> None:
+        """The one place where a slot changes its state; raises a StateError where the move isn't allowed."""
+        if (self.state, state) not in _ALLOWED:
+            raise StateError(f"weight slot {self.index} can't go from {self.state.value!r} to {state.value!r}")
+        self.state = state
+
+    def uses_with(self, layout: FlatLayout) -> int:
+        """How many tensors refer to the buffer, the layout's own views among them; those of :meth:`view` don't count."""
+        self.views(layout)
+        return int(torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata)) - len(self._at)
+
+    def view(self, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
+        """A tensor in the buffer, by its place. Made once for each."""
+        key = (dtype, shape, stride, offset)
+        found = self._at.get(key)
+        if found is None:
+            with torch.inference_mode(False), torch.no_grad():
+                # Not a view of the buffer, which would hold another one: each counts as one use of the memory.
+                found = torch.empty(0, dtype=dtype, device=self.buffer.device)
+                self._at[key] = found.set_(self.buffer.untyped_storage(), offset, shape, stride)
+        return found
+
+
+class GradientSlot(_Slot):
+    """One layer's gradients on the device until they are on the host.
+
+    Owner: the gradient offloader. Writer: the compute stream. Reader: the d2h stream. May be written again once
+    ``grads_copied_event`` is over. Layout: the trainable prefix of the layer's flat layout. It has room for ``size_bytes``
+    of gradients, of ``parameter_count`` parameters at most.
+    """
+
+    trainable_only = True
+
+    def __init__(self, size_bytes: int, parameter_count: int, streams: Streams) -> None:
+        # Zeros, so that the padding between parameters carries no non-finite values to the host.
+        super().__init__(torch.zeros(size_bytes, dtype=torch.uint8, device=streams.device))
+        self.norms = torch.zeros(parameter_count, dtype=torch.float32, device=streams.device)
+        """2-norms of the gradients in the buffer, in entry order; copied to the host with them."""
+        self.grads_ready_event = streams.event()
+        self.grads_copied_event = streams.event()

@@ -1,0 +1,240 @@
+"""The estimate against trainings that were measured on one H200 (docs/benchmarks.md): memory within 5%, time within 10%.
+
+The speeds are those of the machines that the cases ran on. Five cases were looked at when the shares in
+``layer_graph.py`` were chosen, with the times of single layers (docs/estimate_method.md says which for what); the others
+were kept out. One is known to be missed.
+
+When they were measured compiled layers computed their outputs again in backward, which they don't any more: the estimate is
+made to count that here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+from flat_settings import nested
+
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.estimate import layer_graph
+from megatrain_accelerate.estimate.forecast import Forecaster
+from megatrain_accelerate.estimate.machine_description import at_the_power_limit
+from megatrain_accelerate.plan.machine import Machine
+from megatrain_accelerate.units import GIB
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes" / "benchmarks"))
+from model_shapes import empty_model, shape_config
+
+STREAMED = {"kept_layers": 0, "offloaded_layers": 0, "device_layers": 0}
+PLAIN = {**STREAMED, "compile_layers": False, "tiled_loss": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A row of the document: a batch, the host's speed in G parameters/s, settings, and what was measured."""
+
+    shape: str
+    batch: int
+    length: int
+    host_step: float
+    seconds: float
+    gpu_gib: float | None = None
+    """None: of a plan that is made otherwise today, where all of the model fits."""
+    host_gib: float | None = None
+    """None: not compared."""
+    gpu_planned_gib: float = 125.0
+    host_memory_gib: float = 125.9
+    settings: dict[str, object] = dataclasses.field(default_factory=dict)
+    layers: int | None = None
+    """As many as the shape has, unless so many of them were trained."""
+    other_speeds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """For the test's."""
+        layers = f"-{self.layers}layers" if self.layers else ""
+        return f"{self.shape}{layers}-{self.batch}x{self.length}-{self.gpu_planned_gib:g}gib-{self.host_step:g}"
+
+    @property
+    def machine(self) -> Machine:
+        """The speeds that the plan measured where the case ran, as the estimate takes them."""
+        measured = dataclasses.replace(H200, host_step_parameters=1e9 * self.host_step, **self.other_speeds)
+        return at_the_power_limit(measured, "NVIDIA H200")
+
+
+H200 = Machine(
+    h2d_bytes=53.0e9,
+    d2h_bytes=54.3e9,
+    host_step_parameters=5.7e9,
+    device_bytes=3.73e12,
+    device_flops=716e12,
+    step_overhead=0.010,
+)
+CORES_16 = {"h2d_bytes": 54.8e9, "d2h_bytes": 54.8e9, "device_bytes": 3.66e12, "device_flops": 790.6e12}
+CORES_32 = {"h2d_bytes": 54.5e9, "d2h_bytes": 55.2e9, "device_bytes": 3.80e12, "device_flops": 787e12}
+CORES_64 = {"h2d_bytes": 55.1e9, "d2h_bytes": 55.3e9, "device_bytes": 3.86e12, "device_flops": 791.9e12}
+COPIES_BESIDE_A = {
+    "h2d_bytes": 55.1e9,
+    "d2h_bytes": 55.1e9,
+    "device_bytes": 3.53e12,
+    "device_flops": 749.3e12,
+    "h2d_share_in_step": 0.352,
+    "d2h_share_in_step": 0.478,
+}
+COPIES_BESIDE_B = {
+    "h2d_bytes": 55.08e9,
+    "d2h_bytes": 54.59e9,
+    "device_bytes": 3.816e12,
+    "device_flops": 769.8e12,
+    "h2d_share_in_step": 0.433,
+    "d2h_share_in_step": 0.651,
+}
+COPIES_BESIDE_C = {
+    "h2d_bytes": 54.70e9,
+    "d2h_bytes": 54.95e9,
+    "device_bytes": 3.692e12,
+    "device_flops": 748e12,
+    "h2d_share_in_step": 0.402,
+    "d2h_share_in_step": 0.578,
+}
+COPIES_BESIDE_D = {
+    "h2d_bytes": 55.20e9,
+    "d2h_bytes": 55.10e9,
+    "device_bytes": 3.766e12,
+    "device_flops": 794.2e12,
+    "h2d_share_in_step": 0.462,
+    "d2h_share_in_step": 0.639,
+}
+COPIES_BESIDE_D_64 = {
+    **COPIES_BESIDE_D,
+    "device_bytes": 3.885e12,
+    "device_flops": 794.9e12,
+    "h2d_share_in_step": 0.385,
+    "d2h_share_in_step": 0.523,
+}
+"""Machines of other days, by their cores; four of them with what the host's step leaves to copies, the last one's measured
+for 44 of its cores and for all 64."""
+
+
+FITTED = [
+    pytest.param(Measured("3b", 2, 4096, 5.7, 0.359), marks=pytest.mark.long, id="3b-2x4096"),
+    pytest.param(Measured("7b", 8, 1024, 5.7, 0.672), id="7b-8x1024"),
+    pytest.param(
+        Measured("7b", 1, 262144, 5.07, 123.91, 124.42, None, 125.1, 125.0, other_speeds=CORES_16),
+        marks=pytest.mark.long,
+        id="7b-1x262144",
+    ),
+    pytest.param(
+        Measured("7b", 1, 1048576, 8.12, 250.2, 122.21, 35.1, 125.1, 40.0, layers=4, other_speeds=CORES_64),
+        marks=pytest.mark.long,
+        id="7b-4layers-1x1048576",
+    ),
+    pytest.param(
+        Measured("7b", 32, 1024, 7.1, 3.921, 66.52, 100.91, settings=PLAIN), marks=pytest.mark.long, id="7b-32x1024-plain"
+    ),
+]
+KEPT_OUT = [
+    Measured("3b", 8, 4096, 5.7, 1.261, 121.22, 42.9),
+    Measured("3b", 8, 4096, 5.7, 1.648, 23.20, 42.9, gpu_planned_gib=24.0),
+    Measured("3b", 2, 4096, 5.7, 0.559, 23.32, 41.8, gpu_planned_gib=24.0),
+    Measured("3b", 2, 4096, 4.01, 0.648, 23.32, 41.8, gpu_planned_gib=24.0),
+    Measured("7b", 32, 1024, 5.7, 2.737, 123.68, 104.6),
+    Measured("14b", 8, 4096, 6.71, 5.863, 124.16, 195.4, host_memory_gib=199.0, other_speeds=COPIES_BESIDE_A),
+    Measured("32b", 8, 4096, 7.05, 13.599, 120.79, 430.8, 124.9, 442.0, other_speeds=COPIES_BESIDE_B),
+    Measured("30b_a3b", 8, 4096, 7.05, 4.810, 123.33, 400.9, 124.9, 412.0, other_speeds=COPIES_BESIDE_B),
+    # Its plan offloaded nothing; today's would.
+    Measured("14b", 8, 4096, 8.2, 6.139, 124.47, 196.8, host_memory_gib=503.0, settings={"offloaded_layers": 0}),
+    Measured("7b", 1, 524288, 8.12, 433.8, 121.06, 235.0, 125.1, 240.0, other_speeds=CORES_64),
+    # Its plan had one layer on the device and offloaded one; today's would have more of both.
+    Measured(
+        *("llama_70b", 8, 4096, 7.08, 3.604, 124.81, 142.6, 125.1, 150.0, {"offloaded_layers": 1}),
+        layers=10,
+        other_speeds=CORES_32,
+    ),
+    # Looked at to find out what was missing; no share was fitted to it. Routers that are recorded kept layers uncompiled then.
+    Measured(
+        *("gpt_oss_120b", 32, 1024, 7.08, 3.042, 112.25, 226.4, 125.1, 238.0, {"compile_layers": False}),
+        layers=5,
+        other_speeds=CORES_32,
+    ),
+    # It was missed until what Inductor leaves in memory was looked at in the code that it generates.
+    Measured("gpt_oss_120b", 32, 1024, 7.05, 2.638, 116.79, None, 125.0, 238.0, layers=5, other_speeds=COPIES_BESIDE_B),
+]
+PURE_STREAMING = [
+    Measured("7b", 4, 1024, 7.1, 1.559, 11.67, 100.95, settings=PLAIN),
+    Measured("7b", 16, 1024, 7.1, 2.556, 35.18, 100.89, settings=PLAIN),
+    Measured("7b", 48, 1024, 7.1, 5.486, 97.86, 101.07, settings=PLAIN),
+    Measured("3b", 8, 4096, 7.1, 2.074, 61.87, 41.81, settings=PLAIN),
+]
+MISSED = [
+    # It waits for the host's AdamW, whose speed in that run wasn't kept: 5.7 would fit.
+    Measured("3b", 2, 4096, 7.1, 0.946, 16.39, 41.80, settings=PLAIN),
+]
+"""docs/estimate_method.md says by how much."""
+SINCE = [
+    Measured("14b", 8, 4096, 8.22, 5.779, 124.88, 194.2, 125.0, 199.0, other_speeds=COPIES_BESIDE_C),
+    Measured("14b", 8, 4096, 8.04, 5.750, 124.88, 195.4, 125.0, 199.0, other_speeds=COPIES_BESIDE_D_64),
+    Measured("gpt_oss_120b", 32, 1024, 6.96, 2.725, 116.79, 227.4, 125.0, 238.0, layers=5, other_speeds=COPIES_BESIDE_D),
+    Measured("3b", 2, 4096, 6.96, 0.369, None, None, 125.1, 503.0, other_speeds=COPIES_BESIDE_D),
+    Measured("3b", 8, 4096, 6.96, 1.259, 115.05, 41.9, 125.1, 503.0, other_speeds=COPIES_BESIDE_D),
+]
+"""Measured since compiled layers don't compute their outputs again in backward."""
+
+
+@pytest.fixture
+def layers_are_recomputed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they were when most of the cases were measured."""
+    monkeypatch.setattr(layer_graph, "_without_outputs", lambda forward, outputs: forward)
+
+
+def assert_predicted(case: Measured) -> None:
+    forecaster = Forecaster(
+        empty_model(shape_config(case.shape, case.length, case.layers)),
+        MegatrainConfig.from_mapping(nested(case.settings)),
+        case.machine,
+        int(case.gpu_planned_gib * GIB),
+        int(case.host_memory_gib * GIB),
+    )
+    found = forecaster.forecast(case.batch, case.length)
+    assert found.fits
+    for bytes_found, measured_gib in ((found.gpu_bytes, case.gpu_gib), (found.host_bytes, case.host_gib)):
+        assert measured_gib is None or bytes_found / GIB == pytest.approx(measured_gib, rel=0.05)
+    assert found.seconds == pytest.approx(case.seconds, rel=0.10)
+
+
+@pytest.mark.parametrize("case", FITTED)
+@pytest.mark.usefixtures("layers_are_recomputed_whole")
+def test_a_measured_training_is_predicted_that_the_shares_were_fitted_to(case: Measured) -> None:
+    assert_predicted(case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [*KEPT_OUT, *PURE_STREAMING], ids=lambda case: case.name)
+@pytest.mark.usefixtures("layers_are_recomputed_whole")
+def test_a_measured_training_is_predicted_that_was_kept_out_of_the_fit(case: Measured) -> None:
+    assert_predicted(case)
+
+
+@pytest.mark.long
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="docs/estimate_method.md names it among those that are missed")
+@pytest.mark.parametrize("case", MISSED, ids=lambda case: case.name)
+@pytest.mark.usefixtures("layers_are_recomputed_whole")
+def test_a_measured_training_is_predicted_that_was_missed_so_far(case: Measured) -> None:
+    assert_predicted(case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", SINCE, ids=lambda case: case.name)
+def test_a_measured_training_is_predicted_whose_recomputes_leave_out_the_last_product(case: Measured) -> None:
+    assert_predicted(case)
+
+
+def test_a_measured_layer_and_loss_are_predicted() -> None:
+    forecaster = Forecaster(empty_model(shape_config("3b", 4096)), MegatrainConfig(), H200, 125 * GIB, 125 * GIB)
+    outline, _ = forecaster.fastest(2, 4096)
+    (profile,) = outline.profiles.values()
+    assert profile.forward_seconds == pytest.approx(2.34e-3, rel=0.05)
+    assert profile.backward_seconds == pytest.approx(4.95e-3, rel=0.05)
+    assert outline.outside_seconds == pytest.approx(47.9e-3, rel=0.05)

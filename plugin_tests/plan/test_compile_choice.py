@@ -1,0 +1,138 @@
+"""Compiling pays for itself or isn't done: by the length of the training, never by a clock."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import attach
+from plain_torch import tiny_model, token_batches
+from trainer_runs import run_trainer, tiny_llama
+from transformers import Trainer
+
+from megatrain_accelerate.engine import Engine, engine_of
+from megatrain_accelerate.layers import compiled_layer
+from megatrain_accelerate.layers.compiled_layer import CompiledLayers
+from megatrain_accelerate.plan import device_plan
+from megatrain_accelerate.plan.machine import Machine
+
+
+@pytest.fixture(autouse=True)
+def a_device_whose_layers_are_worth_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_layer, "SMALLEST_LAYER_PARAMETERS", 0)
+    made = CompiledLayers.__init__
+
+    def on_a_gpu(self: CompiledLayers, wanted: Any, device: torch.device, *others: Any) -> None:
+        made(self, wanted, torch.device("cuda"), *others)
+        self._device = device
+
+    monkeypatch.setattr(CompiledLayers, "__init__", on_a_gpu)
+
+
+def would_compile(engine: Engine) -> bool:
+    """Whether the next step runs compiled layers."""
+    return engine.runtime.compiled.wants(engine.runtime.layers[0]) is not None
+
+
+def steps_that_pay(batch: int, length: int, layers: int) -> float:
+    """The fewest steps for which layers are compiled, by trial, to one part in 200."""
+    model = tiny_model(num_hidden_layers=layers).train()
+    engine = attach(model)
+    ids = token_batches(1, batch=batch, length=length)[0]
+    fewest, most = 0.0, 40.0  # as powers of two
+    while most - fewest > 1 / 140:
+        power = (fewest + most) / 2
+        engine.device_plan.expect_steps(int(2**power))
+        engine.device_plan.follow(model, {"input_ids": ids, "labels": ids})
+        fewest, most = (fewest, power) if would_compile(engine) else (power, most)
+    engine.close()
+    return 2**most
+
+
+def test_a_training_compiles_from_a_number_of_steps_on_that_falls_with_the_size_of_a_step() -> None:
+    steps = steps_that_pay(batch=2, length=16, layers=2)
+    assert steps_that_pay(batch=4, length=16, layers=2) == pytest.approx(steps / 2, rel=0.01)
+    assert steps_that_pay(batch=2, length=16, layers=4) == pytest.approx(steps / 2, rel=0.01)
+
+
+@pytest.mark.parametrize(("compile_layers", "compiles"), [("auto", False), (True, True), (False, False)])
+def test_what_the_user_sets_is_done_however_short_the_training(compile_layers: bool | str, compiles: bool) -> None:
+    model = tiny_model().train()
+    engine = attach(model, compile_layers=compile_layers)
+    engine.device_plan.expect_steps(1)
+    ids = token_batches(1)[0]
+    engine.device_plan.follow(model, {"input_ids": ids, "labels": ids})
+    assert would_compile(engine) is compiles
+    engine.close()
+
+
+def test_a_loop_whose_number_of_steps_is_not_known_compiles() -> None:
+    model = tiny_model().train()
+    engine = attach(model)
+    ids = token_batches(1)[0]
+    engine.device_plan.follow(model, {"input_ids": ids, "labels": ids})
+    assert would_compile(engine)
+    engine.close()
+
+
+def test_a_training_that_is_resumed_goes_on_with_what_it_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_layer, "_missing_in_torch", lambda: "nothing is compiled here")
+    arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    run_trainer(tiny_llama, tmp_path, streamed=True, **arguments)
+    # It would choose otherwise by now.
+    monkeypatch.setattr(device_plan, "COMPILE_SECONDS", 0.0)
+    chosen: dict[str, bool | None] = {}
+    for name, checkpoint in (("resumed", str(tmp_path / "checkpoint-2")), ("anew", None)):
+        script = functools.partial(Trainer.train, resume_from_checkpoint=checkpoint)
+        run = run_trainer(tiny_llama, tmp_path / name, streamed=True, script=script, **arguments)
+        engine = engine_of(run.trainer.model)
+        assert engine is not None
+        chosen[name] = engine.runtime.compiled.pays
+    assert chosen == {"resumed": False, "anew": True}
+
+
+def test_a_training_that_is_resumed_goes_on_by_its_plan_whatever_the_machine_measures_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    monkeypatch.setattr(compiled_layer, "_missing_in_torch", lambda: "nothing is compiled here")
+
+    def plan_of(name: str, link: float, checkpoint: str | None) -> Any:
+        speeds = Machine(device_flops=1e12, device_bytes=1e12, h2d_bytes=link, d2h_bytes=link, host_step_parameters=link)
+        monkeypatch.setattr(device_plan, "measured_machine", lambda *_: speeds)
+        script = functools.partial(Trainer.train, resume_from_checkpoint=checkpoint)
+        settings = {"gpu_memory_gib": 0.1255}
+        run = run_trainer(tiny_llama, tmp_path / name, streamed=True, script=script, settings=settings, **arguments)
+        engine = engine_of(run.trainer.model)
+        assert engine is not None
+        return engine.device_plan.record
+
+    whole = json.dumps(plan_of("whole", 1e6, None))
+    assert json.dumps(plan_of("resumed", 1e18, str(tmp_path / "whole" / "checkpoint-2"))) == whole
+    assert plan_of("anew", 1e18, None)["placement"] != json.loads(whole)["placement"]
+
+
+def test_what_the_user_sets_counts_more_than_what_a_training_chose_before() -> None:
+    model = tiny_model().train()
+    engine = attach(model, compile_layers=True)
+    engine.device_plan.expect_steps(4, compiles=False)
+    assert would_compile(engine)
+    engine.close()
+
+
+def test_a_second_training_of_another_length_is_planned_for_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+    outline_step = device_plan.outline_step
+    monkeypatch.setattr(device_plan, "outline_step", lambda *args: plans.append(1) or outline_step(*args))
+    model = tiny_model().train()
+    engine = attach(model)
+    ids = token_batches(1)[0]
+    for steps in (10, 10, 20):
+        engine.device_plan.expect_steps(steps)
+        engine.device_plan.follow(model, {"input_ids": ids, "labels": ids})
+    assert len(plans) == 2
+    engine.close()
