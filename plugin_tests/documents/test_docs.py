@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import os
 import re
 import shlex
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,6 +119,15 @@ def test_files_of_the_repository_that_are_named_exist(page: Path) -> None:
     assert sorted(path for path in named if not (REPOSITORY / path).exists()) == []
 
 
+@pytest.mark.parametrize("name", sorted(ELSEWHERE))
+def test_files_of_the_package_that_are_named_exist(name: str) -> None:
+    package = REPOSITORY / "megatrain_accelerate"
+    folders = [folder.name for folder in package.iterdir() if folder.is_dir()]
+    named = re.findall(rf"\b((?:{'|'.join(folders)})/[\w/]+\.\w+)", text_of(DOCS / name))
+    assert named
+    assert sorted({path for path in named if not (package / path).exists()}) == []
+
+
 def commands(page: Path) -> Iterator[list[str]]:
     """The words of each command in a page's ``console`` blocks."""
     for language, block in _FENCE.findall(text_of(page)):
@@ -156,7 +168,21 @@ def help_texts(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     return texts
 
 
+@pytest.fixture
+def folder_of_a_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """The commands are read where ``megatrain.yaml`` and the recipes are. What reading them exports goes again."""
+    shutil.copy(REPOSITORY / "recipes" / "megatrain.yaml", tmp_path)
+    (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @every_page
+@pytest.mark.usefixtures("folder_of_a_user")
 def test_commands_name_options_files_and_targets_that_exist(page: Path, help_texts: dict[str, str]) -> None:
     for words in commands(page):
         check_command(words, help_texts)
