@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 import megatrain_accelerate
-from megatrain_accelerate.integrations.wrapping import wrap_in_subclasses
+from megatrain_accelerate.integrations.wrapping import add_fields, wrap_in_subclasses
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +83,25 @@ def test_a_second_application_changes_nothing() -> None:
             return "late"
 
     assert (Early().own(), Late().own()) == ("early*", "late*")
+
+
+def test_added_fields_leave_an_init_of_the_scripts_own_in_place() -> None:
+    @dataclasses.dataclass
+    class Base:
+        old: int = 1
+
+    @dataclasses.dataclass
+    class Made(Base):
+        own: int = 2
+
+    @dataclasses.dataclass
+    class Written(Base):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.is_by_hand = True
+
+    add_fields(Base, {"new": (int, dataclasses.field(default=3))})
+    assert (Base(new=4).new, Made(5, 6, new=7).new, Made().new) == (4, 7, 3)  # type: ignore[call-arg]
+    assert vars(Written(new=8)) == {"old": 1, "new": 8, "is_by_hand": True}
+    with pytest.raises(TypeError, match="isn't the one that dataclass"):
+        add_fields(Written, {"newer": (int, dataclasses.field(default=0))})
