@@ -70,7 +70,7 @@ def main() -> None:
     model = LlamaForCausalLM(config)
     shape = model.model.layers[0].mlp.gate_proj.weight.shape
     weight.watch(HostKernels, "split", "into the store", lambda _, value, *__: value.shape == shape)
-    megatrain_accelerate.enable({"device_layers": 0, "keep_layers": 0})
+    megatrain_accelerate.enable(placement={"device_layers": 0, "kept_layers": 0})
     accelerator = Accelerator(mixed_precision="bf16")
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 

@@ -101,7 +101,7 @@ def _run_traced(command: Sequence[str], request: TraceRequest) -> int:
     folder = request.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (RAW_TRACE, PERFETTO_TRACE, PICTURE):
+        for name in (RAW_TRACE, f"partial_{RAW_TRACE}", PERFETTO_TRACE, PICTURE):
             (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {folder}: {error}; name a folder that can be written to") from error

@@ -274,6 +274,8 @@ class MegatrainConfig:
                 if key in _GONE:
                     raise ConfigError(f"megatrain_config.{key} is gone: {_GONE[key]}")
                 if key == "placement":
+                    if isinstance(value, PlacementSettings):
+                        value = dataclasses.asdict(value)
                     placement |= _require_mapping(value, "megatrain_config.placement")
                 elif str(key).startswith("placement."):
                     placement[key.removeprefix("placement.")] = value

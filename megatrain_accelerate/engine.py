@@ -222,6 +222,7 @@ class Engine:
         """Undoes an adoption that failed half-way."""
         if "runtime" in self.__dict__:
             self.runtime.worker.close()
+            self.runtime.offloader.slots.clear()
         streamed = [*layers, *(experts for layer in layers for experts in layer.experts)]
         self._detach(streamed)
         for unit in [layer.unit for layer in streamed] + [group.unit for group in groups]:

@@ -92,7 +92,7 @@ class GradientOffloader:
     @property
     def promised_bytes(self) -> int:
         """Of :attr:`passing`, as long as it isn't made but needed; see :func:`count_promises_of`."""
-        is_missing = self.passes and self.passing is None and self.slots
+        is_missing = self.passes and self.passing is None and self.slots and self.streams.device.type != "meta"
         return PASSING_BUFFERS * self._largest_unit if is_missing else 0
 
     def make_places(self, units: Iterable[HostUnit]) -> None:

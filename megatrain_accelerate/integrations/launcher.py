@@ -154,7 +154,8 @@ def _refuse_unsupported(arguments: Any, written: Any, file: str | None) -> None:
     for name in ("use_deepspeed", "use_fsdp", "use_megatron_lm", "tpu"):
         if getattr(arguments, name, False):
             raise ConfigError(f"--{name} and megatrain both decide where the model lives; remove one of the two")
-    kind = written.distributed_type.value if written is not None else "NO"
+    # Of an unquoted NO yaml makes false.
+    kind = getattr(getattr(written, "distributed_type", None), "value", "NO")
     if kind not in _TYPES_BESIDE_A_SECTION:
         raise ConfigError(
             f"megatrain was asked for, but {file} has distributed_type: {kind}, and both decide where the model lives. "

@@ -24,8 +24,8 @@ class Patch(NamedTuple):
     target: str
     """``module:Class.name``, a method or a property."""
     replacement: str
-    """``module:function(names)``: a function of integrations/ that is called instead, with the original
-    first, and the parameters that the original must have. Of an ``__init__``: that is called after it, with
+    """``module:function(names)``: a function of integrations/, or of ``folder.module``, that is called instead, with the
+    original first, and the parameters that the original must have. Of an ``__init__``: that is called after it, with
     what was made. ``module:FIELDS``: fields of a dataclass."""
 
     @property
@@ -94,7 +94,7 @@ PATCHES = (
     Patch("transformers.trainer:Trainer.__init__", "trainer:follow_trainer(self, model, args)"),
     # --- Until the Trainer itself writes checkpoints so that a kill leaves none that is broken.
     # A checkpoint is written aside and renamed when complete.
-    Patch("transformers.trainer:Trainer._save_checkpoint", "checkpoints:save_checkpoint(self, model, trial)"),
+    Patch("transformers.trainer:Trainer._save_checkpoint", "checkpoint.checkpoints:save_checkpoint(self, model, trial)"),
     # --- Until the Trainer loads checkpoints into models on the meta device.
     # A model that was built without weights is prepared before a checkpoint is loaded into it: load_state_dict leaves weights
     # on the meta device as they are, with no more than a warning.
@@ -103,7 +103,7 @@ PATCHES = (
     # The optimizer's state is read through a file mapping, not whole into memory and not to the GPU.
     Patch(
         "transformers.trainer:Trainer._load_optimizer_and_scheduler",
-        "checkpoints:load_optimizer_and_scheduler(self, checkpoint)",
+        "checkpoint.checkpoints:load_optimizer_and_scheduler(self, checkpoint)",
     ),
     # --- Until Transformers tells callbacks of a step's micro-batches.
     # The one place where all micro-batches of an optimizer step are together; nothing is changed in them.

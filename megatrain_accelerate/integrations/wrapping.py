@@ -87,16 +87,16 @@ def _apply(patch: Patch, module: ModuleType) -> None:
     place, _, needs = patch.replacement.rstrip(")").partition("(")
     home, _, function = place.partition(":")
     if function == "FIELDS":
-        add_fields(owner, _load(home, function))
+        add_fields(owner, load_replacement(home, function))
         return
 
     def replacement(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return _load(home, function)(original, *args, **kwargs)
+        return load_replacement(home, function)(original, *args, **kwargs)
 
     def after_init(original: Callable[..., None], made: Any, *args: Any, **kwargs: Any) -> None:
         original(made, *args, **kwargs)
         if is_active(_ARGUMENTS_OF[class_name](made)):
-            _load(home, function)(made)
+            load_replacement(home, function)(made)
 
     names = needs.split(", ") if needs else ()
     if name == "__init__":
@@ -127,8 +127,9 @@ def _patch_error(patch: Patch, cause: Exception) -> Exception:
     return error
 
 
-def _load(module: str, name: str) -> Any:
-    return getattr(import_module(f"{__package__}.{module}"), name)
+def load_replacement(module: str, name: str) -> Any:
+    home = __package__.partition(".")[0] if "." in module else __package__
+    return getattr(import_module(f"{home}.{module}"), name)
 
 
 def wrap_always(owner: Any, name: str, replacement: Callable[..., Any], needs: Sequence[str] = ()) -> None:
@@ -221,7 +222,8 @@ def add_fields(owner: Any, additions: dict[str, tuple[Any, Any]]) -> None:
         if "__dataclass_fields__" not in vars(cls):
             continue
         taken_by_init = set(inspect.signature(cls.__init__, follow_wrapped=False).parameters)
-        is_generated = taken_by_init == {"self", *(field.name for field in dataclasses.fields(cls) if field.init)}
+        fields = {field.name for field in dataclasses.fields(cls) if field.init}
+        is_generated = fields | {"self"} <= taken_by_init <= cls.__dataclass_fields__.keys() | {"self"}  # InitVars among these
         if cls is owner and not is_generated:
             raise TypeError(f"{owner.__name__}.__init__ isn't the one that dataclass() made")
         # Only dataclass() itself makes complete Field objects, and an __init__ with them.

@@ -140,7 +140,7 @@ class ExpertResults:
             yield
         finally:
             for experts in layer.experts:
-                del _at_work[experts]
+                _at_work.pop(experts, None)
 
     @property
     def size_bytes(self) -> int:

@@ -133,6 +133,8 @@ class FusedStep(HostStep):
             states = [state for state in unit.states if id(state.parameter) in new and state.entry.spec.trainable]
             if states:
                 unit.promise("moments")
+                if unit.is_on_device:
+                    unit.allocate_moments()  # before activations take the memory that the plan has for them
             for state in states:
                 self.import_state(state, self._optimizer.state.pop(state.parameter, None) or {})
 
@@ -223,8 +225,6 @@ class FusedStep(HostStep):
         """Shows the unit's moments where they are now; what the user put in their place stays for the next step to take."""
         if self.optimizer is None:
             return
-        if unit.is_on_device and any(id(state.parameter) in self.parameter_ids for state in unit.states):
-            unit.allocate_moments()  # before activations take the memory that the plan has for them
         for state in unit.states:
             shown = self._shown.get(id(state.parameter))
             if shown is None:
@@ -258,11 +258,13 @@ class FusedStep(HostStep):
     ) -> list[Step]:
         """The steps of these numbers, of parameters with their groups; one object has the constants of all that share them."""
         shared: dict[tuple[int, int, float], AdamArguments] = {}
+        equal: dict[AdamArguments, AdamArguments] = {}  # of several groups with the same settings
         steps = []
         for (state, group), number in zip(found, numbers, strict=True):
             factor = factors.get(id(state.parameter), 1.0)
             if (key := (id(group), number, factor)) not in shared:
-                shared[key] = _adam_arguments(group, number, factor, self._is_adamw)
+                arguments = _adam_arguments(group, number, factor, self._is_adamw)
+                shared[key] = equal.setdefault(arguments, arguments)
             steps.append((state, shared[key]))
         return steps
 
@@ -415,7 +417,8 @@ class FusedStep(HostStep):
             for state in layer.unit.states
             if state.parameter.grad is not None and (group := self._group_of.get(id(state.parameter))) is not None
         ]
-        layer.unit.allocate_moments()
+        if found:
+            layer.unit.allocate_moments()
         states = self._optimizer.state
         entries = [self._entry(states, state) for state, _ in found]
         steps = self._steps(found, _next_steps(entries), {})

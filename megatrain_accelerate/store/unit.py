@@ -276,6 +276,8 @@ class HostUnit:
         kinds = [kind for kind in old_memory if kind != "gradients"]
         if device is None and "gradients" in self._promised and any(gradient is not None for gradient in gradients):
             kinds.append("gradients")
+        if device is not None and "moments" in self._promised.difference(kinds):
+            kinds.append("moments")  # before activations take the memory that the plan has for them
         before, self.device = self.device, device
         made: dict[str, HostMemory | DeviceMemory] = {}
         try:

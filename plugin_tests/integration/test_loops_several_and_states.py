@@ -329,7 +329,7 @@ def test_a_model_that_is_prepared_again_has_the_settings_and_the_precision_of_th
         engine = engine_of(model)
         assert engine is not None
         assert first.is_closed
-        assert engine.config.slots == 3
+        assert engine.config.placement.slots == 3
         assert engine.config.moments_dtype == "bf16"
         assert_same_weights(dict(model.state_dict()), trained, tolerance=0.0)
         train(accelerator, model, optimizer, ids)

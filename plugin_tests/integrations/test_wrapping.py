@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import megatrain_accelerate
-from megatrain_accelerate.integrations.wrapping import add_fields, wrap_in_subclasses
+from megatrain_accelerate.integrations.patches import PATCHES, Patch
+from megatrain_accelerate.integrations.wrapping import add_fields, load_replacement, wrap_in_subclasses
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +22,13 @@ def active() -> Iterator[None]:
 
 def with_a_star(original: Callable[..., str], *args: Any) -> str:
     return original(*args) + "*"
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.target)
+def test_every_replacement_is_there(patch: Patch) -> None:
+    home, _, function = patch.replacement.partition(":")
+    name = function.partition("(")[0]
+    assert load_replacement(home, name) is not None
 
 
 def test_methods_of_subclasses_are_wrapped_before_and_after_they_are_defined() -> None:
@@ -105,3 +113,16 @@ def test_added_fields_leave_an_init_of_the_scripts_own_in_place() -> None:
     assert vars(Written(new=8)) == {"old": 1, "new": 8, "is_by_hand": True}
     with pytest.raises(TypeError, match="isn't the one that dataclass"):
         add_fields(Written, {"newer": (int, dataclasses.field(default=0))})
+
+
+def test_fields_are_added_to_a_subclass_that_passes_arguments_on() -> None:
+    @dataclasses.dataclass
+    class Arguments:
+        steps: int = 1
+
+    @dataclasses.dataclass
+    class Passing(Arguments):
+        folder: dataclasses.InitVar[str] = "."
+
+    add_fields(Arguments, {"megatrain": (bool, dataclasses.field(default=False))})
+    assert Passing(steps=2, folder="a", megatrain=True).megatrain

@@ -149,7 +149,7 @@ def test_what_training_adds_is_never_made_on_the_host(
 
     monkeypatch.setattr(host_store, "HostMemory", note)
     monkeypatch.setattr("megatrain_accelerate.gradients.buffers.HostMemory", note)
-    run = started(schedule, device_layers="auto", gpu_memory_gib=1.0, **settings)
+    run = started(schedule, device_layers=None, gpu_memory_gib=1.0, **settings)
     assert len(made) == 2 * len(run.engine.runtime.units), "weights and residuals"
     streamed = started(schedule, **settings)
     del made[:]
@@ -164,7 +164,7 @@ def test_what_training_adds_is_never_made_on_the_host(
 
 
 def test_an_evaluation_before_the_first_step_makes_nothing_that_training_needs() -> None:
-    settings = {"device_layers": "auto", "gpu_memory_gib": 1.0}
+    settings = {"device_layers": None, "gpu_memory_gib": 1.0}
     run, other = started(**settings), started(**settings)
     with torch.no_grad():
         run.model.eval()(input_ids=IDS)
@@ -179,7 +179,7 @@ def test_an_evaluation_before_the_first_step_makes_nothing_that_training_needs()
 
 def test_states_that_were_loaded_move_to_the_device_with_their_units() -> None:
     batches = token_batches(4)
-    before, after, other = started(), started(device_layers="auto", gpu_memory_gib=1.0), started()
+    before, after, other = started(), started(device_layers=None, gpu_memory_gib=1.0), started()
     for ids in batches[:2]:
         before.step(ids)
         other.step(ids)
@@ -227,7 +227,7 @@ def test_a_training_that_never_calls_the_model_itself_has_its_memory_too(use: st
 
 
 def test_units_that_come_back_to_the_host_bring_what_they_have() -> None:
-    run, still = started(device_layers="auto", gpu_memory_gib=1.0), started()
+    run, still = started(device_layers=None, gpu_memory_gib=1.0), started()
     batches = token_batches(3)
     assert run.step(batches[0]) == still.step(batches[0])
     for each in (run, still):
