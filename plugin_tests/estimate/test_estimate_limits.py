@@ -267,7 +267,7 @@ PASSING, BF16, INT8 = {"host_gradients": "passing"}, {"moments_dtype": "bf16"}, 
         ({}, [PASSING, BF16, PASSING | BF16, INT8, PASSING | INT8]),
         (BF16 | {"step_schedule": "deferred"}, [INT8]),
         (PASSING | INT8, []),
-        (PASSING | {"device_layers": 1}, [BF16]),
+        (PASSING | {"placement.device_layers": 1}, [BF16]),
         ({"accumulation": 2}, [BF16, INT8]),
     ],
 )
