@@ -54,8 +54,8 @@ class Limits:
 
 
 class Estimate:
-    """What is found out about one model on one machine; what takes runs without data when it is first asked for. Bytes; speeds
-    a second.
+    """What is found out about one model on one machine; anything that takes a run without data is found when it is first asked
+    for. Bytes; speeds a second.
 
     Raises:
         MegatrainError: a wrong argument, no configuration, or a model that can't stream; the message says what to do. So does

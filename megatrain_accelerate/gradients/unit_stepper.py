@@ -11,11 +11,11 @@ from megatrain_accelerate.transfer.parts import Streamed
 class UnitStepper:
     """What steps parameters of a model, one of its runtime's ``steppers``.
 
-    As it stands: one that runs within ``optimizer.step()``, on the host.
+    By default one that runs within ``optimizer.step()``, on the host.
     """
 
     schedule = "serial"
-    """When the arithmetic runs: ``deferred``, ``backward`` or ``serial``."""
+    """When the arithmetic runs: after ``step()`` (``deferred``), in ``backward``, or within ``step()`` (``serial``)."""
 
     works_on_host = True
     """Whether it needs the states of all units on the host."""

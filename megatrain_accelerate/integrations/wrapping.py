@@ -29,7 +29,7 @@ _trainer_arguments: Any = None
 
 
 def create_accelerator(original: Callable[..., None], trainer: Any) -> None:
-    """``create_accelerator_and_postprocess`` of the Trainer, whose Accelerator knows whose arguments decide."""
+    """``create_accelerator_and_postprocess`` of the Trainer: the Accelerator that it makes keeps the Trainer's arguments."""
     global _trainer_arguments
     outer, _trainer_arguments = _trainer_arguments, trainer.args
     try:
@@ -49,7 +49,7 @@ _ARGUMENTS_OF: dict[str, Callable[[Any], Any]] = {
     "Trainer": lambda trainer: trainer.args,
     "TrainingArguments": lambda arguments: arguments,
 }
-"""By class, the training arguments that decide for a call; of others the process decides."""
+"""By class, the training arguments that decide for a call. For other classes the switch of the process decides."""
 
 
 def ensure_ready() -> None:

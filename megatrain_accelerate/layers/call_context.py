@@ -50,7 +50,7 @@ class CallContext:
         self.backwards = collections.defaultdict[int, Backward](lambda: Backward(offloader, gradient_sums))
         """Those that are under way, by autograd's number."""
         self._readers: dict[int, SlotReader | None] = {}
-        """The calls that compute, by where their slots begin."""
+        """The calls that compute, by the address of their slots."""
 
     @contextlib.contextmanager
     def reading(self, call: SlotReader, slot: WeightSlot) -> Iterator[None]:

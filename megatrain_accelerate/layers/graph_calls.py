@@ -1,6 +1,6 @@
 """Calls of layers in autograd's graph as the engine makes them: whole, or in pieces of their batch.
 
-The first call of a layer finds out whether its graph can be separated from its weights.
+The first call of a layer finds out whether something in its graph still refers to the slot.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class GraphCalls:
     def __init__(self, context: CallContext) -> None:
         self._context = context
         self._tried: set[int] = set()
-        """Indices of layers of which a call has shown whether something is left in their slots."""
+        """Indices of layers of which a call has shown whether their graph still refers to the slot."""
         self._whole: set[int] = set()
-        """Indices of those that leave something, so that their graph can't be kept: backward runs them again as a whole."""
+        """Indices of those whose graph does, and can't be kept: backward runs them again as a whole."""
         self._alive: weakref.WeakSet[GraphCall] = weakref.WeakSet()
 
     # ------------------------------------------------------------------ forward
@@ -40,7 +40,7 @@ class GraphCalls:
     def run(self, layer: StreamedLayer, tape: Tape, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a layer so that its graph can be differentiated.
 
-        Where the first call finds that the graph can't be separated from its weights, the layer is run again as a whole in
+        Where the first call finds that the graph still refers to the slot, the layer is run again as a whole in
         backward, and random numbers, buffers and what is recorded are put back before the call is run in that way.
         """
         shared = SharedMappings(args, kwargs)
@@ -117,7 +117,7 @@ class GraphCalls:
     # ------------------------------------------------------------------ backward
 
     def finish(self, task: int) -> None:
-        """A backward is over: gradients of which no hook told go too."""
+        """A backward is over: gradients for which no hook was called go too."""
         backwards = self._context.backwards
         if task in backwards:
             for call in backwards[task].calls:

@@ -156,7 +156,7 @@ class StreamedLayer:
         return [parameter for parameter in found if parameter is not None and id(parameter) not in self._known]
 
     def require_version(self, version: int | None) -> None:
-        """Raises a StateError in a backward whose forward saw other weights, of this version of the unit."""
+        """For a backward: raises a StateError unless the unit still has the version that its forward saw."""
         if self.unit.version != version:
             raise StateError(
                 f"the weights of {self.kind} {self.name} were changed between forward and backward (by optimizer.step(), a "

@@ -21,22 +21,22 @@ from megatrain_accelerate.transfer.streams import WeightSlot
 class _EndOfBackward:
     """Autograd calls this when a backward is over, and drops it uncalled when one has failed."""
 
-    def __init__(self, over: Callable[[int, bool], None], task: int) -> None:
-        self._over: Callable[[int, bool], None] | None = over
+    def __init__(self, on_end: Callable[[int, bool], None], task: int) -> None:
+        self._on_end: Callable[[int, bool], None] | None = on_end
         self._task = task
 
     def __call__(self) -> None:
-        over, self._over = self._over, None
-        if over is not None:
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
             try:
-                over(self._task, True)
+                on_end(self._task, True)
             except BaseException:
-                over(self._task, False)
+                on_end(self._task, False)
                 raise
 
     def __del__(self) -> None:
-        if self._over is not None:
-            self._over(self._task, False)
+        if self._on_end is not None:
+            self._on_end(self._task, False)
 
 
 class Passes:
@@ -45,7 +45,7 @@ class Passes:
     Args:
         layers, groups: all of the model.
         watch: ends when a backward begins.
-        over: called with autograd's number of a backward that has ended, and whether it succeeded.
+        on_end: called with autograd's number of a backward that has ended, and whether it succeeded.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Passes:
         prefetcher: Prefetcher,
         offloader: GradientOffloader,
         watch: Watch,
-        over: Callable[[int, bool], None],
+        on_end: Callable[[int, bool], None],
     ) -> None:
         self.order = CallOrder(len(layers))
         self._last_layer, self._groups = layers[-1], groups
-        self._prefetcher, self._offloader, self._watch, self._over = prefetcher, offloader, watch, over
+        self._prefetcher, self._offloader, self._watch, self._on_end = prefetcher, offloader, watch, on_end
         self._slot_count = prefetcher.slot_count
         self._task: int | None = None
         """Autograd's number of the backward that is under way."""
@@ -76,7 +76,8 @@ class Passes:
     # ------------------------------------------------------------------ forward
 
     def record(self, layer: StreamedLayer) -> tuple[Tape, int, OpenForward]:
-        """Notes a forward call that has a graph: its place, and what lives as long as the graph if whoever calls holds it."""
+        """Notes a forward call that has a graph: returns its place, and a mark that the graph is to hold, so that it dies with
+        it."""
         tape, position = self.order.record(layer.index)
         open_forward = tape.open_forward()
         self._open.add(open_forward)
@@ -97,7 +98,7 @@ class Passes:
 
     @property
     def _look_ahead(self) -> int:
-        """Calls to look ahead, so that as many as there are slots need one."""
+        """Calls to look ahead: as many as there are shared slots, and those that have slots of their own between them."""
         return self._slot_count + len(self._prefetcher.own_slots)
 
     # ------------------------------------------------------------------ backward
@@ -115,10 +116,10 @@ class Passes:
         if of_forward is not None:
             self._in_this_backward.add(of_forward)
         task = torch._C._current_graph_task_id()
-        if task != self._task:  # of one that raised autograd has dropped the callback
+        if task != self._task:  # if the one before raised, autograd has dropped its callback
             self._watch.end()
             self._task = task
-            Variable._execution_engine.queue_callback(_EndOfBackward(self._over, task))
+            Variable._execution_engine.queue_callback(_EndOfBackward(self._on_end, task))
 
     def backward_fails(self, task: int) -> None:
         """A backward ended by an exception."""

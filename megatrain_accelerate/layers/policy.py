@@ -18,9 +18,10 @@ class ActivationPolicy:
     attention_kept: frozenset[int] = frozenset()
     """Recomputed layers whose attention isn't computed again: its results wait until backward."""
     inputs_offloaded: frozenset[int] = frozenset()
-    """Of those among them that are recomputed, the inputs wait in host memory until backward, and attention's results too."""
+    """Layers whose inputs and kept results of attention wait in host memory until backward, if they are recomputed."""
     budgets: tuple[float, float] = (0.0, 1.0)
-    """Memory budgets of compiled layers: of those that are neither kept nor offloaded, and of those that are."""
+    """Memory budgets of compiled layers, from 0 (saves the inputs alone) to 1 (saves everything): of those that are neither
+    kept nor offloaded, and of those that are."""
 
     def is_recomputed(self, index: int) -> bool:
         """Whether the layer's activations neither stay nor wait in host memory."""

@@ -19,7 +19,7 @@ from megatrain_accelerate.plan.placement import Placement
 from megatrain_accelerate.plan.step_simulation import StepTime
 
 RESUMED_SHARE_OF_DEVICE = 0.95
-"""Of what is free: what a plan may take that was made for the same device in another process. A new plan takes less."""
+"""Share of the free memory that a resumed plan may take. A new plan takes less: a few MiB more or less are free each time."""
 
 
 def made_for(model: nn.Module, runtime: StreamingRuntime, config: MegatrainConfig, micro_batches: int) -> str:
@@ -47,9 +47,11 @@ class PlanRecord:
     """Those that the plan covers."""
     plans: int = 0
     forwards_at_once: int = 1
+    """Forwards that may wait for their backward at a time."""
     samples: int | None = None
     """Of a piece of the batch (:mod:`.step_ways`)."""
     token_tile: int = 0
+    """Tokens of a tile in the layers; 0 for none."""
     placement: Placement = dataclasses.field(default_factory=Placement)
     predicted_bytes: int = 0
     """0 before the first plan, or if unknown; so is the time None."""

@@ -1,4 +1,4 @@
-"""What the ways of weights and gradients see of the parts of a model, which upper files make."""
+"""Protocols: what the ways of weights and gradients see of a model's parts, whose classes stand in upper folders."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Stepped(Protocol):
 
 
 class Streamed(Stepped, Fetched, Protocol):
-    """A layer, or all experts of one that stream in parts: what brings its gradients through slots."""
+    """A layer, or all experts of one that stream in parts: what brings its gradients through slots. All experts together have
+    their layer's index and aren't fetched as a whole."""
 
     kind: str
     """In messages, before the name."""
