@@ -18,7 +18,7 @@ from plain_torch import tiny_model, token_batches
 
 from megatrain_accelerate.kernels.host import AdamArguments
 
-CSRC = Path(__file__).parents[1] / "megatrain_accelerate" / "optim" / "csrc"
+CSRC = Path(__file__).parents[1] / "megatrain_accelerate" / "kernels" / "csrc"
 
 
 def arguments(step: int = 1, **changes: Any) -> AdamArguments:

@@ -22,6 +22,7 @@ from trainer_runs import plugin
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.layers.compiled_layer import CompiledLayers
 from megatrain_accelerate.plan.step_outline import outline_step
+from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.prefetch import Prefetcher
 
 pytestmark = pytest.mark.skipif(
@@ -302,8 +303,15 @@ def test_parity_is_lost_if_a_layer_runs_with_anothers_weights(monkeypatch: pytes
     # The comparison sees what it is for.
     family = FAMILIES["bert_classifier"]
     plain = train_plainly(family, torch.bfloat16)
-    copy = Prefetcher._copy
-    monkeypatch.setattr(Prefetcher, "_copy", lambda self, layer, slot: copy(self, self._layers[0], slot))
+    pieces, copied = HostUnit.pieces, list[torch.Tensor]()
+
+    def of_the_first_unit(unit: HostUnit, of_unit: torch.Tensor, of_slot: torch.Tensor, trainable_only: bool) -> Any:
+        if not trainable_only:
+            copied.append(of_unit)
+            of_unit = copied[0]
+        return pieces(unit, of_unit, of_slot, trainable_only)
+
+    monkeypatch.setattr(HostUnit, "pieces", of_the_first_unit)
     assert list(differences(train_streamed(family, torch.bfloat16), plain))
 
 

@@ -302,7 +302,11 @@ def peaks(**settings: object) -> tuple[int, int]:
     runtime.gradient_sums.begin(runtime.layers[0].unit.layout)
     assert runtime.gradient_sums._buffer is not None
     present = [slot.buffer for slot in [*runtime.prefetcher.slots, *runtime.offloader.slots]]
-    present += [*model.parameters(), *model.buffers(), *(unit.gradients for unit in runtime.units)]
+    present += [
+        *model.parameters(),
+        *model.buffers(),
+        *(tensor for unit in runtime.units for tensor in (unit.weights, unit.gradients)),
+    ]
     present += [runtime.norms.norms, runtime.gradient_sums._buffer]
     with LiveBytes(present) as live:
         model(input_ids=ids, labels=ids).loss.backward()
