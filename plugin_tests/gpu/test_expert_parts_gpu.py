@@ -13,9 +13,10 @@ from part_models import tiny_experts
 from plain_torch import PlainRun, token_batches
 
 from megatrain_accelerate.gradients import offload as grad_offload
-from megatrain_accelerate.layers import expert_function, expert_streams
+from megatrain_accelerate.layers import expert_function
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.plan.device_plan import LIBRARY_WORKSPACE_BYTES
+from megatrain_accelerate.transfer.prefetch import Prefetcher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -100,13 +101,14 @@ def test_a_part_is_not_overwritten_while_its_slow_kernels_read_it(monkeypatch: p
 
 def test_a_part_is_not_read_before_its_slow_copy_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = in_three_parts()
-    copy = expert_streams._PartPrefetcher._copy
+    fill = Prefetcher._fill
 
     def slow(self: Any, *args: Any) -> None:
-        torch.cuda._sleep(SLEEP_CYCLES)  # on the stream of the copy
-        copy(self, *args)
+        with self._streams.on(self._streams.h2d_stream):
+            torch.cuda._sleep(SLEEP_CYCLES)
+        fill(self, *args)
 
-    monkeypatch.setattr(expert_streams._PartPrefetcher, "_copy", slow)
+    monkeypatch.setattr(Prefetcher, "_fill", slow)
     assert_same(trained(3), expected)
 
 

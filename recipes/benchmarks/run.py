@@ -196,6 +196,8 @@ def parse() -> tuple[argparse.Namespace, list[Case], dict[str, Any]]:
         options.config = HERE.parent / ("megatrain.yaml" if torch.cuda.is_available() else "megatrain_cpu.yaml")
     if options.beside is not None and not (options.beside / "megatrain_accelerate").is_dir():
         parser.error(f"--beside: no megatrain_accelerate in {options.beside}; pip install --no-deps --target makes it")
+    if options.beside is not None and Path("megatrain_accelerate").is_dir():
+        parser.error("--beside: `python -m accelerate` takes the package of the current folder first; start from another one")
     if options.peers is not None and not (options.peers / "run_suite.sh").is_file():
         parser.error(f"--peers: there is no run_suite.sh in {options.peers}")
     if options.peers is not None and options.accumulation > 1:
