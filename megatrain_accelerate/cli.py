@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatrain_accelerate import __version__, tracing
+from megatrain_accelerate.configs import command as config
 from megatrain_accelerate.doctor import command as doctor
 from megatrain_accelerate.errors import ConfigError, MegatrainError
 from megatrain_accelerate.estimate import command as estimate
@@ -57,6 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     doctor.add_arguments(checkup)
     checkup.set_defaults(run=doctor.run)
+    start = commands.add_parser(
+        "config",
+        help="print the yaml to begin with, for accelerate launch --config; or that of a recipe",
+        description="Prints a yaml with comments: megatrain config > megatrain.yaml. RECIPE is one of "
+        f"{', '.join(sorted(config.recipes()))}; the first lines of each say what it is for.",
+    )
+    config.add_arguments(start)
+    start.set_defaults(run=config.run)
     return _while_read(parser.parse_args(arguments))
 
 

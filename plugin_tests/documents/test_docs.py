@@ -161,7 +161,7 @@ def check_command(words: list[str], help_texts: dict[str, str]) -> None:
 def help_texts(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     """What ``megatrain COMMAND --help`` prints."""
     texts = {}
-    for command in ("estimate", "doctor", "trace"):
+    for command in ("estimate", "doctor", "trace", "config"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         texts[command] = re.sub(r"[\[\],]", " ", capsys.readouterr().out)
