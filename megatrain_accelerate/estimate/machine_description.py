@@ -30,6 +30,8 @@ H2D_SHARE, D2H_SHARE = 0.841, 0.862
 """Of the link's stated speed: 53.0 and 54.3 of 63.0 GB/s, PCIe Gen5 on H200."""
 H2D_SHARE_IN_STEP, D2H_SHARE_IN_STEP = 0.37, 0.52
 """Of those, what is left while the host steps: 35 and 48% on one server with 64 cores, 39 and 57% on another."""
+STEP_SHARE_BESIDE_COPIES = 0.85
+"""Of the host step's speed, what is left while activations leave: 79 to 93% on a server with 16 cores."""
 STEP_PARAMETERS_PER_THREAD = 0.41e9
 """A second, of the host's AdamW: 5.7 G/s with 14 threads in training, on a server's cores with AVX-512."""
 CONTEXT_BYTES = GIB // 2
@@ -232,6 +234,7 @@ def _described(options: MachineOptions, config: MegatrainConfig) -> MachineDescr
         step_overhead=STEP_OVERHEAD,
         h2d_share_in_step=H2D_SHARE_IN_STEP,
         d2h_share_in_step=D2H_SHARE_IN_STEP,
+        step_share_beside_copies=STEP_SHARE_BESIDE_COPIES,
     )
     return MachineDescription(
         gpu=gpu.name,

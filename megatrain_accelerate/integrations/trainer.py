@@ -189,7 +189,8 @@ class MegatrainCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if (engine := engine_of(kwargs["model"])) is not None:
-            record_choice(state, "compiles", engine.runtime.compiled.pays)
+            engine.device_plan.note_step()
+            record_choice(state, "compiles", engine.device_plan.expected[1])
             record_choice(state, "plan", engine.device_plan.record)
         if self._telemetry is not None:
             self._telemetry.step_ends()

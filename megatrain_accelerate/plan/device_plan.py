@@ -85,6 +85,8 @@ class DevicePlan:
         """Which layers stay on the device from one forward without gradients to the next."""
         self._foreseen: dict[Hashable, StepOutline] = {}
         self._expected: tuple[int | None, bool | None] = (None, None)
+        self._compiles_after_a_step = False
+        """Whether the first step of a training is under way, and layers are compiled from the second on."""
         self._resumed: dict[str, Any] | None = None
         """The record of an interrupted training, until its plan is taken over."""
         self.record: dict[str, Any] | None = None
@@ -281,16 +283,26 @@ class DevicePlan:
         pays for itself. ``compiles`` is what the training chose before it was interrupted, ``record`` its :attr:`record`."""
         if record is not None or (steps, compiles) != self._expected:
             compiled = self._runtime.compiled
-            self._expected, compiled.pays = (steps, compiles), compiles if compiled.is_optional else None
-            self._measured_steps.clear()
-            self._foreseen.clear()
-            self.forget()
+            self._expected = (steps, compiles)
+            self._run_layers(compiles if compiled.is_optional else None)
         self._resumed = record
+
+    def note_step(self) -> None:
+        """An optimizer step is over. After the first of a training that pays for compiling the next batch is planned anew."""
+        if self._compiles_after_a_step:
+            self._run_layers(compiled=True)
+
+    def _run_layers(self, compiled: bool | None) -> None:
+        """Layers run compiled, or not, from now on, for which nothing is measured or planned yet; None: it isn't decided."""
+        self._runtime.compiled.pays, self._compiles_after_a_step = compiled, False
+        self._measured_steps.clear()
+        self._foreseen.clear()
+        self.forget()
 
     @property
     def expected(self) -> tuple[int | None, bool | None]:
         """Steps of the training in progress, and whether it compiles layers; None for what isn't known."""
-        return self._expected[0], self._runtime.compiled.pays
+        return self._expected[0], self._compiles_after_a_step or self._runtime.compiled.pays
 
     def forget(self) -> None:
         """The next batch is planned for as if it were the first: steps are to run in another way from now on."""
@@ -346,14 +358,16 @@ class DevicePlan:
         return self._search_for(self.foresee(model, inputs)).best()
 
     def _decide_on_compiling(self, outline: StepOutline) -> None:
-        """Layers are compiled if the training is long enough to pay for it. The first outline of a training decides."""
+        """Layers are compiled if the training is long enough to pay for it. The first outline of a training decides. The first
+        step comes at once all the same, uncompiled: whoever waits for it sees that the script works."""
         compiled, steps = self._runtime.compiled, self._expected[0]
         if compiled.is_optional and compiled.pays is None and steps is not None:
             # Backward takes twice the FLOPs of forward.
             pass_flops = 3 * sum(outline.profiles[call.kind].forward.flops for call in outline.forward_calls)
             saved_seconds = steps * self.micro_batches * _SAVED_SHARE * pass_flops / _EAGER_FLOPS
-            compiled.pays = saved_seconds >= COMPILE_SECONDS * len(outline.profiles)
-            if not compiled.pays:
+            self._compiles_after_a_step = saved_seconds >= COMPILE_SECONDS * len(outline.profiles)
+            compiled.pays = False
+            if not self._compiles_after_a_step:
                 text = "megatrain: %d steps don't pay for compiling the layers (compile_layers: true compiles them)"
                 logger.info(text, steps)
 
@@ -418,7 +432,7 @@ class DevicePlan:
             offloaded_bytes=sum(sent_bytes(outline, found.placement)),
         )
         self._place(found.placement)
-        if self.show:
+        if self.show and not self._compiles_after_a_step:
             say(plan_table(self._made, self._runtime, budget_bytes, outline), file=sys.stderr)
         if self.predicted_bytes > budget_bytes:
             held = {**self._fixed_bytes_by_kind(outline), "step": found.peak_bytes}

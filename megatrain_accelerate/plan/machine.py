@@ -73,6 +73,8 @@ class Machine:
     """Of :attr:`h2d_bytes`, what is left while the other direction copies and the host steps: all three share its memory."""
     d2h_share_in_step: float = 1.0
     """The same of :attr:`d2h_bytes`."""
+    step_share_beside_copies: float = 1.0
+    """Of :attr:`host_step_parameters`, what is left while both directions copy."""
 
     @property
     def host_step_traffic(self) -> float:
@@ -173,9 +175,9 @@ def _measure(device: torch.device, kernels: HostKernels) -> Machine:
         d2h = seconds_of(device, lambda: host.copy_(on_device, non_blocking=True))
         step_work = _host_step(kernels, elements)
         step = seconds_of(torch.device("cpu"), step_work)
-        h2d_in_step, d2h_in_step = h2d, d2h
+        h2d_in_step, d2h_in_step, steps = h2d, d2h, [step]
         if is_gpu:
-            with _repeated(step_work):
+            with _repeated(step_work) as steps:
                 h2d_in_step, d2h_in_step = _seconds_of_both(on_device, host)
         within = seconds_of(device, lambda: other.copy_(on_device))
         host_memory.close()
@@ -190,23 +192,27 @@ def _measure(device: torch.device, kernels: HostKernels) -> Machine:
         device_flops=2 * side**3 / product,
         h2d_share_in_step=min(1.0, h2d / h2d_in_step),
         d2h_share_in_step=min(1.0, d2h / d2h_in_step),
+        step_share_beside_copies=min(1.0, step / statistics.median(steps) / SHARE_IN_A_STEP),
         step_overhead=STEP_OVERHEAD if is_gpu else 0.0,
     )
 
 
 @contextlib.contextmanager
-def _repeated(work: Callable[[], object]) -> Iterator[None]:
-    """Does the work again and again on a thread of its own until the body ends."""
-    is_over = threading.Event()
+def _repeated(work: Callable[[], object]) -> Iterator[list[float]]:
+    """Does the work again and again on a thread of its own until the body ends; gives the seconds of each round, of which
+    the last may end after the body."""
+    is_over, rounds = threading.Event(), []
 
     def repeat() -> None:
         while not is_over.is_set():
+            start = time.perf_counter()
             work()
+            rounds.append(time.perf_counter() - start)
 
     thread = threading.Thread(target=repeat, name="megatrain-step-speed")
     thread.start()
     try:
-        yield
+        yield rounds
     finally:
         is_over.set()
         thread.join()

@@ -3,8 +3,9 @@
 It is a small simulation of the pipeline: the device's compute, the two directions of the link, and the host's
 optimizer, each a resource that does one thing at a time, over three steps of which the last counts.
 
-The host's optimizer and the copies over the link share the host's memory. The optimizer has the better of it: while it steps,
-copies go at a share of their speed (``machine.py`` measures it, and takes a fixed tenth off the optimizer's).
+The host's optimizer and the copies over the link share the host's memory. While it steps, copies go at a share of their speed.
+It loses a fixed tenth of its own beside copies of weights, and a measured share while activations leave in the forward that it
+steps under (``machine.py``).
 """
 
 from __future__ import annotations
@@ -185,6 +186,17 @@ class _Pipeline:
         self.slots = Slots(model.slots, self.h2d)
         self.parts = _Parts(self)
         self.gradients_out: collections.deque[float] = collections.deque(maxlen=GRADIENT_SLOTS)
+        self.step_bytes_per_second = machine.host_step_traffic * self._step_share()
+
+    def _step_share(self) -> float:
+        """What is left of the host step's speed, by how much of its time activations leave."""
+        model, placement, machine = self.model, self.placement, self.machine
+        stepped = [unit for layer, unit in enumerate(model.layers) if layer not in placement.on_device]
+        stepped += [part for parts in model.parts.values() for part in parts]
+        stepped += [] if placement.groups_on_device else model.groups
+        seconds = sum(unit.step_traffic for unit in stepped) / machine.host_step_traffic
+        leaving_seconds = sum(self.sent) / (machine.d2h_bytes * machine.d2h_share_in_step)
+        return 1 - min(1.0, leaving_seconds / seconds if seconds else 0.0) * (1 - machine.step_share_beside_copies)
 
     def _weights_at(self, layer: int) -> float:
         """When the layer's weights are on the device."""
@@ -263,7 +275,7 @@ class _Pipeline:
 
     def step_unit(self, unit: UnitSizes, not_before: float) -> float:
         """The host steps a unit; returns when it has."""
-        return self.host.work(unit.step_traffic / self.machine.host_step_traffic, not_before)
+        return self.host.work(unit.step_traffic / self.step_bytes_per_second, not_before)
 
     def step(self) -> None:
         """Called when every gradient is on the host: what ``optimizer.step()`` does."""

@@ -53,8 +53,8 @@ def test_an_estimate_for_this_machine_goes_by_its_measured_speeds(capsys: pytest
     assert found["rows"][0]["gpu_gib"] <= found["gpu_planned_gib"]
 
 
-def test_the_share_of_the_link_that_copies_have_beside_the_hosts_step_is_measured() -> None:
+def test_the_shares_that_copies_and_the_hosts_step_have_beside_each_other_are_measured() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     speeds = machine._measure(device, HostKernels())
-    for share in (speeds.h2d_share_in_step, speeds.d2h_share_in_step):
+    for share in (speeds.h2d_share_in_step, speeds.d2h_share_in_step, speeds.step_share_beside_copies):
         assert 0.05 < share <= 1.0

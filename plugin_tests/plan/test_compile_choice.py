@@ -48,6 +48,7 @@ def steps_that_pay(batch: int, length: int, layers: int) -> float:
         power = (fewest + most) / 2
         engine.device_plan.expect_steps(int(2**power))
         engine.device_plan.follow(model, {"input_ids": ids, "labels": ids})
+        engine.device_plan.note_step()
         fewest, most = (fewest, power) if would_compile(engine) else (power, most)
     engine.close()
     return 2**most
@@ -57,6 +58,19 @@ def test_a_training_compiles_from_a_number_of_steps_on_that_falls_with_the_size_
     steps = steps_that_pay(batch=2, length=16, layers=2)
     assert steps_that_pay(batch=4, length=16, layers=2) == pytest.approx(steps / 2, rel=0.01)
     assert steps_that_pay(batch=2, length=16, layers=4) == pytest.approx(steps / 2, rel=0.01)
+
+
+def test_the_first_step_does_not_wait_for_the_compiler() -> None:
+    model = tiny_model().train()
+    engine = attach(model)
+    engine.device_plan.expect_steps(2**40)
+    ids = token_batches(1)[0]
+    for compiles in (False, True, True):
+        engine.device_plan.follow(model, {"input_ids": ids, "labels": ids})
+        assert would_compile(engine) is compiles
+        assert engine.device_plan.expected == (2**40, True), "a checkpoint after the first step says so too"
+        engine.device_plan.note_step()
+    engine.close()
 
 
 @pytest.mark.parametrize(("compile_layers", "compiles"), [("auto", False), (True, True), (False, False)])

@@ -47,6 +47,7 @@ def test_speeds_are_measured_once_in_a_process_and_kept(measured: list[int], tmp
     speeds = dataclasses.asdict(first)
     assert speeds.pop("step_overhead") == 0.0  # a GPU's
     assert (speeds.pop("h2d_share_in_step"), speeds.pop("d2h_share_in_step")) == (1.0, 1.0)  # there is no link
+    assert speeds.pop("step_share_beside_copies") == 1.0
     assert all(value > 1e6 for value in speeds.values())
     assert len(list((tmp_path / "megatrain_accelerate").iterdir())) == 1
 

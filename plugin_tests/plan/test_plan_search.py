@@ -176,6 +176,18 @@ def test_fewer_layers_are_offloaded_where_copies_are_slow_beside_the_host_step()
     assert best[1].time.seconds < every_second[1] - 2.0
 
 
+def test_the_host_steps_slower_while_activations_leave() -> None:
+    alone = dataclasses.replace(MACHINE, host_step_parameters=10.0)
+    beside = dataclasses.replace(alone, step_share_beside_copies=0.5)
+    assert seconds(beside, offloaded=0).host_step == seconds(alone, offloaded=0).host_step
+    # Activations of ten layers, 50 bytes each, take the link 5 s; the steps of ten layers and a group take 10.2 s.
+    all_of_them = seconds(beside, offloaded=LAYERS).host_step / seconds(alone, offloaded=LAYERS).host_step
+    assert all_of_them == pytest.approx(1 / (1 - 0.5 * 5.0 / 10.2))
+    assert 1.0 < seconds(beside, offloaded=1).host_step / seconds(alone, offloaded=1).host_step < all_of_them
+    slow_link = dataclasses.replace(beside, d2h_bytes=10.0)  # all of it
+    assert seconds(slow_link, offloaded=LAYERS).host_step == pytest.approx(2 * seconds(alone, offloaded=0).host_step)
+
+
 @pytest.mark.parametrize(("offloaded", "spacing"), [(0, 1), (1, 8), (2, 5), (3, 3), (5, 2), (6, 1), (99, 1)])
 def test_offloaded_layers_are_spread_over_those_that_are_not_kept(offloaded: int, spacing: int) -> None:
     placement = Placement.of_counts(12, kept=2, offloaded=offloaded)
