@@ -1,4 +1,4 @@
-# make demo | test | test-fast | test-long | test-oldest | test-nightly | lint | docs | bench | clean | venv
+# make demo | test | test-fast | test-long | test-oldest | test-nightly | lint | docs | wheels | bench | clean | venv
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -19,6 +19,7 @@ BIN := $(VENV)/bin
 OLDEST := $(VENV)-oldest
 NIGHTLY := $(VENV)-nightly
 DOCS := $(VENV)-docs
+WHEELS := $(VENV)-wheels
 # For example: make test-nightly NIGHTLY_TESTS=plugin_tests/plan
 NIGHTLY_TESTS ?=
 # What an old Accelerate, Transformers or PEFT could break: patches, activation, Trainer, loops, checkpoints, merges, the bits.
@@ -43,7 +44,7 @@ COMMON_DEMO_ARGS := --model_size auto --lr_scheduler_type cosine --adam_beta2 0.
 # The first steps of the CPU's demo: while the learning rate rises, it doesn't depend on the number of steps.
 FIRST_STEPS_ARGS := $(CPU_DEMO_ARGS) $(COMMON_DEMO_ARGS) --model_size tiny --max_steps 20 --eval_strategy no --report_to none
 
-.PHONY: demo test test-fast test-long test-oldest test-nightly lint docs bench clean venv
+.PHONY: demo test test-fast test-long test-oldest test-nightly lint docs wheels bench clean venv
 .DELETE_ON_ERROR:
 
 venv: $(INSTALLED)
@@ -151,10 +152,27 @@ $(DOCS)/.installed: requirements-docs.txt
 docs: $(DOCS)/.installed
 	$(DOCS)/bin/mkdocs build --strict
 
+$(WHEELS)/.installed: requirements-wheels.txt
+	$(PYTHON) -m venv $(WHEELS)
+	$(WHEELS)/bin/pip install -r requirements-wheels.txt
+	touch $@
+
+# The sdist, and from its content a wheel for each architecture: neither needs a compiler or a container. Zig builds its
+# C++ library the first time, which takes minutes.
+wheels: $(WHEELS)/.installed
+	rm -rf dist
+	$(WHEELS)/bin/python -m build --no-isolation --sdist
+	for architecture in x86_64 aarch64; do \
+		MEGATRAIN_WHEEL=$$architecture $(WHEELS)/bin/pip wheel --no-deps --no-build-isolation --no-cache-dir \
+			--wheel-dir dist dist/*.tar.gz || exit; \
+	done
+	$(WHEELS)/bin/twine check --strict dist/*
+	PATH=$(CURDIR)/$(WHEELS)/bin:$$PATH $(WHEELS)/bin/python .ci/packages.py
+
 bench: $(INSTALLED)
 	$(BIN)/python recipes/benchmarks/run.py --out $(BENCH_OUTPUT) $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NIGHTLY) $(DOCS) build dist site outputs/demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(NIGHTLY) $(DOCS) $(WHEELS) build dist site outputs/demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 	rm -f megatrain_accelerate/kernels/*.so
 	find megatrain_accelerate plugin_tests recipes -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,9 +12,20 @@
 
 #include <cstdint>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "thread_pool.h"
 
 #define MEGATRAIN_INLINE inline __attribute__((always_inline))
+
+// Clang ignores all of a target that names a vector width, and takes the widest vectors by itself.
+#if defined(__clang__)
+#define MEGATRAIN_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")))
+#else
+#define MEGATRAIN_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
+#endif
 
 // Before a loop whose iterations don't depend on each other: arrays don't overlap, or one is read where it is written.
 // Compilers compare the addresses instead, and give vectors up where that would be more than ten comparisons.
@@ -30,14 +41,24 @@ namespace megatrain {
 
 enum InstructionSet : int { kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
 
+// What the processor has and the system saves the registers of. (__builtin_cpu_supports() isn't asked: in the run-time
+// library of Zig's compiler, which builds the wheels, it says no to everything.)
 inline InstructionSet best_instruction_set() {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-      return kAvx512;
-    }
+  constexpr unsigned kFirst = bit_FMA | bit_OSXSAVE;
+  constexpr unsigned kSeventh = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
+  constexpr unsigned kYmmState = 0x6, kZmmState = 0xe6;
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || (ecx & kFirst) != kFirst ||
+      !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(ebx & bit_AVX2)) {
+    return kBaseline;
+  }
+  unsigned saved, upper;
+  __asm__("xgetbv" : "=a"(saved), "=d"(upper) : "c"(0));
+  if ((saved & kZmmState) == kZmmState && (ebx & kSeventh) == kSeventh) {
+    return kAvx512;
+  }
+  if ((saved & kYmmState) == kYmmState) {
     return kAvx2;
   }
 #endif
@@ -56,7 +77,7 @@ __attribute__((target("avx2,fma"))) void run_range_avx2(const void* job, int64_t
 }
 
 template <class Job>
-__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))) void run_range_avx512(
+MEGATRAIN_AVX512 void run_range_avx512(
     const void* job, int64_t begin, int64_t end) {
   static_cast<const Job*>(job)->range(begin, end);
 }
