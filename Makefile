@@ -98,7 +98,7 @@ demo: $(INSTALLED)
 		$(BIN)/accelerate launch --config $$config --mixed_precision no recipes/train_causal_lm.py \
 			--output_dir $$first $(FIRST_STEPS_ARGS) $(DEMO_ARGS); \
 	fi; \
-	(set -x; MEGATRAIN_DISABLE=1 $(BIN)/python recipes/train_causal_lm.py \
+	(set -x; MEGATRAIN_DISABLE=1 CUDA_VISIBLE_DEVICES=$${CUDA_VISIBLE_DEVICES:-0} $(BIN)/python recipes/train_causal_lm.py \
 		--output_dir $(OUTPUT)/stock $(FIRST_STEPS_ARGS) $(DEMO_ARGS) $$stock); \
 	echo "--- Report:"; \
 	$(BIN)/python recipes/report.py $(OUTPUT) --require-falling-loss --losses $$first $(OUTPUT)/stock

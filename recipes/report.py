@@ -114,15 +114,15 @@ def format_table(values: dict[str, float]) -> str:
     """The plugin's figures as text, by section, without those that are 0; keys that aren't known come last, by name."""
     if not values:
         return "No megatrain figures in the log: the plugin was off."
-    values = {key: value for key, value in values.items() if value}
     known = {key for rows in SECTIONS.values() for key in rows}
     sections = {**SECTIONS, "Other": {key: (key, "") for key in sorted(values) if key not in known}}
     lines = []
     for title, rows in sections.items():
-        present = {key: row for key, row in rows.items() if key in values}
+        shown = {label: format_value(values[key], unit) for key, (label, unit) in rows.items() if key in values}
+        present = {label: text for label, text in shown.items() if float(text.split()[0].replace(",", ""))}
         if present:
             lines += ["", title]
-            lines += [f"  {label:<36}{format_value(values[key], unit)}" for key, (label, unit) in present.items()]
+            lines += [f"  {label:<36}{text}" for label, text in present.items()]
     return "\n".join(lines[1:])
 
 

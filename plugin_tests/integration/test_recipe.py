@@ -132,7 +132,7 @@ def test_report_shows_the_newest_figures_and_draws_the_loss(tmp_path: Path) -> N
 
 def test_report_leaves_out_what_is_0(tmp_path: Path) -> None:
     write_log(
-        tmp_path, [{"step": 1, "loss": 5.0, "megatrain/h2d_gb": 0.0, "megatrain/kept_layers": 0, "megatrain/d2h_gb": 2.0}]
+        tmp_path, [{"step": 1, "loss": 5.0, "megatrain/h2d_gb": 0.0002, "megatrain/kept_layers": 0, "megatrain/d2h_gb": 2.0}]
     )
     printed = run_script("report.py", tmp_path).stdout
     assert "GPU to host" in printed
