@@ -138,6 +138,7 @@ def _bfloat16(value: Any, conversion: Conversion) -> Remark | None:
 def _mixed_precision(value: Any, conversion: Conversion) -> Remark | None:
     if value in ("bf16", "no", False):  # yaml reads a bare no as false
         conversion.settings.setdefault("mixed_precision", value or "no")
+    if value in ("bf16", "no", False, None):
         return None
     if value == "fp16":
         return _half_precision(True, conversion)
@@ -423,7 +424,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 def _walk(section: Mapping[str, Any], prefix: str, conversion: Conversion) -> None:
     for name, value in section.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value.get("enabled") is False:
+        if (isinstance(value, Mapping) and value.get("enabled") is False) or (value is None and key in _SECTIONS):
             continue
         if isinstance(value, Mapping) and key in _SECTIONS:
             _walk(value, f"{key}.", conversion)

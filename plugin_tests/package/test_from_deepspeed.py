@@ -154,7 +154,8 @@ def test_what_has_no_counterpart_is_said(given: dict[str, Any], key: str, tmp_pa
 
 
 def test_what_is_off_is_passed_over(tmp_path: Path) -> None:
-    off = {"zero_optimization": {"zero_quantized_weights": False}, "wandb": {"enabled": False}, "gradient_clipping": 0}
+    zero = {"zero_quantized_weights": False, "offload_param": None}
+    off = {"zero_optimization": zero, "wandb": {"enabled": False}, "gradient_clipping": 0, "mixed_precision": None}
     assert [keys for _, keys in converted(tmp_path, off).remarks] == [["deepspeed"]]
 
 
