@@ -35,12 +35,14 @@ KERNELS := $(wildcard megatrain_accelerate/kernels/csrc/*)
 
 # The loss falls from about 7.6 to about 5.4 in 256k tokens.
 CPU_DEMO_ARGS := --block_size 128 --max_text_mib 4 --per_device_train_batch_size 8 --max_steps 250 \
-	--learning_rate 2e-3 --warmup_steps 20 --logging_steps 5 --eval_steps 50 --max_eval_blocks 64 \
+	--learning_rate 2e-3 --warmup_steps 20 --logging_steps 1 --eval_steps 50 --max_eval_blocks 64 \
 	--dataloader_pin_memory false
-GPU_DEMO_ARGS := --block_size 1024 --max_text_mib 8 --per_device_train_batch_size 16 --max_steps 120 \
-	--learning_rate 3e-4 --warmup_steps 10 --logging_steps 2 --eval_steps 40 --max_eval_blocks 64
+GPU_DEMO_ARGS := --block_size 1024 --max_text_mib 8 --per_device_train_batch_size 16 --max_steps 60 \
+	--learning_rate 3e-4 --warmup_steps 10 --logging_steps 2 --eval_steps 20 --max_eval_blocks 64
 COMMON_DEMO_ARGS := --model_size auto --lr_scheduler_type cosine --adam_beta2 0.95 --weight_decay 0.1 --seed 42 \
 	--eval_strategy steps --save_strategy no --report_to wandb --run_name demo
+# The first steps of the CPU's demo: while the learning rate rises, it doesn't depend on the number of steps.
+FIRST_STEPS_ARGS := $(CPU_DEMO_ARGS) $(COMMON_DEMO_ARGS) --model_size tiny --max_steps 20 --eval_strategy no --report_to none
 
 .PHONY: demo test test-fast test-long test-oldest test-nightly lint docs wheels bench clean venv
 .DELETE_ON_ERROR:
@@ -82,19 +84,24 @@ $(INSTALLED): $(DEPENDENCIES) pyproject.toml setup.py $(KERNELS)
 
 demo: $(INSTALLED)
 	@mkdir -p $(OUTPUT)
-	@set -e; gpu=$$($(BIN)/python -c 'import torch; print(torch.cuda.is_available())'); \
-	if [ "$$gpu" = True ]; then \
-		config=recipes/megatrain.yaml; arguments="$(GPU_DEMO_ARGS)"; \
-	else \
-		config=recipes/megatrain_cpu.yaml; arguments="$(CPU_DEMO_ARGS)"; \
-	fi; set -x; \
-	WANDB_DIR=$(OUTPUT) WANDB_PROJECT=megatrain-demo TOKENIZERS_PARALLELISM=false \
-	$(BIN)/accelerate launch --config $$config recipes/train_causal_lm.py \
-		--output_dir $(OUTPUT) $$arguments $(COMMON_DEMO_ARGS) $(DEMO_ARGS)
-	@echo "--- A sample of the saved model, by plain transformers:"
-	@MEGATRAIN_DISABLE=1 $(BIN)/python recipes/sample.py --model $(OUTPUT) --prompt "def read"
-	@echo "--- Report:"
-	@$(BIN)/python recipes/report.py $(OUTPUT) --require-falling-loss
+	@set -e; export WANDB_DIR=$(OUTPUT) WANDB_PROJECT=megatrain-demo TOKENIZERS_PARALLELISM=false; \
+	first=$(OUTPUT); stock=--use_cpu; config=recipes/megatrain_cpu.yaml; arguments="$(CPU_DEMO_ARGS)"; \
+	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		first=$(OUTPUT)/first_steps; stock=; config=recipes/megatrain.yaml; arguments="$(GPU_DEMO_ARGS)"; \
+	fi; \
+	(set -x; $(BIN)/accelerate launch --config $$config recipes/train_causal_lm.py \
+		--output_dir $(OUTPUT) $$arguments $(COMMON_DEMO_ARGS) $(DEMO_ARGS)); \
+	echo "--- A sample of the saved model, by plain transformers:"; \
+	MEGATRAIN_DISABLE=1 $(BIN)/python recipes/sample.py --model $(OUTPUT) --prompt "def read"; \
+	echo "--- The first steps again, by the stock Trainer (of a small model if there is a GPU, with the plugin too):"; \
+	if [ $$first != $(OUTPUT) ]; then \
+		$(BIN)/accelerate launch --config $$config --mixed_precision no recipes/train_causal_lm.py \
+			--output_dir $$first $(FIRST_STEPS_ARGS) $(DEMO_ARGS); \
+	fi; \
+	(set -x; MEGATRAIN_DISABLE=1 CUDA_VISIBLE_DEVICES=$${CUDA_VISIBLE_DEVICES:-0} $(BIN)/python recipes/train_causal_lm.py \
+		--output_dir $(OUTPUT)/stock $(FIRST_STEPS_ARGS) $(DEMO_ARGS) $$stock); \
+	echo "--- Report:"; \
+	$(BIN)/python recipes/report.py $(OUTPUT) --require-falling-loss --losses $$first $(OUTPUT)/stock
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not gpu and not long" $(TEST_ARGS)

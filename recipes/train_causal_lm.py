@@ -6,6 +6,7 @@ or from `--model_name_or_path` on a data set or file of yours. How it is launche
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
 from transformers import (
@@ -36,26 +38,32 @@ FILE_LOADERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"
 # Tests, generated tables and third-party code: long, repetitive, and different from one installation to the next.
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "encodings", "ensurepip", "site-packages", "dist-packages"}
 
+PLAIN_BYTES = 16
+"""GPU memory of a parameter in plain training: weight, gradient and AdamW's two moments, fp32."""
+HOST_BYTES, HOST_RESERVE = 15, 4 * 2**30
+"""Host memory that auto leaves for a parameter, and for everything else."""
+
+
+def _shape(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": True,
+    }
+
+
 MODEL_PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 2048,
-        "hidden_size": 320,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 5,
-        "num_key_value_heads": 5,
-        "tie_word_embeddings": True,
-    },
-    "1b": {
-        "vocab_size": 16384,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
-    },
+    "tiny": _shape(2048, 320, 1024, 4, 5, 5),
+    "1b": _shape(16384, 2048, 6144, 24, 16, 4),
+    "3b": _shape(16384, 2048, 11008, 36, 16, 2),
+    "7b": _shape(16384, 3584, 18944, 28, 28, 4),
+    "14b": _shape(16384, 5120, 13824, 48, 40, 8),
 }
+"""From the smallest to the largest; those from 3b on have layers of Qwen2.5's shapes."""
 
 
 @dataclass
@@ -63,8 +71,12 @@ class ScriptArguments:
     """Which model, which text."""
 
     model_name_or_path: str | None = field(default=None, metadata={"help": "A saved model; without it, a new one."})
-    model_size: Literal["auto", "tiny", "1b"] = field(
-        default="auto", metadata={"help": "Shape of a new model; auto is 1b on a GPU and tiny without one."}
+    model_size: Literal["auto", "tiny", "1b", "3b", "7b", "14b"] = field(
+        default="auto",
+        metadata={
+            "help": "Shape of a new model; auto is the smallest that plain training has no room for on the GPU, as far "
+            "as host memory allows, and tiny without a GPU."
+        },
     )
     dataset_name: str | None = field(default=None, metadata={"help": "A data set of the Hub, or a local folder."})
     dataset_config: str | None = field(default=None, metadata={"help": "The data set's configuration."})
@@ -120,6 +132,33 @@ def load_documents(args: ScriptArguments, seed: int) -> DatasetDict:
     return documents.train_test_split(test_size=args.eval_fraction, seed=seed)
 
 
+def free_host_bytes() -> int:
+    """Host memory that this process may still take: of the machine, and of its control group."""
+    free = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return free
+
+
+def parameter_count(size: str) -> int:
+    """Of a preset."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(Qwen2Config(**MODEL_PRESETS[size])).num_parameters()
+
+
+def automatic_size(gpu_bytes: int, host_bytes: int) -> str:
+    """The smallest model that plain training has no room for on the GPU, or the largest that the host has room for; `tiny`
+    without a GPU."""
+    chosen = "tiny"
+    for size in MODEL_PRESETS:
+        count = parameter_count(size)
+        if PLAIN_BYTES * parameter_count(chosen) > gpu_bytes or HOST_BYTES * count + HOST_RESERVE > host_bytes:
+            break
+        chosen = size
+    return chosen
+
+
 def build_model(args: ScriptArguments, train_documents: Dataset) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The saved model that was asked for, or a new one with a byte-level BPE tokenizer made from the text."""
     if args.model_name_or_path is not None:
@@ -127,7 +166,8 @@ def build_model(args: ScriptArguments, train_documents: Dataset) -> tuple[PreTra
         return model, AutoTokenizer.from_pretrained(args.model_name_or_path)
     size = args.model_size
     if size == "auto":
-        size = "1b" if torch.cuda.is_available() else "tiny"
+        gpu_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+        size = automatic_size(gpu_bytes, free_host_bytes())
     preset = MODEL_PRESETS[size]
     texts = itertools.islice(train_documents[args.text_column], TOKENIZER_DOCUMENTS)
     # Qwen2's class and no other: AutoTokenizer loads the tokenizer of a Qwen2 model with its rules for splitting words.
@@ -139,6 +179,14 @@ def build_model(args: ScriptArguments, train_documents: Dataset) -> tuple[PreTra
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    # A large model's random values are drawn in seconds on the GPU, and in minutes on the CPU.
+    if size != "tiny" and torch.cuda.is_available():
+        with torch.device("cuda"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.to("cpu")
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return model, tokenizer
     return AutoModelForCausalLM.from_config(config), tokenizer
 
 
@@ -193,7 +241,9 @@ def main() -> None:
             f"{len(blocks['train']):,} blocks to train on, {len(eval_blocks):,} held out"
         )
     result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    result.metrics["parameters"] = model.num_parameters()
     trainer.log_metrics("train", result.metrics)
+    trainer.save_metrics("train", result.metrics)
     trainer.log_metrics("eval", trainer.evaluate())
     trainer.save_model()
     trainer.save_state()

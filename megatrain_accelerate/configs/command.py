@@ -1,4 +1,4 @@
-"""``megatrain config``: its arguments, and the printing of a recipe."""
+"""``megatrain config``: its arguments, and the printing of a recipe, or of what another configuration is here."""
 
 from __future__ import annotations
 
@@ -6,18 +6,39 @@ import argparse
 import sys
 from pathlib import Path
 
+from megatrain_accelerate.configs.from_deepspeed import convert
+from megatrain_accelerate.errors import MegatrainError
+
 _FRESH_START = "megatrain"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
         "recipe", nargs="?", default=_FRESH_START, choices=sorted(recipes()), metavar="RECIPE", help="default %(default)s"
+    )
+    either.add_argument(
+        "--from",
+        type=Path,
+        dest="source",
+        metavar="FILE",
+        help="write the yaml of who comes from DeepSpeed: FILE is its JSON, or the yaml that accelerate config wrote for it",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints a yaml as it is, with its comments."""
-    sys.stdout.write(recipes()[options.recipe].read_text(encoding="utf-8"))
+    """Prints a yaml with its comments. Of a converted one these are shown beside it too, where it goes to a file."""
+    if options.source is None:
+        sys.stdout.write(recipes()[options.recipe].read_text(encoding="utf-8"))
+        return 0
+    try:
+        conversion = convert(options.source)
+    except MegatrainError as error:
+        print(f"megatrain config: {error}", file=sys.stderr)
+        return 1
+    sys.stdout.write(conversion.yaml(options.source.name))
+    if not sys.stdout.isatty():
+        print(*conversion.lines(), sep="\n", file=sys.stderr)
     return 0
 
 

@@ -72,6 +72,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_run_logs_and_saves(run_dir: Path) -> None:
+    assert json.loads((run_dir / "train_results.json").read_text())["parameters"] == 6_232_640
     assert len(logged(run_dir, "loss")) == STEPS
     assert len(logged(run_dir, "eval_loss")) == 1
     assert (run_dir / "model.safetensors").is_file()
@@ -127,6 +128,72 @@ def test_report_shows_the_newest_figures_and_draws_the_loss(tmp_path: Path) -> N
     assert "brand_new" in printed
     assert str(tmp_path / "loss.png") in printed
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_report_leaves_out_what_is_0(tmp_path: Path) -> None:
+    write_log(
+        tmp_path, [{"step": 1, "loss": 5.0, "megatrain/h2d_gb": 0.0002, "megatrain/kept_layers": 0, "megatrain/d2h_gb": 2.0}]
+    )
+    printed = run_script("report.py", tmp_path).stdout
+    assert "GPU to host" in printed
+    assert "host to GPU" not in printed
+    assert "The plan" not in printed
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ({"gpu_slots_gib": 0.25, "gpu_resident_gib": 0.5, "gpu_peak_gib": 0.0}, "768.0 MiB for weights and gradients"),
+        ({"gpu_slots_gib": 0.25, "gpu_peak_gib": 5.5}, "GPU memory of this training: 5.5 GiB at the peak"),
+    ],
+)
+def test_report_says_what_device_memory_was_taken_and_what_plain_training_takes(
+    figures: dict[str, float], said: str, tmp_path: Path
+) -> None:
+    write_log(tmp_path, [{"step": 1, "loss": 5.0, **{f"megatrain/{key}": value for key, value in figures.items()}}])
+    (tmp_path / "train_results.json").write_text(json.dumps({"parameters": 2**30}))
+    printed = run_script("report.py", tmp_path).stdout
+    assert said in printed
+    assert "Plain training: 16.0 GiB" in printed
+
+
+def two_runs(tmp_path: Path, distance: float) -> tuple[Path, Path]:
+    """A run of four steps, and another of the first two whose losses differ."""
+    folders = (tmp_path / "ours", tmp_path / "stock")
+    for folder, losses in zip(folders, ([7.0, 6.5, 6.0, 5.5], [7.0, 6.5 + distance]), strict=True):
+        folder.mkdir()
+        write_log(folder, [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)])
+    return folders
+
+
+@pytest.mark.parametrize(("distance", "said"), [(0.0, "0, every bit is the same"), (2e-6, "2e-06")])
+def test_report_says_how_far_the_stock_runs_losses_are_apart(distance: float, said: str, tmp_path: Path) -> None:
+    ours, stock = two_runs(tmp_path, distance)
+    printed = run_script("report.py", ours, "--losses", ours, stock, "--title", "6M parameters").stdout
+    assert f"with the same seed: largest difference of 2 losses: {said}\n" in printed
+    assert (ours / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("distance", [0.1, float("nan")])
+def test_report_fails_where_the_stock_runs_losses_are_others(distance: float, tmp_path: Path) -> None:
+    ours, stock = two_runs(tmp_path, distance)
+    result = run_script("report.py", ours, "--losses", ours, stock, check=False)
+    assert result.returncode == 1
+    assert "not the stock Trainer's" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "host_gib", "size"),
+    [(0, 512, "tiny"), (12, 128, "1b"), (24, 128, "3b"), (24, 24, "1b"), (80, 125, "7b"), (140, 125, "7b"), (140, 500, "14b")],
+)
+def test_the_automatic_model_is_too_large_for_plain_training_where_the_host_has_room(
+    gpu_gib: int, host_gib: int, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    import train_causal_lm
+
+    assert train_causal_lm.automatic_size(gpu_gib * 2**30, host_gib * 2**30) == size
+    assert train_causal_lm.free_host_bytes() > 0
 
 
 def test_report_says_that_the_plugin_was_off(run_dir: Path) -> None:

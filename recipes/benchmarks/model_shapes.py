@@ -66,8 +66,21 @@ PRESETS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "7b": _qwen2(152064, 3584, 18944, 28, 28, 4, False),
     "14b": _qwen2(152064, 5120, 13824, 48, 40, 8, False),
     "32b": _qwen2(152064, 5120, 27648, 64, 40, 8, False),
+    "72b": _qwen2(152064, 8192, 29568, 80, 64, 8, False),
     "tiny_moe": _qwen3_moe(512, 64, 4, 4, 2, 16, 4, 2, 48),
     "30b_a3b": _qwen3_moe(151936, 2048, 48, 32, 4, 128, 128, 8, 768),
+    "llama_8b": (
+        LlamaConfig,
+        {
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+    ),
     "llama_70b": (
         LlamaConfig,
         {
@@ -82,7 +95,7 @@ PRESETS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
     "gpt_oss_120b": (GptOssConfig, {"output_router_logits": True}),
 }
-"""Configurations as published: of Qwen2.5, Qwen3-30B-A3B, Llama 3 70B, and gpt-oss-120b, whose configuration class has its
+"""Configurations as published: of Qwen2.5, Qwen3-30B-A3B, Llama 3, and gpt-oss-120b, whose configuration class has its
 sizes as defaults; and two tiny ones."""
 
 

@@ -1,0 +1,442 @@
+"""What a configuration of DeepSpeed's, or of Accelerate's for it, is here: ``megatrain config --from``.
+
+Little of it has to be carried over, since weights and states lie on the host in any case and a plan chooses the rest. So for
+each key that is given, the user reads why nothing is needed, or what does the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import json
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.errors import ConfigError
+
+_WIDTH = 120
+
+
+class Kind(enum.Enum):
+    """What a remark asks of the user. Remarks are shown in this order, below these lines."""
+
+    DO = "To do, in the script or this file"
+    AUTO = "Decided by the script's own arguments, as before"
+    NOTHING = "Nothing to do"
+    WITHOUT = "Without a counterpart here"
+    UNKNOWN = "Not known, so nothing was made of it"
+
+
+@dataclasses.dataclass(frozen=True)
+class Remark:
+    """What becomes of one key."""
+
+    kind: Kind
+    text: str
+
+
+@dataclasses.dataclass
+class Conversion:
+    """The settings of the yaml that is written, and what the user shall know."""
+
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the accelerate yaml, beside those that each one has."""
+    megatrain_config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    remarks: list[tuple[Remark, list[str]]] = dataclasses.field(default_factory=list)
+    """Each with the keys that it is about."""
+
+    def note(self, remark: Remark, key: str) -> None:
+        """Adds a remark; keys of the same one stand together."""
+        for known, keys in self.remarks:
+            if known == remark:
+                keys.append(key)
+                return
+        self.remarks.append((remark, [key]))
+
+    def lines(self) -> Iterator[str]:
+        """The remarks as text, by kind."""
+        for kind in Kind:
+            of_kind = [(remark.text, keys) for remark, keys in self.remarks if remark.kind is kind]
+            if of_kind:
+                yield f"{kind.value}:"
+            for text, keys in of_kind:
+                about = ", ".join(keys)
+                yield from textwrap.wrap(
+                    f"{about}: {text}" if text else about,
+                    _WIDTH,
+                    initial_indent="- ",
+                    subsequent_indent="  ",
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+
+    def yaml(self, source: str) -> str:
+        """The whole file: settings, then the remarks as comments."""
+        settings = {
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": "MEGATRAIN",
+            "num_processes": 1,
+            "num_machines": 1,
+            **self.settings,
+        }
+        if self.megatrain_config:
+            settings["megatrain_config"] = self.megatrain_config
+        head = f"# Made of {source}. Start a training with: accelerate launch --config THIS_FILE train.py\n"
+        remarks = "".join(f"# {line}\n" for line in self.lines())
+        return f"{head}{yaml.safe_dump(settings, sort_keys=False)}\n{remarks}"
+
+
+Handler = Callable[[Any, Conversion], "Remark | None"]
+"""Makes of a value what there is to say and to set; None where there is nothing to say."""
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a key asks for nothing: false, 0, none, an empty or a disabled section."""
+    if isinstance(value, Mapping):
+        return not value or value.get("enabled") is False
+    return not value or str(value).lower() in ("none", "false", "no")
+
+
+def _nothing(text: str) -> Remark:
+    return Remark(Kind.NOTHING, text)
+
+
+def _without(text: str) -> Remark:
+    return Remark(Kind.WITHOUT, text)
+
+
+def _do(text: str) -> Handler:
+    """A remark that may name the key's ``{value}``."""
+    return lambda value, _: None if _is_off(value) else Remark(Kind.DO, text.format(value=value))
+
+
+def _half_precision(value: Any, conversion: Conversion) -> Remark | None:
+    if value is not True:
+        return None
+    conversion.settings["mixed_precision"] = "bf16"
+    return Remark(
+        Kind.DO,
+        "fp16 is refused here, since its gradients need loss scaling. mixed_precision: bf16 is written instead; where the "
+        "script says fp16 (fp16=True, --fp16), it must say bf16",
+    )
+
+
+def _bfloat16(value: Any, conversion: Conversion) -> Remark | None:
+    if value is not True:
+        return None
+    conversion.settings["mixed_precision"] = "bf16"
+    return _nothing("mixed_precision: bf16 in this file; masters and moments are fp32 in any case")
+
+
+def _mixed_precision(value: Any, conversion: Conversion) -> Remark | None:
+    if value in ("bf16", "no", False):  # yaml reads a bare no as false
+        conversion.settings.setdefault("mixed_precision", value or "no")
+    if value in ("bf16", "no", False, None):
+        return None
+    if value == "fp16":
+        return _half_precision(True, conversion)
+    conversion.settings["mixed_precision"] = "bf16"
+    return _without(f"{value} isn't supported; mixed_precision: bf16 is written instead")
+
+
+def _offload_device(value: Any, conversion: Conversion) -> Remark:
+    if str(value).lower() == "nvme":
+        return _without(
+            "there is no third tier: what doesn't fit host memory doesn't train. `megatrain estimate MODEL` says what is "
+            "needed; moments_dtype: int8 and host_gradients: passing bring 14 bytes a parameter down to 6"
+        )
+    return _nothing("weights and states live in host memory, and on the GPU as far as it has room: the plan decides")
+
+
+def _accumulation(value: Any, conversion: Conversion) -> Remark | None:
+    if str(value).lower() in ("bf16", "bfloat16"):
+        conversion.megatrain_config["accumulation_dtype"] = "bf16"
+        return _nothing("accumulation_dtype: bf16 in this file")
+    return None if _is_off(value) else _nothing("accumulation_dtype is fp32 by default")
+
+
+_ADAMS = {"adam", "adamw", "deepspeedcpuadam", "fusedadam"}
+
+
+def _optimizer(value: Any, conversion: Conversion) -> Remark:
+    how = "a bare Accelerator loop makes torch.optim.AdamW itself, no accelerate.utils.DummyOptim"
+    if str(value).lower() in _ADAMS:
+        return Remark(Kind.DO, f"{value} is the Trainer's default, optim=adamw_torch, fused on the host here; {how}")
+    return Remark(
+        Kind.DO,
+        f"name it in the script: the Trainer's optim, or an optimizer object. Adam and AdamW are fast, {value} would run its "
+        f"own step on the host; {how}",
+    )
+
+
+_SCHEDULES = {
+    "warmuplr": "lr_scheduler_type=constant_with_warmup",
+    "warmupdecaylr": "lr_scheduler_type=linear",
+    "warmupcosinelr": "lr_scheduler_type=cosine",
+}
+
+
+def _scheduler(value: Any, conversion: Conversion) -> Remark:
+    named = _SCHEDULES.get(str(value).lower())
+    how = f"of the Trainer is {value}" if named else f"the Trainer has no {value}: give it a torch scheduler in optimizers="
+    loop = "a bare Accelerator loop makes it itself, no accelerate.utils.DummyScheduler"
+    return Remark(Kind.DO, f"{named or ''} {how}; {loop}".strip())
+
+
+def _processes(value: Any, conversion: Conversion) -> Remark | None:
+    if str(value) == "1":
+        return None
+    return Remark(
+        Kind.DO,
+        f"one GPU in one process is used, not {value}. For the same batch multiply the script's "
+        "per_device_train_batch_size by that: a large batch takes no more copies of the weights than a small one",
+    )
+
+
+def _argument(name: str, default: int | None = None) -> Handler:
+    said = _do(f"{name}={{value}} in the script")
+    return lambda value, conversion: None if value == default else said(value, conversion)
+
+
+def _cpu(value: Any, conversion: Conversion) -> None:
+    if value is True:
+        conversion.settings["use_cpu"] = True
+
+
+def _gpu(value: Any, conversion: Conversion) -> None:
+    first = str(value).partition(",")[0].strip()
+    if first.isdigit():
+        conversion.settings["gpu_ids"] = first
+
+
+def _replaced(value: Any, conversion: Conversion) -> None:
+    """This file has its own, or the file that is named is read."""
+
+
+_ROWS: tuple[tuple[Remark | Handler, str], ...] = (
+    # Batch and steps
+    (_nothing("it follows from the script's batch size and accumulation"), "train_batch_size"),
+    (_argument("per_device_train_batch_size"), "train_micro_batch_size_per_gpu"),
+    (
+        _argument("gradient_accumulation_steps", default=1),
+        "gradient_accumulation_steps deepspeed_config.gradient_accumulation_steps",
+    ),
+    (
+        _do("max_grad_norm={value} in the script (the Trainer's default is 1.0), or accelerator.clip_grad_norm_ in a loop"),
+        "gradient_clipping optimizer.params.max_grad_norm deepspeed_config.gradient_clipping",
+    ),
+    (_nothing("the Trainer or the Accelerator accumulates"), "managed_gradient_accumulation"),
+    (_argument("dataloader_drop_last"), "dataloader_drop_last"),
+    # Precision
+    (_bfloat16, "bf16.enabled bfloat16.enabled"),
+    (_nothing("a step's arithmetic on masters and moments is fp32"), "bf16 bfloat16"),
+    (_without("masters are fp32"), "bf16.bf16_master_weights_and_grads fp16.fp16_master_weights_and_grads"),
+    (_do("moments_dtype: bf16 below megatrain_config does so"), "bf16.bf16_optimizer_states"),
+    (_half_precision, "fp16.enabled"),
+    (_nothing("bf16 needs no loss scaling"), "fp16"),
+    (_without("NVIDIA's apex isn't used; take bf16"), "amp"),
+    (_do("mixed_precision: bf16 in this file is torch's autocast"), "torch_autocast"),
+    (_accumulation, "data_types.grad_accum_dtype"),
+    (_mixed_precision, "mixed_precision"),
+    # Optimizer and schedule
+    (_optimizer, "optimizer.type"),
+    (_argument("learning_rate"), "optimizer.params.lr scheduler.params.warmup_max_lr"),
+    (_do("adam_beta1 and adam_beta2 of the script: {value}"), "optimizer.params.betas"),
+    (_argument("adam_epsilon"), "optimizer.params.eps"),
+    (_argument("weight_decay"), "optimizer.params.weight_decay"),
+    (_do("give it to the script's optimizer: {value}"), "optimizer.params"),
+    (
+        _nothing("Adam and AdamW have a fused kernel on the host; any other torch optimizer runs too"),
+        "optimizer.params.torch_adam optimizer.params.adam_w_mode optimizer.params.adamw_mode optimizer.legacy_fusion "
+        "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
+    ),
+    (_scheduler, "scheduler.type"),
+    (_argument("warmup_steps"), "scheduler.params.warmup_num_steps"),
+    (_nothing("the Trainer knows how many steps there are"), "scheduler.params.total_num_steps"),
+    (
+        _nothing("the Trainer's warm-up is linear and begins with 0"),
+        "scheduler.params.warmup_type scheduler.params.warmup_min_lr",
+    ),
+    (_do("give it to the script's scheduler (the Trainer's lr_scheduler_kwargs): {value}"), "scheduler.params"),
+    # ZeRO: where weights and states lie
+    (
+        _nothing("there are no stages: the plan decides what lies on the GPU"),
+        "zero.stage deepspeed_config.zero_stage zero.offload_optimizer.ratio",
+    ),
+    (
+        _offload_device,
+        "zero.offload_optimizer.device zero.offload_param.device zero.cpu_offload zero.cpu_offload_param "
+        "zero.cpu_offload_params deepspeed_config.offload_optimizer_device deepspeed_config.offload_param_device",
+    ),
+    (
+        _nothing("what is copied is page-locked in any case"),
+        "zero.offload_optimizer.pin_memory zero.offload_param.pin_memory zero.cpu_offload_use_pin_memory",
+    ),
+    (
+        _nothing("the store's buffers follow from the model"),
+        "zero.offload_optimizer.buffer_count zero.offload_param.buffer_count zero.offload_param.buffer_size",
+    ),
+    (_do("host_memory_gib below megatrain_config limits host memory"), "zero.offload_param.max_in_cpu"),
+    (
+        _without("nothing goes to NVMe"),
+        "zero.offload_optimizer.nvme_path zero.offload_param.nvme_path zero.offload_optimizer.pipeline "
+        "zero.offload_optimizer.pipeline_read zero.offload_optimizer.pipeline_write zero.offload_optimizer.fast_init aio "
+        "deepspeed_config.offload_optimizer_nvme_path deepspeed_config.offload_param_nvme_path",
+    ),
+    (
+        _nothing("AdamW on the host runs layer by layer, under forward and backward"),
+        "zero.sub_group_size zero.offload_optimizer.super_offload",
+    ),
+    (
+        _do("host_threads below megatrain_config is their number; by default the CPUs, less two (it was a share of {value})"),
+        "zero.offload_optimizer.cpuadam_cores_perc",
+    ),
+    (_without("every gradient is applied in the step that it belongs to"), "zero.zenflow"),
+    (
+        _nothing("layers are fetched ahead, in the order of the model's calls, and what fits stays on the GPU"),
+        "zero.stage3_max_live_parameters zero.stage3_max_reuse_distance zero.stage3_prefetch_bucket_size "
+        "zero.stage3_param_persistence_threshold zero.stage3_model_persistence_threshold "
+        "zero.stage3_module_granularity_threshold zero.max_live_parameters zero.max_reuse_distance "
+        "zero.prefetch_bucket_size zero.param_persistence_threshold zero.model_persistence_threshold "
+        "zero.module_granularity_threshold zero.memory_efficient_linear",
+    ),
+    (_nothing("copies run beside the computation in any case"), "zero.overlap_comm"),
+    (
+        _nothing("it is about traffic between GPUs, and there is one"),
+        "zero.allgather_bucket_size zero.allgather_partitions zero.allgather_sequential zero.contiguous_gradients "
+        "zero.legacy_stage1 zero.mics_hierarchical_params_gather zero.mics_shard_size zero.parameter_alignment "
+        "zero.reduce_bucket_size zero.reduce_scatter zero.round_robin_gradients zero.stage3_use_all_reduce_for_fetch_params "
+        "zero.use_all_reduce_for_fetch_params zero.use_multi_rank_bucket_allreduce zero.zero_hpz_partition_size "
+        "communication_data_type disable_allgather gradient_allreduce_op gradient_predivide_factor prescale_gradients "
+        "seq_parallel_communication_data_type seq_parallel_comm_data_type sparse_gradients",
+    ),
+    (
+        _nothing("checkpoints have the whole weights, under the stock names, in any case"),
+        "zero.stage3_gather_16bit_weights_on_model_save zero.stage3_gather_fp16_weights_on_model_save "
+        "zero.gather_16bit_weights_on_model_save zero.elastic_checkpoint zero.load_from_fp32_weights "
+        "zero.pipeline_loading_checkpoint checkpoint deepspeed_config.zero3_save_16bit_model",
+    ),
+    (
+        _without("weights and gradients aren't quantised or compressed"),
+        "zero.zero_quantized_gradients zero.zero_quantized_weights zero.zero_quantized_nontrainable_weights "
+        "compression_training quantize_training weight_quantization",
+    ),
+    (
+        _do("layer_classes below megatrain_config names the modules that stream, where the model's own list doesn't do"),
+        "zero.leaf_module deepspeed_config.deepspeed_moe_layer_cls_names",
+    ),
+    (_nothing("norms are taken where somebody clips by them or logs them"), "zero.compute_grad_norm"),
+    (_nothing("a parameter without a gradient isn't stepped"), "zero.ignore_unused_parameters"),
+    (
+        _nothing("weights are taken over from the loaded model, layer by layer, without a second copy"),
+        "zero.override_module_apply deepspeed_config.zero3_init_flag",
+    ),
+    (_nothing("an optimizer's states are in host memory"), "zero.save_muon_momentum_buffer_in_memory"),
+    # What is computed, and how
+    (_nothing("the plan keeps, recomputes or offloads each layer's activations"), "activation_checkpointing"),
+    (_nothing("layers are compiled where that pays (compile_layers)"), "compile graph_harvesting dynamo_config"),
+    (_nothing("a plan is made for the model, the batch and the machine"), "autotuning elasticity"),
+    (_nothing("generation holds weights on the GPU as far as they fit (evaluation_weights)"), "hybrid_engine"),
+    (_nothing("it is the model's or the script's"), "vocabulary_size disable_python_gc"),
+    (_without("attention is the model's own"), "sparse_attention"),
+    (
+        _without("it changes the data or the model, which are the script's"),
+        "curriculum_learning data_efficiency progressive_layer_drop eigenvalue",
+    ),
+    (
+        _without("the model isn't split over GPUs: one is used"),
+        "expert_parallel pipeline sequence_parallel_size tensor_parallel use_data_before_expert_parallelism "
+        "use_data_before_expert_parallel_ fsdp_config megatron_lm_config parallelism_config",
+    ),
+    # What is told
+    (
+        _nothing("the Trainer's logs have speed, memory and waits; `megatrain trace` draws a step"),
+        "comms_logger dump_state flops_profiler log_level memory_breakdown steps_per_print timers wall_clock_breakdown "
+        "zero.enable_sanity_checks zero.log_trace_cache_warnings",
+    ),
+    (_do("trackers are the script's: report_to of the Trainer"), "comet csv_monitor tensorboard wandb"),
+    # Of Accelerate's yaml
+    (_cpu, "use_cpu"),
+    (_gpu, "gpu_ids"),
+    (_processes, "num_processes num_machines"),
+    (_replaced, "compute_environment distributed_type deepspeed_config.deepspeed_config_file"),
+    (
+        _nothing("there is one process, on one machine, with one GPU"),
+        "machine_rank main_process_ip main_process_port rdzv_backend same_network main_training_function downcast_bf16 debug "
+        "enable_cpu_affinity tpu_env tpu_use_cluster tpu_use_sudo deepspeed_config.deepspeed_hostfile "
+        "deepspeed_config.deepspeed_multinode_launcher deepspeed_config.deepspeed_inclusion_filter "
+        "deepspeed_config.deepspeed_exclusion_filter",
+    ),
+)
+KEYS = {key.replace("zero.", "zero_optimization."): entry for entry, keys in _ROWS for key in keys.split()}
+"""By key, with the sections before it; that of a section counts for what isn't named of it."""
+_SECTIONS = {key[: dot.start()] for key in KEYS for dot in re.finditer(r"\.", key)}
+
+
+def convert(path: Path) -> Conversion:
+    """Reads a configuration of DeepSpeed's (JSON), or of Accelerate's (yaml), and the one that it names.
+
+    Raises:
+        ConfigError: the file isn't there, or is neither.
+    """
+    conversion = Conversion()
+    conversion.note(
+        Remark(
+            Kind.DO, "leave it out, or the run is refused: --deepspeed, deepspeed=..., DeepSpeedPlugin, the launcher's flags"
+        ),
+        "deepspeed",
+    )
+    given = _read(path)
+    _walk(given, "", conversion)
+    section = given.get("deepspeed_config")
+    if isinstance(section, Mapping) and (named := section.get("deepspeed_config_file")):
+        # Accelerate takes it as seen from where it is started.
+        beside = path.parent / named
+        _walk(_read(beside if beside.exists() else Path(named)), "", conversion)
+    MegatrainConfig.from_mapping(conversion.megatrain_config)
+    return conversion
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read: {error}") from error
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as not_json:
+        try:
+            given = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is neither JSON ({not_json}) nor yaml") from error
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{path} has no keys: a configuration of DeepSpeed's or Accelerate's was expected")
+    return given
+
+
+def _walk(section: Mapping[str, Any], prefix: str, conversion: Conversion) -> None:
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        if (isinstance(value, Mapping) and value.get("enabled") is False) or (value is None and key in _SECTIONS):
+            continue
+        if isinstance(value, Mapping) and key in _SECTIONS:
+            _walk(value, f"{key}.", conversion)
+        elif (remark := _remark(key, value, conversion)) is not None:
+            conversion.note(remark, key)
+
+
+def _remark(key: str, value: Any, conversion: Conversion) -> Remark | None:
+    entry = KEYS.get(key) or KEYS.get(key.rpartition(".")[0])
+    if entry is None:
+        near = difflib.get_close_matches(key, KEYS, 1, 0.8)
+        return Remark(Kind.UNKNOWN, f"did you mean {near[0]}?" if near else "")
+    if not isinstance(entry, Remark):
+        return Remark(Kind.AUTO, "") if value == "auto" else entry(value, conversion)
+    return None if entry.kind is Kind.WITHOUT and _is_off(value) else entry
