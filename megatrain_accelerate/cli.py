@@ -147,13 +147,11 @@ def write_results(folder: Path) -> None:
     with gzip.open(folder / PERFETTO_TRACE, "wt", encoding="utf-8") as file:
         json.dump(trace, file)
     (folder / RAW_TRACE).unlink()
-    print(
-        f"\n{tracing.format_summary(found)}\nwritten: {folder / PERFETTO_TRACE} (open it at https://ui.perfetto.dev)",
-        flush=True,
-    )
+    lines = [tracing.format_summary(found), f"written: {folder / PERFETTO_TRACE} (open it at https://ui.perfetto.dev)"]
     try:
         tracing.draw(found, folder / PICTURE)
+        lines.append(f"written: {folder / PICTURE}")
     except MegatrainError as error:
         print(f"megatrain trace: {error}", file=sys.stderr, flush=True)
-    else:
-        print(f"written: {folder / PICTURE}", flush=True)
+    # In one piece, on lines of its own: the training goes on, and draws its progress bars.
+    print("\n" + "\n".join(lines), flush=True)

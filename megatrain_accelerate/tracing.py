@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,10 @@ KINDS = {
     "accumulate": "host step",
     "wait_for_step": "wait",
     "wait_for_gradients": "wait",
+    "loss_tile": "loss",
 }
 """What the engine's spans show, by their name: ``megatrain::NAME (LAYER)``."""
+LOSS = "loss"
 OTHER = "outside the layers"
 COLOURS = {
     "forward": "#4c9be8",
@@ -67,12 +70,13 @@ COLOURS = {
     "copy of gradients": "#b06fc4",
     "host step": "#c9463d",
     "wait": "#e4e4e4",
+    LOSS: "#e3c446",
     OTHER: "#a08d7a",
 }
 SMALLEST_GAP = 1e-3
 """Spans of one kind and layer that are less than this share of the period apart are drawn as one."""
-ROOM_FOR_A_NUMBER = 0.011
-"""Share of the period below which a span is too narrow for its layer's number."""
+ROOM_FOR_A_LABEL = 0.011
+"""Share of the period below which a span is too narrow for its label."""
 _SPAN_NAME = re.compile(r"megatrain::(\w+)(?: \((.*)\))?$")
 
 
@@ -117,6 +121,11 @@ class Span:
     def layer_number(self) -> str:
         found = re.search(r"\.(\d+)$", self.unit)
         return found.group(1) if found else ""
+
+    @property
+    def label(self) -> str:
+        """What is written into the span where there is room."""
+        return LOSS if self.kind == LOSS else self.layer_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +217,14 @@ def _device_lanes(
     return lanes
 
 
+def _losses(spans: Iterable[Span]) -> Iterator[Span]:
+    """What lies between a forward of layers and the backward that follows it: the last norm, the head and the loss."""
+    calls = sorted((span for span in spans if span.kind in ("forward", "recompute", "backward")), key=lambda span: span.start)
+    for before, after in itertools.pairwise(calls):
+        if before.kind == "forward" != after.kind and before.end < after.start:
+            yield Span(before.end, after.start, LOSS, "")
+
+
 def build(trace: dict[str, Any]) -> tuple[Timeline, list[Event]]:
     """The timeline of the traced step, and the events for Perfetto: those of the period, streams and threads named.
 
@@ -244,6 +261,9 @@ def build(trace: dict[str, Any]) -> tuple[Timeline, list[Event]]:
         ]
         if drawn:
             found[lane] = sorted(drawn, key=lambda span: (span.start, -span.end))
+    if LAUNCHER in found:
+        of_threads = [*found[LAUNCHER], *found.get(AUTOGRAD, [])]
+        found[LAUNCHER] = sorted([*found[LAUNCHER], *_losses(of_threads)], key=lambda span: (span.start, -span.end))
     names: dict[_Place, str] = {(pid, thread): name for thread, name in threads.items()} | streams
 
     def is_shown(event: Event) -> bool:
@@ -328,9 +348,9 @@ def draw(timeline: Timeline, path: Path) -> None:
         for span in merged(spans, SMALLEST_GAP * period_us):
             times = [(span.start / 1e3, (span.end - span.start) / 1e3)]
             axes.broken_barh(times, (row - 0.4, 0.8), facecolors=COLOURS[span.kind])
-            if span.layer_number and span.end - span.start >= ROOM_FOR_A_NUMBER * period_us:
+            if span.label and span.end - span.start >= ROOM_FOR_A_LABEL * period_us:
                 middle = (span.start + span.end) / 2e3
-                axes.text(middle, row, span.layer_number, ha="center", va="center", fontsize=7, clip_on=True)
+                axes.text(middle, row, span.label, ha="center", va="center", fontsize=7, clip_on=True)
     axes.set_yticks(range(len(timeline.lanes)), list(timeline.lanes))
     axes.invert_yaxis()
     axes.set_xlim(0, period_us / 1e3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import json
 import math
 import re
@@ -57,7 +58,8 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="an id of the Hub, a local folder, or a config.json; only that is read")
+    model_help = "an id of the Hub, a local folder, or a config.json; only that is read. Without one: models from 0.5B to 120B"
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=model_help)
     parser.add_argument(
         "--length",
         type=_count,
@@ -74,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", type=_setting, **many, default=[], metavar="KEY=VALUE", help="settings of megatrain_config")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the configuration")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw tokens a second against batch")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw tokens a second against batch, or of all models")
     machine = parser.add_argument_group("machine", "by default this one, as measured; --gpu describes another")
     machine.add_argument("--gpu", metavar="NAME", help="a known GPU: H200, H100, A100-80, GH200, RTX4090, ...")
     for option, name, kind, metavar, text in (
@@ -96,9 +98,19 @@ def run(options: argparse.Namespace) -> int:
     # To look for garbage among the million objects that imports make takes a fifth of the time to the first row.
     gc.disable()
     try:
-        from megatrain_accelerate.estimate import report
+        from megatrain_accelerate.estimate import ladder, report
         from megatrain_accelerate.estimate.findings import Estimate
 
+        if options.model is None:
+            shown, drawn, asked = itertools.tee(ladder.estimates(options), 3)
+            if options.json:
+                print(json.dumps([report.as_json(found) for found in shown], indent=2))
+            else:
+                for line in report.ladder_table(shown):
+                    print(line, flush=True)
+            if options.plot is not None:
+                report.ladder_plot(list(drawn), options.plot)
+            return 0 if any(found.fits for found in asked) else 1
         found = Estimate(options)
         if options.json:
             print(json.dumps(report.as_json(found), indent=2))

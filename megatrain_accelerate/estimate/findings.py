@@ -55,14 +55,14 @@ class Limits:
 
 class Estimate:
     """What is found out about one model on one machine; anything that takes a run without data is found when it is first asked
-    for. Bytes; speeds a second.
+    for. Bytes; speeds a second. The model's configuration is loaded by its name, unless ``settings`` are that.
 
     Raises:
         MegatrainError: a wrong argument, no configuration, or a model that can't stream; the message says what to do. So does
             all that runs the model.
     """
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, settings: Any = None) -> None:
         config = MegatrainConfig.from_mapping(dict(options.set))
         if config.step_schedule == "serial":
             raise ConfigError(
@@ -75,7 +75,7 @@ class Estimate:
         names = [field.name for field in dataclasses.fields(MachineOptions)]
         self.model: str = options.model
         self.machine = describe_machine(MachineOptions(**{name: getattr(options, name) for name in names}), config)
-        settings = load_config(options.model, options.trust_remote_code)
+        settings = settings or load_config(options.model, options.trust_remote_code)
         model = model_on_meta(settings, options.trust_remote_code)
         sizes = (self.machine.gpu_bytes, self.machine.host_bytes)
         self.forecaster = Forecaster(model, config, self.machine.machine, *sizes, micro_batches=options.accumulation)
@@ -93,16 +93,17 @@ class Estimate:
             )
         self.length = asked or min(USUAL_LENGTH, table.positions if table is not None else USUAL_LENGTH)
         """Tokens of each sequence in the rows."""
-        self._asked_batches: list[int] | None = options.batch
+        self.batches: list[int] = options.batch or []
+        """That were asked for; without any the rows go up to the largest."""
         self._has_limits: bool = not options.no_limits
         self._forecast = functools.cache(self.forecaster.forecast)
 
     def rows(self) -> Iterator[Forecast]:
         """The steps on each batch. The first doesn't wait for the limits."""
-        first = self._asked_batches[0] if self._asked_batches else 1
+        first = self.batches[0] if self.batches else 1
         with _without_data(self.forecaster.model, self.length):
             yield self._forecast(first, self.length)
-            for batch in (self._asked_batches or _batches(self.limits.batch if self.limits else 1))[1:]:
+            for batch in (self.batches or _batches(self.limits.batch if self.limits else 1))[1:]:
                 yield self._forecast(batch, self.length)
 
     @functools.cached_property

@@ -1,22 +1,26 @@
-"""An estimate as a table for people, as JSON for programs, and as a plot of tokens a second against batch."""
+"""An estimate as a table for people, as JSON for programs, and as a picture; and those of many models."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.estimate.findings import Estimate
 from megatrain_accelerate.estimate.forecast import Forecast
+from megatrain_accelerate.estimate.machine_description import MachineDescription
 from megatrain_accelerate.tracing import empty_figure
 from megatrain_accelerate.units import GB, GIB
+
+STOCK_BYTES = 16
+"""Of a parameter on the GPU where the stock Trainer trains it in bf16 autocast: weight, gradient and two moments in fp32."""
 
 
 def table(estimate: Estimate) -> Iterator[str]:
     """The lines, each as soon as what it says is known."""
-    machine, speeds, model = estimate.machine, estimate.machine.machine, estimate.facts
+    machine, model = estimate.machine, estimate.facts
     needed_bytes, budget_bytes = estimate.forecaster.host_store_bytes, estimate.forecaster.host_bytes
     parameters, active = model["parameters"], model["active_parameters"]
     budget = "(--host-memory isn't given)" if machine.host_bytes is None else f"of {budget_bytes / GIB:,.1f} GiB"
@@ -25,14 +29,7 @@ def table(estimate: Estimate) -> Iterator[str]:
     yield _fact("layers", f"{model['layers']}, the largest of {model['layer_parameters'] / 1e6:,.0f} M parameters")
     if model["experts"]:
         yield _fact("experts", model["experts"])
-    yield _fact("GPU", f"{machine.gpu}, {machine.gpu_total_bytes / GIB:.1f} GiB, planned with {machine.gpu_bytes / GIB:.1f}")
-    yield _fact(
-        "speeds",
-        f"products {speeds.device_flops / 1e12:.0f} TFLOPS, GPU memory {speeds.device_bytes / 1e12:.2f} TB/s, link "
-        f"{speeds.h2d_bytes / GB:.0f} and {speeds.d2h_bytes / GB:.0f} GB/s, host step "
-        f"{speeds.host_step_parameters / 1e9:.1f} G parameters/s",
-    )
-    yield from (_fact("", note) for note in machine.notes)
+    yield from _machine_facts(machine)
     yield _fact(
         "host memory", f"needs {needed_bytes / GIB:,.1f} GiB ({needed_bytes / parameters:.1f} bytes a parameter) {budget}"
     )
@@ -65,6 +62,18 @@ def table(estimate: Estimate) -> Iterator[str]:
         yield _fact("largest batch", f"{batch} sequences of {estimate.length:,} tokens")
         yield _fact("longest context", f"{context} tokens, one sequence{stated}")
     yield from _verdict(estimate)
+
+
+def _machine_facts(machine: MachineDescription) -> Iterator[str]:
+    speeds = machine.machine
+    yield _fact("GPU", f"{machine.gpu}, {machine.gpu_total_bytes / GIB:.1f} GiB, planned with {machine.gpu_bytes / GIB:.1f}")
+    yield _fact(
+        "speeds",
+        f"products {speeds.device_flops / 1e12:.0f} TFLOPS, GPU memory {speeds.device_bytes / 1e12:.2f} TB/s, link "
+        f"{speeds.h2d_bytes / GB:.0f} and {speeds.d2h_bytes / GB:.0f} GB/s, host step "
+        f"{speeds.host_step_parameters / 1e9:.1f} G parameters/s",
+    )
+    yield from (_fact("", note) for note in machine.notes)
 
 
 def _fact(name: str, text: str) -> str:
@@ -111,7 +120,7 @@ def _cells(row: Forecast) -> tuple[str, ...]:
 def _verdict(estimate: Estimate) -> list[str]:
     """What is missing, and what helps; nothing if it fits."""
     if estimate.missing_host_bytes > 0:
-        missing = f"It doesn't fit: {estimate.missing_host_bytes / GIB:,.1f} GiB of host memory are missing"
+        missing = f"It doesn't fit: {_missing_host(estimate)} are missing"
         if (found := estimate.forecaster.settings_that_fit()) is None:
             return [f"{missing}, and no settings take so little: freeze a part of the model, or train LoRA adapters (PEFT)"]
         changes, needed = found
@@ -130,6 +139,10 @@ def _verdict(estimate: Estimate) -> list[str]:
     return [f"It doesn't fit: {what} takes {more} more than the {there} that are planned with{why}"]
 
 
+def _missing_host(estimate: Estimate) -> str:
+    return f"{estimate.missing_host_bytes / GIB:,.1f} GiB of host memory"
+
+
 def as_json(estimate: Estimate) -> dict[str, Any]:
     """The estimate as plain data; units are in the names."""
     machine, limits, token_bytes = estimate.machine, estimate.limits, estimate.token_gpu_bytes
@@ -140,6 +153,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         "gpu_planned_gib": machine.gpu_bytes / GIB,
         "speeds": dataclasses.asdict(machine.machine),
         "notes": list(machine.notes),
+        "stock_states_gib": STOCK_BYTES * estimate.forecaster.parameters / GIB,
         "host_needed_gib": estimate.forecaster.host_store_bytes / GIB,
         "host_memory_gib": None if machine.host_bytes is None else estimate.forecaster.host_bytes / GIB,
         "gpu_least_gib": estimate.least_gpu_bytes / GIB,
@@ -179,6 +193,74 @@ def _row_as_json(row: Forecast) -> dict[str, Any]:
     }
 
 
+def ladder_table(estimates: Iterable[Estimate]) -> Iterator[str]:
+    """A line for each model, as soon as its batches are known."""
+    found: list[list[str]] = []
+    for estimate in estimates:
+        if not found:
+            yield from _machine_facts(estimate.machine)
+            host_bytes = estimate.machine.host_bytes
+            yield _fact("host memory", "as much as is needed" if host_bytes is None else f"{host_bytes / GIB:,.1f} GiB")
+            yield ""
+            titles = [f"{batch:,} x {estimate.length:,}" for batch in estimate.batches]
+            yield _ladder_line("model", "parameters", "host, GiB", "stock, GPU GiB", titles)
+        cells = [f"{_missing_host(estimate)} are missing"]
+        if estimate.missing_host_bytes <= 0:
+            cells = [_speed_and_memory(row) for row in estimate.rows()]
+        found.append(cells)
+        parameters = estimate.forecaster.parameters
+        host = f"{estimate.forecaster.host_store_bytes / GIB:,.1f}"
+        yield _ladder_line(estimate.model, f"{parameters / 1e9:.2f} G", host, _stock(estimate), cells)
+    yield ""
+    yield "sequences x tokens: tokens/s, and GiB of the GPU in parentheses"
+    yield f"stock: states of the stock Trainer with bf16=True, {STOCK_BYTES} bytes a parameter; activations come on top"
+    if any("missing" in cells[0] for cells in found):
+        yield "with a model's name megatrain estimate says which settings take less host memory"
+
+
+def _ladder_line(model: str, parameters: str, host: str, stock: str, cells: Sequence[str]) -> str:
+    return "  ".join((f"{model:<15}", f"{parameters:>10}", f"{host:>9}", f"{stock:>17}", *map("{:>15}".format, cells)))
+
+
+def _speed_and_memory(row: Forecast) -> str:
+    return f"{row.tokens_per_second:,.0f} ({row.gpu_bytes / GIB:.1f})" if row.fits else "-"
+
+
+def _stock(estimate: Estimate) -> str:
+    needed_bytes = STOCK_BYTES * estimate.forecaster.parameters
+    return f"{needed_bytes / GIB:,.1f}" + (", doesn't fit" if needed_bytes > estimate.machine.gpu_bytes else "")
+
+
+def ladder_plot(estimates: Sequence[Estimate], path: Path) -> None:
+    """Draws the table: a coloured cell for each model and batch that fits; raises as :func:`plot` does."""
+    figure = empty_figure((9, 1.2 + 0.4 * len(estimates)), "--plot", "take --json")
+    axes = figure.add_subplot()
+    first, labels = estimates[0], []
+    for line, estimate in enumerate(estimates):
+        fits = estimate.missing_host_bytes <= 0
+        labels.append(f"{estimate.model}: host {estimate.forecaster.host_store_bytes / GIB:,.0f} GiB")
+        for column, row in enumerate(estimate.rows() if fits else ()):
+            if row.fits:
+                axes.barh(line, 0.97, 0.9, left=column - 0.485, color="#9fc9f2")
+                text = f"{row.tokens_per_second:,.0f} tokens/s, GPU {row.gpu_bytes / GIB:.0f} GiB"
+                axes.text(column, line, text, ha="center", va="center", fontsize=8)
+        if not fits:
+            axes.text(-0.45, line, f"{_missing_host(estimate)} are missing", va="center", fontsize=8, color="#8a8a8a")
+        axes.text(len(first.batches) - 0.4, line, _stock(estimate), va="center", fontsize=8)
+    axes.text(len(first.batches) - 0.4, -0.75, "stock Trainer's states, GiB", fontsize=8)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_xticks(range(len(first.batches)), [f"{batch:,} x {first.length:,} tokens a step" for batch in first.batches])
+    axes.xaxis.tick_top()
+    axes.set_xlim(-0.5, len(first.batches) + 0.3)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    host_bytes = first.machine.host_bytes
+    host = "as much host memory as is needed" if host_bytes is None else f"{host_bytes / GIB:,.0f} GiB of host memory"
+    axes.set_title(f"What trains on {first.machine.gpu} with {host}, predicted", fontsize=10)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, labelsize=8)
+    _save(figure, path)
+
+
 def plot(estimate: Estimate, path: Path) -> None:
     """Draws tokens a second against the batch; the path's suffix names the picture's format.
 
@@ -189,23 +271,23 @@ def plot(estimate: Estimate, path: Path) -> None:
     figure = empty_figure((8, 5), "--plot", "take --json")
     axes = figure.add_subplot()
     rows = sorted(estimate.rows(), key=lambda row: row.batch)
-    batches = [row.batch for row in rows]
-    axes.plot(batches, [row.tokens_per_second for row in rows], color="#4c9be8", zorder=1)
-    for fits, marker, label in ((True, "o", "fits"), (False, "x", "doesn't fit")):
-        speeds = {row.batch: row.tokens_per_second for row in rows if row.fits is fits}
-        if speeds:
-            axes.scatter(list(speeds), list(speeds.values()), marker=marker, color="#1f5fa8", label=label, zorder=2)
-    for row in rows:
-        text = f"{row.gpu_bytes / GIB:.0f} GiB, {row.candidate.time.bound_by}"
-        axes.annotate(text, (row.batch, row.tokens_per_second), textcoords="offset points", xytext=(4, -12), fontsize=7)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(batches, [str(batch) for batch in batches])
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
+    for place, row in enumerate(rows):
+        axes.bar(place, row.tokens_per_second, color="#9fc9f2" if row.fits else "#e4e4e4")
+        text = f"{row.tokens_per_second:,.0f}\n{row.gpu_bytes / GIB:.0f} GiB\n{row.candidate.time.bound_by}"
+        text += "" if row.fits else "\ndoesn't fit"
+        axes.text(place, row.tokens_per_second, text, ha="center", va="bottom", fontsize=8)
+    axes.set_xticks(range(len(rows)), [f"{row.batch:,}" for row in rows])
+    axes.margins(y=0.2)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel(f"sequences of {estimate.length:,} tokens in a batch")
     axes.set_ylabel("tokens a second")
-    axes.set_title(f"{estimate.model} on {estimate.machine.gpu}, predicted", fontsize=10)
-    axes.legend(loc="lower right")
+    # Of a model in a folder its name, and no path of this machine.
+    model = Path(estimate.model.removesuffix("/config.json")).name
+    axes.set_title(f"{model} on {estimate.machine.gpu}, predicted: speed, GPU memory, what bounds a step", fontsize=9)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:

@@ -89,7 +89,7 @@ def test_settings_that_are_named_exist(page: Path) -> None:
             MegatrainConfig.from_mapping(yaml.safe_load(block).get("megatrain_config"))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "benchmarks.md"], ids=lambda page: page.name)
+@every_page
 def test_prose_names_no_commits(page: Path) -> None:
     assert [word for word in re.findall(r"\b[0-9a-f]{7,12}\b", prose(page)) if not word.isdecimal()] == []
 

@@ -32,6 +32,38 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("name", ["", "config.json"])
+def test_a_plot_names_the_model_and_no_folder_of_this_machine(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = folder / "speed.svg"
+    quick = ["--length", "64", "--batch", "1", "2", "--no-limits"]
+    assert main(["estimate", str(folder / name), *MACHINE, *quick, "--plot", str(plot)]) == 0
+    drawn = plot.read_text()
+    assert f"{folder.name} on H200" in drawn
+    assert str(folder) not in drawn
+
+
+@pytest.mark.slow
+def test_without_a_model_a_table_and_a_picture_say_what_the_machine_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "models.svg"
+    machine = ["--gpu", "rtx4090", "--host-memory", "10GiB"]
+    assert main(["estimate", *machine, "--length", "64", "--batch", "1", "--plot", str(plot)]) == 0
+    shown = capsys.readouterr().out
+    models = [line.split() for line in shown.splitlines() if " G  " in line]
+    assert [float(words[1]) for words in models] == [0.49, 1.54, 3.09, 8.03, 14.77, 30.53, 32.76, 70.55, 116.83]
+    fits, *others = models
+    stock = "7.4"
+    assert fits[:5] == ["Qwen2.5-0.5B", "0.49", "G", "8.4", stock]
+    assert "doesn't" not in fits
+    assert all("of host memory are missing" in " ".join(words) for words in others)
+    assert "23.0, doesn't fit" in " ".join(others[0])
+    speed = fits[5]
+    assert f"{speed} tokens/s" in plot.read_text()
+
+
 @pytest.mark.long
 def test_the_table_says_what_fits_and_how_fast_and_a_plot_shows_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot = folder / "speed.png"

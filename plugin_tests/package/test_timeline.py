@@ -96,6 +96,15 @@ def test_streams_and_threads_become_lanes_with_the_layers_names(raw: Any) -> Non
     assert found.lanes[tracing.WORKER] == [Span(0.0, 50.0, "host step", "model.layers.1")]
 
 
+def test_the_loss_is_what_lies_between_forward_and_backward(raw: Any) -> None:
+    found, _ = tracing.build(raw)
+    (loss,) = (span for span in found.lanes[tracing.LAUNCHER] if span.kind == tracing.LOSS)
+    assert (loss.start, loss.end, loss.label) == (200.0, 300.0, "loss")
+    raw["traceEvents"].append(span("megatrain::loss_tile", 340, 360))
+    of_tile = [found for found in tracing.build(raw)[0].lanes[tracing.COMPUTE] if found.kind == tracing.LOSS]
+    assert [(found.start, found.end) for found in of_tile] == [(350.0, 354.0)], "its kernel was launched in the tile"
+
+
 def test_the_summary_says_what_was_hidden_and_what_bounded(raw: Any) -> None:
     text = tracing.format_summary(tracing.build(raw)[0])
     rows = {line[:20].strip(): line[20:].split() for line in text.splitlines()}
@@ -147,6 +156,16 @@ def test_results_are_a_perfetto_file_a_picture_and_a_table(
     assert trace["schemaVersion"] == 1
     assert trace["megatrain"]["step"] == 5
     assert "GPU idle" in capsys.readouterr().out
+
+
+def test_the_table_is_printed_in_one_piece(tmp_path: Path, raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr("builtins.print", lambda text, **_: printed.append(text))
+    write_raw(tmp_path, raw)
+    cli.write_results(tmp_path)
+    (text,) = printed
+    assert text.startswith("\nstep 5")
+    assert text.count("written: ") == 2
 
 
 def test_without_matplotlib_the_perfetto_file_is_written_and_the_remedy_named(

@@ -6,16 +6,45 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 OURS = "megatrain"
 STOCK = "stock"
 """The Trainer without the plugin."""
-RESOURCES = {"compute": "#4c9be8", "h2d": "#57b36a", "d2h": "#b06fc4", "host_step": "#c9463d"}
-"""What a step is split into, with colours."""
+SYSTEMS = {
+    OURS: "megatrain_accelerate",
+    STOCK: "stock Trainer",
+    "ds3": "DeepSpeed ZeRO-3 offload",
+    "ds2": "DeepSpeed ZeRO-2 offload",
+    "ds3super": "DeepSpeed SuperOffload",
+    "fsdp2": "FSDP2 CPU offload",
+    "torchao": "torchao CPU offload",
+    "roundpipe": "RoundPipe",
+    "roundpipe_async": "RoundPipe, weights a step old",
+    "masters": "plain PyTorch, all on the GPU",
+}
+"""What a reader knows the systems by. Others are called as their benches are."""
+MODELS = {
+    **{preset: f"Qwen2.5 {preset.upper()}" for preset in ("0.5b", "1.5b", "3b", "7b", "14b", "32b")},
+    "30b_a3b": "Qwen3-30B-A3B",
+    "llama_70b": "Llama 3 70B",
+    "gpt_oss_120b": "gpt-oss-120b",
+}
+"""What a reader knows the presets by."""
+RESOURCES = {
+    "compute": ("#4c9be8", "computes"),
+    "h2d": ("#57b36a", "waits for weights"),
+    "d2h": ("#b06fc4", "waits for copies to the host"),
+    "host_step": ("#c9463d", "waits for the host's AdamW"),
+}
+"""What a step is split into: colours, and what the GPU does."""
+FLOPS = "6 x parameters that a token meets x tokens a second"
+"""What TFLOPS are: nothing that is computed again counts, nor attention's products of tokens by tokens."""
 Row = dict[str, Any]
+Document = dict[str, Any]
+"""What `run.py` writes as results.json."""
 
 
 def _output(*command: str) -> str:
@@ -73,8 +102,12 @@ def trainer_row(case: str, shape: tuple[str, int, int], system: str, result: dic
         "late_step_seconds": result["late_step_seconds"],
         "plans": result["plans"],
         "all_plans_seconds": result["all_plans_seconds"],
+        "parameters": result["parameters"],
+        "active_parameters": result["active_parameters"],
         "predicted_step_ms": logged.get("predicted_step_ms"),
-        "gpu_peak_gib": logged.get("gpu_peak_gib"),
+        "gpu_peak_gib": logged.get("gpu_peak_gib")
+        or max((at.get("gpu_peak_gib", 0) for at in result["rows"]), default=0)
+        or None,
         "gpu_predicted_gib": logged.get("gpu_predicted_gib"),
         "host_peak_gib": result["host_peak_gib"],
         "split_ms": {name: share * step_ms for name, share in shares.items()},
@@ -143,7 +176,7 @@ def format_table(rows: list[Row]) -> str:
             cells.append(f"{'-' if value is None else format(value, form):{'>' if form else '<'}{width}}")
         ratios = ", ".join(f"{ratio:.2f} x {peer}" for peer, ratio in row.get("ratios", {}).items())
         lines.append("".join(cells) + f"  {row.get('bound_by') or '-':<10}  {ratios}".rstrip())
-    return "\n".join(lines)
+    return "\n".join([*lines, f"TFLOPS: {FLOPS}"])
 
 
 _STOCK_COLUMNS = (
@@ -169,67 +202,130 @@ def format_stock_table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def _series(rows: list[Row]) -> dict[str, list[Row]]:
-    """Rows that differ in the batch only, by a name for the legend."""
-    found: dict[str, list[Row]] = defaultdict(list)
+def cap(row: Row) -> str:
+    """What the plugin was held to, in words; empty if to nothing."""
+    gib = row["case"].rpartition("-")[2]
+    return f"{gib.removesuffix('gib')} GiB of the GPU" if gib.endswith("gib") else ""
+
+
+def job(row: Row) -> str:
+    """What a row's system trains in a step, in words."""
+    preset, batch, length = row["shape"]
+    sequences = f"{batch} documents of up to {length:,}" if row["data"] == "real" else f"{batch} x {length:,}"
+    return ", ".join(filter(None, (MODELS.get(preset, preset), f"{sequences} tokens", row.get("note"))))
+
+
+def work(row: Row) -> str:
+    """The row's job, with what it was held to."""
+    return ", ".join(filter(None, (job(row), cap(row))))
+
+
+def machine(document: Document) -> str:
+    """A document's machine in a few words."""
+    gpu = ", ".join(line.split(",")[0].removeprefix("NVIDIA ") for line in document["gpu"]) or "no GPU"
+    kib = document["memory"].removesuffix(" kB")
+    memory = f"{int(kib) / 2**20:.0f} GiB" if kib.isdecimal() else document["memory"]
+    return f"{gpu}, {document['cpus']} cores, {memory}"
+
+
+Bar = tuple[float, str]
+"""Length and colour of a part of a bar."""
+Line = tuple[str, list[Bar], str]
+"""What stands left of a bar, its parts, and what stands right of it; a heading has no parts."""
+
+
+def _name(row: Row) -> str:
+    return ", ".join(filter(None, (SYSTEMS.get(row["system"], row["system"]), cap(row))))
+
+
+def _speed_lines(rows: list[Row]) -> Iterator[Line]:
     for row in rows:
-        preset, _, length = row["shape"]
-        cap = row["case"].rpartition("-")[2] if row["case"].endswith("gib") else ""
-        of_documents = ", documents" if row["data"] == "real" else ""
-        found[f"{row['system']} {preset}, length {length:,}{of_documents} {cap}".rstrip()].append(row)
-    return {name: sorted(members, key=lambda row: row["tokens"]) for name, members in found.items()}
+        speed = row["tokens_per_second"]
+        yield _name(row), [(speed, RESOURCES["compute"][0] if row["system"] == OURS else "#b9b2a7")], f"{speed:,.0f}"
 
 
-def draw(rows: list[Row], folder: Path) -> list[Path]:
-    """Plots of speed, of the step's split and of memory.
+def _split_lines(rows: list[Row]) -> Iterator[Line]:
+    for row in rows:
+        split = row.get("split_ms") or {}
+        if not sum(split.values()):
+            continue
+        waits = [
+            f"{text} {split[name]:,.0f} ms"
+            for name, (_, text) in RESOURCES.items()
+            if name != "compute" and round(split.get(name, 0.0))
+        ]
+        said = "; ".join([f"computes {split['compute']:,.0f} ms", *waits])
+        yield _name(row), [(split.get(name, 0.0), colour) for name, (colour, _) in RESOURCES.items()], said
+
+
+def _memory_lines(rows: list[Row]) -> Iterator[Line]:
+    for row in rows:
+        for key, place, colour in (("gpu_peak_gib", "GPU", "#57b36a"), ("host_peak_gib", "host", "#c8b26b")):
+            if (gib := row.get(key)) is not None:
+                predicted = row.get("gpu_predicted_gib") if place == "GPU" else None
+                said = f"{gib:,.1f}" + (f" ({predicted:,.1f} predicted)" if predicted else "")
+                yield f"{_name(row)}: {place}", [(gib, colour)], said
+
+
+PICTURES: dict[str, tuple[Callable[[list[Row]], Iterator[Line]], str]] = {
+    "tokens_per_second.png": (_speed_lines, "tokens a second"),
+    "step_split.png": (_split_lines, "ms of a step"),
+    "memory.png": (_memory_lines, "GiB at the peak"),
+}
+SPEED_AND_MEMORY, SPLIT = ("tokens_per_second.png", "memory.png"), ("step_split.png",)
+
+
+def draw(
+    documents: Sequence[Document],
+    folder: Path,
+    names: Sequence[str] = (*SPEED_AND_MEMORY, *SPLIT),
+    metadata: dict[str, str] | None = None,
+) -> list[Path]:
+    """Pictures of speed, of the step's split and of memory: bars with their names and figures beside them.
+
+    Args:
+        documents: whose rows are drawn; rows of one job stand below each other.
+        folder: where the pictures go.
+        names: of the pictures that are wanted.
+        metadata: what the files say of themselves.
 
     Returns:
         The pictures' paths; those that the rows have nothing for are left out.
     """
+    paths = []
+    for name in names:
+        lines_of, unit = PICTURES[name]
+        lines: list[Line] = []
+        for document in documents:
+            good = [row for row in document["rows"] if "error" not in row]
+            for title in dict.fromkeys(map(job, good)):
+                of_job = list(lines_of([row for row in good if job(row) == title]))
+                lines += [(f"{title}; {machine(document)}", [], ""), *of_job] if of_job else []
+        if lines:
+            _draw_bars(lines, unit, folder / name, metadata)
+            paths.append(folder / name)
+    return paths
+
+
+def _draw_bars(lines: Sequence[Line], unit: str, path: Path, metadata: dict[str, str] | None) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    good = [row for row in rows if "error" not in row]
-    paths = []
-
-    def figure(width: float = 8.0) -> tuple[Any, Any]:
-        made = Figure(figsize=(width, 4.5), layout="constrained")
-        FigureCanvasAgg(made)
-        return made, made.add_subplot()
-
-    def save(made: Any, name: str) -> None:
-        made.savefig(folder / name, dpi=120)
-        paths.append(folder / name)
-
-    if good:
-        made, axes = figure()
-        for name, members in _series(good).items():
-            style = "o-" if members[0]["system"] == OURS else "s--"
-            axes.plot([row["tokens"] for row in members], [row["tokens_per_second"] for row in members], style, label=name)
-        axes.set(xlabel="tokens a step", ylabel="tokens a second", xscale="log", ylim=(0, None), title="Speed")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-        save(made, "tokens_per_second.png")
-    split = [row for row in good if row.get("split_ms")]
-    if split:
-        made, axes = figure(max(8.0, 1.1 * len(split)))
-        bottoms = [0.0] * len(split)
-        for resource, colour in RESOURCES.items():
-            heights = [row["split_ms"].get(resource, 0.0) for row in split]
-            axes.bar([row["case"] for row in split], heights, bottom=bottoms, color=colour, label=resource)
-            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-        axes.set(ylabel="ms", title="A step: compute, and what the GPU stood still for")
-        axes.tick_params(axis="x", rotation=30)
-        axes.legend()
-        save(made, "step_split.png")
-    if good:
-        made, axes = figure(max(8.0, 1.3 * len(good)))
-        places = range(len(good))
-        kinds = (("gpu_peak_gib", "GPU, peak"), ("gpu_predicted_gib", "GPU, predicted"), ("host_peak_gib", "host, peak"))
-        for offset, (key, label) in zip((-0.27, 0.0, 0.27), kinds, strict=True):
-            axes.bar([place + offset for place in places], [row.get(key) or 0.0 for row in good], 0.25, label=label)
-        axes.set_xticks(list(places), [f"{row['case']}\n{row['system']}" for row in good], fontsize=7)
-        axes.set(ylabel="GiB", title="Memory")
-        axes.legend()
-        save(made, "memory.png")
-    return paths
+    figure = Figure(figsize=(10, 0.9 + 0.3 * len(lines)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    longest = max(sum(length for length, _ in bars) for _, bars, _ in lines)
+    for place, (label, bars, said) in enumerate(lines):
+        if not bars:
+            axes.text(0, place + 0.15, label, va="center", fontsize=9, weight="bold")
+        begin = 0.0
+        for length, colour in bars:
+            axes.barh(place, length, 0.75, left=begin, color=colour)
+            begin += length
+        axes.text(begin + 0.01 * longest, place, said, va="center", fontsize=9)
+    named = [(place, label) for place, (label, bars, _) in enumerate(lines) if bars]
+    axes.set_yticks([place for place, _ in named], [label for _, label in named], fontsize=9)
+    axes.set(ylim=(len(lines) - 0.4, -0.6), xlim=(0, 1.35 * longest), xlabel=unit)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120, metadata=metadata)

@@ -248,7 +248,7 @@ def main() -> int:
     (options.out / "results.json").write_text(json.dumps(document, indent=2))
     (options.out / "table.txt").write_text(table + "\n")
     try:
-        pictures = draw(bench.rows, options.out)
+        pictures = draw([document], options.out)
     except ImportError as error:
         pictures = []
         print(f"no plots: matplotlib can't be imported ({error}); pip install matplotlib", file=sys.stderr)
