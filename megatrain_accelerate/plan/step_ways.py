@@ -67,16 +67,9 @@ class WayChoice:
         self._tile = None if config.token_tile == "auto" else int(config.token_tile)
         self._may_cut = may_cut(runtime, config)
 
-    def as_before(self) -> StepOutline:
-        """The outline by the way that the runtime has."""
-        return self._outline()
-
-    def best(self) -> StepOutline:
-        """The outline of the fastest way that fits; where none does, of the one that takes the least memory."""
-        return self.best_with_placement()[0]
-
-    def best_with_placement(self) -> tuple[StepOutline, Candidate | None]:
-        """The same, and the fastest placement by it; None if none fits."""
+    def best(self) -> tuple[StepOutline, Candidate | None]:
+        """The outline of the fastest way that fits, and the fastest placement by it; where none does, the outline of the way
+        that takes the least memory, and None."""
         with way_put_back(self._runtime):
             whole, by_whole = self._fastest(self._tile or 0)
             is_short = all(profile.length < LONG_TOKENS for profile in whole.profiles.values())
