@@ -8,7 +8,7 @@ import functools
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -153,7 +153,7 @@ class Forecaster:
         self._attention = WithoutAttentionDropout()
         self._graphs: dict[Hashable, LayerGraph | None] = {}
         """By the kind of what runs at once: pieces of batches have the same."""
-        self._found: dict[Hashable, Any] = {}
+        self._steps: dict[Hashable, _Step] = {}
 
     def settings_that_fit(self) -> tuple[dict[str, Any], int] | None:
         """The settings that change numbers the least of those with which the states fit the host memory, and what they take;
@@ -247,20 +247,9 @@ class Forecaster:
         return WayChoice(self.engine.runtime, self.config, batch, outline, self.plan.search_for).best()
 
     def _outline(self, batch: int, length: int) -> StepOutline:
-        """By the way that the runtime has now."""
+        """By the way that the runtime has now, with reckoned times."""
         with standing_for_a_gpu(), self._attention:
-            return self._once("outline", batch, length, make=self._reckoned)
-
-    def _once(self, what: str, batch: int, length: int, make: Callable[[int, int], Any]) -> Any:
-        """What was made before of the same, if layers ran in the same tiles and pieces."""
-        cut = self.engine.runtime.batch_cut
-        key = (what, batch, length, self.engine.runtime.token_tile, cut.asked, cut.chosen)
-        if key not in self._found:
-            self._found[key] = make(batch, length)
-        return self._found[key]
-
-    def _reckoned(self, batch: int, length: int) -> StepOutline:
-        outline, calls = self._step(batch, length)
+            outline, calls = self._step(batch, length)
         profiles = {kind: self._profile(call) for kind, call in calls.items()}
         if self._attention.has_dropped:  # then a run doesn't keep its results (layers/attention_results.py)
             none_kept: dict[str, Any] = {"attention": OpCosts(), "attention_bytes": 0, "attention_seconds": 0.0}
@@ -274,10 +263,8 @@ class Forecaster:
         fewest = max(_TRACED_SEQUENCES, -(-tokens // length))
         pieces = self.engine.runtime.batch_cut.size
         if batch <= 2 * fewest or (pieces is not None and batch > pieces):
-            return self._once("step", batch, length, make=self._traced)
-        (few, of_few), (many, of_many) = (
-            self._once("step", count, length, make=self._traced) for count in (fewest, 2 * fewest)
-        )
+            return self._traced(batch, length)
+        (few, of_few), (many, of_many) = self._traced(fewest, length), self._traced(2 * fewest, length)
         outline = extended(few, many, batch / fewest)
         # Kinds are numbers, and each batch has its own.
         events = [dataclasses.replace(at, kind=like.kind) for at, like in zip(outline.events, many.events, strict=True)]
@@ -286,8 +273,13 @@ class Forecaster:
         return dataclasses.replace(outline, events=tuple(events)), calls
 
     def _traced(self, batch: int, length: int) -> _Step:
-        outline, first_calls = self._run(batch, length)
-        return outline, {kind: self._call(outline.profiles[kind], *call) for kind, call in first_calls.items()}
+        """The step, run once for each way."""
+        cut = self.engine.runtime.batch_cut
+        key = (batch, length, self.engine.runtime.token_tile, cut.asked, cut.chosen)
+        if key not in self._steps:
+            outline, first_calls = self._run(batch, length)
+            self._steps[key] = outline, {kind: self._call(outline.profiles[kind], *call) for kind, call in first_calls.items()}
+        return self._steps[key]
 
     def _run(self, batch: int, length: int, **more: torch.Tensor) -> tuple[StepOutline, _FirstCalls]:
         calls: _FirstCalls = {}
