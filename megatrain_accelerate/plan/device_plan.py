@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 import sys
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -113,16 +113,19 @@ class DevicePlan:
         runtime = self._runtime
         layers = [layer.unit for layer in runtime.layers if layer.unit.is_on_device]
         there = [unit for unit in runtime.units if unit.is_on_device]
+
+        def held(units: Iterable[HostUnit], *kinds: str) -> int:
+            return sum(unit.bytes_by_kind().get(kind, 0) for unit in units for kind in kinds)
+
         # Gradients are summed on the device of all resident parameters, and of units that live there.
-        summed = [unit for unit in [*(group.unit for group in runtime.groups), *layers] if unit.gradient_residuals is not None]
-        sum_bytes = sum(2 * unit.layout.split_elements for unit in summed)
+        sum_bytes = held([*(group.unit for group in runtime.groups), *layers], "gradient_residuals")
         return {
             "slots": runtime.prefetcher.device_bytes,
             "gradient_slots": runtime.offloader.device_bytes,
             **self._fixed_bytes_by_kind(),
             "held_layers": runtime.prefetcher.held_bytes,
-            "states": sum(at.residuals.nbytes + at.moment_bytes * (at.moments is not None) for at in there),
-            "layers": sum(unit.layout.weight_bytes for unit in layers),
+            "states": held(there, "residuals", "moments"),
+            "layers": held(layers, "weights"),
             **({"gradient_residuals": sum_bytes} if sum_bytes else {}),
         }
 
