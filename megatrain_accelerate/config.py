@@ -201,11 +201,6 @@ class MegatrainConfig:
     """Class names of the modules that stream; by default what the model names in ``_no_split_modules``."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.placement, PlacementSettings):
-            given = _require_mapping(self.placement, "megatrain_config.placement")
-            for key in given:
-                _require_known(key, PlacementSettings, "megatrain_config.placement")
-            object.__setattr__(self, "placement", PlacementSettings(**given))
         _require_whole_numbers(self, _MINIMA, "megatrain_config")
         for name in ("host_memory_gib", "gpu_memory_gib"):
             value = getattr(self, name)
@@ -274,15 +269,16 @@ class MegatrainConfig:
                 if key in _GONE:
                     raise ConfigError(f"megatrain_config.{key} is gone: {_GONE[key]}")
                 if key == "placement":
-                    if isinstance(value, PlacementSettings):
-                        value = dataclasses.asdict(value)
-                    placement |= _require_mapping(value, "megatrain_config.placement")
+                    is_made = isinstance(value, PlacementSettings)
+                    placement |= vars(value) if is_made else _require_mapping(value, "megatrain_config.placement")
                 elif str(key).startswith("placement."):
                     placement[key.removeprefix("placement.")] = value
                 else:
                     _require_known(key, cls, "megatrain_config")
                     settings[key] = value
-        return cls(**settings | {"placement": placement})
+        for key in placement:
+            _require_known(key, PlacementSettings, "megatrain_config.placement")
+        return cls(**settings, placement=PlacementSettings(**placement))
 
     def to_json(self) -> str:
         """The form in which the launcher hands the settings to the training processes."""

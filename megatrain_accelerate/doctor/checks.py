@@ -23,21 +23,23 @@ import torch
 from megatrain_accelerate import __version__
 from megatrain_accelerate.activation import ENV_DISABLE, is_disabled
 from megatrain_accelerate.checkpoint.disk import existing_part
-from megatrain_accelerate.config import MegatrainConfig, usable_cpu_count
+from megatrain_accelerate.config import usable_cpu_count
 from megatrain_accelerate.errors import HostMemoryError, KernelError, PatchError
 from megatrain_accelerate.integrations import import_hook
 from megatrain_accelerate.integrations.patches import PATCHES, TESTED_VERSIONS
 from megatrain_accelerate.integrations.wrapping import ensure_ready
-from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
-from megatrain_accelerate.kernels.moments import FloatMoments
+from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.plan.machine import (
     SHARE_IN_A_STEP,
+    STEP_ARGUMENTS,
     STEP_BYTES,
     Machine,
     kept_speeds,
     measured_machine,
     seconds_of,
+    seconds_of_both,
     speeds_path,
+    step_arrays,
 )
 from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES, available_host_bytes, cgroup_available_bytes
 from megatrain_accelerate.store.host_memory import HostMemory
@@ -101,7 +103,7 @@ def examine(folder: Path, measures: bool) -> Iterator[Finding]:
     if measures:
         yield from found_by("host speed", host_speeds, device is not None)
         if device is not None:
-            yield from found_by("link", link, device, MegatrainConfig())
+            yield from found_by("link", link, device)
 
 
 def found_by(name: str, check: Callable[..., Sequence[Finding]], *args: Any) -> list[Finding]:
@@ -360,52 +362,37 @@ def measure_link(device: torch.device) -> tuple[float, float, float]:
     Raises:
         HostMemoryError: the driver refuses to register memory.
     """
-    memory = HostMemory(2 * _COPY_BYTES, register=True)
+    memory = HostMemory(_COPY_BYTES, register=True)
     try:
-        down, up = (memory.tensor(part * _COPY_BYTES, (_COPY_BYTES,), torch.uint8).zero_() for part in range(2))
+        host = memory.tensor(0, (_COPY_BYTES,), torch.uint8).zero_()
         memory.register()
-        there, other = (torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-        to_gpu = (torch.cuda.Stream(device), there, down)
-        from_gpu = (torch.cuda.Stream(device), up, other)
-
-        def seconds(*copies: tuple[torch.cuda.Stream, torch.Tensor, torch.Tensor]) -> float:
-            def work() -> None:
-                for stream, target, source in copies:
-                    with torch.cuda.stream(stream):
-                        target.copy_(source, non_blocking=True)
-
-            return seconds_of(device, work, min)
-
-        h2d, d2h, both = seconds(to_gpu), seconds(from_gpu), seconds(to_gpu, from_gpu)
+        there = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
+        h2d = seconds_of(device, lambda: there.copy_(host, non_blocking=True), min)
+        d2h = seconds_of(device, lambda: host.copy_(there, non_blocking=True), min)
+        both = seconds_of_both(there, host)
     finally:
         memory.close()
-    return _COPY_BYTES / h2d, _COPY_BYTES / d2h, 2 * _COPY_BYTES / both
+    return _COPY_BYTES / h2d, _COPY_BYTES / d2h, sum(_COPY_BYTES / seconds for seconds in both)
 
 
 def measure_host(kernels: HostKernels, elements: int) -> tuple[float, float]:
     """Parameters a second that AdamW steps with all threads, and bytes a second of a plain loop on the same arrays, with the
     same traffic: what the memory gives."""
-    dtypes = (torch.bfloat16, torch.int16, torch.bfloat16, torch.float32, torch.float32)
-    memories = [HostMemory(dtype.itemsize * elements, register=False) for dtype in dtypes]
-    tensors = [memory.tensor(0, (elements,), dtype) for memory, dtype in zip(memories, dtypes, strict=True)]
-    for tensor in tensors:
-        kernels.zero(tensor)
-    hi, residual, gradient, exp_avg, exp_avg_sq = tensors
-    arguments = AdamArguments(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
-    moments, cpu = FloatMoments(exp_avg, exp_avg_sq), torch.device("cpu")
-    step = seconds_of(cpu, lambda: kernels.adamw(hi, residual, moments, gradient, arguments), min)
-    probe = seconds_of(cpu, lambda: kernels.stream_probe(hi, residual, exp_avg, exp_avg_sq, gradient), min)
+    hi, residual, moments, gradient = step_arrays(kernels, elements)
+    cpu = torch.device("cpu")
+    step = seconds_of(cpu, lambda: kernels.adamw(hi, residual, moments, gradient, STEP_ARGUMENTS), min)
+    probe = seconds_of(cpu, lambda: kernels.stream_probe(hi, residual, *moments, gradient), min)
     return elements / step, STEP_BYTES * elements / probe
 
 
-def link(device: torch.device, config: MegatrainConfig) -> list[Finding]:
+def link(device: torch.device) -> list[Finding]:
     """The link's speeds, and whether the plan's are still the same. A driver that refuses to register memory is found here."""
     try:
         speeds = measure_link(device)
     except HostMemoryError as error:
         remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
         return [Finding("link", "broken", str(error), remedy)]
-    with contextlib.closing(HostKernels(config.host_threads)) as kernels:
+    with contextlib.closing(HostKernels()) as kernels:
         path = speeds_path(device, kernels)
         machine = measured_machine(device, kernels)
         count = len(kept_speeds(path))

@@ -8,7 +8,7 @@ import functools
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import MegatrainError, UnsupportedError
+from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.estimate.layer_graph import (
     OUTSIDE,
     LayerGraph,
@@ -28,11 +28,8 @@ from megatrain_accelerate.estimate.layer_graph import (
     uncompiled_profile,
 )
 from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine, PositionTable, shortest_table
-from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
-from megatrain_accelerate.layers.compiled_layer import SMALLEST_LAYER_PARAMETERS
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.micro_batches import BatchSplit
-from megatrain_accelerate.layers.output_recorder import Captures
 from megatrain_accelerate.layers.token_tiles import AUTO_TILE_TOKENS
 from megatrain_accelerate.loss.products import standing_for_a_gpu
 from megatrain_accelerate.plan.fake_runs import replaced
@@ -42,24 +39,21 @@ from megatrain_accelerate.plan.other_batches import outside_seconds_of
 from megatrain_accelerate.plan.placement import require_layers, sent_bytes
 from megatrain_accelerate.plan.placement_search import Candidate
 from megatrain_accelerate.plan.step_memory import OpCosts
-from megatrain_accelerate.plan.step_outline import call_kind, outline_layers, outline_step, what_sees_a_batch
-from megatrain_accelerate.plan.step_profile import Event, LayerProfile, StepOutline
+from megatrain_accelerate.plan.step_outline import call_kind, outline_step, what_sees_a_batch
+from megatrain_accelerate.plan.step_profile import LayerProfile, StepOutline
 from megatrain_accelerate.plan.step_ways import WayChoice, may_cut, way_put_back
-from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES
+from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES, leaner_settings
 
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-OUTLINED_TOKENS = 4096
-"""What runs outside the layers is outlined on about so many tokens and on twice as many; beyond it grows in proportion, since
-the loss goes by tiles."""
-
 _FEW_TOKENS = 8
 """Of a sequence on which the model is run to see what it looks into."""
 
-_TRACED_SEQUENCES, _TRACED_TILES = 2, 8
-"""Layers are traced on so many sequences, or as many as fill so many tiles, and on twice as many; on more they take more in
-proportion. Of one sequence, tensors may be laid out otherwise; of a few tiles, one tile is most of what is alive."""
+_TRACED_SEQUENCES, TRACED_TOKENS, _TRACED_TILES = 2, 4096, 8
+"""A step is run on so many sequences, or as many as have so many tokens or fill so many tiles, and on twice as many; more take
+more in proportion. Of one sequence, tensors may be laid out otherwise; the loss of few tokens isn't made by tiles; of a few
+tiles, one tile is most of what is alive."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +112,8 @@ class _Call:
 _FirstCalls = dict[Hashable, tuple[bool, StreamedLayer, Any, Any]]
 """By kind, the first call of it: whether it runs compiled, the layer and its arguments, on the meta device."""
 
-_Calls = tuple[Sequence[Hashable], dict[Hashable, _Call]]
-"""The kinds of the layers' calls in order, and what calls of a kind cost."""
+_Step = tuple[StepOutline, dict[Hashable, _Call]]
+"""A step's outline, and what calls of each kind cost."""
 
 
 class Forecaster:
@@ -159,24 +153,15 @@ class Forecaster:
         self._attention = WithoutAttentionDropout()
         self._graphs: dict[Hashable, LayerGraph | None] = {}
         """By the kind of what runs at once: pieces of batches have the same."""
-        self._found: dict[Hashable, Any] = {}
+        self._steps: dict[Hashable, _Step] = {}
 
     def settings_that_fit(self) -> tuple[dict[str, Any], int] | None:
         """The settings that change numbers the least of those with which the states fit the host memory, and what they take;
         None if there are none."""
-        now, dtypes = self.config, ("fp32", "bf16", "int8")
-        for moments in dtypes[dtypes.index(now.moments_dtype) :]:
-            for gradients in dict.fromkeys((now.host_gradients, "passing")):
-                changes: dict[str, Any] = {"host_gradients": gradients} if gradients != now.host_gradients else {}
-                changes |= {"moments_dtype": moments} if moments != now.moments_dtype else {}
-                try:
-                    changed = dataclasses.replace(now, **changes)
-                    require_steps_in_backward_possible(changed, self.micro_batches)
-                    needed = self.engine.store_bytes(self.plan.adds_on_host, **changes) + CONSTANT_OVERHEAD_BYTES
-                except MegatrainError:  # the settings exclude each other
-                    continue
-                if needed <= self.host_bytes:
-                    return changes, needed
+        for changes in leaner_settings(self.config, accumulates=self.micro_batches > 1):
+            needed = self.engine.store_bytes(self.plan.adds_on_host, **changes) + CONSTANT_OVERHEAD_BYTES
+            if needed <= self.host_bytes:
+                return changes, needed
         return None
 
     @functools.cached_property
@@ -259,90 +244,54 @@ class Forecaster:
     def fastest(self, batch: int, length: int) -> tuple[StepOutline, Candidate | None]:
         """The outline of a step, by the way that suits it, with reckoned times, and the best placement; None if none fits."""
         outline = functools.partial(self._outline, batch, length)
-        return WayChoice(self.engine.runtime, self.config, batch, outline, self.plan.search).best_with_placement()
+        return WayChoice(self.engine.runtime, self.config, batch, outline, self.plan.search_for).best()
 
     def _outline(self, batch: int, length: int) -> StepOutline:
-        """By the way that the runtime has now."""
+        """By the way that the runtime has now, with reckoned times."""
         with standing_for_a_gpu(), self._attention:
-            return self._once("outline", batch, length, make=lambda: self._reckoned(batch, length))
-
-    def _once(self, *what: Hashable, make: Callable[[], Any]) -> Any:
-        """What was made before of the same, if layers ran in the same tiles and pieces."""
-        cut = self.engine.runtime.batch_cut
-        key = (*what, self.engine.runtime.token_tile, cut.asked, cut.chosen)
-        if key not in self._found:
-            self._found[key] = make()
-        return self._found[key]
-
-    def _reckoned(self, batch: int, length: int) -> StepOutline:
-        kinds, calls = self._layers(batch, length)
+            outline, calls = self._step(batch, length)
         profiles = {kind: self._profile(call) for kind, call in calls.items()}
         if self._attention.has_dropped:  # then a run doesn't keep its results (layers/attention_results.py)
             none_kept: dict[str, Any] = {"attention": OpCosts(), "attention_bytes": 0, "attention_seconds": 0.0}
             profiles = {kind: dataclasses.replace(profile, **none_kept) for kind, profile in profiles.items()}
-        outline = self._outside_of(batch, length)
-        return dataclasses.replace(
-            outline,
-            profiles=profiles,
-            samples=self.engine.runtime.batch_cut.chosen,
-            events=_with_kinds(outline.events, kinds),
-            outside_seconds=outside_seconds_of(outline, self.machine) / OUTSIDE,
-        )
+        outside_seconds = outside_seconds_of(outline, self.machine) / OUTSIDE
+        return dataclasses.replace(outline, profiles=profiles, outside_seconds=outside_seconds)
 
-    def _layers(self, batch: int, length: int) -> _Calls:
-        """The layers' calls: traced if they are few, else extrapolated from two smaller batches."""
+    def _step(self, batch: int, length: int) -> _Step:
+        """A step without times: run if its sequences are few, else extrapolated from two smaller batches."""
+        tokens = max(TRACED_TOKENS, _TRACED_TILES * self.engine.runtime.token_tile)
+        fewest = max(_TRACED_SEQUENCES, -(-tokens // length))
         pieces = self.engine.runtime.batch_cut.size
-        fewest = max(_TRACED_SEQUENCES, -(-_TRACED_TILES * self.engine.runtime.token_tile // length))
         if batch <= 2 * fewest or (pieces is not None and batch > pieces):
-            return self._traced_layers(batch, length)
-        (few_kinds, few), (many_kinds, many) = (self._traced_layers(count, length) for count in (fewest, 2 * fewest))
-        pairs = dict(zip(many_kinds, few_kinds, strict=True))
-        return many_kinds, {kind: extended(few[other], many[kind], batch / fewest) for kind, other in pairs.items()}
+            return self._traced(batch, length)
+        (few, of_few), (many, of_many) = self._traced(fewest, length), self._traced(2 * fewest, length)
+        outline = extended(few, many, batch / fewest)
+        # Kinds are numbers, and each batch has its own.
+        events = [dataclasses.replace(at, kind=like.kind) for at, like in zip(outline.events, many.events, strict=True)]
+        kinds = {like.kind: at.kind for at, like in zip(few.events, many.events, strict=True)}
+        calls = {kind: extended(of_few[other], of_many[kind], batch / fewest) for kind, other in kinds.items()}
+        return dataclasses.replace(outline, events=tuple(events)), calls
 
-    def _traced_layers(self, batch: int, length: int) -> _Calls:
-        def trace() -> _Calls:
-            if batch * length <= 2 * self._outlined_tokens:  # then the whole step is run for what is outside
-                outline, calls = self._run(batch, length)
-                kinds, dry = [event.kind for event in outline.forward_calls], outline.profiles
-            else:
-                calls = {}
-                # The decoder's inputs are made of the labels. Elsewhere the loss is left out, since its tiles take long.
-                has_decoder = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
-                ids = torch.zeros((batch, length), dtype=torch.long)
-                inputs = {"input_ids": ids, "labels": ids} if has_decoder else {"input_ids": ids}
-                note = functools.partial(self._note_call, calls)
-                kinds, dry = outline_layers(self.model, self.engine.runtime, inputs, CPU, note)
-            return kinds, {kind: self._call(dry[kind], *calls[kind]) for kind in dry}
-
-        return self._once("layers", batch, length, make=trace)
-
-    @property
-    def _outlined_tokens(self) -> int:
-        """What fits a tile runs whole, and says nothing of what runs by tiles."""
-        return max(OUTLINED_TOKENS, 2 * self.engine.runtime.token_tile)
-
-    def _outside_of(self, batch: int, length: int) -> StepOutline:
-        """The outline without the layers' profiles: run if it is small, else extrapolated from two smaller ones."""
-        tokens = self._outlined_tokens
-        if batch * length <= 2 * tokens:
-            return self._run(batch, length)[0]
-        few, short = (-(-tokens // length), length) if length <= tokens else (1, tokens)
-        twice = (2 * few, short) if length <= tokens else (1, 2 * tokens)
-        return extended(self._run(few, short)[0], self._run(*twice)[0], batch * length / (few * short))
+    def _traced(self, batch: int, length: int) -> _Step:
+        """The step, run once for each way."""
+        cut = self.engine.runtime.batch_cut
+        key = (batch, length, self.engine.runtime.token_tile, cut.asked, cut.chosen)
+        if key not in self._steps:
+            outline, first_calls = self._run(batch, length)
+            self._steps[key] = outline, {kind: self._call(outline.profiles[kind], *call) for kind, call in first_calls.items()}
+        return self._steps[key]
 
     def _run(self, batch: int, length: int, **more: torch.Tensor) -> tuple[StepOutline, _FirstCalls]:
-        def run() -> tuple[StepOutline, _FirstCalls]:
-            ids = torch.zeros((batch, length), dtype=torch.long)
-            calls: _FirstCalls = {}
-            note = functools.partial(self._note_call, calls)
-            inputs = {"input_ids": ids, "labels": ids, **more}
-            return outline_step(self.model, self.engine.runtime, inputs, CPU, note), calls
+        calls: _FirstCalls = {}
 
-        return self._once("run", batch, length, *more, make=run)
+        def note(kind: Hashable, layer: StreamedLayer, args: Any, kwargs: Any) -> None:
+            # Asked while the model runs: transformers hangs hooks on routers whose logits the loss wants.
+            compiles = self.engine.runtime.compiled.suits(layer) is not None
+            calls[kind] = (compiles, layer, *_on_meta((args, kwargs)))
 
-    def _note_call(self, calls: _FirstCalls, kind: Hashable, layer: StreamedLayer, args: Any, kwargs: Any) -> None:
-        # Asked while the model runs: transformers hangs hooks on routers whose logits the loss wants.
-        calls[kind] = (self._is_compiled(layer), layer, *_on_meta((args, kwargs)))
+        ids = torch.zeros((batch, length), dtype=torch.long)
+        inputs = {"input_ids": ids, "labels": ids, **more}
+        return outline_step(self.model, self.engine.runtime, inputs, CPU, note), calls
 
     def _call(self, dry: LayerProfile, compiles: bool, layer: StreamedLayer, args: Any, kwargs: Any) -> _Call:
         split = BatchSplit.of_call(layer, args, kwargs, self.engine.runtime.batch_cut)
@@ -355,13 +304,6 @@ class Forecaster:
         if graph is None or by_tiles or not call.compiles:
             return uncompiled_profile(dry, graph, share, by_tiles, self.machine)
         return compiled_profile(dry, graph, self.machine).of_pieces(split, round(share * graph.output_bytes))
-
-    def _is_compiled(self, layer: StreamedLayer) -> bool:
-        """As the engine decides on a GPU (``CompiledLayers.wants``)."""
-        wanted = self.config.compile_layers
-        if layer.experts or Captures.inside(layer.module, self.engine.runtime.recorder) is None:
-            return False
-        return layer.unit.layout.parameter_count >= SMALLEST_LAYER_PARAMETERS if wanted == "auto" else bool(wanted)
 
     def _graph(self, layer: StreamedLayer, args: Any, kwargs: Any) -> LayerGraph | None:
         if layer.experts:
@@ -394,16 +336,3 @@ def _on_meta(tree: Any) -> Any:
 
     with _disable_current_modes():  # which count what is made
         return tree_map_only(torch.Tensor, empty, tree)
-
-
-def _with_kinds(events: Sequence[Event], kinds: Sequence[Hashable]) -> tuple[Event, ...]:
-    """The events with the kinds of the calls in order; a backward has the kind of its layer's last call."""
-    calls = iter(kinds)
-    of_layer: dict[int, list[Hashable]] = {}
-    made = []
-    for event in events:
-        waiting = of_layer.setdefault(event.layer, [])
-        if not event.is_backward:
-            waiting.append(next(calls))
-        made.append(dataclasses.replace(event, kind=waiting.pop() if event.is_backward else waiting[-1]))
-    return tuple(made)

@@ -36,7 +36,7 @@ from megatrain_accelerate.estimate.fused_kernels import (
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.nested_tensors import tensors_in
 from megatrain_accelerate.plan.machine import Machine
-from megatrain_accelerate.plan.step_memory import OpCosts, grouped_flops, is_grouped_product
+from megatrain_accelerate.plan.step_memory import OpCosts, attention_flops, grouped_flops, is_grouped_product
 from megatrain_accelerate.plan.step_profile import LayerProfile
 
 PRODUCTS = 0.98
@@ -223,14 +223,9 @@ def _product(node: fx.Node) -> Product:
 
 
 def _attention_flops(node: fx.Node) -> float:
-    """Two products of all pairs of tokens in forward, five in backward (FlashAttention-2, arXiv 2307.08691)."""
     args, kwargs = _numbers(node)
-    tensors = [value for value in args if isinstance(value, torch.Tensor) and value.dim() == 4]
-    is_backward = "backward" in operation(node)
-    query, key = tensors[1:3] if is_backward else tensors[:2]
     is_causal = any(value is True for value in [*args, *kwargs.values()])
-    pairs = query.shape[-2] * key.shape[-2] * (_CAUSAL_SHARE if is_causal else 1.0)
-    return (5 if is_backward else 2) * 2.0 * query.shape[0] * query.shape[1] * pairs * query.shape[-1]
+    return (attention_flops(operation(node), args) or 0.0) * (_CAUSAL_SHARE if is_causal else 1.0)
 
 
 def extended(once: Any, twice: Any, times: float) -> Any:

@@ -34,8 +34,6 @@ _TABLE = re.compile("wpe|embed_positions|pos_emb(ed)?|pos(ition(al)?)?_embedding
 """What models of transformers call tables of positions. Relative ones have other names."""
 _BUFFER = "embed_positions"
 """What GPT-J and CodeGen call theirs, which aren't learned: sines and cosines in each attention."""
-_STAGING_BUFFERS = 2
-"""Of one layer's gradients each, where gradients are accumulated (gradients/offload.py)."""
 
 
 def load_config(name: str, trust_remote_code: bool = False) -> Any:
@@ -170,9 +168,7 @@ class MetaEngine(Engine):
         runtime = self.runtime
         with replaced(self, "config", dataclasses.replace(self.config, **changes)):
             planned = self._planned_bytes([unit.layout for unit in runtime.units], fp32_sums=adds and runtime.sums.is_wanted)
-        staged = [layer.unit.layout.gradient_bytes for layer in runtime.layers]
-        staged += [part.unit.layout.gradient_bytes for experts in runtime.experts for part in experts.parts]
-        return sum(planned.values()) + _STAGING_BUFFERS * max(staged) * adds
+        return sum(planned.values()) + runtime.offloader.staging_bytes * adds
 
 
 class ForecastPlan(DevicePlan):
@@ -180,9 +176,6 @@ class ForecastPlan(DevicePlan):
 
     A step may take ``gpu_bytes``; ``host_bytes`` are for the store and offloaded activations, None for the store alone.
     """
-
-    search = DevicePlan._search_for
-    fixed_bytes = DevicePlan._fixed_bytes
 
     def __init__(
         self,
@@ -217,7 +210,7 @@ class ForecastPlan(DevicePlan):
     def leanest(self, outline: StepOutline) -> Candidate:
         """The placement that takes the least device memory, whether it fits or not: what the settings ask for and nothing
         more, and as many inputs on the host as it has room for if they may leave."""
-        return self.search(outline).leanest(self._asked)
+        return self.search_for(outline).leanest(self._asked)
 
     def least_bytes(self, outline: StepOutline) -> int:
         """Device memory of the step under :meth:`leanest`."""

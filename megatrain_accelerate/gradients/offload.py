@@ -31,6 +31,7 @@ from megatrain_accelerate.transfer.streams import GradientSlot, Streams
 
 GRADIENT_SLOTS = 2
 """Device buffers that hold one layer's gradients each: one is written while the other's are copied to the host."""
+_STAGING_BUFFERS = 2
 
 
 class GradientOffloader:
@@ -140,6 +141,11 @@ class GradientOffloader:
         return sum(slot.buffer.numel() for slot in self.slots)
 
     @property
+    def staging_bytes(self) -> int:
+        """Host memory of the buffers in which gradients wait to be added to earlier ones, made or not."""
+        return _STAGING_BUFFERS * self._largest
+
+    @property
     def passing_bytes(self) -> int:
         return 0 if self.passing is None else self.passing.size_bytes
 
@@ -243,9 +249,9 @@ class GradientOffloader:
 
     def prepare_accumulation(self) -> HostBuffers | None:
         """Makes staging buffers, which it returns, and fp32 sums, once. Raises a HostMemoryError if the sums don't fit."""
-        self.sums.prepare(0 if self._staging is not None else 2 * self._largest)
+        self.sums.prepare(0 if self._staging is not None else self.staging_bytes)
         if self._staging is None and self._largest:
-            self._staging = self._buffers_of(2, self._largest)
+            self._staging = self._buffers_of(_STAGING_BUFFERS, self._largest)
         return self._staging
 
     def wait(self) -> None:

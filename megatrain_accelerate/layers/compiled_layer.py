@@ -138,7 +138,8 @@ class CompiledLayers:
     def __init__(self, wanted: bool | str, device: torch.device, recorder: OutputRecorder | None = None) -> None:
         self._recorder = recorder or OutputRecorder()
         self._smallest = SMALLEST_LAYER_PARAMETERS if wanted == "auto" else 0
-        self._is_on = device.type == "cuda" if wanted == "auto" else bool(wanted)
+        # The engine of an estimate, on the meta device, stands for one on a GPU.
+        self._is_on = device.type in ("cuda", "meta") if wanted == "auto" else bool(wanted)
         self.backend: str | Callable[..., Callable[..., Any]] = "inductor"
         """What compiles dynamo's graphs: a name that dynamo knows, or a function."""
         self._kinds: dict[Any, _Kind] = {}
@@ -155,22 +156,26 @@ class CompiledLayers:
         """Whether any layer may run compiled."""
         return self._is_on and self.pays is not False
 
-    def wants(self, layer: StreamedLayer) -> Captures | None:
-        """What hooks inside the layer take if this call should run compiled; None if it should run as it is.
+    def suits(self, layer: StreamedLayer) -> Captures | None:
+        """What hooks inside the layer take if it may run compiled by the settings, its size and its hooks; else None.
 
-        Layers with hooks inside that aren't the recorder's aren't: dynamo doesn't look whether hooks come and go.
+        Layers with hooks inside that aren't the recorder's may not: dynamo doesn't look whether hooks come and go.
         """
-        if not self.may_compile or layer.unit.layout.parameter_count < self._smallest:
-            return None
-        # Dynamo declines under a mode that watches operations (a FLOP counter), and it should see them all. Of a layer that
-        # runs in tiles a compiled graph would hold all tokens at once.
-        if torch._C._len_torch_dispatch_stack() > 0 or layer.tiles.tile_tokens:
+        if layer.experts or not self.may_compile or layer.unit.layout.parameter_count < self._smallest:
             return None
         captures = Captures.inside(layer.module, self._recorder)
         if captures is None:
             self._note_eager(type(layer.module).__name__, "hooks are registered inside it")
+        return captures
+
+    def wants(self, layer: StreamedLayer) -> Captures | None:
+        """What hooks inside the layer take if this call should run compiled; None if it should run as it is."""
+        # Dynamo declines under a mode that watches operations (a FLOP counter), and it should see them all. Of a layer that
+        # runs in tiles a compiled graph would hold all tokens at once.
+        if torch._C._len_torch_dispatch_stack() > 0 or layer.tiles.tile_tokens:
             return None
-        return None if self._kind_of(layer, captures, memory_budget=1.0) is None else captures
+        captures = self.suits(layer)
+        return None if captures is None or self._kind_of(layer, captures, memory_budget=1.0) is None else captures
 
     def recomputes(self, layer: StreamedLayer, captures: Captures, memory_budget: float = 0.0) -> bool:
         """Whether a layer that :meth:`wants` approved can be compiled so that its backward computes activations again.

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 import sys
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from megatrain_accelerate.plan.evaluation_weights import EvaluationWeights, has_
 from megatrain_accelerate.plan.layer_measurement import CERTAIN_SHARE, measure_layers
 from megatrain_accelerate.plan.machine import (
     SEGMENT_BYTES,
-    STEP_BYTES,
     USABLE_SHARE_OF_DEVICE,
     Machine,
     free_bytes,
@@ -116,16 +115,19 @@ class DevicePlan:
         runtime = self._runtime
         layers = [layer.unit for layer in runtime.layers if layer.unit.is_on_device]
         there = [unit for unit in runtime.units if unit.is_on_device]
+
+        def held(units: Iterable[HostUnit], *kinds: str) -> int:
+            return sum(unit.bytes_by_kind().get(kind, 0) for unit in units for kind in kinds)
+
         # Gradients are summed on the device of all resident parameters, and of units that live there.
-        summed = [unit for unit in [*(group.unit for group in runtime.groups), *layers] if unit.gradient_residuals is not None]
-        sum_bytes = sum(2 * unit.layout.split_elements for unit in summed)
+        sum_bytes = held([*(group.unit for group in runtime.groups), *layers], "gradient_residuals")
         return {
             "slots": runtime.prefetcher.device_bytes,
             "gradient_slots": runtime.offloader.device_bytes,
             **self._fixed_bytes_by_kind(),
             "held_layers": runtime.prefetcher.held_bytes,
-            "states": sum(at.residuals.nbytes + at.moment_bytes * (at.moments is not None) for at in there),
-            "layers": sum(unit.layout.weight_bytes for unit in layers),
+            "states": held(there, "residuals", "moments"),
+            "layers": held(layers, "weights"),
             **({"gradient_residuals": sum_bytes} if sum_bytes else {}),
         }
 
@@ -215,7 +217,7 @@ class DevicePlan:
         if budget_bytes:
             self._plan(outline, budget_bytes)
         else:
-            self._note(predicted_bytes=self._fixed_bytes(outline) + peak_bytes(outline, self.model_sizes(), self.placement))
+            self._note(predicted_bytes=self.fixed_bytes(outline) + peak_bytes(outline, self.model_sizes(), self.placement))
         self._note(
             made_for=made_for(model, self._runtime, self._config, self.micro_batches),
             seen=seen,
@@ -244,16 +246,16 @@ class DevicePlan:
                     break
                 try:
                     # Room for batches that never came isn't worth smaller pieces, or tiles.
-                    ways = self._ways(model, batch)
-                    outline = self._in_proportion(batch, ways.best() if growth == 1.0 else ways.as_before())
+                    by_way = self._ways(model, batch).best()[0] if growth == 1.0 else self._outline(model, batch)
+                    outline = self._in_proportion(batch, by_way)
                 except Exception as error:  # the model bounds sequences in a way of its own
                     logger.info("megatrain: no larger batches can be planned for (%s)", error)
                     continue
-                if outline is not None and self._search_for(outline).something_fits:
+                if outline is not None and self.search_for(outline).something_fits:
                     return batch, outline
         return inputs, self.foresee(model, inputs)
 
-    def _fixed_bytes(self, outline: StepOutline) -> int:
+    def fixed_bytes(self, outline: StepOutline) -> int:
         """What such a step takes under any placement."""
         # What others that wait for their backward hold isn't more than what one takes that is recomputed; they share slots.
         sizes = dataclasses.replace(self.model_sizes(), slot_bytes=0, gradient_slot_bytes=0)
@@ -315,10 +317,6 @@ class DevicePlan:
         # Each token that is generated asks, and what is free is the driver's to say, which takes milliseconds.
         return self._config.gpu_memory_bytes is not None or self._device.type == "cuda"
 
-    def _key(self, inputs: Mapping[str, Any]) -> Hashable:
-        shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
-        return (self._runtime.batch_cut.asked, shapes)
-
     def foresee(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
         """The outline of a step on ``inputs``, without planning for it. :meth:`follow` on the like takes it over. The first is
         measured, later ones are scaled from it where they can be.
@@ -327,14 +325,15 @@ class DevicePlan:
             UnsupportedError: the batch can't run in pieces.
             Exception: whatever the model raises when it looks at its data.
         """
-        key = self._key(inputs)
+        shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
+        key = (self._runtime.batch_cut.asked, shapes)
         if key not in self._foreseen:
             self._runtime.refresh_if_written()
             ways = self._ways(model, inputs)
-            outline = ways.best()
+            outline, _ = ways.best()
             self._decide_on_compiling(outline)
             found = self._in_proportion(inputs, outline)
-            if found is None or not (found is outline or found.surely_fits or self._search_for(found).something_fits):
+            if found is None or not (found is outline or found.surely_fits or self.search_for(found).something_fits):
                 measured = ways.measured(outline, lambda made: self._measured(model, inputs, made))
                 self._measured_steps[self._way_of(inputs)] = measured
                 found = measured[1]
@@ -355,7 +354,7 @@ class DevicePlan:
 
     def weigh(self, model: nn.Module, inputs: Mapping[str, Any]) -> Candidate | None:
         """The fastest placement for steps on ``inputs``, which isn't applied; None if none fits. Raises as :meth:`foresee`."""
-        return self._search_for(self.foresee(model, inputs)).best()
+        return self.search_for(self.foresee(model, inputs)).best()
 
     def _decide_on_compiling(self, outline: StepOutline) -> None:
         """Layers are compiled if the training is long enough to pay for it. The first outline of a training decides. The first
@@ -391,24 +390,29 @@ class DevicePlan:
         is_cut = outline.token_tile or self._is_cut(outline)
         if self.micro_batches > 1 or is_cut or self._runtime.compiled.may_compile:
             return False
-        return self._search_for(outline, int(CERTAIN_SHARE * self._budget_bytes())).everything() is not None
+        return self.search_for(outline, int(CERTAIN_SHARE * self._budget_bytes())).everything() is not None
+
+    def _outline(self, model: nn.Module, inputs: Mapping[str, Any]) -> StepOutline:
+        """Of a step by the way that the runtime has."""
+        return outline_step(model, self._runtime, inputs, self._device)
 
     def _ways(self, model: nn.Module, inputs: Mapping[str, Any]) -> WayChoice:
-        outline = functools.partial(outline_step, model, self._runtime, inputs, self._device)
+        outline = functools.partial(self._outline, model, inputs)
         ids = inputs.get("input_ids")  # beside which a picture may have a row for each of its patches
         samples = max(rows_of(dict(inputs) if ids is None else ids), default=1)
-        return WayChoice(self._runtime, self._config, samples, outline, self._search_for if self.has_budget else None)
+        return WayChoice(self._runtime, self._config, samples, outline, self.search_for if self.has_budget else None)
 
-    def _search_for(self, outline: StepOutline, budget_bytes: int | None = None) -> PlacementSearch:
+    def search_for(self, outline: StepOutline, budget_bytes: int | None = None) -> PlacementSearch:
+        """For the placement of such a step, in the whole budget unless another is named."""
         choices = self._choices
         if not self._runtime.states_may_move or not can_step_on(self._device):
             choices = dataclasses.replace(choices, on_device=0)
         budget_bytes = self._budget_bytes() if budget_bytes is None else budget_bytes
-        step_bytes = budget_bytes - self._fixed_bytes(outline)
+        step_bytes = budget_bytes - self.fixed_bytes(outline)
         return PlacementSearch(outline, self.model_sizes(), self._machine, step_bytes, choices, self._host_budget_bytes())
 
     def _measured(self, model: nn.Module, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline:
-        is_plain = self._runtime.runs_whole and self._search_for(outline).everything() is not None
+        is_plain = self._runtime.runs_whole and self.search_for(outline).everything() is not None
         try:
             return measure_layers(model, self._runtime, inputs, outline, self._budget_bytes(), is_plain)
         except torch.OutOfMemoryError:
@@ -423,11 +427,11 @@ class DevicePlan:
         return measure_layers(model, self._runtime, inputs, outline, self._budget_bytes(), is_plain)
 
     def _plan(self, outline: StepOutline, budget_bytes: int) -> None:
-        search = self._search_for(outline, budget_bytes)
+        search = self.search_for(outline, budget_bytes)
         found = search.best() or search.leanest(self._settled())
         self._note(
             placement=found.placement,
-            predicted_bytes=self._fixed_bytes(outline) + found.peak_bytes,
+            predicted_bytes=self.fixed_bytes(outline) + found.peak_bytes,
             predicted_time=None if outline.surely_fits else found.time,
             offloaded_bytes=sum(sent_bytes(outline, found.placement)),
         )
@@ -498,23 +502,8 @@ class DevicePlan:
         return self.micro_batches > 1 or (in_pieces and any(at.has_trainable for at in self._runtime.experts))
 
     def _unit_sizes(self, unit: HostUnit) -> UnitSizes:
-        layout = unit.layout
-        residual_bytes = 2 * layout.split_elements
-        step_bytes = STEP_BYTES
-        # The step with 8-bit moments has 14 bytes of traffic, but the memory isn't what it waits for: it is no faster.
-        if self._config.moments_dtype != "int8":
-            # With moments in fp32 it reads and writes each of the two.
-            step_bytes += 2 * unit.moment_bytes // max(1, layout.state_elements) - 2 * 8
-        return UnitSizes(
-            weight_bytes=layout.weight_bytes,
-            gradient_bytes=layout.gradient_bytes,
-            parameters=layout.state_elements,
-            state_bytes=layout.weight_bytes + residual_bytes + unit.moment_bytes,
-            # The first addition makes room for all units' sums.
-            sum_bytes=residual_bytes if self._runtime.sums.is_wanted and self.adds_on_host else 0,
-            gradients_pass=unit.passes_gradients,
-            step_bytes=step_bytes,
-        )
+        # The first addition makes room for all units' sums.
+        return UnitSizes.of_unit(unit, is_summed=self._runtime.sums.is_wanted and self.adds_on_host)
 
     def _budget_bytes(self) -> int:
         """Bytes of the device that a step may take, what the engine holds included; 0 without a GPU."""

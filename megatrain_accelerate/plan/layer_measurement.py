@@ -265,7 +265,7 @@ class _Measurement:
         self._layer, self._slot, self._inputs = layer, slot, inputs
         self._weight: Callable[[torch.Tensor, bool], torch.Tensor] = nn.Parameter if is_plain else torch.Tensor.requires_grad_
         self._recorder, self._compiled = runtime.recorder, runtime.compiled
-        self._captures = None if layer.experts else self._compiled.wants(layer)
+        self._captures = self._compiled.wants(layer)
 
     def slot(self) -> WeightSlot:
         """See :class:`SlotReader <megatrain_accelerate.layers.saved_tensors.SlotReader>`."""

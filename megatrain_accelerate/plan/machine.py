@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -37,6 +38,8 @@ _ROUNDS_AT_ONCE = 16
 """Copies of half the size each way while the host steps: several steps long."""
 STEP_BYTES = 26
 """Memory traffic of the fused AdamW on split masters with moments in fp32, a parameter: what is measured here."""
+STEP_ARGUMENTS = AdamArguments(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
+"""Of the steps that are measured."""
 SHARE_IN_A_STEP = 0.9
 """Of the host step's speed alone: in training copies and the launcher take their part of the memory and the cores."""
 MEASUREMENTS = 5
@@ -173,12 +176,13 @@ def _measure(device: torch.device, kernels: HostKernels) -> Machine:
         other = torch.empty_like(on_device)
         h2d = seconds_of(device, lambda: on_device.copy_(host, non_blocking=True))
         d2h = seconds_of(device, lambda: host.copy_(on_device, non_blocking=True))
-        step_work = _host_step(kernels, elements)
+        arrays = step_arrays(kernels, elements)
+        step_work = functools.partial(kernels.adamw, *arrays, STEP_ARGUMENTS)
         step = seconds_of(torch.device("cpu"), step_work)
         h2d_in_step, d2h_in_step, steps = h2d, d2h, [step]
         if is_gpu:
             with _repeated(step_work) as steps:
-                h2d_in_step, d2h_in_step = _seconds_of_both(on_device, host)
+                h2d_in_step, d2h_in_step = seconds_of_both(on_device, host)
         within = seconds_of(device, lambda: other.copy_(on_device))
         host_memory.close()
         # Products of zeros take less power and are faster.
@@ -218,7 +222,7 @@ def _repeated(work: Callable[[], object]) -> Iterator[list[float]]:
         thread.join()
 
 
-def _seconds_of_both(on_device: torch.Tensor, host: torch.Tensor) -> tuple[float, float]:
+def seconds_of_both(on_device: torch.Tensor, host: torch.Tensor) -> tuple[float, float]:
     """Seconds of copies of the buffers to the device and to the host that run at once: medians of many copies of halves."""
     middle = host.numel() // 2
     streams = (torch.cuda.Stream(on_device.device), torch.cuda.Stream(on_device.device))
@@ -238,16 +242,15 @@ def _seconds_of_both(on_device: torch.Tensor, host: torch.Tensor) -> tuple[float
     return 2 * h2d / 1e3, 2 * d2h / 1e3
 
 
-def _host_step(kernels: HostKernels, elements: int) -> Callable[[], None]:
-    """A step of the fused kernel on memory of its own, larger than the caches."""
+def step_arrays(kernels: HostKernels, elements: int) -> tuple[torch.Tensor, torch.Tensor, FloatMoments, torch.Tensor]:
+    """What a step of the fused kernel is timed on: weights, residuals, moments and gradients, all zero."""
     hi = torch.empty(elements, dtype=torch.bfloat16)
     gradient = torch.empty(elements, dtype=torch.bfloat16)
     residual = torch.empty(elements, dtype=torch.int16)
     exp_avg, exp_avg_sq = torch.empty(elements), torch.empty(elements)
     for tensor in (hi, gradient, residual, exp_avg, exp_avg_sq):
         kernels.zero(tensor)
-    arguments = AdamArguments(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
-    return lambda: kernels.adamw(hi, residual, FloatMoments(exp_avg, exp_avg_sq), gradient, arguments)
+    return hi, residual, FloatMoments(exp_avg, exp_avg_sq), gradient
 
 
 def free_bytes(device: torch.device) -> int:

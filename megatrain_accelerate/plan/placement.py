@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatrain_accelerate.config import PlacementSettings
 from megatrain_accelerate.errors import ConfigError
@@ -14,6 +15,7 @@ from megatrain_accelerate.layers.layer import ExpertPart
 from megatrain_accelerate.layers.policy import ActivationPolicy
 from megatrain_accelerate.plan.machine import STEP_BYTES
 from megatrain_accelerate.plan.step_profile import StepOutline
+from megatrain_accelerate.store.unit import HostUnit
 
 MOST_SPACING = 8
 """A layer's activations reach the host while this many others compute, on any link worth using."""
@@ -34,6 +36,19 @@ def require_layers(layer_count: int, settings: PlacementSettings) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class Counts:
+    """How many layers of each sort a placement has; more than there are mean all."""
+
+    kept: int = 0
+    attention_kept: int = 0
+    inputs_offloaded: int = 0
+    offloaded: int = 0
+    on_device: int = 0
+    groups_on_device: bool = False
+    budgets: tuple[float, float] = (0.0, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
 class Placement(ActivationPolicy):
     """What becomes of each layer's activations, and where its weights and states live; sets of layer indices.
 
@@ -47,36 +62,25 @@ class Placement(ActivationPolicy):
     """So do those of the parameters outside the layers."""
 
     @classmethod
-    def of_counts(
-        cls,
-        layers: int,
-        *,
-        kept: int = 0,
-        offloaded: int = 0,
-        inputs_offloaded: int = 0,
-        attention_kept: int = 0,
-        on_device: int = 0,
-        groups_on_device: bool = False,
-        budgets: tuple[float, float] = (0.0, 1.0),
-    ) -> Placement:
-        """The placement with these many layers of each sort, out of ``layers``; more than there are mean all. Attention is
-        kept in the last layers that aren't kept; the first inputs are offloaded, since they are away longest."""
-        on_device = min(on_device, layers)
-        kept = min(kept, layers)
-        offloaded = min(offloaded, layers - kept)
+    def of_counts(cls, layers: int, **counts: Any) -> Placement:
+        """The placement with these :class:`Counts` of ``layers``. Attention is kept in the last layers that aren't kept; the
+        first inputs are offloaded, since they are away longest."""
+        asked = Counts(**counts)
+        kept = min(asked.kept, layers)
+        offloaded = min(asked.offloaded, layers - kept)
         # Where recomputed layers' inputs leave there is no pause between copies.
-        spacing = min(MOST_SPACING, (layers - kept) // offloaded) if offloaded and not inputs_offloaded else 1
+        spacing = min(MOST_SPACING, (layers - kept) // offloaded) if offloaded and not asked.inputs_offloaded else 1
         last = layers - kept - 1
         away = frozenset(last - i * spacing for i in range(offloaded))
         return cls(
             kept=frozenset(range(layers - kept, layers)),
             offloaded=away,
             offload_spacing=spacing,
-            attention_kept=frozenset(range(max(0, layers - kept - attention_kept), layers - kept)) - away,
-            inputs_offloaded=frozenset(range(min(inputs_offloaded, layers))),
-            on_device=frozenset(range(on_device)),
-            groups_on_device=groups_on_device,
-            budgets=budgets,
+            attention_kept=frozenset(range(max(0, layers - kept - asked.attention_kept), layers - kept)) - away,
+            inputs_offloaded=frozenset(range(min(asked.inputs_offloaded, layers))),
+            on_device=frozenset(range(min(asked.on_device, layers))),
+            groups_on_device=asked.groups_on_device,
+            budgets=asked.budgets,
         )
 
     def with_states_on_host(self) -> Placement:
@@ -98,6 +102,24 @@ class UnitSizes:
     """Whether gradients have no place of their own on the host."""
     step_bytes: int = STEP_BYTES
     """Memory traffic of its optimizer step, a parameter."""
+
+    @classmethod
+    def of_unit(cls, unit: HostUnit, is_summed: bool) -> UnitSizes:
+        """``is_summed``: whether gradients are added up in fp32."""
+        layout = unit.layout
+        residual_bytes = 2 * layout.split_elements
+        moment_bytes = unit.moment_bytes // max(1, layout.state_elements)
+        return cls(
+            weight_bytes=layout.weight_bytes,
+            gradient_bytes=layout.gradient_bytes,
+            parameters=layout.state_elements,
+            state_bytes=layout.weight_bytes + residual_bytes + unit.moment_bytes,
+            sum_bytes=residual_bytes if is_summed else 0,
+            gradients_pass=unit.passes_gradients,
+            # Moments are read and written, those of 8 bytes a parameter where the traffic is :data:`STEP_BYTES`. The step with
+            # 8-bit ones has 14 bytes of it, but the memory isn't what it waits for: it is no faster.
+            step_bytes=STEP_BYTES + (2 * (moment_bytes - 8) if moment_bytes >= 4 else 0),
+        )
 
     @property
     def host_bytes(self) -> int:
@@ -152,10 +174,9 @@ class Model:
 def sent_bytes(outline: StepOutline, placement: Placement) -> list[int]:
     """For each call of the forward pass, the bytes that go to the host after it and come back in backward."""
     outline, sent = outline.at(*placement.budgets), []
-    remembers = placement.kept | placement.offloaded
     for event in outline.forward_calls:
         profile = outline.profiles[event.kind]
-        if event.layer in remembers:
+        if not placement.is_recomputed(event.layer):
             sent.append(profile.offloaded_bytes * (event.layer in placement.offloaded))
         else:
             # Attention's results wait where the inputs do.
@@ -191,7 +212,7 @@ def peak_bytes(outline: StepOutline, model: Model, placement: Placement) -> int:
         profile = outline.profiles[event.kind]
         peak = max(peak, event.peak_bytes + kept + grown + extra)
         offloads = event.layer in placement.offloaded
-        remembers = offloads or event.layer in placement.kept
+        remembers = not placement.is_recomputed(event.layer)
         # Kept results of attention, and of experts that stream in parts unless inputs leave.
         result_bytes = profile.attention_bytes if event.layer in placement.attention_kept else 0
         result_bytes += 0 if event.layer in placement.inputs_offloaded else profile.expert_bytes

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.plan.machine import Machine
-from megatrain_accelerate.plan.placement import Model, Placement, peak_bytes, sent_bytes
+from megatrain_accelerate.plan.placement import Counts, Model, Placement, peak_bytes, sent_bytes
 from megatrain_accelerate.plan.step_profile import StepOutline
 from megatrain_accelerate.plan.step_simulation import StepTime, simulate_step
 
@@ -76,17 +76,6 @@ class Candidate:
         return other is None or self.time.seconds <= (1 - WORTH_IT) * other.time.seconds
 
 
-@dataclasses.dataclass(frozen=True)
-class _Counts:
-    kept: int
-    attention_kept: int
-    inputs_offloaded: int
-    offloaded: int
-    on_device: int
-    groups_on_device: bool
-    budgets: tuple[float, float]
-
-
 def _spread(count: int, most: int = 13) -> list[int]:
     """0 to ``count``, at most ``most`` of them."""
     if count < most:
@@ -94,12 +83,7 @@ def _spread(count: int, most: int = 13) -> list[int]:
     return sorted({round(i * count / (most - 1)) for i in range(most)})
 
 
-def _around(count: int, reach: int, most: int) -> range:
-    """Numbers from 0 to ``most`` that are off by up to ``reach``."""
-    return range(max(0, count - reach), min(most, count + reach) + 1)
-
-
-def _varied(at: _Counts, **values: Iterable[int]) -> Iterator[_Counts]:
+def _varied(at: Counts, **values: Iterable[int]) -> Iterator[Counts]:
     """The counts with each combination of values; those named last vary fastest."""
     for combination in itertools.product(*values.values()):
         changes: dict[str, Any] = dict(zip(values, combination, strict=True))
@@ -135,12 +119,10 @@ class PlacementSearch:
         self._budget_pairs = dict.fromkeys([*(outline.budget_pairs if is_free else ()), _WHOLE])
         # Layers without tiles are compiled, and attention is part of their graph.
         attention_kept = choices.attention_kept if outline.token_tile else 0
-        variations: list[tuple[int | None, Callable[[_Counts], Iterable[_Counts]]]] = [
+        variations: list[tuple[int | None, Callable[[Counts], Iterable[Counts]]]] = [
             (choices.inputs_offloaded, self._inputs),
             (attention_kept, self._attention),
-            (choices.on_device, lambda at: _varied(at, groups_on_device=[not at.groups_on_device])),
             (choices.on_device, self._on_device),
-            (choices.on_device, self._near),
             (choices.offloaded, self._offloaded),
             (choices.on_device if choices.offloaded is None else choices.offloaded, self._offloaded_for_layers),
         ]
@@ -161,7 +143,7 @@ class PlacementSearch:
 
     def everything(self) -> Candidate | None:
         """All states and activations on the device; None if that doesn't fit, or the settings ask for something else."""
-        every = _Counts(self._count, 0, 0, 0, self._count, True, _WHOLE)
+        every = Counts(kept=self._count, on_device=self._count, groups_on_device=True)
         asked = vars(self._choices).items()
         is_open = all(choice is None or choice in (getattr(every, kind), -1) for kind, choice in asked)
         found = self._try(every) if is_open and not self._model.parts else None
@@ -185,10 +167,10 @@ class PlacementSearch:
                 break
         return self._filled(best, found)
 
-    def _first_that_fits(self, budgets: tuple[float, float]) -> _Counts | None:
+    def _first_that_fits(self, budgets: tuple[float, float]) -> Counts | None:
         """The placement that takes the least, with as few inputs away as it must. One more may be too many for the host,
         one less for the device."""
-        start = _Counts(**self._choices.fewest(self._count), budgets=budgets)
+        start = Counts(**self._choices.fewest(self._count), budgets=budgets)
         inputs = range(self._count + 1) if self._choices.inputs_offloaded is None else [start.inputs_offloaded]
         return next((counts for counts in _varied(start, inputs_offloaded=inputs) if self._try(counts) is not None), None)
 
@@ -203,7 +185,7 @@ class PlacementSearch:
         chosen = min(placements, key=peaks.__getitem__)
         return self._candidate(chosen, peaks[chosen])
 
-    def _filled(self, at: _Counts, found: Candidate) -> Candidate:
+    def _filled(self, at: Counts, found: Candidate) -> Candidate:
         """The same with as much on the device as there is room for: it takes load off the host and the link."""
         if self._choices.on_device is not None:
             return found
@@ -218,33 +200,32 @@ class PlacementSearch:
         return found
 
     def _some_and_near(self, count: int, reach: int) -> list[int]:
-        return sorted({*_spread(self._count), *_around(count, reach, self._count)})
+        """Numbers spread from 0 to that of all layers, and those that are off by up to ``reach``."""
+        return sorted({*_spread(self._count), *range(max(0, count - reach), min(self._count, count + reach) + 1)})
 
-    def _inputs(self, at: _Counts) -> Iterable[_Counts]:
+    def _inputs(self, at: Counts) -> Iterable[Counts]:
         return _varied(at, inputs_offloaded=self._some_and_near(at.inputs_offloaded, 2))
 
-    def _attention(self, at: _Counts) -> Iterable[_Counts]:
+    def _attention(self, at: Counts) -> Iterable[Counts]:
         # Inputs that leave make room for it: each of the two may be worth nothing without the other.
         may_leave = self._choices.inputs_offloaded is None
         away = self._some_and_near(at.inputs_offloaded, 2) if may_leave else [at.inputs_offloaded]
         return _varied(at, attention_kept=self._some_and_near(at.attention_kept, 2), inputs_offloaded=away)
 
-    def _on_device(self, at: _Counts) -> Iterable[_Counts]:
-        return _varied(at, groups_on_device=(at.groups_on_device, not at.groups_on_device), on_device=_spread(self._count))
+    def _on_device(self, at: Counts) -> Iterable[Counts]:
+        places = (at.groups_on_device, not at.groups_on_device)
+        return _varied(at, groups_on_device=places, on_device=self._some_and_near(at.on_device, 3))
 
-    def _near(self, at: _Counts) -> Iterable[_Counts]:
-        return _varied(at, on_device=_around(at.on_device, 3, self._count), groups_on_device=(False, True))
-
-    def _offloaded(self, at: _Counts) -> Iterable[_Counts]:
+    def _offloaded(self, at: Counts) -> Iterable[Counts]:
         return _varied(at, offloaded=self._some_and_near(at.offloaded, 3) if at.budgets == _WHOLE else ())
 
-    def _offloaded_for_layers(self, at: _Counts) -> Iterable[_Counts]:
+    def _offloaded_for_layers(self, at: Counts) -> Iterable[Counts]:
         # Activations that leave make room for layers, layers that leave for activations: one may be worth nothing by itself.
         for offloading in self._offloaded(at):
             for counts in _varied(offloading, on_device=_spread(self._count)[:_FEW_ON_DEVICE]):
                 yield from _varied(counts, groups_on_device={at.groups_on_device, counts.on_device > 0})
 
-    def _evaluate(self, counts: _Counts) -> Candidate | None:
+    def _evaluate(self, counts: Counts) -> Candidate | None:
         """The candidate with as many kept layers as fit; None if it doesn't fit with any."""
 
         def placement(kept: int) -> Placement:

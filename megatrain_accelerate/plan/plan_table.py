@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 
 from megatrain_accelerate.layers.runtime import StreamingRuntime
-from megatrain_accelerate.plan.placement import sent_bytes
 from megatrain_accelerate.plan.plan_record import PlanRecord
 from megatrain_accelerate.plan.step_profile import StepOutline
 from megatrain_accelerate.plan.step_ways import tiles_text
@@ -21,14 +20,14 @@ def plan_table(plan: PlanRecord, runtime: StreamingRuntime, budget_bytes: int, o
     count = len(runtime.layers)
     streamed = count - len(placement.on_device)
     recomputed = count - len(placement.kept) - len(placement.offloaded)
-    host = sum(sum(unit.bytes_by_kind().values()) for unit in runtime.units if not unit.is_on_device)
-    host += sum(sent_bytes(outline, placement))
+    there = [unit for unit in runtime.units if not unit.is_on_device]
+    host = plan.offloaded_bytes + sum(sum(unit.bytes_by_kind().values()) + unit.promised_bytes for unit in there)
     kept_bytes = sum(outline.profiles[e.kind].kept_bytes for e in outline.forward_calls if e.layer in placement.kept)
-    lean = [event for event in outline.forward_calls if event.layer not in placement.kept | placement.offloaded]
+    lean = [event for event in outline.forward_calls if placement.is_recomputed(event.layer)]
     lean_bytes = sum(outline.profiles[event.kind].lean_bytes for event in lean)
     low, high = placement.budgets
     budgets = f"; memory budgets {high:g} and {low:g} ({lean_bytes / GIB:.1f} GiB)" if (low, high) != (0.0, 1.0) else ""
-    away = len(placement.inputs_offloaded - placement.kept - placement.offloaded)
+    away = sum(map(placement.offloads_inputs, range(count)))
     attending, both = len(placement.attention_kept), len(placement.attention_kept & placement.inputs_offloaded)
     groups = "GPU" if placement.groups_on_device else "host"
     rows = [

@@ -114,7 +114,7 @@ class LiveBytes(TorchDispatchMode):
                 self.costs += OpCosts(traffic_bytes=3 * made[0].nbytes * times)  # of the workspace
 
 
-_SOFTMAX_BACKWARD = "_softmax_backward_data"
+_SOFTMAX_BACKWARD, _FLEX = "_softmax_backward_data", "flex_attention"
 
 
 def workspace_bytes(name: str, made: Sequence[torch.Tensor]) -> int:
@@ -145,26 +145,31 @@ def grouped_flops(left: torch.Tensor, right: torch.Tensor) -> float:
     return 2.0 * count * left.shape[-2] * left.shape[-1] * right.shape[-1]
 
 
+def attention_flops(name: str, args: Sequence[Any]) -> float | None:
+    """Of attention to all tokens: two products of all pairs of them in forward, five in backward (FlashAttention-2, arXiv
+    2307.08691). None where the arguments aren't queries, keys and values."""
+    tensors = [argument for argument in args if isinstance(argument, torch.Tensor) and argument.dim() == 4]
+    if len(tensors) < 3:
+        return None
+    is_backward = "backward" in name
+    # Backward begins with the gradient, but for flex attention's.
+    query, key = tensors[1:3] if is_backward and not name.startswith(_FLEX) else tensors[:2]
+    return 2.0 * (5 if is_backward else 2) * query.numel() * key.shape[-2]
+
+
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
     """Floating-point operations of a matrix product or the like; None for what has no formula."""
     name = str(func.__name__)
     count = flop_registry.get(func._overloadpacket if isinstance(func, torch._ops.OpOverload) else func)
     if count is None and is_grouped_product(name):
         return grouped_flops(args[0], args[1])
-    is_flex = name.startswith("flex_attention")
-    if count is None and not is_flex:
+    if count is None and not name.startswith(_FLEX):
         return None
     # Torch's formula refuses grouped-query attention, and knows none of flex attention: as plain attention then.
     with contextlib.suppress(Exception):
         if count is not None:
             return float(count(*args, **kwargs, out_val=result))
-    tensors = [t for t in args if isinstance(t, torch.Tensor) and t.dim() == 4]
-    if len(tensors) < 3:
-        return None
-    is_backward = "backward" in str(func)
-    # Backward of the others begins with the gradient.
-    query, key = tensors[1:3] if is_backward and not is_flex else tensors[:2]
-    return 2.0 * (5 if is_backward else 2) * query.numel() * key.shape[-2]
+    return attention_flops(name, args)
 
 
 _INSTALLED_FLAG = "_output_capturing_hooks_installed"

@@ -280,19 +280,6 @@ def evaluation_bytes(model: nn.Module, runtime: StreamingRuntime, inputs: Mappin
     return live.peak_bytes
 
 
-def outline_layers(
-    model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, Any], device: torch.device, first_call: FirstCall
-) -> tuple[list[Hashable], dict[Hashable, LayerProfile]]:
-    """Runs the model's forward alone, without data: the kinds of the layers' calls in order, and their profiles. Otherwise
-    like :func:`outline_step`."""
-    with dry_model(model, inputs, device) as (dry_inputs, live):
-        runtime.batch_cut.begin(dict(inputs))
-        outliner = _Outliner(live, runtime, device, first_call)
-        with runtime.layers_run_by(outliner), live:
-            model.forward(**dry_inputs)
-    return [event.kind for event in outliner.events], outliner.profiles
-
-
 def what_sees_a_batch(model: nn.Module) -> str | None:
     """What keeps a model's loss from being the sum over a batch's samples, to follow "because" in a message; None if nothing
     is known to."""

@@ -219,7 +219,7 @@ class _Pipeline:
                 self.compute.work(measured)
             unit = self.model.layers[event.layer]
             seconds = self.seconds[event.kind]
-            remembers = event.layer in placement.kept or event.layer in placement.offloaded
+            remembers = not placement.is_recomputed(event.layer)
             leaves = event.layer not in placement.on_device and unit.gradient_bytes > 0
             ready = self._weights_at(event.layer) if fetched_at is None else fetched_at
             issued_at = self.compute.free_at

@@ -8,7 +8,6 @@ which even one is too long.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -67,16 +66,9 @@ class WayChoice:
         self._tile = None if config.token_tile == "auto" else int(config.token_tile)
         self._may_cut = may_cut(runtime, config)
 
-    def as_before(self) -> StepOutline:
-        """The outline by the way that the runtime has."""
-        return self._outline()
-
-    def best(self) -> StepOutline:
-        """The outline of the fastest way that fits; where none does, of the one that takes the least memory."""
-        return self.best_with_placement()[0]
-
-    def best_with_placement(self) -> tuple[StepOutline, Candidate | None]:
-        """The same, and the fastest placement by it; None if none fits."""
+    def best(self) -> tuple[StepOutline, Candidate | None]:
+        """The outline of the fastest way that fits, and the fastest placement by it; where none does, the outline of the way
+        that takes the least memory, and None."""
         with way_put_back(self._runtime):
             whole, by_whole = self._fastest(self._tile or 0)
             is_short = all(profile.length < LONG_TOKENS for profile in whole.profiles.values())
@@ -121,18 +113,18 @@ class WayChoice:
 
     def _fastest(self, tile_tokens: int) -> tuple[StepOutline, Candidate | None]:
         """The whole batch if that fits, else the largest pieces that do, and the best placement; else the smallest pieces."""
-        found = self._outlined(None, tile_tokens)
-        best = None if self._search is None else self._search(found).best()
-        if best is not None or self._search is None:
-            return found, best
-        for pieces in self._in_pieces(found):
-            found, best = pieces, self._search(pieces).best()
+        whole = self._outlined(None, tile_tokens)
+        if self._search is None:
+            return whole, None
+        for found in self._whole_and_in_pieces(whole):
+            best = self._search(found).best()
             if best is not None:
                 break
         return found, best
 
-    def _in_pieces(self, outline: StepOutline) -> Iterator[StepOutline]:
-        """The step in pieces of half as many samples, of a quarter and so on, as long as that takes less memory."""
+    def _whole_and_in_pieces(self, outline: StepOutline) -> Iterator[StepOutline]:
+        """The step itself, then in pieces of half as many samples, of a quarter and so on, while that takes less memory."""
+        yield outline
         samples = outline.samples or self._samples
         while self._may_cut and samples > 1:
             samples = -(-samples // 2)
@@ -147,15 +139,13 @@ class WayChoice:
 
     def _ever_leaner(self, outline: StepOutline) -> Iterator[StepOutline]:
         """The outline itself, then those of other ways, each of which takes less memory than all before."""
-        yield outline
-        least_bytes = outline.largest_layer_bytes
-        for pieces in self._in_pieces(outline):
-            least_bytes = pieces.largest_layer_bytes
-            yield pieces
+        least_bytes = 0
+        for leaner in self._whole_and_in_pieces(outline):
+            least_bytes = leaner.largest_layer_bytes
+            yield leaner
         if self._tile is None and not outline.token_tile:
-            tiled = self._outlined(None, AUTO_TILE_TOKENS)
             # Tiles take as much where no part is longer than a tile, or none is token-wise; and they aren't compiled.
-            for leaner in itertools.chain((tiled,), self._in_pieces(tiled)):
+            for leaner in self._whole_and_in_pieces(self._outlined(None, AUTO_TILE_TOKENS)):
                 if leaner.largest_layer_bytes < least_bytes:
                     yield leaner
 

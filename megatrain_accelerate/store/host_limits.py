@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 import torch
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import HostMemoryError
+from megatrain_accelerate.errors import ConfigError, HostMemoryError
 from megatrain_accelerate.store.file_mappings import FileMappings
 from megatrain_accelerate.units import GIB, KIB
 
 CONSTANT_OVERHEAD_BYTES = 2 * GIB
 """Host memory outside the store that a plan allows for: the interpreter, torch, CUDA's context and libraries."""
+
+_MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "int8": 2.06}
+"""Of AdamW's moments, a parameter."""
 
 
 class Promising(Protocol):
@@ -34,6 +39,10 @@ _promising: weakref.WeakSet[Promising] = weakref.WeakSet()
 def count_promises_of(who: Promising) -> None:
     """What ``who`` promises by now, as long as it is alive, isn't available to others."""
     _promising.add(who)
+
+
+def _promised_bytes() -> int:
+    return sum(who.promised_bytes for who in _promising)
 
 
 def _read(path: Path) -> str:
@@ -85,22 +94,21 @@ def available_host_bytes(host_memory_gib: float | None = None) -> int:
     ``host_memory_gib`` is the user's figure for the whole process; what it holds already is taken off. It
     overrides what the machine reports, since some virtual machines grow their memory as it is used.
     """
-    promised = sum(who.promised_bytes for who in _promising)
     if host_memory_gib is not None:
         # Pages of files that the process maps are cache.
         held = psutil.Process().memory_info().rss - process_bytes("RssFile")
-        return max(0, int(host_memory_gib * GIB) - held - promised)
+        return max(0, int(host_memory_gib * GIB) - held - _promised_bytes())
     available = psutil.virtual_memory().available
     if (cgroup := cgroup_available_bytes()) is not None:
         available = min(available, cgroup)
-    return max(0, available // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) - promised)
+    return max(0, available // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) - _promised_bytes())
 
 
 def unused_host_bytes() -> int:
-    """Bytes that hold nothing at all, not even cache: what can be had without anything being given back."""
+    """Bytes that can be had without anything being given back: neither promised, nor in use, be it as cache."""
     unused: int = psutil.virtual_memory().free
     cgroup = cgroup_available_bytes(counts_cache=False)
-    return unused if cgroup is None else min(unused, cgroup)
+    return (unused if cgroup is None else min(unused, cgroup)) - _promised_bytes()
 
 
 def anonymous_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -112,21 +120,31 @@ def anonymous_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors if not files.holds(tensor))
 
 
-def settings_that_take_less(config: MegatrainConfig, *, accumulates: bool) -> str:
-    """For :func:`require_host_bytes`: a sentence of the settings with which training takes less, as far as they aren't set.
+def leaner_settings(config: MegatrainConfig, *, accumulates: bool) -> list[dict[str, Any]]:
+    """What can be changed of the settings to take less host memory, from nothing at all on: what changes numbers less first.
 
     ``accumulates``: whether several backwards come before a step, which gradients that pass don't allow.
     """
+    dtypes, found = list(_MOMENT_BYTES), []
+    for moments in dtypes[dtypes.index(config.moments_dtype) :]:
+        for gradients in dict.fromkeys((config.host_gradients, "passing")):
+            wanted: dict[str, Any] = {"host_gradients": gradients, "moments_dtype": moments}
+            changes = {name: value for name, value in wanted.items() if value != getattr(config, name)}
+            with contextlib.suppress(ConfigError):  # the settings exclude each other
+                if not (dataclasses.replace(config, **changes).passes_gradients and accumulates):
+                    found.append(changes)
+    return found
+
+
+def settings_that_take_less(config: MegatrainConfig, *, accumulates: bool) -> str:
+    """For :func:`require_host_bytes`: a sentence of those among the :func:`leaner_settings` that change one setting."""
+    single = [changes for changes in leaner_settings(config, accumulates=accumulates) if len(changes) == 1]
     found = []
-    if not config.passes_gradients and not accumulates and config.step_schedule in ("auto", "backward"):
+    if {"host_gradients": "passing"} in single:
         found.append("host_gradients: passing (2 bytes a parameter less; needs max_grad_norm=0)")
-    # AdamW's moments take 8 bytes a parameter in fp32, 4 in bf16, and 2.06 in 8 bits.
-    smaller = {"fp32": {"bf16": "4", "int8": "5.9"}, "bf16": {"int8": "1.9"}}.get(config.moments_dtype, {})
-    if config.placement.device_layers:
-        smaller.pop("int8", None)  # they are stepped on the host only
-    found += [
-        f"moments_dtype: {name} ({less} bytes a parameter less; slightly other numbers)" for name, less in smaller.items()
-    ]
+    for name in (changes["moments_dtype"] for changes in single if "moments_dtype" in changes):
+        less = _MOMENT_BYTES[config.moments_dtype] - _MOMENT_BYTES[name]
+        found.append(f"moments_dtype: {name} ({less:.2g} bytes a parameter less; slightly other numbers)")
     return f"In megatrain_config, these take less: {', '.join(found)}. " if found else ""
 
 

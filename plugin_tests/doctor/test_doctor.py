@@ -291,7 +291,7 @@ def test_memory_that_the_driver_refuses_keeps_training_from_running(monkeypatch:
         raise HostMemoryError("refused to page-lock")
 
     monkeypatch.setattr(checks, "measure_link", refuses)
-    found = only(checks.link(torch.device("cuda"), object()))  # type: ignore[arg-type]
+    found = only(checks.link(torch.device("cuda")))
     assert found.state == "broken"
     assert "memlock=-1" in found.remedy
 

@@ -110,9 +110,9 @@ def outlined(found: Forecaster, batch: int, length: int) -> StepOutline:
     return outline_step(found.model, found.engine.runtime, {"input_ids": ids, "labels": ids}, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("batch", "length"), [(24, 256), pytest.param(1, 6144, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("batch", "length"), [(24, 256), pytest.param(192, 32, marks=pytest.mark.long)])
 def test_an_extrapolated_outline_is_the_one_that_is_run(monkeypatch: pytest.MonkeyPatch, batch: int, length: int) -> None:
-    monkeypatch.setattr(forecast_module, "OUTLINED_TOKENS", 2048)
+    monkeypatch.setattr(forecast_module, "TRACED_TOKENS", 2048)
     # Small tiles, so that the loss has several and is affine in the tokens, as that of a real vocabulary is.
     monkeypatch.setattr("megatrain_accelerate.loss.tiled_cross_entropy.TILE_BYTES", 4 * MIB)
     monkeypatch.setattr("megatrain_accelerate.loss.tiled_cross_entropy.STRIP_BYTES", 4 * MIB)
@@ -134,12 +134,12 @@ def test_an_extrapolated_outline_is_the_one_that_is_run(monkeypatch: pytest.Monk
 def test_norms_by_tiles_outside_the_layers_are_extrapolated_from_some_that_run_by_tiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(forecast_module, "OUTLINED_TOKENS", 512)
+    monkeypatch.setattr(forecast_module, "TRACED_TOKENS", 512)
     monkeypatch.setattr("megatrain_accelerate.loss.tiled_cross_entropy.TILE_BYTES", MIB)
     monkeypatch.setattr("megatrain_accelerate.loss.tiled_cross_entropy.STRIP_BYTES", MIB)
     found = Forecaster(meta_model(hidden_size=1024), MegatrainConfig(token_tile=512), MACHINE, GIB, 4 * GIB)
     found.engine.runtime.token_tile = 512
-    guessed, run = found._outside_of(1, 4096), outlined(found, 1, 4096)
+    (guessed, _), run = found._step(64, 256), outlined(found, 64, 256)
     for ours, theirs in zip(guessed.events, run.events, strict=True):
         assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.02)
 
@@ -179,12 +179,13 @@ def test_a_step_in_backward_hides_under_more_than_one_after_it(settings: dict[st
 def test_sequences_of_a_batch_run_by_tiles_together(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     monkeypatch.setattr(forecast_module, "AUTO_TILE_TOKENS", 256)
     monkeypatch.setattr(step_ways, "AUTO_TILE_TOKENS", 256)
+    monkeypatch.setattr(forecast_module, "TRACED_TOKENS", 256)
     found = forecaster(compile_layers=False)
     assert found.least_gpu_bytes(64, length) < found.plan.least_bytes(found._outline(64, length))
     found.engine.runtime.token_tile = 256
     (guessed,) = found._outline(64, length).profiles.values()
     with standing_for_a_gpu():
-        (call,) = found._traced_layers(64, length)[1].values()
+        (call,) = found._traced(64, length)[1].values()
     run = found._profile(call)
     for name in ("kept_bytes", "forward_bytes", "recomputed_bytes"):
         # A tile has equally many tokens of each sequence, and so up to a few percent fewer than it might.
@@ -208,7 +209,7 @@ def of_experts(records_routing: bool, **settings: object) -> Forecaster:
 
 def layer_of_experts(batch: int, extrapolated: bool = True, records_routing: bool = True, **settings: object) -> LayerProfile:
     found = of_experts(records_routing, **settings)
-    (call,) = (found._layers if extrapolated else found._traced_layers)(batch, 64)[1].values()
+    (call,) = (found._step if extrapolated else found._traced)(batch, 64)[1].values()
     return found._profile(call)
 
 
@@ -224,7 +225,8 @@ def test_a_layer_whose_router_is_recorded_is_reckoned_compiled_if_the_hook_is_kn
     assert (wanted.recomputed_bytes == not_wanted.recomputed_bytes) is not known
 
 
-def test_many_sequences_are_not_bound_by_the_experts_weights_as_few_are() -> None:
+def test_many_sequences_are_not_bound_by_the_experts_weights_as_few_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecast_module, "TRACED_TOKENS", 128)
     guessed, run = layer_of_experts(24), layer_of_experts(24, extrapolated=False)
     assert guessed.forward_seconds == pytest.approx(run.forward_seconds, rel=0.01)
     assert guessed.backward_seconds == pytest.approx(run.backward_seconds, rel=0.01)

@@ -30,6 +30,7 @@ from megatrain_accelerate.store.host_limits import (
     cgroup_available_bytes,
     require_host_bytes,
     settings_that_take_less,
+    unused_host_bytes,
 )
 from megatrain_accelerate.store.layout import ALIGNMENT_ELEMENTS
 from megatrain_accelerate.units import GIB, MIB
@@ -260,7 +261,11 @@ def test_what_a_model_will_take_is_available_to_nobody_else(settings: dict[str, 
     monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=1000 * GIB, free=1000 * GIB))
     model = tiny_model()
     engine = attach(model, training=False, **settings)
-    promised = lambda: 1000 * GIB - available_host_bytes()  # noqa: E731
+
+    def promised() -> int:
+        assert unused_host_bytes() == available_host_bytes(), "of this machine all memory that isn't used is free"
+        return 1000 * GIB - available_host_bytes()
+
     assert promised() == 0
     engine.enable_training()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

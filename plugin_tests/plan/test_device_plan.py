@@ -17,7 +17,7 @@ from plain_torch import tiny_model, token_batches
 from torch import nn
 
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
-from megatrain_accelerate.plan import device_plan, evaluation_weights, step_ways
+from megatrain_accelerate.plan import device_plan, evaluation_weights, plan_table, step_ways
 from megatrain_accelerate.plan.device_plan import LIBRARY_WORKSPACE_BYTES
 from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.placement import Placement, peak_bytes
@@ -368,7 +368,7 @@ def test_a_small_text_between_images_does_not_make_a_plan_that_images_do_not_fit
     for inputs in (images, text, images):
         plan.follow(model, inputs)
         exact = device_plan.outline_step(model, engine.runtime, images, engine.device)
-        taken = plan._fixed_bytes(exact) + peak_bytes(exact, plan.model_sizes(), plan.placement)
+        taken = plan.fixed_bytes(exact) + peak_bytes(exact, plan.model_sizes(), plan.placement)
         assert taken <= 8 * MIB + LIBRARY_WORKSPACE_BYTES
     assert len(plan.placement.kept) < 8
     engine.close()
@@ -398,7 +398,7 @@ def test_batches_of_all_shapes_have_few_plans_which_all_of_them_fit(
         inputs = {"input_ids": ids, "labels": ids}
         plan.follow(run.model, inputs)
         exact = device_plan.outline_step(run.model, run.engine.runtime, inputs, run.engine.device)
-        taken = plan._fixed_bytes(exact) + peak_bytes(exact, plan.model_sizes(), plan.placement)
+        taken = plan.fixed_bytes(exact) + peak_bytes(exact, plan.model_sizes(), plan.placement)
         assert taken <= plan.predicted_bytes <= budget_mib * MIB + LIBRARY_WORKSPACE_BYTES
     assert 1 < capsys.readouterr().err.count("megatrain: plan") <= 3
 
@@ -430,7 +430,7 @@ def test_layers_are_measured_once_and_other_steps_are_in_proportion(monkeypatch:
     assert measured == [found[0]]
     (profile,), (dry,) = (
         found[1].profiles.values(),
-        plan._ways(run.model, {"input_ids": batch(192), "labels": batch(192)}).best().profiles.values(),
+        plan._ways(run.model, {"input_ids": batch(192), "labels": batch(192)}).best()[0].profiles.values(),
     )
     assert profile.kept_bytes == pytest.approx(dry.kept_bytes / 2, rel=0.01)
     assert profile.forward_seconds == pytest.approx(3e-12 * dry.forward.flops, rel=0.01)
@@ -461,6 +461,17 @@ def test_the_table_says_what_lies_where_and_is_shown_once_a_plan(capsys: pytest.
     assert "bound by" in shown
     assert run.engine.predicted_step_seconds is not None
     assert f"{run.engine.predicted_step_seconds:.3f} s" in shown
+
+
+def test_the_table_counts_the_host_memory_that_steps_will_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan_table, "GIB", MIB)
+    run = planned(2, offloaded_layers=0, offloaded_inputs=False)
+    run.engine.device_plan.show = True
+    run.step(batch())
+    held = sum(run.engine.host_bytes_by_kind().values())
+    assert f"host memory {held / MIB:.1f} GiB" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(("room", "compile_layers", "measured"), [(2.0, False, 0), (1.1, False, 1), (2.0, True, 1)])

@@ -420,9 +420,9 @@ def waiting_bytes(model: nn.Module, **settings: Any) -> int:
     ids = token_batches(1, batch=1, length=4)[0]
     plan = engine.device_plan
     outline = plan.foresee(model, {"input_ids": ids, "labels": ids})
-    one = plan._fixed_bytes(outline)
+    one = plan.fixed_bytes(outline)
     plan._note(forwards_at_once=2)
-    two = plan._fixed_bytes(outline)
+    two = plan.fixed_bytes(outline)
     engine.close()
     return two - one
 

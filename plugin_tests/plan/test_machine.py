@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import tempfile
 import time
@@ -137,7 +138,10 @@ def test_a_folder_that_cannot_be_written_is_no_error(measured: list[int], monkey
 
 def test_a_kernel_on_more_memory_takes_longer(measured: list[int]) -> None:
     kernels = HostKernels(1)
-    small, large = (machine.seconds_of(CPU, machine._host_step(kernels, count)) for count in (2**19, 2**22))
+    small, large = (
+        machine.seconds_of(CPU, functools.partial(kernels.adamw, *arrays, machine.STEP_ARGUMENTS))
+        for arrays in (machine.step_arrays(kernels, count) for count in (2**19, 2**22))
+    )
     assert large > 2 * small
 
 

@@ -83,13 +83,13 @@ class Step:
         return self.outline_of(size, (outline.samples, outline.token_tile))
 
     def best(self) -> Way:
-        before, outline = self.way, self.choice.best()
+        before, (outline, _) = self.way, self.choice.best()
         assert self.way == before
         return outline.samples, outline.token_tile
 
     def best_measured(self) -> Way:
         before = self.way
-        found, measured = self.choice.measured(self.choice.best(), self.measure)
+        found, measured = self.choice.measured(self.choice.best()[0], self.measure)
         assert self.way == before
         assert (found.samples, found.token_tile) == (measured.samples, measured.token_tile)
         return found.samples, found.token_tile
