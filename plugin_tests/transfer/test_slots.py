@@ -76,7 +76,7 @@ class Bench:
                 kernels=kernels,
                 register=False,
             )
-            self.layers.append(StreamedLayer(index, f"layers.{index}", module, module.forward, unit))
+            self.layers.append(StreamedLayer(index, f"layers.{index}", module, unit))
             self.layers[-1].show_host_weights()
         streams = Streams(torch.device("cpu"))
         self.meter = Meter(streams)
