@@ -73,6 +73,11 @@ class Prefetcher:
         return sum(self.own_slots[index].buffer.numel() for index in self._held)
 
     @property
+    def look_ahead(self) -> int:
+        """Calls to look ahead: as many as there are shared slots, and those that have slots of their own between them."""
+        return self.slot_count + len(self.own_slots)
+
+    @property
     def all_on_device(self) -> bool:
         """Whether all layers' units live on the device."""
         return len(self._on_device) == len(self._layers)
