@@ -40,7 +40,12 @@ from megatrain_accelerate.plan.device_plan import DevicePlan
 from megatrain_accelerate.plan.layer_discovery import Discovery, discover_layers, find_module, split_experts
 from megatrain_accelerate.plan.placement import require_layers
 from megatrain_accelerate.progress import progress_bar
-from megatrain_accelerate.store.host_limits import anonymous_bytes, require_host_bytes, settings_that_take_less
+from megatrain_accelerate.store.host_limits import (
+    anonymous_bytes,
+    count_promises_of,
+    require_host_bytes,
+    settings_that_take_less,
+)
 from megatrain_accelerate.store.layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.store.step_worker import StepWorker
 from megatrain_accelerate.store.unit import HostUnit, planned_host_bytes
@@ -165,6 +170,8 @@ class Engine:
                 config=config,
                 register=register,
             )
+            if device.type != "meta":
+                count_promises_of(self.runtime)
             for layer in layers:
                 install_proxy(layer.module, functools.partial(self.runtime.run_layer, layer), self._drain_for_copy)
             for experts in self.runtime.experts:

@@ -359,7 +359,7 @@ class Forecaster:
     def _is_compiled(self, layer: StreamedLayer) -> bool:
         """As the engine decides on a GPU (``CompiledLayers.wants``)."""
         wanted = self.config.compile_layers
-        if layer.experts or Captures.inside(layer.module, self.engine.runtime.recorder) is None:
+        if layer.experts or Captures.inside(layer.module) is None:
             return False
         return layer.unit.layout.parameter_count >= SMALLEST_LAYER_PARAMETERS if wanted == "auto" else bool(wanted)
 

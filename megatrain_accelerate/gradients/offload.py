@@ -20,7 +20,6 @@ from megatrain_accelerate.gradients.clipping import NormTable
 from megatrain_accelerate.gradients.fp32_sums import Fp32Sums, gradient_norms
 from megatrain_accelerate.gradients.unit_stepper import UnitStepper
 from megatrain_accelerate.kernels.host import HostKernels
-from megatrain_accelerate.store.host_limits import count_promises_of
 from megatrain_accelerate.store.layout import FlatLayout
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.step_worker import StepWorker, Ticket
@@ -82,7 +81,6 @@ class GradientOffloader:
         only then."""
         self.passing: HostBuffers | None = None
         """For gradients that are consumed in backward; made with the first :meth:`make_places`."""
-        count_promises_of(self)
 
     @property
     def passes(self) -> bool:
@@ -91,9 +89,8 @@ class GradientOffloader:
 
     @property
     def promised_bytes(self) -> int:
-        """Of :attr:`passing`, as long as it isn't made but needed; see :func:`count_promises_of`."""
-        is_missing = self.passes and self.passing is None and self.slots and self.streams.device.type != "meta"
-        return PASSING_BUFFERS * self._largest_unit if is_missing else 0
+        """Of :attr:`passing`, as long as it isn't made but needed; see :meth:`HostUnit.promise`."""
+        return PASSING_BUFFERS * self._largest_unit if self.passes and self.passing is None and self.slots else 0
 
     def make_places(self, units: Iterable[HostUnit]) -> None:
         """Makes the host memory of these units' gradients as far as it is missing and they live there."""
@@ -128,7 +125,8 @@ class GradientOffloader:
             )
         if not rows:
             return None
-        self.make_places([layer.unit])  # where no forward of the whole model has
+        if layer.unit.gradients is None:
+            self.make_places([layer.unit])  # where no forward of the whole model has
         return UnitGradients(self, layer, rows, parts, is_last)
 
     @property

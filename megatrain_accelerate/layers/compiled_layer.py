@@ -34,8 +34,9 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils.flop_counter import flop_registry
 
 from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.layers.layer import StreamedLayer
-from megatrain_accelerate.layers.output_recorder import Captures, OutputRecorder, take_handed_out
+from megatrain_accelerate.layers.output_recorder import Captures, take_handed_out
 from megatrain_accelerate.layers.shared_mappings import takes_mappings
 
 logger = logging.getLogger(__name__)
@@ -130,13 +131,9 @@ def _draws(node: torch.fx.Node) -> bool:
 
 
 class CompiledLayers:
-    """Runs the layers of one engine compiled where that is ``wanted`` (``megatrain_config.compile_layers``) and works.
+    """Runs the layers of one engine compiled where that is ``wanted`` (``megatrain_config.compile_layers``) and works."""
 
-    ``recorder`` collects side outputs of layers.
-    """
-
-    def __init__(self, wanted: bool | str, device: torch.device, recorder: OutputRecorder | None = None) -> None:
-        self._recorder = recorder or OutputRecorder()
+    def __init__(self, wanted: bool | str, device: torch.device) -> None:
         self._smallest = SMALLEST_LAYER_PARAMETERS if wanted == "auto" else 0
         self._is_on = device.type == "cuda" if wanted == "auto" else bool(wanted)
         self.backend: str | Callable[..., Callable[..., Any]] = "inductor"
@@ -158,7 +155,7 @@ class CompiledLayers:
     def wants(self, layer: StreamedLayer) -> Captures | None:
         """What hooks inside the layer take if this call should run compiled; None if it should run as it is.
 
-        Layers with hooks inside that aren't the recorder's aren't: dynamo doesn't look whether hooks come and go.
+        Layers with hooks inside that record nothing or more aren't: dynamo doesn't look whether hooks come and go.
         """
         if not self.may_compile or layer.unit.layout.parameter_count < self._smallest:
             return None
@@ -166,7 +163,7 @@ class CompiledLayers:
         # runs in tiles a compiled graph would hold all tokens at once.
         if torch._C._len_torch_dispatch_stack() > 0 or layer.tiles.tile_tokens:
             return None
-        captures = Captures.inside(layer.module, self._recorder)
+        captures = Captures.inside(layer.module)
         if captures is None:
             self._note_eager(type(layer.module).__name__, "hooks are registered inside it")
             return None
@@ -200,7 +197,7 @@ class CompiledLayers:
         try:
             with _run_settings(), captures.replaced():
                 output, recorded = kind.function(layer.module, args, kwargs)
-            self._recorder.enter(recorded)
+            output_recorder.enter(recorded)
             return output
         except Exception as error:
             if not any(cause.__module__.startswith(_COMPILERS) for cause in type(error).__mro__):

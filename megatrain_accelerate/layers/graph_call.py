@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.call_gradients import Backward, GradientSums
 from megatrain_accelerate.gradients.offload import GradientOffloader
+from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.layers.ambient_state import BufferValues, RandomState, buffers_as_before, surroundings_again
 from megatrain_accelerate.layers.attention_results import AttentionResults
 from megatrain_accelerate.layers.compiled_layer import CompiledLayers, without_autocast_cache
@@ -30,7 +31,7 @@ from megatrain_accelerate.layers.expert_function import ExpertResults
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.micro_batches import BatchCut, BatchSplit, require_same_structure
 from megatrain_accelerate.layers.nested_tensors import map_tensors, taken_apart
-from megatrain_accelerate.layers.output_recorder import Captures, OutputRecorder
+from megatrain_accelerate.layers.output_recorder import Captures
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.policy import ActivationPolicy
 from megatrain_accelerate.layers.saved_tensors import SavedTensors
@@ -243,7 +244,7 @@ class GraphCall:
                 named_range(f"megatrain::recompute ({layer.name})"),
                 attention.replaying() if attention is not None else contextlib.nullcontext(),
                 # It was recorded in forward.
-                calls.recorder.apart() if whole is None else contextlib.nullcontext(),
+                output_recorder.apart() if whole is None else contextlib.nullcontext(),
             ):
                 if whole is not None:
                     whole.leaves = again
@@ -251,7 +252,7 @@ class GraphCall:
                 del again
                 return self._run_layer(args, kwargs, is_recompute=True, memory_budget=budget)
 
-        whole = WholeRun(self, body, calls.recorder, calls.anchor) if self.is_whole else None
+        whole = WholeRun(self, body, calls.anchor) if self.is_whole else None
         with no_writes_into(args, kwargs, layer.name), no_writes_to(tensors, layer.name):
             # Random numbers, autocast and modes are put back by the body, those of Python and NumPy too.
             if whole is not None:
@@ -442,11 +443,10 @@ class GraphCalls:
         activations: ActivationOffloader,
         batch_cut: BatchCut,
         compiled: CompiledLayers,
-        recorder: OutputRecorder,
     ) -> None:
         self.device, self.passes, self.prefetcher = device, passes, prefetcher
         self.offloader, self.activations = offloader, activations
-        self.batch_cut, self.compiled, self.recorder = batch_cut, compiled, recorder
+        self.batch_cut, self.compiled = batch_cut, compiled
         self.policy = ActivationPolicy()
         """Of the layers' activations; set by the plan."""
         self.anchor = torch.zeros((), device=device, requires_grad=True)
@@ -502,7 +502,7 @@ class GraphCalls:
         if layer.index in self._tried:
             return shared.take_back(run()[0])
         random_numbers, buffers = RandomState(self.device), list[BufferValues]()
-        with layer.buffers.watched(buffers), self.recorder.apart() as recorded:
+        with layer.buffers.watched(buffers), output_recorder.apart() as recorded:
             output, calls = run()
         if any(call.holds_weights for call in calls):
             random_numbers.put_back()
@@ -512,7 +512,7 @@ class GraphCalls:
             self._whole.add(layer.index)
             output, _ = run()
         else:
-            self.recorder.enter(recorded)
+            output_recorder.enter(recorded)
         self._tried.add(layer.index)
         return shared.take_back(output)
 
@@ -549,7 +549,7 @@ class GraphCalls:
         pieces: list[list[torch.Tensor]] = []
         first: Any = None
         for call, (args_of_piece, kwargs_of_piece) in zip(calls, split.arguments(args, kwargs), strict=True):
-            with self.recorder.apart() as recorded, no_writes_into(args_of_piece, kwargs_of_piece, name):
+            with output_recorder.apart() as recorded, no_writes_into(args_of_piece, kwargs_of_piece, name):
                 output = call.run(slot, args_of_piece, kwargs_of_piece)
             tensors, put_together = taken_apart((output, recorded))
             rest = put_together([None] * len(tensors))
@@ -558,7 +558,7 @@ class GraphCalls:
             pieces.append(tensors)
         outputs, _ = taken_apart(output)
         output, recorded = put_together(split.joined(name, pieces, outputs=len(outputs)))
-        self.recorder.enter(recorded)
+        output_recorder.enter(recorded)
         return output
 
     # ------------------------------------------------------------------ backward

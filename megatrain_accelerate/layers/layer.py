@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.kernels.device import StepKernels
 from megatrain_accelerate.layers.ambient_state import WrittenBuffers
 from megatrain_accelerate.layers.shared_mappings import run_with_mappings, takes_mappings
 from megatrain_accelerate.layers.token_tiles import TokenTiles
@@ -98,10 +97,6 @@ class StreamedLayer:
         """The parameters' data are the store's weights from now on."""
         for state in self.unit.states:
             state.handle.show(state.weight)
-
-    def move(self, device: torch.device | None, kernels: StepKernels) -> None:
-        """See :meth:`HostUnit.move`."""
-        self.unit.move(device, kernels)
 
     def allocate_gradient_residuals(self) -> None:
         """Makes what fp32 sums of the gradients take, where the unit lives."""

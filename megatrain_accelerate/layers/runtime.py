@@ -26,7 +26,6 @@ from megatrain_accelerate.layers.graph_call import GraphCalls
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.micro_batches import BatchCut
 from megatrain_accelerate.layers.nested_tensors import taken_apart
-from megatrain_accelerate.layers.output_recorder import OutputRecorder
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.resident import Part, ResidentGroup, relocate
 from megatrain_accelerate.layers.shared_mappings import SharedMappings
@@ -110,8 +109,7 @@ class StreamingRuntime:
         self.activations = ActivationOffloader.for_engine(config, kernels, streams, meter, register)
         self.keep_states_on_host: Callable[[], None] = lambda: self.place((), groups_on_device=False)
         """Brings all states to the host; set by the plan."""
-        self.recorder = OutputRecorder()
-        self.compiled = CompiledLayers(config.compile_layers, streams.device, self.recorder)
+        self.compiled = CompiledLayers(config.compile_layers, streams.device)
         self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
         self.batch_cut = BatchCut(config.micro_batch_size)
         """How a batch that is larger than ``micro_batch_size`` runs in pieces."""
@@ -131,7 +129,6 @@ class StreamingRuntime:
             activations=self.activations,
             batch_cut=self.batch_cut,
             compiled=self.compiled,
-            recorder=self.recorder,
         )
         self._group_of = {id(state.parameter): group for group in self.groups for state in group.unit.states}
         hook = weakly(self.resident_gradient_ready)
@@ -158,6 +155,11 @@ class StreamingRuntime:
     def units(self) -> list[HostUnit]:
         """All host units: layers, experts that stream in parts, then resident groups."""
         return [part.unit for part in self.parts]
+
+    @property
+    def promised_bytes(self) -> int:
+        """Host memory that will be needed and isn't made yet, see :meth:`HostUnit.promise`."""
+        return self.offloader.promised_bytes + sum(unit.promised_bytes for unit in self.units)
 
     def in_forward_order(self) -> list[UnitInOrder]:
         """Units in the order in which the next forward needs them, and in which they are stepped.
