@@ -18,7 +18,6 @@ from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.buffers import Addition, HostBuffers, not_stepped, of_their_own
 from megatrain_accelerate.gradients.clipping import NormTable
 from megatrain_accelerate.gradients.fp32_sums import Fp32Sums, gradient_norms
-from megatrain_accelerate.gradients.unit_stepper import UnitStepper
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.store.layout import FlatLayout
 from megatrain_accelerate.store.parameter import ParameterState
@@ -30,6 +29,29 @@ from megatrain_accelerate.transfer.streams import GradientSlot, Streams
 
 GRADIENT_SLOTS = 2
 """Device buffers that hold one layer's gradients each: one is written while the other's are copied to the host."""
+
+
+class UnitStepper:
+    """What steps parameters of a model, one of its runtime's ``steppers``: what the runtime asks and tells it.
+
+    By default one that runs within ``optimizer.step()``, on the host.
+    """
+
+    schedule = "serial"
+    """When the arithmetic runs: after ``step()`` (``deferred``), in ``backward``, or within ``step()`` (``serial``)."""
+
+    works_on_host = True
+    """Whether it needs the states of all units on the host."""
+
+    def unit_moved(self, unit: HostUnit) -> None:
+        """The unit moved to or from the device: its views are other tensors now."""
+
+    def layer_done(self, layer: Streamed, wait: Callable[[], None]) -> bool:
+        """A layer's gradients are on their way to the host; ``wait`` blocks until they are there.
+
+        Tells whether the layer is stepped now, in backward.
+        """
+        return False
 
 
 class GradientOffloader:

@@ -35,7 +35,13 @@ from megatrain_accelerate.layers.output_recorder import Captures
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.policy import ActivationPolicy
 from megatrain_accelerate.layers.saved_tensors import SavedTensors
-from megatrain_accelerate.layers.shared_mappings import SharedMappings, no_writes_into, no_writes_to
+from megatrain_accelerate.layers.shared_mappings import (
+    SharedMappings,
+    no_writes_into,
+    no_writes_to,
+    run_with_mappings,
+    takes_mappings,
+)
 from megatrain_accelerate.layers.whole_recompute import WholeRun
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader, Recording, inputs_offloaded
 from megatrain_accelerate.transfer.call_order import Tape
@@ -200,12 +206,14 @@ class GraphCall:
     def _run_layer(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool = False, memory_budget: float = 1.0
     ) -> Any:
+        layer = self.layer
         if self._captures is not None:
-            return self.calls.compiled.run(self.layer, self._captures, args, kwargs, memory_budget)
-        if not self.layer.experts:
-            return self.layer.run(args, kwargs)
-        with self._expert_results.at_work(self.layer, replays=is_recompute):
-            return self.layer.run(args, kwargs)
+            return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget)
+        at_work = self._expert_results.at_work(layer, replays=is_recompute) if layer.experts else contextlib.nullcontext()
+        with at_work, layer.tiles.at_work(args, kwargs):
+            if takes_mappings(args, kwargs):
+                return run_with_mappings(layer.forward, args, kwargs)
+            return layer.forward(*args, **kwargs)
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         calls, layer, policy = self.calls, self.layer, self.calls.policy

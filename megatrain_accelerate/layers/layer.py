@@ -16,7 +16,7 @@ from torch import nn
 
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.layers.ambient_state import WrittenBuffers
-from megatrain_accelerate.layers.shared_mappings import run_with_mappings, takes_mappings
+from megatrain_accelerate.layers.shared_mappings import run_with_mappings
 from megatrain_accelerate.layers.token_tiles import TokenTiles
 from megatrain_accelerate.layers.watched_parameters import unwatched
 from megatrain_accelerate.store.layout import ExpertRange, expert_ranges
@@ -89,9 +89,7 @@ class StreamedLayer:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the layer's own forward with the weights that are bound to it; see :class:`SharedMappings`."""
         with self.tiles.at_work(args, kwargs):
-            if takes_mappings(args, kwargs):
-                return run_with_mappings(self.forward, args, kwargs)
-            return self.forward(*args, **kwargs)
+            return run_with_mappings(self.forward, args, kwargs)
 
     def show_host_weights(self) -> None:
         """The parameters' data are the store's weights from now on."""

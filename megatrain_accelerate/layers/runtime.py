@@ -14,9 +14,8 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.gradients.call_gradients import GradientSums
 from megatrain_accelerate.gradients.clipping import Clipping, NormTable
 from megatrain_accelerate.gradients.fp32_sums import Fp32Sums
-from megatrain_accelerate.gradients.offload import GradientOffloader
+from megatrain_accelerate.gradients.offload import GradientOffloader, UnitStepper
 from megatrain_accelerate.gradients.outside import OutsideGradients
-from megatrain_accelerate.gradients.unit_stepper import UnitStepper
 from megatrain_accelerate.hooks import weakly
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.layers.caches import without_caches

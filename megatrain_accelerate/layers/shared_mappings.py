@@ -57,7 +57,9 @@ class SharedMappings:
 
 
 def run_with_mappings(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a layer's own forward, which :func:`takes_mappings`; the result is for :meth:`SharedMappings.take_back`."""
+    """Calls a layer's own forward. If mappings were passed to it, the result is for :meth:`SharedMappings.take_back`."""
+    if not takes_mappings(args, kwargs):
+        return forward(*args, **kwargs)
     handed = [value for value in (*args, *kwargs.values()) if isinstance(value, _Handed)]
     mappings = [UserDict(value.entries) for value in handed]
     args, kwargs = _replaced(_Handed, mappings, args, kwargs)

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from megatrain_accelerate.errors import NonFiniteGradientError, StateError, UnsupportedError
-from megatrain_accelerate.gradients.unit_stepper import UnitStepper
+from megatrain_accelerate.gradients.offload import UnitStepper
 from megatrain_accelerate.layers.runtime import StreamingRuntime, streamed_among
 from megatrain_accelerate.store.parameter import ParameterState
 
