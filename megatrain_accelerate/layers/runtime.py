@@ -20,7 +20,7 @@ from megatrain_accelerate.hooks import weakly
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.layers.caches import without_caches
 from megatrain_accelerate.layers.compiled_layer import CompiledLayers, without_autocast_cache
-from megatrain_accelerate.layers.expert_streams import ExpertStreams
+from megatrain_accelerate.layers.expert_function import ExpertStreams
 from megatrain_accelerate.layers.graph_call import GraphCalls
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.micro_batches import BatchCut
@@ -30,6 +30,7 @@ from megatrain_accelerate.layers.resident import Part, ResidentGroup, relocate
 from megatrain_accelerate.layers.shared_mappings import SharedMappings
 from megatrain_accelerate.layers.token_tiles import TileOfLayers, TokenTiles
 from megatrain_accelerate.layers.watched_parameters import Watch, unwatched
+from megatrain_accelerate.store.host_pool import HostPool
 from megatrain_accelerate.store.layout import ExpertRange
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.step_worker import StepWorker
@@ -40,6 +41,7 @@ from megatrain_accelerate.transfer.meter import Cause, Meter, UpdateGate, named_
 from megatrain_accelerate.transfer.parts import Streamed
 from megatrain_accelerate.transfer.prefetch import Prefetcher
 from megatrain_accelerate.transfer.streams import Streams
+from megatrain_accelerate.units import MIB
 
 _running: weakref.WeakSet[StreamingRuntime] = weakref.WeakSet()
 
@@ -105,7 +107,10 @@ class StreamingRuntime:
             passes=config.passes_gradients,
         )
         self.outside_tiles = TokenTiles(())  # of norms outside the layers
-        self.activations = ActivationOffloader.for_engine(config, kernels, streams, meter, register)
+        # The stand-in's memory costs no registering, and its models are tiny.
+        segment_bytes, limit = 256 * MIB if streams.is_cuda else MIB, config.host_memory_gib
+        pool = HostPool(segment_bytes, kernels=kernels, register=register, host_memory_gib=limit)
+        self.activations = ActivationOffloader(pool, streams, meter)
         self.keep_states_on_host: Callable[[], None] = lambda: self.place((), groups_on_device=False)
         """Brings all states to the host; set by the plan."""
         self.compiled = CompiledLayers(config.compile_layers, streams.device)
