@@ -173,8 +173,8 @@ class GradientOffloader:
             taken.take(layer, gradients)
             return
         # They stay where they are; their norms go to the host.
+        _refuse_hooked(layer, taken.states)
         for state, gradient in zip(taken.states, of_their_own(gradients), strict=True):
-            _refuse_hooked(layer, state)
             self.add_in_place(state, gradient)
             state.normed = None
         if self.gradients_complete():
@@ -344,8 +344,8 @@ class UnitGradients:
         offloader = self._offloader
         # Fresh ones bring their norms; those of sums come with the last before a step.
         has_norms = self._is_fresh or (self._is_last and offloader.gradients_complete())
+        _refuse_hooked(self._layer, self.states)
         for state in self.states:
-            _refuse_hooked(self._layer, state)
             gradient = state.parameter.grad
             if gradient is None:
                 # For one that passes stands a number that is none, in the memory of one element.
@@ -412,9 +412,11 @@ class UnitGradients:
         return ticket.wait
 
 
-def _refuse_hooked(layer: Streamed, state: ParameterState) -> None:
-    if state.parameter._backward_hooks or state.parameter._post_accumulate_grad_hooks:
-        raise UnsupportedError(
-            f"parameter {layer.name}.{state.name} has a gradient hook (register_hook, register_post_accumulate_grad_hook, "
-            "wandb.watch), which a streamed parameter's gradient never passes; remove it, or hook the layer's outputs instead"
-        )
+def _refuse_hooked(layer: Streamed, states: Sequence[ParameterState]) -> None:
+    for state in states:
+        if state.parameter._backward_hooks or state.parameter._post_accumulate_grad_hooks:
+            raise UnsupportedError(
+                f"parameter {layer.name}.{state.name} has a gradient hook (register_hook, register_post_accumulate_grad_hook, "
+                "wandb.watch), which a streamed parameter's gradient never passes; remove it, or hook the layer's outputs "
+                "instead"
+            )
