@@ -23,7 +23,13 @@ from megatrain_accelerate.layers.attention_results import require_attention_to_k
 from megatrain_accelerate.layers.caches import caching_modules, decide_against_a_cache
 from megatrain_accelerate.layers.expert_function import run_experts
 from megatrain_accelerate.layers.layer import StreamedLayer
-from megatrain_accelerate.layers.proxy import install_proxy, leave_checkpointing_off, modules_that_checkpoint, remove_proxy
+from megatrain_accelerate.layers.proxy import (
+    install_proxy,
+    is_proxy,
+    leave_checkpointing_off,
+    modules_that_checkpoint,
+    remove_proxy,
+)
 from megatrain_accelerate.layers.resident import ResidentGroup
 from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.token_tiles import TokenTiles
@@ -34,7 +40,12 @@ from megatrain_accelerate.plan.device_plan import DevicePlan
 from megatrain_accelerate.plan.layer_discovery import Discovery, discover_layers, find_module, split_experts
 from megatrain_accelerate.plan.placement import require_layers
 from megatrain_accelerate.progress import progress_bar
-from megatrain_accelerate.store.host_limits import anonymous_bytes, require_host_bytes, settings_that_take_less
+from megatrain_accelerate.store.host_limits import (
+    anonymous_bytes,
+    count_promises_of,
+    require_host_bytes,
+    settings_that_take_less,
+)
 from megatrain_accelerate.store.layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.store.step_worker import StepWorker
 from megatrain_accelerate.store.unit import HostUnit, planned_host_bytes
@@ -139,10 +150,8 @@ class Engine:
                 for name, module in discovery.layers:
                     index = len(layers)
                     unit = adoption.unit(name, discovery.parameters_of(index))
-                    forward = install_proxy(module, functools.partial(self._run_layer, index), self._drain_for_copy)
-                    layers.append(StreamedLayer(index, name, module, forward, unit))
-                    experts = discovery.experts_of(index)
-                    adopt_experts(experts, adoption, layers, self._run_experts, self._drain_for_copy)
+                    layers.append(StreamedLayer(index, name, module, unit))
+                    adopt_experts(discovery.experts_of(index), adoption, layers)
                     for part in (layers[-1], *layers[-1].experts):
                         part.show_host_weights()
                         part.unit.passes_gradients = config.passes_gradients
@@ -161,6 +170,13 @@ class Engine:
                 config=config,
                 register=register,
             )
+            if device.type != "meta":
+                count_promises_of(self.runtime)
+            for layer in layers:
+                install_proxy(layer.module, functools.partial(self.runtime.run_layer, layer), self._drain_for_copy)
+            for experts in self.runtime.experts:
+                run = functools.partial(run_experts, self.runtime.expert_streams, experts)
+                install_proxy(experts.module, run, self._drain_for_copy)
             self.runtime.sums.is_budgeted = counts_sums
             states = (state for unit in self.runtime.units for state in unit.states)
             self._frozen = [state.parameter for state in states if not state.entry.spec.trainable]
@@ -235,7 +251,8 @@ class Engine:
         if self._tiled_head is not None:
             self._tiled_head.remove()
         for layer in streamed:
-            remove_proxy(layer.module, layer.forward)
+            if is_proxy(layer.module):
+                remove_proxy(layer.module, layer.forward)
 
     def matches(self, model: nn.Module) -> bool:
         """Whether the model still has the parameters, of the same shapes and with the same ones frozen, that were adopted."""
@@ -247,12 +264,6 @@ class Engine:
             and state.entry.spec.shape == tuple(parameter.shape)
             for state, parameter in zip(states, parameters, strict=True)
         )
-
-    def _run_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.runtime.run_layer(self.runtime.layers[index], args, kwargs)
-
-    def _run_experts(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return run_experts(self.runtime.expert_streams, self.runtime.experts[number], args, kwargs)
 
     def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> int:
         groups = discovery.parameter_groups()

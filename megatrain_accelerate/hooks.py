@@ -74,16 +74,6 @@ def remove_hook(handle: Any) -> None:
         hook.function = None
 
 
-@torch.compiler.disable
-def run_uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function of the engine from within a model that somebody compiles as a whole: a break in its graph.
-
-    Transformers does so by itself where ``generate`` has a static cache. Slots, copies and versions aren't for a compiler to
-    follow.
-    """
-    return function(*args, **kwargs)
-
-
 class ModelHook:
     """Calls a function of the engine, if it has one. Copies and pickles of it do nothing.
 
@@ -96,9 +86,10 @@ class ModelHook:
     ) -> None:
         self.function, self._with_arguments, self.runs_dry = function, with_arguments, runs_dry
 
+    # A break in the graph of a model that somebody compiles as a whole, as transformers does where ``generate`` has a static
+    # cache: slots, copies and versions aren't for a compiler to follow.
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return run_uncompiled(self, *args, **kwargs)
         if self.function is None:
             return None
         return self.function(*args, **kwargs) if self._with_arguments else self.function()

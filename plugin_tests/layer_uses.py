@@ -16,7 +16,7 @@ from torch import nn
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.plan.layer_discovery import discover_layers
 from megatrain_accelerate.transfer.prefetch import Prefetcher
-from megatrain_accelerate.transfer.streams import SlotState, WeightSlot
+from megatrain_accelerate.transfer.streams import WeightSlot
 
 Step = Callable[[Any], list[torch.Tensor]]
 Failure = type[BaseException]
@@ -101,7 +101,7 @@ def spoil_released_slots(prefetcher: Prefetcher) -> None:
 
     def release_and_spoil(slot: WeightSlot) -> None:
         release(slot)
-        if slot.state is not SlotState.IN_USE and slot in prefetcher.slots:  # others are the home of what they hold
+        if not slot.users and slot in prefetcher.slots:  # others are the home of what they hold
             slot.buffer.fill_(0xFF)
             slot.holder = None
 

@@ -128,10 +128,6 @@ class _MetaUnit(HostUnit):
     def write_master(self, state: ParameterState, value: torch.Tensor) -> None:
         pass
 
-    @property
-    def promised_bytes(self) -> int:
-        return 0
-
 
 class MetaEngine(Engine):
     """The engine of a model on the meta device, in training mode, for one process with bf16; raises as the engine does.

@@ -57,9 +57,8 @@ class HostBuffers:
     def take(self, reader: UpdateGate) -> torch.Tensor:
         """The next buffer; waits for what still reads it, and raises if that failed."""
         buffer, before = self._turns[0]
-        if not before.is_open:
-            # WAR: the step, or the addition, of what took the buffer last may still read it.
-            self._meter.wait_for_buffer(before)
+        # WAR: the step, or the addition, of what took the buffer last may still read it.
+        self._meter.wait_for_step("what read a host buffer", before)
         self._turns.popleft()
         self._turns.append((buffer, reader))
         return buffer

@@ -18,9 +18,7 @@ from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.buffers import Addition, HostBuffers, not_stepped, of_their_own
 from megatrain_accelerate.gradients.clipping import NormTable
 from megatrain_accelerate.gradients.fp32_sums import Fp32Sums, gradient_norms
-from megatrain_accelerate.gradients.unit_stepper import UnitStepper
 from megatrain_accelerate.kernels.host import HostKernels
-from megatrain_accelerate.store.host_limits import count_promises_of
 from megatrain_accelerate.store.layout import FlatLayout
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.step_worker import StepWorker, Ticket
@@ -32,6 +30,29 @@ from megatrain_accelerate.transfer.streams import GradientSlot, Streams
 GRADIENT_SLOTS = 2
 """Device buffers that hold one layer's gradients each: one is written while the other's are copied to the host."""
 _STAGING_BUFFERS = 2
+
+
+class UnitStepper:
+    """What steps parameters of a model, one of its runtime's ``steppers``: what the runtime asks and tells it.
+
+    By default one that runs within ``optimizer.step()``, on the host.
+    """
+
+    schedule = "serial"
+    """When the arithmetic runs: after ``step()`` (``deferred``), in ``backward``, or within ``step()`` (``serial``)."""
+
+    works_on_host = True
+    """Whether it needs the states of all units on the host."""
+
+    def unit_moved(self, unit: HostUnit) -> None:
+        """The unit moved to or from the device: its views are other tensors now."""
+
+    def layer_done(self, layer: Streamed, wait: Callable[[], None]) -> bool:
+        """A layer's gradients are on their way to the host; ``wait`` blocks until they are there.
+
+        Tells whether the layer is stepped now, in backward.
+        """
+        return False
 
 
 class GradientOffloader:
@@ -83,7 +104,6 @@ class GradientOffloader:
         only then."""
         self.passing: HostBuffers | None = None
         """For gradients that are consumed in backward; made with the first :meth:`make_places`."""
-        count_promises_of(self)
 
     @property
     def passes(self) -> bool:
@@ -92,9 +112,8 @@ class GradientOffloader:
 
     @property
     def promised_bytes(self) -> int:
-        """Of :attr:`passing`, as long as it isn't made but needed; see :func:`count_promises_of`."""
-        is_missing = self.passes and self.passing is None and self.slots and self.streams.device.type != "meta"
-        return PASSING_BUFFERS * self._largest_unit if is_missing else 0
+        """Of :attr:`passing`, as long as it isn't made but needed; see :meth:`HostUnit.promise`."""
+        return PASSING_BUFFERS * self._largest_unit if self.passes and self.passing is None and self.slots else 0
 
     def make_places(self, units: Iterable[HostUnit]) -> None:
         """Makes the host memory of these units' gradients as far as it is missing and they live there."""
@@ -129,7 +148,8 @@ class GradientOffloader:
             )
         if not rows:
             return None
-        self.make_places([layer.unit])  # where no forward of the whole model has
+        if layer.unit.gradients is None:
+            self.make_places([layer.unit])  # where no forward of the whole model has
         return UnitGradients(self, layer, rows, parts, is_last)
 
     @property
@@ -159,8 +179,8 @@ class GradientOffloader:
             taken.take(layer, gradients)
             return
         # They stay where they are; their norms go to the host.
+        _refuse_hooked(layer, taken.states)
         for state, gradient in zip(taken.states, of_their_own(gradients), strict=True):
-            _refuse_hooked(layer, state)
             self.add_in_place(state, gradient)
             state.normed = None
         if self.gradients_complete():
@@ -330,8 +350,8 @@ class UnitGradients:
         offloader = self._offloader
         # Fresh ones bring their norms; those of sums come with the last before a step.
         has_norms = self._is_fresh or (self._is_last and offloader.gradients_complete())
+        _refuse_hooked(self._layer, self.states)
         for state in self.states:
-            _refuse_hooked(self._layer, state)
             gradient = state.parameter.grad
             if gradient is None:
                 # For one that passes stands a number that is none, in the memory of one element.
@@ -398,9 +418,11 @@ class UnitGradients:
         return ticket.wait
 
 
-def _refuse_hooked(layer: Streamed, state: ParameterState) -> None:
-    if state.parameter._backward_hooks or state.parameter._post_accumulate_grad_hooks:
-        raise UnsupportedError(
-            f"parameter {layer.name}.{state.name} has a gradient hook (register_hook, register_post_accumulate_grad_hook, "
-            "wandb.watch), which a streamed parameter's gradient never passes; remove it, or hook the layer's outputs instead"
-        )
+def _refuse_hooked(layer: Streamed, states: Sequence[ParameterState]) -> None:
+    for state in states:
+        if state.parameter._backward_hooks or state.parameter._post_accumulate_grad_hooks:
+            raise UnsupportedError(
+                f"parameter {layer.name}.{state.name} has a gradient hook (register_hook, register_post_accumulate_grad_hook, "
+                "wandb.watch), which a streamed parameter's gradient never passes; remove it, or hook the layer's outputs "
+                "instead"
+            )

@@ -34,8 +34,9 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils.flop_counter import flop_registry
 
 from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.layers.layer import StreamedLayer
-from megatrain_accelerate.layers.output_recorder import Captures, OutputRecorder, take_handed_out
+from megatrain_accelerate.layers.output_recorder import Captures, take_handed_out
 from megatrain_accelerate.layers.shared_mappings import takes_mappings
 
 logger = logging.getLogger(__name__)
@@ -130,13 +131,9 @@ def _draws(node: torch.fx.Node) -> bool:
 
 
 class CompiledLayers:
-    """Runs the layers of one engine compiled where that is ``wanted`` (``megatrain_config.compile_layers``) and works.
+    """Runs the layers of one engine compiled where that is ``wanted`` (``megatrain_config.compile_layers``) and works."""
 
-    ``recorder`` collects side outputs of layers.
-    """
-
-    def __init__(self, wanted: bool | str, device: torch.device, recorder: OutputRecorder | None = None) -> None:
-        self._recorder = recorder or OutputRecorder()
+    def __init__(self, wanted: bool | str, device: torch.device) -> None:
         self._smallest = SMALLEST_LAYER_PARAMETERS if wanted == "auto" else 0
         # The engine of an estimate, on the meta device, stands for one on a GPU.
         self._is_on = device.type in ("cuda", "meta") if wanted == "auto" else bool(wanted)
@@ -159,11 +156,11 @@ class CompiledLayers:
     def suits(self, layer: StreamedLayer) -> Captures | None:
         """What hooks inside the layer take if it may run compiled by the settings, its size and its hooks; else None.
 
-        Layers with hooks inside that aren't the recorder's may not: dynamo doesn't look whether hooks come and go.
+        Layers with hooks inside that record nothing, or more, may not: dynamo doesn't look whether hooks come and go.
         """
         if layer.experts or not self.may_compile or layer.unit.layout.parameter_count < self._smallest:
             return None
-        captures = Captures.inside(layer.module, self._recorder)
+        captures = Captures.inside(layer.module)
         if captures is None:
             self._note_eager(type(layer.module).__name__, "hooks are registered inside it")
         return captures
@@ -205,7 +202,7 @@ class CompiledLayers:
         try:
             with _run_settings(), captures.replaced():
                 output, recorded = kind.function(layer.module, args, kwargs)
-            self._recorder.enter(recorded)
+            output_recorder.enter(recorded)
             return output
         except Exception as error:
             if not any(cause.__module__.startswith(_COMPILERS) for cause in type(error).__mro__):

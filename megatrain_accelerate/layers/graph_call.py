@@ -1,4 +1,4 @@
-"""A streamed layer in autograd's graph: it runs as it is, with views of a slot as weights.
+"""Streamed layers in autograd's graph: each runs as it is, with views of a slot as weights.
 
 The scheme is FSDP2's (``torch/distributed/fsdp/_fully_shard``), but the weights lie in slots that layers share. Autograd saves
 places in a slot instead of weights (:mod:`.saved_tensors`); in backward the first saved tensor that is read brings the layer
@@ -8,6 +8,7 @@ kept, offloaded or computed anew (``torch.utils.checkpoint``) decides what is sa
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import enum
 import functools
@@ -16,21 +17,36 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatrain_accelerate.errors import StateError, UnsupportedError
-from megatrain_accelerate.layers.ambient_state import BufferValues, buffers_as_before, surroundings_again
+from megatrain_accelerate.gradients.call_gradients import Backward, GradientSums
+from megatrain_accelerate.gradients.offload import GradientOffloader
+from megatrain_accelerate.layers import output_recorder
+from megatrain_accelerate.layers.ambient_state import BufferValues, RandomState, buffers_as_before, surroundings_again
 from megatrain_accelerate.layers.attention_results import AttentionResults
-from megatrain_accelerate.layers.call_context import CallContext
-from megatrain_accelerate.layers.compiled_layer import without_autocast_cache
+from megatrain_accelerate.layers.compiled_layer import CompiledLayers, without_autocast_cache
 from megatrain_accelerate.layers.expert_function import ExpertResults
 from megatrain_accelerate.layers.layer import StreamedLayer
+from megatrain_accelerate.layers.micro_batches import BatchCut, BatchSplit, require_same_structure
 from megatrain_accelerate.layers.nested_tensors import map_tensors, taken_apart
 from megatrain_accelerate.layers.output_recorder import Captures
-from megatrain_accelerate.layers.shared_mappings import no_writes_into, no_writes_to
+from megatrain_accelerate.layers.passes import Passes
+from megatrain_accelerate.layers.policy import ActivationPolicy
+from megatrain_accelerate.layers.saved_tensors import SavedTensors
+from megatrain_accelerate.layers.shared_mappings import (
+    SharedMappings,
+    no_writes_into,
+    no_writes_to,
+    run_with_mappings,
+    takes_mappings,
+)
 from megatrain_accelerate.layers.whole_recompute import WholeRun
+from megatrain_accelerate.transfer.activation_offload import ActivationOffloader, Recording, inputs_offloaded
 from megatrain_accelerate.transfer.call_order import Tape
 from megatrain_accelerate.transfer.meter import named_range
+from megatrain_accelerate.transfer.prefetch import Prefetcher
 from megatrain_accelerate.transfer.streams import WeightSlot
 
 _current_task = torch._C._current_graph_task_id
@@ -63,16 +79,16 @@ class GraphCall:
     them itself, so that it goes when the graph goes.
 
     Args:
-        context, layer: of the engine.
+        calls, layer: of the engine.
         tape, position: the call on its forward pass.
         piece, pieces: the number of this piece of the call, in forward order, and how many there are: 0 and 1 if it is whole.
         is_whole: whether the layer has to be run again as a whole (:mod:`.whole_recompute`).
     """
 
     def __init__(
-        self, context: CallContext, layer: StreamedLayer, tape: Tape, position: int, piece: int, pieces: int, is_whole: bool
+        self, calls: GraphCalls, layer: StreamedLayer, tape: Tape, position: int, piece: int, pieces: int, is_whole: bool
     ) -> None:
-        self.context, self.layer = context, layer
+        self.calls, self.layer = calls, layer
         self.tape, self.position = tape, position
         self.piece, self.pieces = piece, pieces
         self.is_whole = is_whole
@@ -106,7 +122,7 @@ class GraphCall:
 
     def run(self, slot: WeightSlot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the layer with the weights in ``slot`` as this call's leaves."""
-        context, layer = self.context, self.layer
+        calls, layer = self.calls, self.layer
         self._running_slot = slot
         try:
             uses = slot.uses_with(layer.unit.layout)
@@ -117,11 +133,11 @@ class GraphCall:
             if not self.is_whole:
                 self._take_leaves(weights, is_watched=not watched)
             # Experts in parts wait for their routing, and attention inside a compiled graph isn't seen.
-            if not layer.experts and layer.index not in context.policy.attention_kept:
-                self._captures = context.compiled.wants(layer)
+            if not layer.experts and layer.index not in calls.policy.attention_kept:
+                self._captures = calls.compiled.wants(layer)
             with (
                 named_range(f"megatrain::forward ({layer.name})"),
-                self.context.reading(self, slot),
+                calls.reading(self, slot),
                 without_autocast_cache(),
             ):
                 output = self._run_by_policy(weights, args, kwargs)
@@ -137,7 +153,7 @@ class GraphCall:
     def _watched(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
         """Has :meth:`_all_issued` called when the tensor's gradient is known: nothing of this layer is left to run then,
         since autograd runs what was computed later first."""
-        if not tensor.requires_grad or tensor.device != self.context.device:
+        if not tensor.requires_grad or tensor.device != self.calls.device:
             return tensor
         if id(tensor) not in watched:
             # A leaf lives on, and hooks on it would pile up. The gradients of all pieces are known at once.
@@ -165,8 +181,8 @@ class GraphCall:
         return [view.data.requires_grad_(flag) for view, flag in zip(views, self._trained, strict=True)]
 
     def _run_by_policy(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        context, layer, policy = self.context, self.layer, self.context.policy
-        context.activations.run_begins()
+        calls, layer, policy = self.calls, self.layer, self.calls.policy
+        calls.activations.run_begins()
         is_offloaded = not self.is_whole and layer.index in policy.offloaded
         is_recomputed = self.is_whole or policy.is_recomputed(layer.index)
         # Where inputs make room, results as large mustn't take it.
@@ -174,32 +190,34 @@ class GraphCall:
         self._expert_results = ExpertResults(keeps_results, is_last=self.piece == 0)
         captures = self._captures if is_recomputed and not self.is_whole else None
         low, high = policy.budgets
-        by_compiler = captures is not None and context.compiled.recomputes(layer, captures, low)
+        by_compiler = captures is not None and calls.compiled.recomputes(layer, captures, low)
         if is_recomputed and not by_compiler:
             return self._run_to_recompute(weights, args, kwargs)
         offloaded = None
         if is_offloaded:
             inputs, _ = taken_apart((args, kwargs))
-            offloaded = context.activations.record(layer.name, [*layer.module.buffers(), *inputs])
-        with layer.bound(weights), context.saving(offloaded):
+            offloaded = calls.activations.record(layer.name, [*layer.module.buffers(), *inputs])
+        with layer.bound(weights), calls.saving(offloaded):
             output = self._run_layer(args, kwargs, memory_budget=low if by_compiler else high)
         if offloaded is not None:
-            context.activations.send(offloaded, self.tape, self.position, self.piece)
+            calls.activations.send(offloaded, self.tape, self.position, self.piece)
         return output
 
     def _run_layer(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], is_recompute: bool = False, memory_budget: float = 1.0
     ) -> Any:
+        layer = self.layer
         if self._captures is not None:
-            return self.context.compiled.run(self.layer, self._captures, args, kwargs, memory_budget)
-        if not self.layer.experts:
-            return self.layer.run(args, kwargs)
-        with self._expert_results.at_work(self.layer, replays=is_recompute):
-            return self.layer.run(args, kwargs)
+            return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget)
+        at_work = self._expert_results.at_work(layer, replays=is_recompute) if layer.experts else contextlib.nullcontext()
+        with at_work, layer.tiles.at_work(args, kwargs):
+            if takes_mappings(args, kwargs):
+                return run_with_mappings(layer.forward, args, kwargs)
+            return layer.forward(*args, **kwargs)
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        context, layer, policy = self.context, self.layer, self.context.policy
-        as_in_forward = surroundings_again(context.device, layer.module)
+        calls, layer, policy = self.calls, self.layer, self.calls.policy
+        as_in_forward = surroundings_again(calls.device, layer.module)
         # A checkpoint is given the tensors one by one.
         tensors, arguments = taken_apart((args, kwargs))
         before: list[BufferValues] = []
@@ -207,7 +225,7 @@ class GraphCall:
         first: list[list[torch.Tensor]] = [weights]
         attention = leaving = None
         if layer.index in policy.attention_kept:
-            leaving = context.activations.record(layer.name) if policy.offloads_inputs(layer.index) else None
+            leaving = calls.activations.record(layer.name) if policy.offloads_inputs(layer.index) else None
             attention = AttentionResults(leaving)
 
         # The graph of a layer that draws random numbers saves everything at any budget.
@@ -215,7 +233,7 @@ class GraphCall:
 
         def body(*given: torch.Tensor) -> Any:
             args, kwargs = arguments(given)
-            saving = contextlib.nullcontext() if whole is not None else context.saving()
+            saving = contextlib.nullcontext() if whole is not None else calls.saving()
             if first:
                 with (
                     layer.bound(first.pop()),
@@ -226,7 +244,7 @@ class GraphCall:
                     return self._run_layer(args, kwargs, memory_budget=budget)
             with (
                 self.pinned() as slot,
-                self.context.reading(self, slot),
+                calls.reading(self, slot),
                 layer.bound(again := self._leaves_in(slot)),
                 as_in_forward(),
                 saving,
@@ -234,7 +252,7 @@ class GraphCall:
                 named_range(f"megatrain::recompute ({layer.name})"),
                 attention.replaying() if attention is not None else contextlib.nullcontext(),
                 # It was recorded in forward.
-                context.recorder.apart() if whole is None else contextlib.nullcontext(),
+                output_recorder.apart() if whole is None else contextlib.nullcontext(),
             ):
                 if whole is not None:
                     whole.leaves = again
@@ -242,7 +260,7 @@ class GraphCall:
                 del again
                 return self._run_layer(args, kwargs, is_recompute=True, memory_budget=budget)
 
-        whole = WholeRun(self, body, context.recorder, context.anchor) if self.is_whole else None
+        whole = WholeRun(self, body, calls.anchor) if self.is_whole else None
         with no_writes_into(args, kwargs, layer.name), no_writes_to(tensors, layer.name):
             # Random numbers, autocast and modes are put back by the body, those of Python and NumPy too.
             if whole is not None:
@@ -250,12 +268,12 @@ class GraphCall:
             else:
                 output = checkpoint(body, *tensors, use_reentrant=False, preserve_rng_state=False)
         if leaving is not None:
-            context.activations.send(leaving, self.tape, self.position, self.piece)
+            calls.activations.send(leaving, self.tape, self.position, self.piece)
         return output
 
     def _handed_out(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
         """What the layer returns doesn't lie in its slot, and tells when its backward begins."""
-        if tensor.layout is torch.strided and self.context.reader_at(tensor.untyped_storage().data_ptr()) is not None:
+        if tensor.layout is torch.strided and self.calls.reader_at(tensor.untyped_storage().data_ptr()) is not None:
             tensor = tensor.clone()
         if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in watched:
             tensor.register_hook(self._begins)
@@ -273,7 +291,7 @@ class GraphCall:
             return
         if self.task != -1:
             # Another backward comes: one within the one before, or that one has failed.
-            found, backward = self._take_gradients(), self.context.backwards.get(self.task)
+            found, backward = self._take_gradients(), self.calls.backwards.get(self.task)
             if found and backward is not None:
                 if self.pieces == 1:
                     backward.add_up(self.layer, found)
@@ -282,13 +300,13 @@ class GraphCall:
             self.forget()
         self.move_to(CallState.BACKWARD)
         self.task = task
-        self.context.passes.backward_begins()
-        self.context.backwards[task].calls.append(self)
+        self.calls.passes.backward_begins()
+        self.calls.backwards[task].calls.append(self)
         if torch.autograd._profiler_enabled():
             self._range = self._range or contextlib.ExitStack()
             self._range.enter_context(named_range(f"megatrain::backward ({self.layer.name})"))
         # Of layers that come later, too.
-        self.context.activations.bring_back(self.tape, self.position, self.piece)
+        self.calls.activations.bring_back(self.tape, self.position, self.piece)
 
     def slot(self) -> WeightSlot:
         """The slot with the layer's weights, for kernels that are issued now. A StateError if they aren't those of forward."""
@@ -296,13 +314,13 @@ class GraphCall:
             return self._running_slot
         if self.task != _current_task():
             self._begin()
-        layer, prefetcher = self.layer, self.context.prefetcher
+        layer, prefetcher = self.layer, self.calls.prefetcher
         slot = prefetcher.leased(layer)
         # The leases of two calls of one layer are one, and so are their weights. A closed engine has no slots left.
         if layer.unit.version != self.version:
             layer.require_version(self.version)
         if slot is None:
-            slot = self.context.passes.lease_backward(layer, self.tape, self.position)
+            slot = prefetcher.lease(layer, self.calls.passes.after_backward(self.tape, self.position))
             try:
                 layer.require_version(self.version)  # of weights that were written since, which are taken over by now
                 # A checkpoint inside the layer reads its weights when it computes anew.
@@ -321,7 +339,7 @@ class GraphCall:
         try:
             yield slot
         finally:
-            self.context.prefetcher.release(slot)
+            self.calls.prefetcher.release(slot)
 
     def _is_complete(self) -> bool:
         """Whether all leaves that the graph still holds have their gradients: autograd brings each at once."""
@@ -372,12 +390,12 @@ class GraphCall:
     def _end_lease(self) -> None:
         if self._range is not None:
             self._range.close()
-        self.context.prefetcher.end_lease(self.layer.index)
+        self.calls.prefetcher.end_lease(self.layer.index)
 
     def _take_gradients(self) -> dict[int, torch.Tensor]:
         taken: dict[int, torch.Tensor] = {}
         leaves = [(row, found()) for row, found in self._leaves]
-        slot = self.context.prefetcher.leases.get(self.layer.index)
+        slot = self.calls.prefetcher.leases.get(self.layer.index)
         if slot is not None:
             # Of a checkpoint inside the layer that runs a backward of its own.
             leaves += enumerate([slot.leaves[place] for place in self.layer.trainable_places])
@@ -397,7 +415,7 @@ class GraphCall:
                 "differentiated, which can't leave the device; use torch.autograd.grad(..., create_graph=True) on inputs "
                 "or outputs of layers instead"
             )
-        backward = self.context.backwards[self.task]
+        backward = self.calls.backwards[self.task]
         if self.pieces == 1:
             backward.deliver(self.tape, self.layer, taken)
         else:
@@ -406,10 +424,169 @@ class GraphCall:
     def settle(self) -> None:
         """Sends gradients that no hook has told of: of a tensor, say, that depends on weights alone and wasn't returned."""
         if self.state is CallState.WAITING:
-            self.context.offloader.offload(self.layer, self._take_gradients())
+            self.calls.offloader.offload(self.layer, self._take_gradients())
 
 
 def _call_if_alive(method: Callable[[GraphCall], None], call: weakref.ref[GraphCall], _: torch.Tensor) -> None:
     """A hook of a tensor."""
     if (found := call()) is not None:
         method(found)
+
+
+class GraphCalls:
+    """Runs the layers of one engine that are in autograd's graph, and knows which of their calls are at work.
+
+    The first call of a layer finds out whether something in its graph still refers to the slot. The arguments are parts of
+    the engine that all calls work with.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        passes: Passes,
+        prefetcher: Prefetcher,
+        offloader: GradientOffloader,
+        gradient_sums: GradientSums,
+        activations: ActivationOffloader,
+        batch_cut: BatchCut,
+        compiled: CompiledLayers,
+    ) -> None:
+        self.device, self.passes, self.prefetcher = device, passes, prefetcher
+        self.offloader, self.activations = offloader, activations
+        self.batch_cut, self.compiled = batch_cut, compiled
+        self.policy = ActivationPolicy()
+        """Of the layers' activations; set by the plan."""
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        """A number that requires grad. It keeps nodes in the graph where no input of theirs requires grad: a frozen embedding
+        below trained layers."""
+        self.backwards = collections.defaultdict[int, Backward](lambda: Backward(offloader, gradient_sums))
+        """Those that are under way, by autograd's number."""
+        self._readers: dict[int, GraphCall | None] = {}
+        """The calls that compute, by the address of their slots."""
+        self._tried: set[int] = set()
+        """Indices of layers of which a call has shown whether their graph still refers to the slot."""
+        self._whole: set[int] = set()
+        """Indices of those whose graph does, and can't be kept: backward runs them again as a whole."""
+        self._alive: weakref.WeakSet[GraphCall] = weakref.WeakSet()
+
+    @contextlib.contextmanager
+    def reading(self, call: GraphCall, slot: WeightSlot) -> Iterator[None]:
+        """The call computes with the slot while the body runs."""
+        before = self._readers.get(slot.address)
+        self._readers[slot.address] = call
+        try:
+            yield
+        finally:
+            self._readers[slot.address] = before
+
+    def saving(self, offloaded: Recording | None = None) -> saved_tensors_hooks:
+        """The hooks under which a run saves what its backward needs; see :class:`SavedTensors`."""
+        return SavedTensors(self.reader_at, offloaded, self.prefetcher.at_address).recording()
+
+    def reader_at(self, address: int) -> GraphCall | None:
+        """The call that computes with the slot at this address; None for other memory.
+
+        Raises a StateError if none does: another layer's weights may soon lie there.
+        """
+        call = self._readers.get(address)
+        if call is None and address in self.prefetcher.at_address:
+            raise StateError(
+                "a weight of a streamed layer is used outside the layer's forward, where another layer's may lie in its "
+                "place; use the parameter itself, or set megatrain_config.layer_classes to larger blocks"
+            )
+        return call
+
+    # ------------------------------------------------------------------ forward
+
+    def run(self, layer: StreamedLayer, tape: Tape, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a layer so that its graph can be differentiated.
+
+        Where the first call finds that the graph still refers to the slot, the layer is run again as a whole in
+        backward, and random numbers, buffers and what is recorded are put back before the call is run in that way.
+        """
+        shared = SharedMappings(args, kwargs)
+        run = functools.partial(self._run, layer, tape, position, shared.args, shared.kwargs)
+        if layer.index in self._tried:
+            return shared.take_back(run()[0])
+        random_numbers, buffers = RandomState(self.device), list[BufferValues]()
+        with layer.buffers.watched(buffers), output_recorder.apart() as recorded:
+            output, calls = run()
+        if any(call.holds_weights for call in calls):
+            random_numbers.put_back()
+            for owner, name, value in buffers[0]:
+                owner._buffers[name] = value
+            del output, recorded  # with the first run's graph
+            self._whole.add(layer.index)
+            output, _ = run()
+        else:
+            output_recorder.enter(recorded)
+        self._tried.add(layer.index)
+        return shared.take_back(output)
+
+    def _run(
+        self, layer: StreamedLayer, tape: Tape, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[GraphCall]]:
+        """Runs a layer, whole or in pieces. Returns what it gives, and the calls that it took."""
+        inputs: list[torch.Tensor] = []
+        leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        inputs_leave = self.policy.offloads_inputs(layer.index)
+        if self.batch_cut.size is not None or inputs_leave:
+            inputs, _ = taken_apart((args, kwargs))
+        if inputs_leave:
+            leaving = inputs_offloaded(self.activations, layer.name, inputs, tape, position)
+        split, is_whole = BatchSplit.of_call(layer, args, kwargs, self.batch_cut), layer.index in self._whole
+        calls = [GraphCall(self, layer, tape, position, piece, split.count, is_whole) for piece in range(split.count)]
+        self._alive.update(calls)
+        slot = self.prefetcher.acquire(layer, self.passes.after_forward(tape, position, True))
+        try:
+            self.passes.wait_for_head(layer)
+            with leaving:
+                if split.count == 1:
+                    return calls[0].run(slot, args, kwargs), calls
+                with no_writes_to(inputs, layer.name, "a function that returns multiple views"):
+                    return self._run_pieces(calls, slot, split, args, kwargs), calls
+        finally:
+            self.prefetcher.release(slot)
+
+    def _run_pieces(
+        self, calls: list[GraphCall], slot: WeightSlot, split: BatchSplit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The output of a call in pieces, with what was recorded meanwhile joined too."""
+        name = calls[0].layer.name
+        pieces: list[list[torch.Tensor]] = []
+        first: Any = None
+        for call, (args_of_piece, kwargs_of_piece) in zip(calls, split.arguments(args, kwargs), strict=True):
+            with output_recorder.apart() as recorded, no_writes_into(args_of_piece, kwargs_of_piece, name):
+                output = call.run(slot, args_of_piece, kwargs_of_piece)
+            tensors, put_together = taken_apart((output, recorded))
+            rest = put_together([None] * len(tensors))
+            first = first or rest
+            require_same_structure(name, first, rest)
+            pieces.append(tensors)
+        outputs, _ = taken_apart(output)
+        output, recorded = put_together(split.joined(name, pieces, outputs=len(outputs)))
+        output_recorder.enter(recorded)
+        return output
+
+    # ------------------------------------------------------------------ backward
+
+    def finish(self, task: int) -> None:
+        """A backward is over: gradients for which no hook was called go too."""
+        if task in self.backwards:
+            for call in self.backwards[task].calls:
+                if call.task == task:
+                    call.finish()
+            self.backwards.pop(task).finish()
+
+    def fail(self, task: int) -> None:
+        """A backward has failed: what it left counts for nothing."""
+        if task in self.backwards:
+            for call in self.backwards.pop(task).calls:
+                if call.task == task:
+                    call.discard()
+
+    def settle(self) -> None:
+        """Before gradients are read as a whole: takes those of which no hook has told."""
+        for call in list(self._alive):
+            call.settle()

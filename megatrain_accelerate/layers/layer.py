@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.errors import StateError
-from megatrain_accelerate.kernels.device import StepKernels
 from megatrain_accelerate.layers.ambient_state import WrittenBuffers
 from megatrain_accelerate.layers.shared_mappings import run_with_mappings
 from megatrain_accelerate.layers.token_tiles import TokenTiles
@@ -32,15 +31,16 @@ class StreamedLayer:
     Args:
         index: position among the model's layers, in discovery order.
         name, module: the layer itself, which stays in the model and keeps its attributes, buffers and children.
-        forward: the layer's own forward, bound, as it was before the proxy took its place.
     """
 
     kind = "layer"
     """In messages, before the name."""
 
-    def __init__(self, index: int, name: str, module: nn.Module, forward: Callable[..., Any], unit: HostUnit) -> None:
+    def __init__(self, index: int, name: str, module: nn.Module, unit: HostUnit) -> None:
         self.index, self.name = index, name
-        self.module, self.forward, self.unit = module, forward, unit
+        self.module, self.unit = module, unit
+        self.forward: Callable[..., Any] = module.forward
+        """The module's own, before a proxy takes its place."""
         self.gate = UpdateGate()
         self.tiles = TokenTiles.of_layer(module)
         self.buffers = WrittenBuffers(module)
@@ -95,10 +95,6 @@ class StreamedLayer:
         """The parameters' data are the store's weights from now on."""
         for state in self.unit.states:
             state.handle.show(state.weight)
-
-    def move(self, device: torch.device | None, kernels: StepKernels) -> None:
-        """See :meth:`HostUnit.move`."""
-        self.unit.move(device, kernels)
 
     def allocate_gradient_residuals(self) -> None:
         """Makes what fp32 sums of the gradients take, where the unit lives."""
@@ -205,18 +201,8 @@ class StreamedExperts(StreamedLayer):
 
     kind = "experts"
 
-    def __init__(
-        self,
-        index: int,
-        name: str,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        unit: HostUnit,
-        *,
-        parts: int,
-        first_part: int,
-    ) -> None:
-        super().__init__(index, name, module, forward, unit)
+    def __init__(self, index: int, name: str, module: nn.Module, unit: HostUnit, *, parts: int, first_part: int) -> None:
+        super().__init__(index, name, module, unit)
         self.count = int(module.num_experts)  # type: ignore[arg-type]
         ranges = expert_ranges(self.count, parts)
         self.parts = [ExpertPart(place, first_part + place, self, experts) for place, experts in enumerate(ranges)]

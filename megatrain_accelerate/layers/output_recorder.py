@@ -2,8 +2,8 @@
 
 transformers 5 collects them with hooks in a context variable (transformers/utils/output_capturing.py). Those hooks can't be
 compiled, since they read it. So while a compiled layer is traced and run, simpler hooks replace them, which only append the
-value to a list. The traced function returns that list beside the layer's output; its values then go to the recorder, in the
-same order.
+value to a list. The traced function returns that list beside the layer's output; its values are then recorded, in the same
+order.
 """
 
 from __future__ import annotations
@@ -50,59 +50,62 @@ def _collector() -> Any:
     return getattr(sys.modules.get(_MODULE), "_active_collector", None)  # whoever has such hooks has loaded it
 
 
-class OutputRecorder:
-    """What transformers' capturing hooks record."""
+def _collected() -> dict[str, Any]:
+    """What transformers' capturing hooks have recorded in the forward that is under way, by channel."""
+    collector = _collector()
+    return (None if collector is None else collector.get()) or {}
 
-    def _collected(self) -> dict[str, Any]:
-        collector = _collector()
-        return (None if collector is None else collector.get()) or {}
 
-    def channels(self) -> tuple[str, ...]:
-        return tuple(key for key, values in self._collected().items() if isinstance(values, list))
+def channels() -> tuple[str, ...]:
+    """Those that are recorded now."""
+    return tuple(key for key, values in _collected().items() if isinstance(values, list))
 
-    @contextlib.contextmanager
-    def apart(self, channels: Sequence[str] | None = None) -> Iterator[Recorded]:
-        """Diverts what the block records into the list that it yields, which is filled when the block ends.
 
-        In the block ``channels`` are recorded; None for those of now.
-        """
-        recorded: Recorded = []
-        reset, collector = None, _collector()
-        if channels is not None and collector is not None:
-            reset = collector.set({key: [] for key in channels})
-        lists = [(key, self._collected()[key]) for key in self.channels()]
-        lengths = [len(values) for _, values in lists]
-        try:
-            yield recorded
-        finally:
-            if reset is not None:
-                collector.reset(reset)
-            for (key, values), length in zip(lists, lengths, strict=True):
-                recorded += [(key, value) for value in values[length:]]
-                del values[length:]
+@contextlib.contextmanager
+def apart(wanted: Sequence[str] | None = None) -> Iterator[Recorded]:
+    """Diverts what the block records into the list that it yields, which is filled when the block ends.
 
-    def enter(self, recorded: Recorded) -> None:
-        """Records these values in the place of a layer or a hook that isn't run now, as far as their channels are recorded."""
-        collected = self._collected()
-        for key, value in recorded:
-            if key in collected:
-                collected[key].append(value)
+    In the block the ``wanted`` channels are recorded; None for those of now.
+    """
+    recorded: Recorded = []
+    reset, collector = None, _collector()
+    if wanted is not None and collector is not None:
+        reset = collector.set({key: [] for key in wanted})
+    lists = [(key, _collected()[key]) for key in channels()]
+    lengths = [len(values) for _, values in lists]
+    try:
+        yield recorded
+    finally:
+        if reset is not None:
+            collector.reset(reset)
+        for (key, values), length in zip(lists, lengths, strict=True):
+            recorded += [(key, value) for value in values[length:]]
+            del values[length:]
 
-    def capture_of(self, hook: Hook) -> Capture | None:
-        """What a forward hook records; None if it isn't one of transformers'."""
-        if (getattr(hook, "__module__", None), getattr(hook, "__name__", None)) != (_MODULE, "output_capturing_hook"):
-            return None
-        code = hook.__code__
-        cells = zip(code.co_freevars, hook.__closure__ or (), strict=True)
-        variables = {name: cell.cell_contents for name, cell in cells}
-        texts = {constant for constant in code.co_consts[1:] if isinstance(constant, str)}  # the first may be a docstring
-        # One that knows or calls more does more than this class was written for.
-        if not {"key", "index"} <= variables.keys() <= _HOOK_VARIABLES:
-            return None
-        if not (set(code.co_names) <= _HOOK_NAMES and texts <= _HOOK_TEXTS):
-            return None
-        # Of hidden states it may take the module's input as well, or leave some out.
-        return Capture(variables["key"], variables["index"], is_plain=variables["key"] != "hidden_states")
+
+def enter(recorded: Recorded) -> None:
+    """Records these values in the place of a layer or a hook that isn't run now, as far as their channels are recorded."""
+    collected = _collected()
+    for key, value in recorded:
+        if key in collected:
+            collected[key].append(value)
+
+
+def capture_of(hook: Hook) -> Capture | None:
+    """What a forward hook records; None if it isn't one of transformers'."""
+    if (getattr(hook, "__module__", None), getattr(hook, "__name__", None)) != (_MODULE, "output_capturing_hook"):
+        return None
+    code = hook.__code__
+    cells = zip(code.co_freevars, hook.__closure__ or (), strict=True)
+    variables = {name: cell.cell_contents for name, cell in cells}
+    texts = {constant for constant in code.co_consts[1:] if isinstance(constant, str)}  # the first may be a docstring
+    # One that knows or calls more does more than this file was written for.
+    if not {"key", "index"} <= variables.keys() <= _HOOK_VARIABLES:
+        return None
+    if not (set(code.co_names) <= _HOOK_NAMES and texts <= _HOOK_TEXTS):
+        return None
+    # Of hidden states it may take the module's input as well, or leave some out.
+    return Capture(variables["key"], variables["index"], is_plain=variables["key"] != "hidden_states")
 
 
 class Captures:
@@ -115,7 +118,7 @@ class Captures:
         """Equal for layers that record the same channels from the same modules. Empty if nothing is recorded."""
 
     @classmethod
-    def inside(cls, module: nn.Module, recorder: OutputRecorder) -> Captures | None:
+    def inside(cls, module: nn.Module) -> Captures | None:
         """The captures inside the module (not on it); None if hooks there can't be replaced."""
         if has_global_hooks():
             return None
@@ -128,8 +131,8 @@ class Captures:
             if any(getattr(child, hooks) for hooks in HOOKS if hooks != "_forward_hooks"):
                 return None
             if child._forward_hooks:
-                found = [recorder.capture_of(hook) for hook in child._forward_hooks.values()]
-                now = tuple(one for one in found if one is not None and one.channel in recorder.channels())
+                found = [capture_of(hook) for hook in child._forward_hooks.values()]
+                now = tuple(one for one in found if one is not None and one.channel in channels())
                 if None in found or not all(capture.is_plain for capture in now):
                     return None
                 owners.append((name, child, now))

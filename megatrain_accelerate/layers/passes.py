@@ -15,7 +15,6 @@ from megatrain_accelerate.layers.watched_parameters import Watch
 from megatrain_accelerate.transfer.call_order import CallOrder, OpenForward, Tape
 from megatrain_accelerate.transfer.parts import Streamed
 from megatrain_accelerate.transfer.prefetch import Prefetcher
-from megatrain_accelerate.transfer.streams import WeightSlot
 
 
 class _EndOfBackward:
@@ -40,7 +39,7 @@ class _EndOfBackward:
 
 
 class Passes:
-    """Follows the calls of a model's layers, and gives each its slot.
+    """Follows the calls of a model's layers, and says which come next.
 
     Args:
         layers, groups: all of the model.
@@ -60,7 +59,6 @@ class Passes:
         self.order = CallOrder(len(layers))
         self._last_layer, self._groups = layers[-1], groups
         self._prefetcher, self._offloader, self._watch, self._on_end = prefetcher, offloader, watch, on_end
-        self._slot_count = prefetcher.slot_count
         self._task: int | None = None
         """Autograd's number of the backward that is under way."""
         self._tape: Tape | None = None
@@ -83,12 +81,9 @@ class Passes:
         self._open.add(open_forward)
         return tape, position, open_forward
 
-    def acquire_forward(self, layer: StreamedLayer, tape: Tape, position: int, backward_follows: bool) -> WeightSlot:
-        """The slot with the layer's weights, for a call; it is to be released."""
-        upcoming = self.order.after_forward(tape, position, self._look_ahead, backward_follows)
-        slot = self._prefetcher.acquire(layer, upcoming)
-        self.wait_for_head(layer)
-        return slot
+    def after_forward(self, tape: Tape, position: int, backward_follows: bool) -> Sequence[int]:
+        """Indices of the layers that are expected after a forward call, nearest first."""
+        return self.order.after_forward(tape, position, self._prefetcher.look_ahead, backward_follows)
 
     def wait_for_head(self, layer: StreamedLayer) -> None:
         """Some read the head's weight without calling the head (Liger, TRL): behind the last layer it must be valid."""
@@ -96,20 +91,14 @@ class Passes:
             for group in self._groups:
                 group.wait_for_step()
 
-    @property
-    def _look_ahead(self) -> int:
-        """Calls to look ahead: as many as there are shared slots, and those that have slots of their own between them."""
-        return self._slot_count + len(self._prefetcher.own_slots)
-
     # ------------------------------------------------------------------ backward
 
-    def lease_backward(self, layer: StreamedLayer, tape: Tape, position: int) -> WeightSlot:
-        """A slot with the layer's weights, for the backward of a call."""
+    def after_backward(self, tape: Tape, position: int) -> Sequence[int]:
+        """Notes that the backward of a call has begun; returns the indices of the layers that are expected after it."""
         self._tape = tape
         self._in_this_backward.add(tape.open_forward())
         forward_follows = not self._offloader.gradients_complete()
-        upcoming = self.order.after_backward(tape, position, self._look_ahead, forward_follows)
-        return self._prefetcher.lease(layer, upcoming)
+        return self.order.after_backward(tape, position, self._prefetcher.look_ahead, forward_follows)
 
     def backward_begins(self, of_forward: OpenForward | None = None) -> None:
         """Something of a backward runs, of that forward; the first time, what is to be done at its end is noted."""

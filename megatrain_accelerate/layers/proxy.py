@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain_accelerate.hooks import run_uncompiled
-
 logger = logging.getLogger(__name__)
 
 Runner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -89,12 +87,13 @@ def _proxy_class(original: type[nn.Module], can_checkpoint: bool) -> type[nn.Mod
     if proxy is not None:
         return proxy
 
+    # Not only where a compiler traces this: a frame that it has given up on runs as it is, and what it calls is compiled.
+    @torch.compiler.disable
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Not only where a compiler traces this: a frame that it has given up on runs as it is, and what it calls is compiled.
-        return run_uncompiled(self.__dict__[_RUNNER], args, kwargs)
+        return self.__dict__[_RUNNER](args, kwargs)
 
     # The Trainer asks a model what it takes and drops the other columns; the model itself may be the layer.
-    forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
+    forward.__signature__ = inspect.signature(original.forward)
 
     def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         # to(), cuda() and the like would bring the whole model to the GPU, and put rounded weights in the masters' place.

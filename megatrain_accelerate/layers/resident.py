@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatrain_accelerate.kernels.device import StepKernels, device_kernels
+from megatrain_accelerate.kernels.device import device_kernels
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.store.parameter import ParameterState
@@ -37,9 +37,10 @@ class ResidentGroup:
         self._meter = meter
         self._params_copied_event = streams.event()
         self._device_weights: dict[int, torch.Tensor] = {}
-        self._show_device_weights()
+        self.show_device_weights()
 
-    def _show_device_weights(self) -> None:
+    def show_device_weights(self) -> None:
+        """The parameters' data and gradients are on the device, where they compute; called when the unit has moved, too."""
         on_device = self.unit.is_on_device
         for state in self.unit.states:
             # Clones also where the device is the CPU: the device's copies and the host's must not be one there either.
@@ -64,11 +65,6 @@ class ResidentGroup:
             self.unit.allocate_gradient_residuals(register=True)
             for state in self.unit.states:
                 self._place_sum_residual(state)
-
-    def move(self, device: torch.device | None, kernels: StepKernels) -> None:
-        """See :meth:`HostUnit.move`; the weights that compute stay on the device."""
-        self.unit.move(device, kernels)
-        self._show_device_weights()
 
     @property
     def device_bytes(self) -> int:
@@ -136,18 +132,16 @@ def relocate(
     Raises:
         torch.OutOfMemoryError, HostMemoryError: a unit found no room. Those before it have moved, it and those after it not.
     """
+    leaving = [part for part, stays in targets if part.unit.is_on_device and not stays]
+    arriving = [part for part, comes in targets if comes and not part.unit.is_on_device]
+    kernels = device_kernels(device, host_kernels) if arriving else host_kernels
     # Slots of single layers hold memory of units that leave.
     prefetcher.drop_own_slots()
     try:
-        # First what leaves, so that there is room for what comes.
-        for part, stays in targets:
-            if part.unit.is_on_device and not stays:
-                part.move(None, host_kernels)
-                moved(part.unit)
-        arriving = [part for part, comes in targets if comes and not part.unit.is_on_device]
-        kernels = device_kernels(device, host_kernels) if arriving else host_kernels
-        for part in arriving:
-            part.move(device, kernels)
+        for part in (*leaving, *arriving):  # first what leaves, so that there is room for what comes
+            part.unit.move(*((None, host_kernels) if part.unit.is_on_device else (device, kernels)))
+            if isinstance(part, ResidentGroup):
+                part.show_device_weights()
             moved(part.unit)
     finally:
         prefetcher.note_moves()

@@ -14,25 +14,23 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.gradients.call_gradients import GradientSums
 from megatrain_accelerate.gradients.clipping import Clipping, NormTable
 from megatrain_accelerate.gradients.fp32_sums import Fp32Sums
-from megatrain_accelerate.gradients.offload import GradientOffloader
+from megatrain_accelerate.gradients.offload import GradientOffloader, UnitStepper
 from megatrain_accelerate.gradients.outside import OutsideGradients
-from megatrain_accelerate.gradients.unit_stepper import UnitStepper
 from megatrain_accelerate.hooks import weakly
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.layers.caches import without_caches
-from megatrain_accelerate.layers.call_context import CallContext
 from megatrain_accelerate.layers.compiled_layer import CompiledLayers, without_autocast_cache
-from megatrain_accelerate.layers.expert_streams import ExpertStreams
-from megatrain_accelerate.layers.graph_calls import GraphCalls
+from megatrain_accelerate.layers.expert_function import ExpertStreams
+from megatrain_accelerate.layers.graph_call import GraphCalls
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.micro_batches import BatchCut
 from megatrain_accelerate.layers.nested_tensors import taken_apart
-from megatrain_accelerate.layers.output_recorder import OutputRecorder
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.resident import Part, ResidentGroup, relocate
 from megatrain_accelerate.layers.shared_mappings import SharedMappings
 from megatrain_accelerate.layers.token_tiles import TileOfLayers, TokenTiles
 from megatrain_accelerate.layers.watched_parameters import Watch, unwatched
+from megatrain_accelerate.store.host_pool import HostPool
 from megatrain_accelerate.store.layout import ExpertRange
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.step_worker import StepWorker
@@ -43,6 +41,7 @@ from megatrain_accelerate.transfer.meter import Cause, Meter, UpdateGate, named_
 from megatrain_accelerate.transfer.parts import Streamed
 from megatrain_accelerate.transfer.prefetch import Prefetcher
 from megatrain_accelerate.transfer.streams import Streams
+from megatrain_accelerate.units import MIB
 
 _running: weakref.WeakSet[StreamingRuntime] = weakref.WeakSet()
 
@@ -108,11 +107,13 @@ class StreamingRuntime:
             passes=config.passes_gradients,
         )
         self.outside_tiles = TokenTiles(())  # of norms outside the layers
-        self.activations = ActivationOffloader.for_engine(config, kernels, streams, meter, register)
+        # The stand-in's memory costs no registering, and its models are tiny.
+        segment_bytes, limit = 256 * MIB if streams.is_cuda else MIB, config.host_memory_gib
+        pool = HostPool(segment_bytes, kernels=kernels, register=register, host_memory_gib=limit)
+        self.activations = ActivationOffloader(pool, streams, meter)
         self.keep_states_on_host: Callable[[], None] = lambda: self.place((), groups_on_device=False)
         """Brings all states to the host; set by the plan."""
-        self.recorder = OutputRecorder()
-        self.compiled = CompiledLayers(config.compile_layers, streams.device, self.recorder)
+        self.compiled = CompiledLayers(config.compile_layers, streams.device)
         self.gradient_sums = GradientSums(streams.device, [layer.unit.layout for layer in self.layers])
         self.batch_cut = BatchCut(config.micro_batch_size)
         """How a batch that is larger than ``micro_batch_size`` runs in pieces."""
@@ -123,7 +124,7 @@ class StreamingRuntime:
         self.passes = Passes(
             self.layers, self.groups, self.prefetcher, self.offloader, self.watch, weakly(self._backward_is_over)
         )
-        self.context = CallContext(
+        self.calls = GraphCalls(
             device=streams.device,
             passes=self.passes,
             prefetcher=self.prefetcher,
@@ -132,9 +133,7 @@ class StreamingRuntime:
             activations=self.activations,
             batch_cut=self.batch_cut,
             compiled=self.compiled,
-            recorder=self.recorder,
         )
-        self._graph_calls = GraphCalls(self.context)
         self._group_of = {id(state.parameter): group for group in self.groups for state in group.unit.states}
         hook = weakly(self.resident_gradient_ready)
         residents = [state for group in self.groups for state in group.unit.states if state.entry.spec.trainable]
@@ -148,7 +147,7 @@ class StreamingRuntime:
             self.experts,
             config.placement.slots,
             self.offloader,
-            self.context.anchor,
+            self.calls.anchor,
             lambda: self.dry_run is not None,
             self.passes.order,
         )
@@ -160,6 +159,11 @@ class StreamingRuntime:
     def units(self) -> list[HostUnit]:
         """All host units: layers, experts that stream in parts, then resident groups."""
         return [part.unit for part in self.parts]
+
+    @property
+    def promised_bytes(self) -> int:
+        """Host memory that will be needed and isn't made yet, see :meth:`HostUnit.promise`."""
+        return self.offloader.promised_bytes + sum(unit.promised_bytes for unit in self.units)
 
     def in_forward_order(self) -> list[UnitInOrder]:
         """Units in the order in which the next forward needs them, and in which they are stepped.
@@ -214,7 +218,7 @@ class StreamingRuntime:
                 tape, position, open_forward = self.passes.record(layer)
                 if self._is_plain:
                     return self._run_plain(layer, open_forward, *arguments)
-                return self._graph_calls.run(layer, tape, position, *arguments)
+                return self.calls.run(layer, tape, position, *arguments)
         if self._nothing_streams:
             self._show_plain(layer)
             with layer.tiles.at_work(args, kwargs), without_autocast_cache():
@@ -226,8 +230,9 @@ class StreamingRuntime:
             self.passes.wait_for_head(layer)
             with without_graph, layer.bound(weights), layer.tiles.at_work(args, kwargs):
                 return layer.forward(*args, **kwargs)
-        slot = self.passes.acquire_forward(layer, tape, position, False)
+        slot = self.prefetcher.acquire(layer, self.passes.after_forward(tape, position, False))
         try:
+            self.passes.wait_for_head(layer)
             with without_graph, layer.bound(slot.views(layer.unit.layout)), layer.tiles.at_work(args, kwargs):
                 return layer.forward(*args, **kwargs)
         finally:
@@ -241,7 +246,7 @@ class StreamingRuntime:
     @property
     def _is_plain(self) -> bool:
         """Whether the model fits the device with its states and activations: layers run as plain modules do."""
-        return self._nothing_streams and self.runs_whole and len(self.context.policy.kept) == len(self.layers)
+        return self._nothing_streams and self.runs_whole and len(self.calls.policy.kept) == len(self.layers)
 
     @property
     def runs_whole(self) -> bool:
@@ -267,7 +272,7 @@ class StreamingRuntime:
                 output = layer.forward(*args, **kwargs)
             else:
                 shared = SharedMappings(args, kwargs)
-                returned = self.compiled.run(layer, captures, shared.args, shared.kwargs, self.context.policy.budgets[1])
+                returned = self.compiled.run(layer, captures, shared.args, shared.kwargs, self.calls.policy.budgets[1])
                 output = shared.take_back(returned)
         # The graph holds the hook, and with it ``open_forward``.
         begins = functools.partial(weakly(self._plain_backward_begins), open_forward)
@@ -292,10 +297,10 @@ class StreamingRuntime:
     def _backward_is_over(self, task: int, succeeded: bool) -> None:
         """What a backward made is complete; what one left that an exception ended is taken back."""
         if not succeeded:
-            self._graph_calls.fail(task)
+            self.calls.fail(task)
             self.passes.backward_fails(task)
             return
-        self._graph_calls.finish(task)
+        self.calls.finish(task)
         self.passes.backward_ends()
         self.activations.settle()
         self.worker.raise_if_failed()
@@ -371,7 +376,7 @@ class StreamingRuntime:
     def collect_gradients(self) -> None:
         """Brings every gradient that is still on the device to the host store, and waits for it."""
         self.watch.end()
-        self._graph_calls.settle()
+        self.calls.settle()
         self.offloader.wait()
         self.clipping.refuse_written()
         if self.clipping.has_stepped():  # and not dropped: the next step finds them scaled

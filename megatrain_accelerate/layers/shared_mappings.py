@@ -58,9 +58,9 @@ class SharedMappings:
 
 def run_with_mappings(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a layer's own forward. If mappings were passed to it, the result is for :meth:`SharedMappings.take_back`."""
-    handed = [value for value in (*args, *kwargs.values()) if isinstance(value, _Handed)]
-    if not handed:
+    if not takes_mappings(args, kwargs):
         return forward(*args, **kwargs)
+    handed = [value for value in (*args, *kwargs.values()) if isinstance(value, _Handed)]
     mappings = [UserDict(value.entries) for value in handed]
     args, kwargs = _replaced(_Handed, mappings, args, kwargs)
     output = forward(*args, **kwargs)
@@ -74,7 +74,7 @@ def run_with_mappings(forward: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 def takes_mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether there are mappings among these arguments of a layer."""
-    return any(isinstance(value, _Handed) for value in (*args, *kwargs.values()))
+    return _Handed in map(type, (*args, *kwargs.values()))
 
 
 def _replaced(

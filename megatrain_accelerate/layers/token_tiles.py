@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from megatrain_accelerate.hooks import ModelHook, has_hooks_inside
 from megatrain_accelerate.layers.ambient_state import Again, autocast_again, parameters_as
+from megatrain_accelerate.layers.nested_tensors import taken_apart, tensors_in
 from megatrain_accelerate.layers.proxy import is_proxy
 from megatrain_accelerate.layers.token_wise import examine, kind_of
 
@@ -28,6 +30,9 @@ several billion parameters take a few hundred MiB."""
 
 _verdicts: dict[Hashable, str | None] = {}
 """Why modules run whole, or None; of all engines of the process, by kind of module."""
+
+_PLAIN = (bool, int, float, str, types.NoneType, types.EllipsisType)
+"""Arguments that have no tokens; the last stands for a tensor."""
 
 _Tile = TypeVar("_Tile")
 _runs_few = False
@@ -183,9 +188,9 @@ class TileOfLayers:
 
 def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
     """(B, T) of a call's hidden states, its first floating tensor of three dimensions or more; None if it has none."""
-    for leaf in tree_flatten((args, kwargs))[0]:
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() >= 3:
-            return leaf.shape[0], leaf.shape[1]
+    for tensor in tensors_in((args, kwargs)):
+        if tensor.is_floating_point() and tensor.dim() >= 3:
+            return tensor.shape[0], tensor.shape[1]
     return None
 
 
@@ -194,11 +199,9 @@ class _TiledCall:
 
     def __init__(self, part: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forward = forward
-        leaves, self._spec = tree_flatten((args, kwargs))
-        self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-        self._rest = [None if flag else leaf for leaf, flag in zip(leaves, self._is_tensor, strict=True)]
-        self.tensors = [leaf for leaf, flag in zip(leaves, self._is_tensor, strict=True) if flag]
+        self.tensors, self._put_together = taken_apart((args, kwargs))
         self.tensor_count = len(self.tensors)
+        self._rest = self._put_together([...] * self.tensor_count)
         self.places = [(owner, name) for owner in part.modules() for name, p in owner._parameters.items() if p is not None]
         self.dim = self._length = 0
         self.autocast: Again
@@ -206,7 +209,7 @@ class _TiledCall:
     def token_dim(self, shape: tuple[int, int]) -> int | None:
         """The dimension of tokens: 1 of (B, T, ...), 2 of (B, H, T, ...), 0 of (B * T, ...); None if tensors differ in it."""
         found = {self._dim_of(tensor, shape) for tensor in self.tensors}
-        plain = all(rest is None or isinstance(rest, (bool, int, float, str)) for rest in self._rest)
+        plain = all(isinstance(rest, _PLAIN) for rest in tree_leaves(self._rest))
         return found.pop() if len(found) == 1 and plain else None
 
     @staticmethod
@@ -222,7 +225,7 @@ class _TiledCall:
     def signature(self, dim: int) -> Hashable:
         """How the part is called, but for the number of tokens."""
         tensors = tuple(((*t.shape[1:dim], *t.shape[dim + 1 :]), t.dtype, t.device.type) for t in self.tensors)
-        return (dim, tensors, tuple(self._rest), tuple(self._is_tensor), str(self._spec), torch.is_autocast_enabled())
+        return (dim, tensors, repr(self._rest), torch.is_autocast_enabled())
 
     def cut(self, dim: int, length: int) -> None:
         """Tiles have ``length`` tokens of each sample along ``dim``, the last one may have fewer."""
@@ -237,9 +240,7 @@ class _TiledCall:
         return [t.narrow(self.dim, start, min(self._length, t.shape[self.dim] - start)) for t in tensors]
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
-        source = iter(tensors)
-        leaves = [next(source) if flag else rest for flag, rest in zip(self._is_tensor, self._rest, strict=True)]
-        args, kwargs = tree_unflatten(leaves, self._spec)
+        args, kwargs = self._put_together(tensors)
         return self._forward(*args, **kwargs)
 
     def gradients(

@@ -16,10 +16,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.layers.compiled_layer import without_saving
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.nested_tensors import taken_apart
-from megatrain_accelerate.layers.output_recorder import OutputRecorder
 from megatrain_accelerate.transfer.streams import WeightSlot
 
 
@@ -42,19 +42,18 @@ class WholeRun:
     inputs are.
     """
 
-    def __init__(self, call: WholeCall, body: Callable[..., Any], recorder: OutputRecorder, anchor: torch.Tensor) -> None:
+    def __init__(self, call: WholeCall, body: Callable[..., Any], anchor: torch.Tensor) -> None:
         self.call = call
         self.leaves: list[torch.Tensor] = []
         """The weights with which the body runs in backward, set by it; their gradients are the layer's."""
         self._body = body
-        self._recorder = recorder
         self._anchor = anchor if call.layer.has_trainable else anchor.detach()
-        self._channels = self._recorder.channels()
+        self._channels = output_recorder.channels()
         self._put_together: Callable[[Sequence[Any]], Any]
 
     def made(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Runs the layer; returns the tensors of its output, followed by those that it recorded."""
-        with self._recorder.apart(self._channels) as recorded:
+        with output_recorder.apart(self._channels) as recorded:
             output = self._body(*inputs)
         tensors, self._put_together = taken_apart((output, recorded))
         return tensors
@@ -62,7 +61,7 @@ class WholeRun:
     def output(self, tensors: Sequence[torch.Tensor]) -> Any:
         outputs = WholeRecompute.apply(self, self._anchor, *tensors)
         output, recorded = self._put_together(outputs)
-        self._recorder.enter(recorded)
+        output_recorder.enter(recorded)
         return output
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from megatrain_accelerate.errors import NonFiniteGradientError, StateError, UnsupportedError
-from megatrain_accelerate.gradients.unit_stepper import UnitStepper
+from megatrain_accelerate.gradients.offload import UnitStepper
 from megatrain_accelerate.layers.runtime import StreamingRuntime, streamed_among
 from megatrain_accelerate.store.parameter import ParameterState
 
@@ -123,7 +123,8 @@ class HostStep(UnitStepper):
         self.runtime.refresh_if_written()
         self.runtime.collect_gradients()
         # Of gradients that no backward brought there.
-        have_some = (u for u in self.runtime.units if any(state.parameter.grad is not None for state in u.states))
+        without = (unit for unit in self.runtime.units if unit.gradients is None)
+        have_some = (unit for unit in without if any(state.parameter.grad is not None for state in unit.states))
         self.runtime.offloader.make_places(have_some)
 
     def parameters(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:

@@ -6,7 +6,6 @@ With it, in which dtype each parameter computes, and the values of models that w
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +17,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.layers.layer import StreamedExperts, StreamedLayer
-from megatrain_accelerate.layers.proxy import install_proxy
 from megatrain_accelerate.plan.layer_discovery import Discovery, ExpertsSpec
 from megatrain_accelerate.store.expandable_segments import expand_segments
 from megatrain_accelerate.store.file_mappings import FileMappings, page_out, read_ahead, trim_heap
@@ -92,21 +90,12 @@ class Adoption:
             self._meta_weights.finish()
 
 
-def adopt_experts(
-    specs: Iterable[ExpertsSpec],
-    adoption: Adoption,
-    layers: Sequence[StreamedLayer],
-    run: Callable[[int, tuple[Any, ...], dict[str, Any]], Any],
-    before_copy: Callable[[], None],
-) -> None:
-    """Makes the units of the last layer's experts that stream in parts, and proxies of their modules,
-    whose forward calls ``run`` with the number of the experts among the model's."""
+def adopt_experts(specs: Iterable[ExpertsSpec], adoption: Adoption, layers: Sequence[StreamedLayer]) -> None:
+    """Makes the units of the last layer's experts that stream in parts."""
     for spec in specs:
-        earlier = [experts for layer in layers for experts in layer.experts]
         unit = adoption.unit(spec.name, list(spec.module.named_parameters()))
-        forward = install_proxy(spec.module, functools.partial(run, len(earlier)), before_copy)
-        first = sum(len(experts.parts) for experts in earlier)
-        at = (spec.layer, spec.name, spec.module, forward, unit)
+        first = sum(len(experts.parts) for layer in layers for experts in layer.experts)
+        at = (spec.layer, spec.name, spec.module, unit)
         layers[-1].leave_to(StreamedExperts(*at, parts=spec.parts, first_part=first))
 
 

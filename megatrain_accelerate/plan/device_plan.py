@@ -183,7 +183,7 @@ class DevicePlan:
                 self._note(forwards_at_once=open_forwards + 1, planned=BatchExtent())
             nothing = frozenset[int]()
             recomputed = dataclasses.replace(self.placement, kept=nothing, offloaded=nothing, attention_kept=nothing)
-            self._runtime.context.policy = recomputed
+            self._runtime.calls.policy = recomputed
             return
         self._apply_policy()
         if self._displaced is not None:
@@ -464,7 +464,7 @@ class DevicePlan:
             self._is_interrupted = False
 
     def _apply_policy(self) -> None:
-        self._runtime.context.policy = self.placement
+        self._runtime.calls.policy = self.placement
         self._runtime.activations.spacing = self.placement.offload_spacing
 
     def _settled(self) -> Placement:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
+from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.layers.ambient_state import random_numbers_put_back
 from megatrain_accelerate.layers.attention_results import AtAttention
 from megatrain_accelerate.layers.compiled_layer import without_saving
@@ -166,7 +167,7 @@ class _MeasuredLayers:
         needs = [tensor.is_floating_point() for tensor in tensors_in(made)]
         (output, recorded), _ = as_leaves(made, {}, needs)
         self.leaves = [tensor for tensor in tensors_in((output, recorded)) if tensor.requires_grad]
-        self._runtime.recorder.enter(recorded)
+        output_recorder.enter(recorded)
         return output
 
     def _measured(
@@ -264,7 +265,7 @@ class _Measurement:
         """Of the last forward."""
         self._layer, self._slot, self._inputs = layer, slot, inputs
         self._weight: Callable[[torch.Tensor, bool], torch.Tensor] = nn.Parameter if is_plain else torch.Tensor.requires_grad_
-        self._recorder, self._compiled = runtime.recorder, runtime.compiled
+        self._compiled = runtime.compiled
         self._captures = self._compiled.wants(layer)
 
     def slot(self) -> WeightSlot:
@@ -326,7 +327,7 @@ class _Measurement:
         return AtAttention(run)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], memory_budget: float = 1.0) -> tuple[Any, Recorded]:
-        with self._recorder.apart() as recorded:
+        with output_recorder.apart() as recorded:
             if self._captures is not None:
                 output = self._compiled.run(self._layer, self._captures, args, kwargs, memory_budget)
             else:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.layers.attention_results import AttentionResults
 from megatrain_accelerate.layers.compiled_layer import without_saving
 from megatrain_accelerate.layers.expert_function import ExpertResults
@@ -108,7 +109,7 @@ class _Outliner:
         self.profiles: dict[Hashable, LayerProfile] = {}
         self._live = live
         self._anchor = torch.empty((), device=device, requires_grad=True)
-        self._cut, self._recorder = runtime.batch_cut, runtime.recorder
+        self._cut = runtime.batch_cut
         self._first_call = first_call
         self._costs_before = OpCosts()
         self._outputs: dict[Hashable, tuple[Callable[[Sequence[torch.Tensor]], Any], list[tuple[Any, ...]]]] = {}
@@ -137,11 +138,11 @@ class _Outliner:
         made = _EmptyLayer.apply(functools.partial(self.note, True, layer.index, kind), shapes, *tensors, *anchors)
         output, recorded = put_together(made)
         # Once a call, as in a real step: an auxiliary loss has one tensor a layer.
-        self._recorder.enter(recorded)
+        output_recorder.enter(recorded)
         return output
 
     def _run(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recorded]:
-        with self._recorder.apart() as recorded:
+        with output_recorder.apart() as recorded:
             output = layer.run(args, kwargs)
         return output, recorded
 

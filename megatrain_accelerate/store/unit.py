@@ -17,7 +17,6 @@ from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.kernels.device import StepKernels
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.kernels.moments import Moments, moment_bytes, moments_within
-from megatrain_accelerate.store.host_limits import count_promises_of
 from megatrain_accelerate.store.host_memory import DeviceMemory, HostMemory
 from megatrain_accelerate.store.layout import ExpertRange, FlatLayout, ParameterSpec
 from megatrain_accelerate.store.parameter import ParameterState, ParamHandle
@@ -200,7 +199,6 @@ class HostUnit:
         """Gradients or moments will come: their memory counts as taken from now on, see :func:`available_host_bytes`."""
         if self._size_of(kind) and not (kind == "gradients" and self.passes_gradients):
             self._promised.add(kind)
-            count_promises_of(self)
 
     def has(self, kind: str) -> bool:
         """Whether memory of this kind exists or was promised."""

@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.store.host_pool import HostBlock, HostPool
 from megatrain_accelerate.transfer.call_order import Tape
 from megatrain_accelerate.transfer.meter import Cause, Meter, named_range
@@ -181,20 +179,6 @@ class ActivationOffloader:
         self._run = 0
         self._leaving: collections.deque[_Departure] = collections.deque()
         self._recordings: weakref.WeakKeyDictionary[Tape, dict[int, list[tuple[int, Recording]]]] = weakref.WeakKeyDictionary()
-
-    @classmethod
-    def for_engine(
-        cls, config: MegatrainConfig, kernels: HostKernels, streams: Streams, meter: Meter, register: bool
-    ) -> ActivationOffloader:
-        """The offloader with a pool of its own, empty as yet."""
-        pool = HostPool(
-            # The stand-in's memory costs no registering, and its models are tiny.
-            256 * MIB if streams.is_cuda else MIB,
-            kernels=kernels,
-            register=register,
-            host_memory_gib=config.host_memory_gib,
-        )
-        return cls(pool, streams, meter)
 
     def record(self, label: str, stay: Iterable[torch.Tensor] = ()) -> Recording:
         return Recording(self, label, stay)

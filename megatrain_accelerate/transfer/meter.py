@@ -144,13 +144,6 @@ class Meter:
         """Accounts for the GPU's idle time while the body blocks the launching thread."""
         return _Timed(self, self._streams.compute_stream, lambda ms: self.counters.add(cause, ms))
 
-    def wait_for_buffer(self, gate: UpdateGate) -> None:
-        """Blocks the launching thread until the step worker is done with a buffer."""
-        start = time.perf_counter()
-        with self.blocked_by(Cause.HOST_STEP):
-            gate.wait()
-        self.counters.optimizer_wait_ms += 1e3 * (time.perf_counter() - start)
-
     def copying(
         self, direction: Cause, copied_bytes: int, beside_compute: bool = False
     ) -> contextlib.AbstractContextManager[None]:
@@ -169,12 +162,15 @@ class Meter:
         return _Timed(self, streams.h2d_stream if direction is Cause.H2D else streams.d2h_stream, add)
 
     def wait_for_step(self, name: str, gate: UpdateGate) -> None:
-        """Blocks the launching thread until a step is applied, and accounts for the GPU's idle time."""
+        """Blocks the launching thread until the step worker is done with a memory; accounts for that, and for the GPU's idle
+        time. Raises if the worker failed."""
         if gate.is_open:
             gate.wait()
             return
+        start = time.perf_counter()
         with self.blocked_by(Cause.HOST_STEP), named_range(f"megatrain::wait_for_step ({name})"):
             gate.wait()
+        self.counters.optimizer_wait_ms += 1e3 * (time.perf_counter() - start)
 
     @contextlib.contextmanager
     def stepping(self, parameters: int) -> Iterator[None]:

@@ -11,7 +11,7 @@ import torch
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.transfer.meter import Cause, Meter, named_range
 from megatrain_accelerate.transfer.parts import Fetched
-from megatrain_accelerate.transfer.streams import SlotState, Streams, WeightSlot
+from megatrain_accelerate.transfer.streams import Streams, WeightSlot
 
 
 class Prefetcher:
@@ -53,9 +53,8 @@ class Prefetcher:
         """The slots that there are, by where their memory begins."""
         self.note_moves()
 
-    def _new_slot(self, index: int, size_bytes: int) -> WeightSlot:
-        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._streams.device)
-        return WeightSlot(index, buffer, self._streams)
+    def _new_slot(self, size_bytes: int) -> WeightSlot:
+        return WeightSlot(torch.empty(size_bytes, dtype=torch.uint8, device=self._streams.device), self._streams)
 
     @property
     def shared_bytes(self) -> int:
@@ -71,6 +70,11 @@ class Prefetcher:
     def held_bytes(self) -> int:
         """Of the slots of :meth:`hold`."""
         return sum(self.own_slots[index].buffer.numel() for index in self._held)
+
+    @property
+    def look_ahead(self) -> int:
+        """Calls to look ahead: as many as there are shared slots, and those that have slots of their own between them."""
+        return self.slot_count + len(self.own_slots)
 
     @property
     def all_on_device(self) -> bool:
@@ -93,7 +97,7 @@ class Prefetcher:
         Raises a torch.OutOfMemoryError if there is no room for it.
         """
         with torch.inference_mode(False):
-            slot = self._new_slot(index, self._layers[index].unit.layout.weight_bytes)
+            slot = self._new_slot(self._layers[index].unit.layout.weight_bytes)
         # WAR: kernels that were issued before may still use the memory under its former owner's name.
         slot.compute_finished_event.record(self._streams.compute_stream)
         self.own_slots[index] = slot
@@ -121,12 +125,11 @@ class Prefetcher:
         self._refused_at.clear()
         for layer in self._layers:
             if layer.unit.is_on_device:
-                slot = self.own_slots[layer.index] = WeightSlot(layer.index, layer.unit.weights, self._streams)
-                slot.move_to(SlotState.FILLED)
+                self.own_slots[layer.index] = WeightSlot(layer.unit.weights, self._streams)
         if len(self.own_slots) == len(self._layers):
             self.slots = []
         elif not self.slots:
-            self.slots = [self._new_slot(index, self._largest) for index in range(self.slot_count)]
+            self.slots = [self._new_slot(self._largest) for _ in range(self.slot_count)]
         self._note_slots()
 
     def held_weights(self, layer: Fetched) -> list[torch.Tensor] | None:
@@ -158,17 +161,11 @@ class Prefetcher:
         if slot is None or slot.holder != (layer.index, layer.unit.version):
             slot = self.own_slots[layer.index] if layer.index in self._on_device else None
         if slot is None:
-            if layer.gate.is_open:
-                layer.gate.wait()
-            else:
-                start = time.perf_counter()
-                self._refused_at.setdefault(layer.index, start)
-                self._meter.wait_for_step(layer.name, layer.gate)
-                self._meter.counters.optimizer_wait_ms += 1e3 * (time.perf_counter() - start)
+            if not layer.gate.is_open:
+                self._refused_at.setdefault(layer.index, time.perf_counter())
+            self._meter.wait_for_step(layer.name, layer.gate)
             slot = self._victim(layer, set())
             self._fill(slot, layer)
-        if not slot.users:
-            slot.move_to(SlotState.IN_USE)
         slot.users += 1
         slot.last_used = next(self._clock)
         self._upcoming = upcoming
@@ -186,8 +183,6 @@ class Prefetcher:
         """No kernel issued after this call for one that acquired the slot reads it."""
         slot.compute_finished_event.record(self._streams.compute_stream)
         slot.users -= 1
-        if not slot.users:
-            slot.move_to(SlotState.FILLED)
 
     def leased(self, layer: Fetched) -> WeightSlot | None:
         """The slot that the layer has a lease of, and reads now, if it holds the weights of now; else the lease ends."""
@@ -241,7 +236,7 @@ class Prefetcher:
         slots = [self.own_slots[layer.index]] if layer.index in self.own_slots else self.slots
         found, least = None, (True, 0)
         for slot in slots:
-            if slot.state is SlotState.IN_USE:
+            if slot.users:
                 continue
             holder = slot.holder
             if holder is None or self._layers[holder[0]].unit.version != holder[1]:
@@ -264,7 +259,7 @@ class Prefetcher:
 
     def _prefetch(self, upcoming: Sequence[int]) -> None:
         layers, slot_of, own_slots = self._layers, self._slot_of, self.own_slots
-        room = sum([slot.state is not SlotState.IN_USE for slot in self.slots])
+        room = sum([not slot.users for slot in self.slots])
         wanted: set[int] = set()
         """Layers for which there is a shared slot."""
         missing = []
@@ -287,7 +282,7 @@ class Prefetcher:
             self._fill(self._victim(layer, wanted), layer)
 
     def _fill(self, slot: WeightSlot, layer: Fetched) -> None:
-        slot.move_to(SlotState.FILLED)
+        assert not slot.users
         slot.holder = None  # until the copy is issued: an interrupt must not leave a slot that claims to hold it
         layer.unit.register_weights()  # the first time: what moves to the device before is never registered
         now = time.perf_counter()

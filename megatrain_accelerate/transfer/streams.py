@@ -16,12 +16,10 @@ order its reuse, so ``record_stream`` isn't needed.
 from __future__ import annotations
 
 import contextlib
-import enum
 from typing import Any
 
 import torch
 
-from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.store.layout import FlatLayout
 
 
@@ -72,25 +70,6 @@ class Streams:
             torch.cuda.synchronize(self.device)
 
 
-class SlotState(enum.Enum):
-    """What a slot's buffer means to the thread that issues work (the device may lag behind)."""
-
-    EMPTY = "empty"
-    FILLED = "filled"  # a copy into it was issued; `params_copied_event` says when it is over
-    IN_USE = "in use"  # kernels that read it are being issued
-
-    __hash__ = object.__hash__  # enum's own is a function of Python
-
-
-_ALLOWED = {
-    (SlotState.EMPTY, SlotState.FILLED),
-    (SlotState.FILLED, SlotState.FILLED),
-    (SlotState.FILLED, SlotState.EMPTY),
-    (SlotState.FILLED, SlotState.IN_USE),
-    (SlotState.IN_USE, SlotState.FILLED),
-}
-
-
 class _Slot:
     """A flat uint8 buffer on the device, as long as the largest layer that it is to hold, and the layers' tensors in it."""
 
@@ -111,26 +90,26 @@ class _Slot:
 
 
 class WeightSlot(_Slot):
-    """One layer's weights on the device; the ``index`` is for messages.
+    """One layer's weights on the device.
 
     Owner: the prefetcher. Writer: the h2d stream. Reader: the compute stream. May be written again once
     ``compute_finished_event`` is over. Layout: the flat layout of the layer that it holds, from byte 0.
     """
 
-    def __init__(self, index: int, buffer: torch.Tensor, streams: Streams) -> None:
+    def __init__(self, buffer: torch.Tensor, streams: Streams) -> None:
         super().__init__(buffer)
-        self.index = index
         self.address = buffer.untyped_storage().data_ptr()
         """Where its memory begins: what tells that a tensor lies in it."""
-        self.state = SlotState.EMPTY
         self.holder: tuple[int, int] | None = None
-        """(layer index, version of the unit's weights) that the buffer holds or is being filled with."""
+        """(layer index, version of the unit's weights) that the buffer holds or is being filled with;
+        ``params_copied_event`` says when it is full."""
         self.is_copied = False
         """Whether the copy was found to be over. Readers may neither wait for it nor tell when they are done: then
         ``compute_finished_event`` is recorded when the next copy is issued."""
         self.last_used = 0
         self.users = 0
-        """How many calls of its layer use it now: one that a backward has begun with may run again within a recompute."""
+        """How many calls of its layer use it now, issuing kernels that read it: one that a backward has begun with may run
+        again within a recompute. Nothing else may be copied into it meanwhile."""
         self.late_ms = 0.0
         """How much earlier the copy would have been issued but for the layer's step; for the counters."""
         self.leaves: list[torch.Tensor] = []
@@ -139,12 +118,6 @@ class WeightSlot(_Slot):
         self.params_copied_event = streams.event()
         self.compute_finished_event = streams.event()
         self._at: dict[tuple[torch.dtype, torch.Size, tuple[int, ...], int], torch.Tensor] = {}
-
-    def move_to(self, state: SlotState) -> None:
-        """The one place where a slot changes its state; raises a StateError where the move isn't allowed."""
-        if (self.state, state) not in _ALLOWED:
-            raise StateError(f"weight slot {self.index} can't go from {self.state.value!r} to {state.value!r}")
-        self.state = state
 
     def uses_with(self, layout: FlatLayout) -> int:
         """How many tensors refer to the buffer, the layout's own views among them; those of :meth:`view` don't count."""

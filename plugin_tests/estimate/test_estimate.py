@@ -37,7 +37,7 @@ from megatrain_accelerate.estimate.machine_description import (
     host_step_parameters,
 )
 from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
-from megatrain_accelerate.layers.output_recorder import OutputRecorder
+from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.loss.products import standing_for_a_gpu
 from megatrain_accelerate.plan import step_ways
 from megatrain_accelerate.plan.machine import Machine
@@ -218,7 +218,7 @@ def test_a_layer_whose_router_is_recorded_is_reckoned_compiled_if_the_hook_is_kn
     known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not known:  # as one of a later transformers that does more
-        monkeypatch.setattr(OutputRecorder, "capture_of", lambda self, hook: None)
+        monkeypatch.setattr(output_recorder, "capture_of", lambda hook: None)
     wanted, not_wanted = (layer_of_experts(2, compile_layers=compiles) for compiles in (True, False))
     # transformers' hook, which records the router's logits for the auxiliary loss, is inside the layer.
     assert (wanted.backward_seconds < not_wanted.backward_seconds) is known

@@ -17,7 +17,6 @@ from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.layers import compiled_layer
 from megatrain_accelerate.plan import layer_measurement
 from megatrain_accelerate.plan.step_outline import outline_step
-from megatrain_accelerate.transfer.streams import SlotState
 from megatrain_accelerate.units import GIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -113,7 +112,6 @@ def test_backward_doesnt_read_what_forward_left_in_the_slots(kept: int) -> None:
         torch.cuda.synchronize()
         for slot in engine.runtime.prefetcher.slots if garbage else ():
             slot.buffer.fill_(0x7F)
-            slot.move_to(SlotState.EMPTY)
             slot.holder = None
         torch.cuda.synchronize()
         loss.backward()

@@ -170,7 +170,7 @@ def test_layers_are_kept_up_to_the_budget_and_fewer_for_a_larger_batch(monkeypat
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            kept.append(len(engine.runtime.context.policy.kept))
+            kept.append(len(engine.runtime.calls.policy.kept))
         peaks.append(torch.cuda.max_memory_allocated() - base)
         assert peaks[-1] <= engine.predicted_device_bytes <= budget_gib * 2**30
         engine.close()

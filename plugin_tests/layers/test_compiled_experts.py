@@ -35,7 +35,7 @@ from torch import nn
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.layers import compiled_layer, output_recorder
 from megatrain_accelerate.layers.compiled_layer import CompiledLayers
-from megatrain_accelerate.layers.output_recorder import Capture, Captures, OutputRecorder
+from megatrain_accelerate.layers.output_recorder import Capture, Captures, capture_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Of gradients, relative to the largest: sums in another order than eager autograd's, which round to the dtype."""
@@ -290,21 +290,7 @@ def test_a_users_hook_beside_the_recorders_keeps_working(reasons: Callable[[], l
     assert "hooks are registered inside it" in line
 
 
-class Recorder(OutputRecorder):
-    """Takes the functions that it is given for its own hooks."""
-
-    def __init__(self, captures: dict[Any, Capture], *wanted: str) -> None:
-        self._captures = captures
-        self._wanted = wanted
-
-    def channels(self) -> tuple[str, ...]:
-        return self._wanted
-
-    def capture_of(self, hook: Any) -> Capture | None:
-        return self._captures.get(hook)
-
-
-def test_hooks_that_record_nothing_or_more_than_an_output_are_told_apart() -> None:
+def test_hooks_that_record_nothing_or_more_than_an_output_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     routes, hides = (lambda module, args, output: None), (lambda module, args, output: [output])
     known = {routes: Capture("routes", 0), hides: Capture("hidden", 0, is_plain=False)}
@@ -312,25 +298,27 @@ def test_hooks_that_record_nothing_or_more_than_an_output_are_told_apart() -> No
     layer[1].register_forward_hook(hides)
 
     def keys(*wanted: str) -> Any:
-        found = Captures.inside(layer, Recorder(known, *wanted))
+        with monkeypatch.context() as patch:
+            patch.setattr(output_recorder, "capture_of", known.get)
+            patch.setattr(output_recorder, "channels", lambda: wanted)
+            found = Captures.inside(layer)
         return None if found is None else found.key
 
     assert keys() == ()
     assert keys("routes") == (("0", (Capture("routes", 0),)),)
     assert keys("routes", "hidden") is None
-    assert Captures.inside(layer, OutputRecorder()) is None
+    assert Captures.inside(layer) is None
     layer[0].register_forward_pre_hook(lambda module, args: None)
     assert keys("routes") is None
 
 
 def test_hooks_of_others_and_of_versions_that_do_more_are_not_taken_for_transformers() -> None:
-    recorder = OutputRecorder()
     model = of_experts("mixtral")
     one_pass(model)
     (hook,) = model.model.layers[0].mlp.gate._forward_hooks.values()
-    assert recorder.capture_of(hook) == Capture("router_logits", 0)
+    assert capture_of(hook) == Capture("router_logits", 0)
     (hook,) = model.model.layers[0]._forward_hooks.values()
-    assert recorder.capture_of(hook) == Capture("hidden_states", 0, is_plain=False)
+    assert capture_of(hook) == Capture("hidden_states", 0, is_plain=False)
 
     def other(key: str, index: int, scale: float) -> Any:
         def output_capturing_hook(module: nn.Module, args: Any, output: Any) -> Any:
@@ -345,9 +333,9 @@ def test_hooks_of_others_and_of_versions_that_do_more_are_not_taken_for_transfor
         return output_capturing_hook
 
     for later in (other("router_logits", 0, 2.0), cut_off("router_logits", 0)):
-        assert recorder.capture_of(later) is None
+        assert capture_of(later) is None
         later.__module__ = hook.__module__
-        assert recorder.capture_of(later) is None
+        assert capture_of(later) is None
 
 
 def test_hooks_are_back_after_a_layer_that_raises_where_torch_compile_is_switched_off() -> None:

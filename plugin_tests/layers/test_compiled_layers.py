@@ -24,7 +24,6 @@ from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.layers import compiled_layer
 from megatrain_accelerate.layers.compiled_layer import CompiledLayers
 from megatrain_accelerate.layers.saved_tensors import SavedTensors, SlotPlace
-from megatrain_accelerate.transfer.streams import SlotState
 
 LAYERS = 4
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -229,7 +228,6 @@ def test_backward_doesnt_read_what_forward_left_in_the_slots(kept: int, monkeypa
     loss = loss_of(model)
     for slot in engine.runtime.prefetcher.slots:
         slot.buffer.fill_(0x7F)
-        slot.move_to(SlotState.EMPTY)
         slot.holder = None
     loss.backward()
     assert all(torch.equal(gradient, reference[name]) for name, gradient in gradients_of(model).items())

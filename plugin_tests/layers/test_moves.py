@@ -122,14 +122,14 @@ def test_a_forward_that_nobody_differentiates_is_not_waited_for() -> None:
     assert run.engine.runtime.open_forwards == 0
     run.step(ids)
     assert run.engine.device_plan._made.forwards_at_once == 1
-    assert run.engine.runtime.context.policy.kept == {2, 3}
+    assert run.engine.runtime.calls.policy.kept == {2, 3}
 
 
 def test_the_loss_of_the_last_step_in_a_variable_does_not_count_as_open() -> None:
     run = training(gpu_memory_gib=1.0, kept_layers=2)
     for ids in token_batches(3):
         loss = run.model(input_ids=ids, labels=ids).loss
-        assert run.engine.runtime.context.policy.kept == {2, 3}
+        assert run.engine.runtime.calls.policy.kept == {2, 3}
         loss.backward()
         run.optimizer.step()
         run.optimizer.zero_grad()

@@ -21,8 +21,7 @@ from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.fp32_sums import Fp32Sums
 from megatrain_accelerate.gradients.offload import GradientOffloader, UnitGradients
 from megatrain_accelerate.layers import expert_function, token_tiles
-from megatrain_accelerate.layers.expert_function import Routing
-from megatrain_accelerate.layers.expert_streams import ExpertStreams
+from megatrain_accelerate.layers.expert_function import ExpertStreams, Routing
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 
 TOLERANCE = 1e-5

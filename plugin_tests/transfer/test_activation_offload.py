@@ -323,8 +323,8 @@ def test_a_closed_engine_lets_a_graph_that_is_still_alive_go(small_tensors_leave
 
 def test_offloaded_layers_lie_directly_before_the_kept_ones() -> None:
     engine = attach(tiny_model(), kept_layers=1, offloaded_layers=2)
-    assert engine.runtime.context.policy.kept == {3}
-    assert engine.runtime.context.policy.offloaded == {1, 2}
+    assert engine.runtime.calls.policy.kept == {3}
+    assert engine.runtime.calls.policy.offloaded == {1, 2}
     engine.close()
 
 
