@@ -14,7 +14,7 @@ import sys
 import termios
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -192,10 +192,12 @@ def test_two_entries_of_one_step_have_the_same_figures(tmp_path: Path) -> None:
 
 
 TRAININGS = """
-import os, sys
+import gc, os, sys
 from trainer_runs import examples, make_arguments, tiny_llama
 from transformers import Trainer
 import megatrain_accelerate
+
+gc.freeze()  # a collection in a child would copy all that it shares with this process
 
 def train(folder, bars):
     megatrain_accelerate.enable()
@@ -248,35 +250,48 @@ def run_trainings(folder: Path, *trainings: str, files: list[int], **env: str) -
     subprocess.run(command, env=environment, pass_fds=files, check=True, timeout=300)
 
 
-def on_terminals(folder: Path, *bars: str, **env: str) -> list[str]:
-    """What trainings write to terminals."""
-    terminals = [Terminal() for _ in bars]
+class Written(NamedTuple):
+    """What trainings with bars ``on`` or ``off`` wrote."""
+
+    terminals: dict[str, str]
+    outputs: dict[str, str]
+    errors: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """Of a training on a terminal and one into files each."""
+    folder = tmp_path_factory.mktemp("written")
+    terminals = {bars: Terminal() for bars in ("on", "off")}
+    trainings, files = [f"{at.file}:{at.file}:{bars}" for bars, at in terminals.items()], []
     try:
-        trainings = [f"{at.file}:{at.file}:{each}" for at, each in zip(terminals, bars, strict=True)]
-        run_trainings(folder, *trainings, files=[at.file for at in terminals], **env)
+        with contextlib.ExitStack() as stack:
+            for bars in terminals:
+                out, errors = (stack.enter_context(open(folder / f"{bars}.{name}", "w")).fileno() for name in ("out", "err"))
+                trainings.append(f"{out}:{errors}:{bars}")
+                files += [out, errors]
+            run_trainings(folder, *trainings, files=[*files, *(at.file for at in terminals.values())])
     finally:
-        written = [at.close() for at in terminals]
-    return written
+        shown = {bars: at.close() for bars, at in terminals.items()}
+    return Written(shown, *({bars: (folder / f"{bars}.{name}").read_text() for bars in shown} for name in ("out", "err")))
 
 
-def test_bars_are_drawn_on_a_terminal_unless_the_user_switched_bars_off(tmp_path: Path) -> None:
-    with_bars, without = on_terminals(tmp_path, "on", "off")
-    (switched_off,) = on_terminals(tmp_path / "environment", "on", TQDM_DISABLE="1")
-    assert "megatrain: adopting 3 layers" in with_bars
-    for written in (without, switched_off):
-        assert "train_loss" in written
-        assert "megatrain: adopting" not in written
-        assert "megatrain: saving" not in written
+def test_bars_are_drawn_on_a_terminal_unless_the_user_switched_bars_off(written: Written, tmp_path: Path) -> None:
+    terminal = Terminal()
+    try:
+        run_trainings(tmp_path, f"{terminal.file}:{terminal.file}:on", files=[terminal.file], TQDM_DISABLE="1")
+    finally:
+        switched_off = terminal.close()
+    assert "megatrain: adopting 3 layers" in written.terminals["on"]
+    for shown in (written.terminals["off"], switched_off):
+        assert "train_loss" in shown
+        assert "megatrain: adopting" not in shown
+        assert "megatrain: saving" not in shown
 
 
-def test_a_log_file_holds_a_line_for_the_model_and_no_fragments_of_bars(tmp_path: Path) -> None:
-    logs = {bars: (tmp_path / f"{bars}.out", tmp_path / f"{bars}.err") for bars in ("on", "off")}
-    with contextlib.ExitStack() as stack:
-        opened = {bars: [stack.enter_context(open(path, "w")).fileno() for path in pair] for bars, pair in logs.items()}
-        trainings = [f"{out}:{errors}:{bars}" for bars, (out, errors) in opened.items()]
-        run_trainings(tmp_path, *trainings, files=[file for pair in opened.values() for file in pair])
+@pytest.mark.parametrize("bars", ["on", "off"])
+def test_a_log_file_holds_a_line_for_the_model_and_no_fragments_of_bars(written: Written, bars: str) -> None:
+    assert "train_loss" in written.outputs[bars]
+    ours = [line for line in written.errors[bars].splitlines() if "megatrain" in line]
     count = sum(parameter.numel() for parameter in tiny_llama().parameters())
-    for out, errors in logs.values():
-        assert "train_loss" in out.read_text()
-        ours = [line for line in errors.read_text().splitlines() if "megatrain" in line]
-        assert ours == [f"megatrain: adopting 3 layers ({count:,} parameters)"]
+    assert ours == [f"megatrain: adopting 3 layers ({count:,} parameters)"]
