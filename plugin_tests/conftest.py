@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -32,13 +32,15 @@ os.environ["OMP_NUM_THREADS"] = "1"
 pytest.register_assert_rewrite("checkpoint_runs", "engine_runs", "loop_runs", "refusals", "trainer_runs")
 
 
-# Imports make no garbage. What they made is frozen: each training collects, and would go through all of it for 0.3 s.
-gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What tests import is no garbage: each training collects, and would go through all of it for 0.3 s."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)
