@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
@@ -48,10 +49,14 @@ def lines_in_wide_vectors(header: str) -> list[int]:
         pytest.skip("GCC for x86-64 says which loops it makes vectors of")
     setup = (Path(__file__).parents[1] / "setup.py").read_text()
     flags = re.findall(r'"(-[^"]+)"', setup.split("COMPILE_FLAGS = [")[1].split("]")[0])
-    command = [compiler, *flags, "-fopt-info-vec-optimized", "-c", str(CSRC / "kernels.cpp"), "-o", os.devnull]
-    report = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stderr
     pattern = rf"{re.escape(header)}:(\d+):\d+: optimized: +loop vectorized using 64 byte"
-    return [int(line) for line in re.findall(pattern, report)]
+    return [int(line) for line in re.findall(pattern, _optimised_loops(compiler, *flags))]
+
+
+@functools.cache
+def _optimised_loops(*compiler: str) -> str:
+    command = [*compiler, "-fopt-info-vec-optimized", "-c", str(CSRC / "kernels.cpp"), "-o", os.devnull]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stderr
 
 
 def losses(steps: int, **settings: Any) -> list[float]:

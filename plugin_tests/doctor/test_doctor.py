@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 from collections.abc import Callable
@@ -158,8 +159,14 @@ def test_a_gpu_that_cannot_be_used_keeps_training_from_running(monkeypatch: pyte
 
 
 def test_versions_outside_the_tested_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"accelerate": "0.33.1", "transformers": "99.0", "peft": TESTED_VERSIONS["peft"], "trl": None}
-    monkeypatch.setattr(checks, "_version", versions.get)
+    versions = {"accelerate": "0.33.1", "transformers": "99.0", "peft": TESTED_VERSIONS["peft"]}
+
+    def installed(package: str) -> str:
+        if package not in versions:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return versions[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
     first, *others = checks.versions()
     assert first.values["transformers"] == "99.0"
     assert [found.name for found in others] == ["accelerate 0.33.1", "transformers 99.0"]
@@ -176,8 +183,10 @@ def test_versions_outside_the_tested_ones_are_named(monkeypatch: pytest.MonkeyPa
         ("0.22", "0.21.2", False),
     ],
 )
-def test_versions_are_compared_by_number(version: str, tested: str, expected: bool) -> None:
-    assert checks._is_tested(version, tested) is expected
+def test_versions_are_compared_by_number(monkeypatch: pytest.MonkeyPatch, version: str, tested: str, expected: bool) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
+    monkeypatch.setitem(TESTED_VERSIONS, "accelerate", tested)
+    assert (f"accelerate {version}" not in [found.name for found in checks.versions()]) is expected
 
 
 def test_hooks_are_found_in_place() -> None:

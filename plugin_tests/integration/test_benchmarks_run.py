@@ -70,6 +70,7 @@ def test_our_job_and_the_peers_end_in_one_table(tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_documents_train_alike_under_the_plugin_another_commit_and_the_stock_trainer(tmp_path: Path) -> None:
     earlier = tmp_path / "earlier"
     shutil.copytree(RECIPES.parent / "megatrain_accelerate", earlier / "megatrain_accelerate")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -44,21 +45,23 @@ sys.meta_path.insert(0, Blocker())
 # ---------------------------------------------------------------------------------------- without the plugin
 
 
-@pytest.mark.parametrize("bf16", [True, False])
-@pytest.mark.parametrize("tied", [True, False])
-def test_saved_models_load_in_plain_transformers_and_give_the_same_logits(bf16: bool, tied: bool, tmp_path: Path) -> None:
+def test_saved_models_load_in_plain_transformers_and_give_the_same_logits(tmp_path: Path) -> None:
     ids = token_batches(1)[0]
-    with plugin():
-        model = tiny_model(tie_word_embeddings=tied)
-        trainer = make_trainer(model, tmp_path, bf16=bf16, max_steps=2)
-        trainer.train()
-        trainer.save_model(str(tmp_path / "saved"))
-        # Without Accelerate's autocast, which a plain model doesn't have either.
-        trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-        model.eval()
-        with torch.no_grad():
-            logits = model(input_ids=ids).logits
     torch.save(ids, tmp_path / "ids.pt")
+    logits = {}
+    for bf16, tied in itertools.product((True, False), repeat=2):
+        folder = tmp_path / f"{bf16}-{tied}"
+        with plugin():
+            model = tiny_model(tie_word_embeddings=tied)
+            trainer = make_trainer(model, folder, bf16=bf16, max_steps=2)
+            trainer.train()
+            trainer.save_model(str(folder / "saved"))
+            # Without Accelerate's autocast, which a plain model doesn't have either.
+            trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+            model.eval()
+            with torch.no_grad():
+                logits[folder.name] = model(input_ids=ids).logits
+        assert logits[folder.name].dtype == (torch.bfloat16 if bf16 else torch.float32)
     code = (
         WITHOUT_THE_PACKAGE
         + """
@@ -68,23 +71,24 @@ from transformers import AutoModelForCausalLM
 folder = sys.argv[1]
 ids = torch.load(f"{folder}/ids.pt")
 outputs = {}
-for name in ("saved", "checkpoint-2"):
-    # Transformers 4 loads bf16 files in fp32 unless told otherwise.
-    path, options = f"{folder}/{name}", {"torch_dtype": "auto", "output_loading_info": True}
-    model, report = AutoModelForCausalLM.from_pretrained(path, **options)
-    assert not report["missing_keys"] and not report["unexpected_keys"], report
-    with torch.no_grad():
-        outputs[name] = model.eval()(input_ids=ids).logits
+for run in sys.argv[2:]:
+    for name in ("saved", "checkpoint-2"):
+        # Transformers 4 loads bf16 files in fp32 unless told otherwise.
+        path, options = f"{folder}/{run}/{name}", {"torch_dtype": "auto", "output_loading_info": True}
+        model, report = AutoModelForCausalLM.from_pretrained(path, **options)
+        assert not report["missing_keys"] and not report["unexpected_keys"], report
+        with torch.no_grad():
+            outputs[run, name] = model.eval()(input_ids=ids).logits
 assert not any(name.startswith("megatrain") for name in sys.modules)
 torch.save(outputs, f"{folder}/logits.pt")
 """
     )
     # Where the package isn't installed, torch has no backend of ours to load.
-    run_python(code, str(tmp_path), MEGATRAIN_DISABLE="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    run_python(code, str(tmp_path), *logits, MEGATRAIN_DISABLE="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     outputs = torch.load(tmp_path / "logits.pt")
-    assert logits.dtype == (torch.bfloat16 if bf16 else torch.float32)
-    assert torch.equal(outputs["saved"], logits)
-    assert torch.equal(outputs["checkpoint-2"], logits)
+    assert len(outputs) == 8
+    for (run, name), output in outputs.items():
+        assert torch.equal(output, logits[run]), f"{name} of {run}"
 
 
 @pytest.mark.parametrize("bf16", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -10,8 +11,9 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from checkpoint_runs import CHECKPOINT_FILES, make_trainer
 from fresh_process import run_test_file
@@ -181,32 +183,51 @@ def kill_while_checkpoints_are_replaced(folder: Path, seed: int) -> dict[str, in
     return {"killed": killed, "within": within, "replaced": replaced}
 
 
-def test_a_kill_at_any_instant_of_a_save_leaves_complete_checkpoints_only(tmp_path: Path) -> None:
-    counts = json.loads(run_test_file(__file__, "kill", tmp_path / "run").strip().splitlines()[-1])
+class Kills(NamedTuple):
+    """What children left behind that were killed, and how often they were."""
+
+    again: Path
+    again_counts: dict[str, int]
+    replaced: Path
+    replaced_counts: dict[str, int]
+
+
+@pytest.fixture(scope="module")
+def kills(tmp_path_factory: pytest.TempPathFactory) -> Kills:
+    """Both ways of killing, in one process that never trains itself."""
+    again, replaced = (tmp_path_factory.mktemp(name) / "run" for name in ("again", "replaced"))
+    counts = json.loads(run_test_file(__file__, again, replaced).strip().splitlines()[-1])
     print(counts)
+    return Kills(again, counts[0], replaced, counts[1])
+
+
+def test_a_kill_at_any_instant_of_a_save_leaves_complete_checkpoints_only(kills: Kills, tmp_path: Path) -> None:
+    counts = kills.again_counts
     assert counts["killed"] >= 5
     assert counts["within"] >= 3, "the kills must hit saves for the test to mean something"
     # And the run that was killed so often ended as one that never was.
     train_for_kills(tmp_path / "whole")
-    killed, whole = (torch.load(tmp_path / name / f"checkpoint-{KILL_STEPS}" / "optimizer.pt") for name in ("run", "whole"))
+    killed, whole = (
+        torch.load(folder / f"checkpoint-{KILL_STEPS}" / "optimizer.pt") for folder in (kills.again, tmp_path / "whole")
+    )
     for index, state in whole["state"].items():
         assert all(torch.equal(killed["state"][index][key], value) for key, value in state.items())
     names = [f"checkpoint-{step}" for step in (KILL_STEPS - 1, KILL_STEPS)]
-    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == sorted(names)
+    assert sorted(path.name for path in kills.again.glob("checkpoint-*")) == sorted(names)
 
 
-def test_a_kill_while_checkpoints_are_replaced_leaves_each_complete_with_the_files_of_its_user(tmp_path: Path) -> None:
-    counts = json.loads(run_test_file(__file__, "replace", tmp_path / "run").strip().splitlines()[-1])
-    print(counts)
+def test_a_kill_while_checkpoints_are_replaced_leaves_each_complete_with_the_files_of_its_user(kills: Kills) -> None:
+    counts = kills.replaced_counts
     assert counts["killed"] >= 5
     assert counts["within"] >= 3, "the kills must hit saves for the test to mean something"
     assert counts["replaced"] >= 3, "checkpoints must be replaced for the test to mean something"
-    train_for_kills(tmp_path / "run", steps=3, save_total_limit=None, resume=str(tmp_path / "run" / "checkpoint-1"))
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [f"checkpoint-{step}" for step in (1, 2, 3)]
+    train_for_kills(kills.replaced, steps=3, save_total_limit=None, resume=str(kills.replaced / "checkpoint-1"))
+    assert sorted(path.name for path in kills.replaced.iterdir()) == [f"checkpoint-{step}" for step in (1, 2, 3)]
 
 
 if __name__ == "__main__":
-    what, target = sys.argv[1:]
-    Path(target).mkdir()
-    kill = kill_again_and_again if what == "kill" else kill_while_checkpoints_are_replaced
-    print(json.dumps(kill(Path(target), seed=1)))
+    gc.freeze()  # a collection in a child would copy all that it shares with its parent
+    again, replaced = (Path(argument) for argument in sys.argv[1:])
+    for target in (again, replaced):
+        target.mkdir(parents=True)
+    print(json.dumps([kill_again_and_again(again, seed=1), kill_while_checkpoints_are_replaced(replaced, seed=1)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import fcntl
 import os
 import pty
@@ -13,7 +14,7 @@ import sys
 import termios
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -190,64 +191,107 @@ def test_two_entries_of_one_step_have_the_same_figures(tmp_path: Path) -> None:
         assert all(mine[f"megatrain/{name}"] == theirs[f"megatrain/{name}"] for name in ours(mine))
 
 
-TRAINING = """
-import sys
+TRAININGS = """
+import gc, os, sys
 from trainer_runs import examples, make_arguments, tiny_llama
 from transformers import Trainer
 import megatrain_accelerate
 
-megatrain_accelerate.enable()
-changes = {"disable_tqdm": sys.argv[2] == "off", "max_steps": 2, "save_strategy": "steps", "save_steps": 2}
-Trainer(model=tiny_llama(), args=make_arguments(sys.argv[1], **changes), train_dataset=examples()).train()
+gc.freeze()  # a collection in a child would copy all that it shares with this process
+
+def train(folder, bars):
+    megatrain_accelerate.enable()
+    changes = {"disable_tqdm": bars == "off", "max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    Trainer(model=tiny_llama(), args=make_arguments(folder, **changes), train_dataset=examples()).train()
+
+for name in sys.argv[2:]:
+    out, errors, bars = name.split(":")
+    child = os.fork()
+    if child == 0:
+        os.dup2(int(out), 1)
+        os.dup2(int(errors), 2)
+        train(f"{sys.argv[1]}/{out}", bars)
+        sys.exit()
+    assert os.waitpid(child, 0)[1] == 0, name
 """
+"""Each in a fork of one process, which has imported everything and never trains itself."""
 
 
-def run_on_terminal(tmp_path: Path, disable_tqdm: bool, **env: str) -> str:
-    """What a training's process writes to a terminal."""
-    main, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
-    written = bytearray()
+class Terminal:
+    """A terminal of 80 columns, and what was written to it."""
 
-    def read() -> None:
+    def __init__(self) -> None:
+        self._main, self.file = pty.openpty()
+        fcntl.ioctl(self.file, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+        self._written = bytearray()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
         try:
-            while chunk := os.read(main, 4096):
-                written.extend(chunk)
+            while chunk := os.read(self._main, 4096):
+                self._written.extend(chunk)
         except OSError:  # the other end is closed
             pass
 
-    reader = threading.Thread(target=read)
-    reader.start()
+    def close(self) -> str:
+        """What was written."""
+        os.close(self.file)
+        self._reader.join()
+        os.close(self._main)
+        return self._written.decode()
+
+
+def run_trainings(folder: Path, *trainings: str, files: list[int], **env: str) -> None:
+    """Trains with outputs and errors in open files: ``"<output>:<errors>:<on or off>"``, with bars on or off."""
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = clean_environment(**{"PYTHONPATH": os.pathsep.join(filter(None, paths)), **env})
+    command = (sys.executable, "-c", TRAININGS, str(folder), *trainings)
+    subprocess.run(command, env=environment, pass_fds=files, check=True, timeout=300)
+
+
+class Written(NamedTuple):
+    """What trainings with bars ``on`` or ``off`` wrote."""
+
+    terminals: dict[str, str]
+    outputs: dict[str, str]
+    errors: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """Of a training on a terminal and one into files each."""
+    folder = tmp_path_factory.mktemp("written")
+    terminals = {bars: Terminal() for bars in ("on", "off")}
+    trainings, files = [f"{at.file}:{at.file}:{bars}" for bars, at in terminals.items()], []
     try:
-        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        command = (sys.executable, "-c", TRAINING, str(tmp_path), "off" if disable_tqdm else "on")
-        environment = clean_environment(**{"PYTHONPATH": os.pathsep.join(filter(None, paths)), **env})
-        subprocess.run(command, env=environment, stdout=terminal, stderr=terminal, check=True, timeout=300)
+        with contextlib.ExitStack() as stack:
+            for bars in terminals:
+                out, errors = (stack.enter_context(open(folder / f"{bars}.{name}", "w")).fileno() for name in ("out", "err"))
+                trainings.append(f"{out}:{errors}:{bars}")
+                files += [out, errors]
+            run_trainings(folder, *trainings, files=[*files, *(at.file for at in terminals.values())])
     finally:
-        os.close(terminal)
-        reader.join()
-        os.close(main)
-    return written.decode()
+        shown = {bars: at.close() for bars, at in terminals.items()}
+    return Written(shown, *({bars: (folder / f"{bars}.{name}").read_text() for bars in shown} for name in ("out", "err")))
 
 
-def test_bars_are_drawn_on_a_terminal(tmp_path: Path) -> None:
-    assert "megatrain: adopting 3 layers" in run_on_terminal(tmp_path, disable_tqdm=False)
-
-
-@pytest.mark.parametrize(("disable_tqdm", "env"), [(True, {}), (False, {"TQDM_DISABLE": "1"})])
-def test_bars_are_off_where_the_user_switched_bars_off(tmp_path: Path, disable_tqdm: bool, env: dict[str, str]) -> None:
-    written = run_on_terminal(tmp_path, disable_tqdm=disable_tqdm, **env)
-    assert "train_loss" in written
-    assert "megatrain: adopting" not in written
-    assert "megatrain: saving" not in written
+def test_bars_are_drawn_on_a_terminal_unless_the_user_switched_bars_off(written: Written, tmp_path: Path) -> None:
+    terminal = Terminal()
+    try:
+        run_trainings(tmp_path, f"{terminal.file}:{terminal.file}:on", files=[terminal.file], TQDM_DISABLE="1")
+    finally:
+        switched_off = terminal.close()
+    assert "megatrain: adopting 3 layers" in written.terminals["on"]
+    for shown in (written.terminals["off"], switched_off):
+        assert "train_loss" in shown
+        assert "megatrain: adopting" not in shown
+        assert "megatrain: saving" not in shown
 
 
 @pytest.mark.parametrize("bars", ["on", "off"])
-def test_a_log_file_holds_a_line_for_the_model_and_no_fragments_of_bars(tmp_path: Path, bars: str) -> None:
-    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    command = (sys.executable, "-c", TRAINING, str(tmp_path), bars)
-    environment = clean_environment(PYTHONPATH=os.pathsep.join(filter(None, paths)))
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
-    assert "train_loss" in done.stdout
-    ours = [line for line in done.stderr.splitlines() if "megatrain" in line]
+def test_a_log_file_holds_a_line_for_the_model_and_no_fragments_of_bars(written: Written, bars: str) -> None:
+    assert "train_loss" in written.outputs[bars]
+    ours = [line for line in written.errors[bars].splitlines() if "megatrain" in line]
     count = sum(parameter.numel() for parameter in tiny_llama().parameters())
     assert ours == [f"megatrain: adopting 3 layers ({count:,} parameters)"]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import Training, assert_equal_states, attach, masters_of
+from pairs import pairwise
 from plain_torch import round_to_bf16, tiny_model, token_batches
 from torch import nn
 
@@ -24,9 +25,9 @@ class AccidentError(Exception):
     """What a layer raises."""
 
 
-@pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize("position", [0, 2, 3])
-@pytest.mark.parametrize("schedule", ["deferred", "serial"])
+@pytest.mark.parametrize(
+    ("place", "position", "schedule"), pairwise(["forward", "backward"], [0, 2, 3], ["deferred", "serial"])
+)
 def test_an_exception_in_a_layer_leaves_the_engine_usable(trainings: Any, place: str, position: int, schedule: str) -> None:
     batches = token_batches(4)
     training, undisturbed = trainings(schedule), trainings(schedule)
@@ -254,10 +255,10 @@ def assign_data(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
         parameter.data = weights[name].to(parameter.dtype)
 
 
-@pytest.mark.parametrize("write", [load_into, copy_in_place, assign_data])
-@pytest.mark.parametrize("bf16", [True, False])
-@pytest.mark.parametrize("schedule", ["deferred", "backward"])
-@pytest.mark.parametrize("slots", [2, 6])
+@pytest.mark.parametrize(
+    ("write", "bf16", "schedule", "slots"),
+    pairwise([load_into, copy_in_place, assign_data], [True, False], ["deferred", "backward"], [2, 6]),
+)
 def test_weights_written_from_outside_reach_masters_and_slots(
     trainings: Any, write: Any, bf16: bool, schedule: str, slots: int
 ) -> None:

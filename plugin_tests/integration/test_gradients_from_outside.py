@@ -13,6 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from loop_runs import adamw, both, loss_of, prepared, train
+from pairs import pairwise
 from penalised_runs import Penalised, PenalisedBefore, adalora, loss_with_penalty, penalty
 from plain_torch import token_batches
 from torch import nn
@@ -70,10 +71,12 @@ def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield
 
 
+@pytest.mark.parametrize(
+    ("trainer_class", "accumulation", "max_grad_norm", "copies"),
+    pairwise([Penalised, PenalisedBefore, Trainer], [1, 2], [0.0, 1.0], ["at once", "late"]),
+    indirect=["copies"],
+)
 @pytest.mark.usefixtures("copies")
-@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("trainer_class", [Penalised, PenalisedBefore, Trainer])
 def test_a_penalty_on_the_weights_counts(
     tmp_path: Path, trainer_class: type[Trainer], accumulation: int, max_grad_norm: float
 ) -> None:

@@ -79,7 +79,7 @@ ORDERS = {
 }
 
 
-SIMILAR = ("accelerate", "launcher", "parser, then arguments", "trl config", "peft")
+SIMILAR = ("accelerate", "launcher", "arguments", "parser, then arguments", "trl config", "trl trainer", "peft")
 """Orders that differ little from another one."""
 
 
@@ -143,21 +143,32 @@ def test_enable_reports_the_off_switch() -> None:
 
 def test_import_torch_costs_less_than_five_milliseconds_more(tmp_path: Path) -> None:
     code = """
-        import sys, time
+        import os, sys, time
         import torch
+        sys.pycache_prefix, sys.dont_write_bytecode = sys.argv[1], False
         before = set(sys.modules)
-        start = time.perf_counter()
-        import _megatrain_autoload
-        _megatrain_autoload.install()
-        print((time.perf_counter() - start) * 1e3)
-        assert _megatrain_autoload.failure is None
-        new = {name.partition(".")[0] for name in set(sys.modules) - before}
-        assert new <= {"_megatrain_autoload", "megatrain_accelerate"}, new
-        assert "megatrain_accelerate.config" not in sys.modules
+
+        def install():
+            start = time.perf_counter()
+            import _megatrain_autoload
+            _megatrain_autoload.install()
+            print((time.perf_counter() - start) * 1e3, flush=True)
+            assert _megatrain_autoload.failure is None
+            new = {name.partition(".")[0] for name in set(sys.modules) - before}
+            assert new <= {"_megatrain_autoload", "megatrain_accelerate"}, new
+            assert "megatrain_accelerate.config" not in sys.modules
+            sys.exit()
+
+        for _ in range(4):
+            child = os.fork()
+            if child == 0:
+                install()
+            assert os.waitpid(child, 0)[1] == 0
         """
-    # The first run writes the byte code, as an installation does.
-    env = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
-    times_ms = [float(run_python(code, **env)) for _ in range(4)]
+    # The first child writes the byte code, as an installation does.
+    printed = run_python(code, str(tmp_path), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    times_ms = [float(line) for line in printed.splitlines()]
+    assert len(times_ms) == 4
     assert min(times_ms[1:]) < 5, times_ms
 
 
@@ -176,8 +187,8 @@ def _copy_of_the_package(folder: Path) -> Path:
     ("file", "statement"),
     [
         ("__init__.py", "raise SystemExit('broken on purpose')"),
-        ("__init__.py", "this is broken on purpose"),
-        ("integrations/import_hook.py", "raise ValueError('broken on purpose')"),
+        pytest.param("__init__.py", "this is broken on purpose", marks=pytest.mark.long),
+        pytest.param("integrations/import_hook.py", "raise ValueError('broken on purpose')", marks=pytest.mark.long),
         ("integrations/patches.py", "import broken_on_purpose"),
     ],
 )

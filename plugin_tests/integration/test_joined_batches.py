@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import masters_of
+from pairs import pairwise
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from trainer_runs import (
@@ -139,9 +140,11 @@ def assert_joined_like_stock(folder: Path, settings: Record | None = None, **arg
 # ---------------------------------------------------------------- equal to stock
 
 
-@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
-@pytest.mark.parametrize("accumulation", [2, 3])
-@pytest.mark.parametrize("settings", [{}, {"kept_layers": 3}, {"micro_batch_size": 1}, {"device_layers": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "accumulation", "max_grad_norm"),
+    pairwise([{}, {"kept_layers": 3}, {"micro_batch_size": 1}, {"device_layers": 1}], [2, 3], [1.0, 0.0]),
+    ids=str,
+)
 def test_joined_micro_batches_train_as_stock_accumulation(
     tmp_path: Path, accumulation: int, max_grad_norm: float, settings: Record
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from loop_runs import Clip, Observed, adamw, both, gradients, loss_of, prepared, slow, train, warmup
+from pairs import pairwise
 from plain_torch import token_batches
 from torch import nn
 from torch.utils.data import DataLoader
@@ -130,6 +131,10 @@ def test_clipping(kind: str, optimizer_class: type[torch.optim.Optimizer]) -> No
     assert (losses == unclipped) == (kind == "loose"), "clipping must be at work"
 
 
+def add_noise(_: Accelerator, model: nn.Module) -> None:
+    model.lm_head.weight.grad.add_(1.0)
+
+
 def test_clipping_applies_to_the_gradients_it_was_given_and_no_others() -> None:
     # A step that is left out after clipping (a spike): its factor must not reach the next gradients.
     def script(accelerator: Accelerator) -> tuple[nn.Module, Observed]:
@@ -146,9 +151,10 @@ def test_clipping_applies_to_the_gradients_it_was_given_and_no_others() -> None:
     assert min(both(script)) > 0.1
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
-@pytest.mark.parametrize("write", [clip_values, lambda _, model: model.lm_head.weight.grad.add_(1.0)], ids=["clip", "noise"])
-@pytest.mark.parametrize("then", ["step", "clip", "forward"])
+@pytest.mark.parametrize(
+    ("write", "then", "optimizer_class"),
+    pairwise([clip_values, add_noise], ["step", "clip", "forward"], [torch.optim.AdamW, torch.optim.SGD]),
+)
 def test_gradients_may_be_written_to_after_clipping(
     write: Clip, then: str, optimizer_class: type[torch.optim.Optimizer]
 ) -> None:

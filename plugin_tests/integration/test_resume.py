@@ -116,17 +116,34 @@ def assert_same_end(resumed: Outcome, whole: Outcome, batches_before: int) -> No
     assert torch.equal(resumed.rng, whole.rng)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["bf16", "fp32"])
-def whole_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[bool, Path, Outcome]:
-    """(bf16, its folder with a checkpoint of every step, how it ended) of a run with clipping at work."""
-    folder = tmp_path_factory.mktemp("whole")
-    outcome = train(folder, bf16=request.param, settings={})
-    assert max(outcome.norms) > 1.0, "clipping must be at work"
-    assert not torch.equal(outcome.batches[0], outcome.batches[5]), "the epochs must differ in order"
-    return request.param, folder, outcome
+@pytest.fixture(scope="module")
+def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[bool, Path, Outcome]]:
+    """(bf16, its folder with a checkpoint of every step, how it ended) of runs with clipping at work."""
+    runs = []
+    for bf16 in (True, False):
+        folder = tmp_path_factory.mktemp("whole")
+        outcome = train(folder, bf16=bf16, settings={})
+        assert max(outcome.norms) > 1.0, "clipping must be at work"
+        assert not torch.equal(outcome.batches[0], outcome.batches[5]), "the epochs must differ in order"
+        runs.append((bf16, folder, outcome))
+    return runs
 
 
-@pytest.mark.parametrize("step", range(1, STEPS))
+@pytest.fixture(params=[0, 1], ids=["bf16", "fp32"])
+def whole_run(request: pytest.FixtureRequest, whole_runs: list[tuple[bool, Path, Outcome]]) -> tuple[bool, Path, Outcome]:
+    """Either of these runs."""
+    return whole_runs[request.param]
+
+
+@pytest.mark.parametrize(
+    ("whole_run", "step"),
+    [
+        *((0, step) for step in range(1, STEPS)),
+        # Within the first epoch and at its end.
+        *((1, step) for step in (3, 5)),
+    ],
+    indirect=["whole_run"],
+)
 def test_resume_from_any_step_is_bit_equal_to_the_run_that_was_not_interrupted(
     whole_run: tuple[bool, Path, Outcome], step: int, tmp_path: Path
 ) -> None:
@@ -166,11 +183,11 @@ def test_resume_with_accumulation_is_bit_equal(tmp_path: Path) -> None:
     assert_same_end(resume(tmp_path / "whole", 3, tmp_path / "resumed", **how), whole, 6)
 
 
-def test_resume_in_a_fresh_process_is_bit_equal(whole_run: tuple[bool, Path, Outcome], tmp_path: Path) -> None:
-    bf16, folder, whole = whole_run
-    run_test_file(__file__, folder, tmp_path, "bf16" if bf16 else "fp32")
-    resumed = torch.load(tmp_path / "outcome.pt", weights_only=False)
-    assert_same_end(Outcome(**resumed), whole, 4)
+def test_resume_in_a_fresh_process_is_bit_equal(whole_runs: list[tuple[bool, Path, Outcome]], tmp_path: Path) -> None:
+    run_test_file(__file__, *(folder for _, folder, _ in whole_runs), tmp_path)
+    for bf16, _, whole in whole_runs:
+        resumed = torch.load(tmp_path / f"{bf16}.pt", weights_only=False)
+        assert_same_end(Outcome(**resumed), whole, 4)
 
 
 @pytest.mark.parametrize("bf16", [True, False])
@@ -251,6 +268,7 @@ def test_a_new_optimizer_waits_for_the_steps_of_the_one_before() -> None:
 
 
 if __name__ == "__main__":
-    source, target, precision = sys.argv[1:]
-    result = resume(Path(source), 4, Path(target), bf16=precision == "bf16", settings={"slots": 3})
-    torch.save(dataclasses.asdict(result), Path(target) / "outcome.pt")
+    *sources, target = (Path(argument) for argument in sys.argv[1:])
+    for bf16, source in zip((True, False), sources, strict=True):
+        result = resume(source, 4, target / f"run-{bf16}", bf16=bf16, settings={"slots": 3})
+        torch.save(dataclasses.asdict(result), target / f"{bf16}.pt")

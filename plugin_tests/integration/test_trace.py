@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,12 +19,29 @@ from megatrain_accelerate.tracing import ENV_TRACE_DIR
 CONFIG = Path(__file__).parents[2] / "recipes" / "megatrain_cpu.yaml"
 
 
-@pytest.mark.parametrize(
-    ("script", "step"),
-    [pytest.param(TRAINER_SCRIPT, 4, id="trainer"), pytest.param(LOOP_SCRIPT, 2, id="loop", marks=pytest.mark.long)],
+class Traced(NamedTuple):
+    """A step that was traced."""
+
+    step: int
+    printed: str
+    trace: dict[str, Any]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((TRAINER_SCRIPT, 4), id="trainer"),
+        pytest.param((LOOP_SCRIPT, 2), id="loop", marks=pytest.mark.long),
+    ],
 )
-def test_one_step_of_a_training_is_traced(tmp_path: Path, script: str, step: int) -> None:
-    printed, trace = trace_script(tmp_path, script, step, CONFIG)
+def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    """A step of a training by the Trainer, or by a loop of the user's own."""
+    script, step = request.param
+    return Traced(step, *trace_script(tmp_path_factory.mktemp("traced"), script, step, CONFIG))
+
+
+def test_one_step_of_a_training_is_traced(traced: Traced) -> None:
+    step, printed, trace = traced
     lanes = spans_by_lane(trace)
     for layer in range(LAYERS):
         for work in ("forward", "recompute", "backward", "copy_gradients"):
@@ -41,9 +59,8 @@ def test_one_step_of_a_training_is_traced(tmp_path: Path, script: str, step: int
     assert "the step is bound by " in printed
 
 
-def test_host_steps_lie_before_the_forward_of_their_layer(tmp_path: Path) -> None:
-    _, trace = trace_script(tmp_path, LOOP_SCRIPT, 4, CONFIG)
-    spans = {e["name"]: e for e in trace["traceEvents"] if e["ph"] == "X" and e["name"].startswith("megatrain::")}
+def test_host_steps_lie_before_the_forward_of_their_layer(traced: Traced) -> None:
+    spans = {e["name"]: e for e in traced.trace["traceEvents"] if e["ph"] == "X" and e["name"].startswith("megatrain::")}
     for layer in range(LAYERS):
         step, forward = (spans[f"megatrain::{work} (model.layers.{layer})"] for work in ("step", "forward"))
         # Of two clocks that are tied within some tens of microseconds.

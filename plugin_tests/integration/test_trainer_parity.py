@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairwise
 from torch import nn
 from trainer_runs import Padding, Record, TrainerRun, close, examples, ragged_examples, run_both, run_trainer, tiny_llama
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
@@ -118,9 +119,11 @@ def test_clipping_and_accumulation(tmp_path: Path, max_grad_norm: float, accumul
     assert (unclipped.logged("loss") == stock.logged("loss")) == (max_grad_norm == 0.0), "clipping must be at work"
 
 
-@pytest.mark.parametrize("placement", [{"device_layers": 1}, {"device_layers": -1}], ids=str)
-@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize(
+    ("placement", "max_grad_norm", "accumulation"),
+    pairwise([{"device_layers": 1}, {"device_layers": -1}], [1.0, 0.0], [1, 4]),
+    ids=str,
+)
 def test_adamw_with_states_on_the_device(tmp_path: Path, placement: Record, max_grad_norm: float, accumulation: int) -> None:
     run_both(
         tiny_llama,
@@ -134,9 +137,9 @@ def test_adamw_with_states_on_the_device(tmp_path: Path, placement: Record, max_
     )
 
 
-@pytest.mark.parametrize("schedule", ["auto", "deferred", "serial"])
-@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize(
+    ("schedule", "max_grad_norm", "accumulation"), pairwise(["auto", "deferred", "serial"], [1.0, 0.0], [1, 4])
+)
 def test_adamw_in_every_schedule(tmp_path: Path, schedule: str, max_grad_norm: float, accumulation: int) -> None:
     # 7 micro-batches an epoch: with 4 to a step the last step of each epoch accumulates 3.
     stock, _ = run_both(

@@ -220,6 +220,7 @@ def test_attentions_that_are_asked_for_are_recorded_by_compiled_layers() -> None
 # ---------------------------------------------------------------------- how often
 
 
+@pytest.mark.long
 def test_one_compilation_serves_all_slots_and_lengths_of_layers_that_record() -> None:
     model = of_experts("mixtral")
     engine = compiled(model, kept_layers=1, slots=2)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +40,34 @@ def would_compile(engine: Engine) -> bool:
     return engine.runtime.compiled.wants(engine.runtime.layers[0]) is not None
 
 
-def steps_that_pay(batch: int, length: int, layers: int) -> float:
-    """The fewest steps for which layers are compiled, by trial, to one part in 200."""
+@contextlib.contextmanager
+def trial(batch: int, length: int, layers: int) -> Iterator[Callable[[float], bool]]:
+    """Tells for how many steps a model's layers are compiled."""
     model = tiny_model(num_hidden_layers=layers).train()
     engine = attach(model)
     ids = token_batches(1, batch=batch, length=length)[0]
-    fewest, most = 0.0, 40.0  # as powers of two
-    while most - fewest > 1 / 140:
-        power = (fewest + most) / 2
-        engine.device_plan.expect_steps(int(2**power))
+
+    def compiles(steps: float) -> bool:
+        engine.device_plan.expect_steps(int(steps))
         engine.device_plan.follow(model, {"input_ids": ids, "labels": ids})
         engine.device_plan.note_step()
-        fewest, most = (fewest, power) if would_compile(engine) else (power, most)
+        return would_compile(engine)
+
+    yield compiles
     engine.close()
-    return 2**most
 
 
 def test_a_training_compiles_from_a_number_of_steps_on_that_falls_with_the_size_of_a_step() -> None:
-    steps = steps_that_pay(batch=2, length=16, layers=2)
-    assert steps_that_pay(batch=4, length=16, layers=2) == pytest.approx(steps / 2, rel=0.01)
-    assert steps_that_pay(batch=2, length=16, layers=4) == pytest.approx(steps / 2, rel=0.01)
+    fewest, most = 0.0, 40.0  # as powers of two
+    with trial(batch=2, length=16, layers=2) as compiles:
+        while most - fewest > 1 / 140:  # one part in 200
+            power = (fewest + most) / 2
+            fewest, most = (fewest, power) if compiles(2**power) else (power, most)
+    steps = 2**most
+    for shape in ({"batch": 4, "layers": 2}, {"batch": 2, "layers": 4}):
+        with trial(length=16, **shape) as compiles:
+            assert not compiles(0.99 * steps / 2)
+            assert compiles(1.01 * steps / 2)
 
 
 def test_the_first_step_does_not_wait_for_the_compiler() -> None:

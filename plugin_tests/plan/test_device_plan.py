@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import Training, attach
+from pairs import pairwise
 from plain_torch import tiny_model, token_batches
 from torch import nn
 
@@ -74,9 +75,9 @@ def peak_of_a_step(run: Training, ids: torch.Tensor) -> tuple[int, float]:
     return live.peak_bytes, run.engine.predicted_device_bytes - LIBRARY_WORKSPACE_BYTES - held
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 2])
-@pytest.mark.parametrize("budget_mib", [4, 8, 16, 32, 64, 200])
-@pytest.mark.parametrize("host_speed", [1e6, 6e9])
+@pytest.mark.parametrize(
+    ("budget_mib", "host_speed", "micro_batch_size"), pairwise([4, 8, 16, 32, 64, 200], [1e6, 6e9], [None, 2])
+)
 def test_the_predicted_step_is_what_the_step_takes(
     monkeypatch: pytest.MonkeyPatch, budget_mib: float, host_speed: float, micro_batch_size: int | None
 ) -> None:
