@@ -189,10 +189,10 @@ class MegatrainConfig:
     """GPU memory that the plan may fill, in GiB; by default 90% of what is free, since the allocator fragments it."""
 
     compile_layers: bool | str = "auto"
-    """Run the layers of a training step through ``torch.compile``: once for all equal layers, about half a minute, and steps are
-    faster from then on. ``auto``: on a GPU, layers of at least 4 million parameters, from the second step on, where the Trainer's
-    number of steps pays for it; true: all, on the CPU too, from the first step; false: none. A log line says why a layer can't be
-    compiled and runs as it is."""
+    """Run the layers of a training step through ``torch.compile``: once for all equal layers, about half a minute, and steps
+    are faster from then on. ``auto``: on a GPU, layers of at least 4 million parameters, from the second step on, where the
+    Trainer's number of steps pays for it; true: all, on the CPU too, from the first step; false: none. A log line says why a
+    layer can't be compiled and runs as it is."""
 
     tiled_loss: bool = True
     """Compute the loss by tiles of tokens, so that its memory doesn't grow with the batch; logits are made only if they are
