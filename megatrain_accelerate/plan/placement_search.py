@@ -83,6 +83,11 @@ def _spread(count: int, most: int = 13) -> list[int]:
     return sorted({round(i * count / (most - 1)) for i in range(most)})
 
 
+def _around(count: int, reach: int, most: int) -> range:
+    """Numbers from 0 to ``most`` that are off by up to ``reach``."""
+    return range(max(0, count - reach), min(most, count + reach) + 1)
+
+
 def _varied(at: Counts, **values: Iterable[int]) -> Iterator[Counts]:
     """The counts with each combination of values; those named last vary fastest."""
     for combination in itertools.product(*values.values()):
@@ -122,7 +127,9 @@ class PlacementSearch:
         variations: list[tuple[int | None, Callable[[Counts], Iterable[Counts]]]] = [
             (choices.inputs_offloaded, self._inputs),
             (attention_kept, self._attention),
+            (choices.on_device, lambda at: _varied(at, groups_on_device=[not at.groups_on_device])),
             (choices.on_device, self._on_device),
+            (choices.on_device, self._near),
             (choices.offloaded, self._offloaded),
             (choices.on_device if choices.offloaded is None else choices.offloaded, self._offloaded_for_layers),
         ]
@@ -200,8 +207,7 @@ class PlacementSearch:
         return found
 
     def _some_and_near(self, count: int, reach: int) -> list[int]:
-        """Numbers spread from 0 to that of all layers, and those that are off by up to ``reach``."""
-        return sorted({*_spread(self._count), *range(max(0, count - reach), min(self._count, count + reach) + 1)})
+        return sorted({*_spread(self._count), *_around(count, reach, self._count)})
 
     def _inputs(self, at: Counts) -> Iterable[Counts]:
         return _varied(at, inputs_offloaded=self._some_and_near(at.inputs_offloaded, 2))
@@ -213,8 +219,10 @@ class PlacementSearch:
         return _varied(at, attention_kept=self._some_and_near(at.attention_kept, 2), inputs_offloaded=away)
 
     def _on_device(self, at: Counts) -> Iterable[Counts]:
-        places = (at.groups_on_device, not at.groups_on_device)
-        return _varied(at, groups_on_device=places, on_device=self._some_and_near(at.on_device, 3))
+        return _varied(at, groups_on_device=(at.groups_on_device, not at.groups_on_device), on_device=_spread(self._count))
+
+    def _near(self, at: Counts) -> Iterable[Counts]:
+        return _varied(at, on_device=_around(at.on_device, 3, self._count), groups_on_device=(False, True))
 
     def _offloaded(self, at: Counts) -> Iterable[Counts]:
         return _varied(at, offloaded=self._some_and_near(at.offloaded, 3) if at.budgets == _WHOLE else ())
