@@ -22,7 +22,10 @@ from megatrain_accelerate.config import MegatrainConfig, PlacementSettings
 TESTS = Path(__file__).parents[1]
 REPOSITORY = TESTS.parent
 DOCS = REPOSITORY / "docs"
-PAGES = [REPOSITORY / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [
+    *(REPOSITORY / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CODE_OF_CONDUCT")),
+    *sorted(DOCS.glob("*.md")),
+]
 ELSEWHERE = {"architecture.md", "moments.md"}
 """Pages whose paths are those within the package's folders."""
 
