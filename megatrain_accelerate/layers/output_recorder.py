@@ -31,7 +31,7 @@ Hook = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
-    """Which part of a module's output a recorder's hook records, and under which channel."""
+    """Which part of a module's output one of transformers' hooks records, and under which channel."""
 
     channel: str
     """The name under which it is recorded."""
@@ -109,7 +109,7 @@ def capture_of(hook: Hook) -> Capture | None:
 
 
 class Captures:
-    """What the recorder's hooks inside a layer record at one call of the layer."""
+    """What transformers' hooks inside a layer record at one call of the layer."""
 
     def __init__(self, owners: Sequence[tuple[str, nn.Module, tuple[Capture, ...]]]) -> None:
         self._owners = owners
@@ -140,7 +140,7 @@ class Captures:
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
-        """Replaces the recorder's hooks by those of :func:`handing_out` in the block."""
+        """Replaces transformers' hooks by those of :func:`handing_out` in the block."""
         before = [(child, child._forward_hooks) for _, child, _ in self._owners]
         try:
             for _, child, captures in self._owners:
