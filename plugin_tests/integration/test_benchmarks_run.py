@@ -100,6 +100,7 @@ def test_documents_train_alike_under_the_plugin_another_commit_and_the_stock_tra
         assert result["first_step_seconds"] < result["total_seconds"]
 
 
+@pytest.mark.long
 def test_generation_is_measured_beside_plain_transformers_and_gives_the_same_tokens(tmp_path: Path) -> None:
     result_file = tmp_path / "result.jsonl"
     shape = (
@@ -152,6 +153,7 @@ def test_a_sweep_with_traces_and_a_setting_that_is_refused(tmp_path: Path) -> No
     assert not (tmp_path / "refused" / "memory.png").exists(), "nothing was measured"
 
 
+@pytest.mark.long
 def test_host_time_is_told_of_streamed_and_held_weights_beside_plain_pytorch(tmp_path: Path) -> None:
     result_file = tmp_path / "result.json"
     script = RECIPES / "benchmarks" / "host_overhead.py"

@@ -83,6 +83,7 @@ def test_wandb_without_a_key_is_offline(run_dir: Path) -> None:
     assert list(run_dir.glob("wandb/offline-run-*/*.wandb"))
 
 
+@pytest.mark.long
 def test_second_run_has_the_same_tokenizer_and_losses(run_dir: Path, tmp_path: Path) -> None:
     train(tmp_path, PYTHONHASHSEED="2")
     assert (tmp_path / "tokenizer.json").read_bytes() == (run_dir / "tokenizer.json").read_bytes()
@@ -102,6 +103,7 @@ def test_sample_continues_the_prompt(run_dir: Path) -> None:
     assert len(printed) > len("def read\n")
 
 
+@pytest.mark.long
 def test_saved_model_is_trained_on_from_a_local_file(run_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "notes.jsonl"
     file.write_text("".join(json.dumps({"note": f"{i} times {i} is {i * i}. " * 20}) + "\n" for i in range(100)))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from engine_runs import Training, attach, train_streamed
+from pairs import pairwise
 from plain_torch import round_to_bf16, tiny_model, token_batches, train_bf16_with_masters
 from test_exactness import assert_bit_equal
 from torch import nn
@@ -129,12 +130,15 @@ def test_bf16_accumulation_is_bit_equal_to_that_of_autograd(placement: dict[str,
     assert exact.norms != plain.norms, "or no test here tells one from the other"
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-@pytest.mark.parametrize(("schedule", "max_norm"), [("deferred", 1.0), ("serial", 0.1), ("backward", None)])
+@pytest.mark.parametrize(
+    ("placement", "step", "tied"),
+    pairwise(PLACEMENTS, [("deferred", 1.0), ("serial", 0.1), ("backward", None)], [False, True]),
+    ids=str,
+)
 def test_training_on_seven_micro_batches_is_bit_equal(
-    placement: dict[str, int], schedule: str, max_norm: float | None, tied: bool
+    placement: dict[str, int], step: tuple[str, float | None], tied: bool
 ) -> None:
+    schedule, max_norm = step
     model, batches = tiny_model(tie_word_embeddings=tied), token_batches(21)
     plain = train_bf16_with_masters(model, batches, accumulation=7, max_norm=max_norm)
     streamed = train_streamed(model, batches, accumulation=7, schedule=schedule, max_norm=max_norm, **placement)
