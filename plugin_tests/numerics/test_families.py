@@ -42,7 +42,7 @@ def check(family: Decoder, dtype: torch.dtype, accumulation: int = 1, **settings
 
 
 SIMILAR = ("qwen3", "qwen3_5", "mistral", "gemma3", "gemma4", "cohere", "olmo3", "glm4", "glm4_moe", "mamba")
-"""Others have what is special about these, too: Gemma 2, Qwen3-Next, Mixtral, Gemma 3n, Falcon, Qwen2, DeepSeek-V3, Mamba 2."""
+"""Others have their specialities too: Gemma 2, Qwen3-Next, Mixtral, Gemma 3n, Falcon, Qwen2, DeepSeek-V3, Mamba 2."""
 
 
 @pytest.mark.parametrize(
