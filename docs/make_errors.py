@@ -55,7 +55,6 @@ INTERNAL = (
     "... must be contiguous",
     "... has ... elements and",
     "a call of layer ... can't go",
-    "weight slot ... can't go",
     "the host optimizer's thread was closed",
     "the megatrain settings handed to this process",
 )

@@ -220,9 +220,11 @@ def _device_lanes(
 def _losses(spans: Iterable[Span]) -> Iterator[Span]:
     """What lies between a forward of layers and the backward that follows it: the last norm, the head and the loss."""
     calls = sorted((span for span in spans if span.kind in ("forward", "recompute", "backward")), key=lambda span: span.start)
+    end = 0.0
     for before, after in itertools.pairwise(calls):
-        if before.kind == "forward" != after.kind and before.end < after.start:
-            yield Span(before.end, after.start, LOSS, "")
+        end = max(end, before.end)  # a layer's forward may have those of its experts in it
+        if before.kind == "forward" != after.kind and end < after.start:
+            yield Span(end, after.start, LOSS, "")
 
 
 def build(trace: dict[str, Any]) -> tuple[Timeline, list[Event]]:

@@ -31,7 +31,8 @@ done
 def bench(out: Path, *arguments: str | Path, check: bool = True) -> tuple[str, dict[str, Any]]:
     """(what was printed, the JSON file's content)."""
     command = (sys.executable, RUN, "--out", out, "--steps", "5", "--warmup", "2", *arguments)
-    printed = run_command(*command, check=check)
+    # Not from the checkout, whose package would be taken for that of --beside.
+    printed = run_command(*command, check=check, cwd=out.parent)
     return printed, json.loads((out / "results.json").read_text())
 
 
