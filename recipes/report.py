@@ -177,7 +177,7 @@ def draw_losses(log: list[dict[str, Any]], path: Path) -> None:
         if losses:
             axes.plot(steps, losses, style, color=color)
             label_end(axes, steps, losses, label, color, above=key == "eval_loss")
-    last = max((entry["step"] for entry in log), default=1)
+    last = max([1, *(entry["step"] for entry in log)])
     axes.set(xlabel="optimizer step", ylabel="cross-entropy (nats a token)", title="Loss", xlim=(0, 1.2 * last))
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

@@ -351,7 +351,8 @@ def test_what_the_options_say_overrides_the_table() -> None:
     )
     options = dataclasses.replace(options, host_step_parameters=4e6)
     found = describe_machine(options, MegatrainConfig())
-    assert found.machine == Machine(1e9, 1e9, 4e6, 3e9, 2e12, 0.010)
+    share = machine_description.STEP_SHARE_BESIDE_COPIES
+    assert found.machine == Machine(1e9, 1e9, 4e6, 3e9, 2e12, 0.010, step_share_beside_copies=share)
     assert found.gpu_total_bytes == 40 * GIB
     assert found.host_bytes == 7 * GIB
     limited = describe_machine(options, MegatrainConfig(gpu_memory_gib=5.0, host_memory_gib=9.0))

@@ -142,11 +142,14 @@ def test_report_shows_the_newest_figures_and_draws_the_loss(
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_report_leaves_out_what_is_0(tmp_path: Path) -> None:
+def test_report_leaves_out_what_is_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_log(
         tmp_path, [{"step": 1, "loss": 5.0, "megatrain/h2d_gb": 0.0002, "megatrain/kept_layers": 0, "megatrain/d2h_gb": 2.0}]
     )
-    printed = run_script("report.py", tmp_path).stdout
+    report(monkeypatch, tmp_path)
+    printed = capsys.readouterr().out
     assert "GPU to host" in printed
     assert "host to GPU" not in printed
     assert "The plan" not in printed
@@ -160,11 +163,16 @@ def test_report_leaves_out_what_is_0(tmp_path: Path) -> None:
     ],
 )
 def test_report_says_what_device_memory_was_taken_and_what_plain_training_takes(
-    figures: dict[str, float], said: str, tmp_path: Path
+    figures: dict[str, float],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     write_log(tmp_path, [{"step": 1, "loss": 5.0, **{f"megatrain/{key}": value for key, value in figures.items()}}])
     (tmp_path / "train_results.json").write_text(json.dumps({"parameters": 2**30}))
-    printed = run_script("report.py", tmp_path).stdout
+    report(monkeypatch, tmp_path)
+    printed = capsys.readouterr().out
     assert said in printed
     assert "Plain training: 16.0 GiB" in printed
 
@@ -179,19 +187,23 @@ def two_runs(tmp_path: Path, distance: float) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(("distance", "said"), [(0.0, "0, every bit is the same"), (2e-6, "2e-06")])
-def test_report_says_how_far_the_stock_runs_losses_are_apart(distance: float, said: str, tmp_path: Path) -> None:
+def test_report_says_how_far_the_stock_runs_losses_are_apart(
+    distance: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     ours, stock = two_runs(tmp_path, distance)
-    printed = run_script("report.py", ours, "--losses", ours, stock, "--title", "6M parameters").stdout
+    report(monkeypatch, ours, "--losses", ours, stock, "--title", "6M parameters")
+    printed = capsys.readouterr().out
     assert f"with the same seed: largest difference of 2 losses: {said}\n" in printed
     assert (ours / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("distance", [0.1, float("nan")])
-def test_report_fails_where_the_stock_runs_losses_are_others(distance: float, tmp_path: Path) -> None:
+def test_report_fails_where_the_stock_runs_losses_are_others(
+    distance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, stock = two_runs(tmp_path, distance)
-    result = run_script("report.py", ours, "--losses", ours, stock, check=False)
-    assert result.returncode == 1
-    assert "not the stock Trainer's" in result.stderr
+    with pytest.raises(SystemExit, match="not the stock Trainer's"):
+        report(monkeypatch, ours, "--losses", ours, stock)
 
 
 @pytest.mark.parametrize(
