@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -14,12 +15,14 @@ def test_it_is_read_in_five_minutes() -> None:
     assert len(README.split()) <= MOST_WORDS
 
 
-def test_its_speeds_stand_in_the_benchmarks() -> None:
-    benchmarks = (REPOSITORY / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    speeds = README.split("\n## Speed\n")[1].split("\n## ")[0]
-    figures = set(re.findall(r"\d+,\d{3}|\d\.\d\d", speeds))
-    assert len(figures) > 10
-    assert sorted(figure for figure in figures if figure not in benchmarks) == []
+def test_its_speed_beside_deepspeed_is_the_benchmarks() -> None:
+    runs = json.loads((REPOSITORY / "docs" / "benchmarks" / "results.json").read_text(encoding="utf-8"))
+    ratios = [row["ratios"]["ds3"] for run in runs for row in run["rows"] if "ds3" in row.get("ratios", {})]
+    assert len(ratios) >= 5
+    ((least, most),) = re.findall(r"\*\*.*?(\d\.\d) to (\d)\stimes as fast as DeepSpeed ZeRO-3 offload", README, re.S)
+    assert (float(least), float(most)) == (min(ratios), int(max(ratios)))
+    # Its picture is made of the same file.
+    assert "](docs/benchmarks/tokens_per_second.png)" in README
 
 
 def test_its_count_of_model_families_is_the_tables() -> None:

@@ -91,5 +91,6 @@ def test_issue_templates_ask_something() -> None:
 def test_all_files_name_the_same_version() -> None:
     citation = read(REPOSITORY / "CITATION.cff")
     assert citation["version"] == __version__
+    assert f"version = {{{__version__}}}" in (REPOSITORY / "README.md").read_text(encoding="utf-8")
     changelog = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
     assert f"## [{__version__}] - {citation['date-released']}" in changelog
