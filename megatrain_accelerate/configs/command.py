@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         dest="source",
         metavar="FILE",
-        help="write the yaml of who comes from DeepSpeed: FILE is its JSON, or the yaml that accelerate config wrote for it",
+        help="convert a configuration for DeepSpeed: FILE is its JSON, or the yaml that accelerate config wrote for it",
     )
 
 

@@ -162,18 +162,51 @@ def _accumulation(value: Any, conversion: Conversion) -> Remark | None:
     return None if _is_off(value) else _nothing("accumulation_dtype is fp32 by default")
 
 
+def _batch(value: Any, conversion: Conversion) -> Remark:
+    return Remark(
+        Kind.DO,
+        f"{value} sequences a step, over all GPUs: per_device_train_batch_size x gradient_accumulation_steps must be it here",
+    )
+
+
+def _clipping(value: Any, conversion: Conversion) -> Remark:
+    if _is_off(value):
+        return Remark(Kind.DO, "max_grad_norm=0 in the script: DeepSpeed didn't clip, and the Trainer's default is 1.0")
+    return Remark(
+        Kind.DO,
+        f"max_grad_norm={value} in the script (the Trainer's default is 1.0), or accelerator.clip_grad_norm_ in a loop",
+    )
+
+
 _ADAMS = {"adam", "adamw", "deepspeedcpuadam", "fusedadam"}
+_COMPRESSED = {"onebitadam", "zerooneadam", "onebitlamb"}
 
 
 def _optimizer(value: Any, conversion: Conversion) -> Remark:
-    how = "a bare Accelerator loop makes torch.optim.AdamW itself, no accelerate.utils.DummyOptim"
+    how = "a bare Accelerator loop makes its optimizer itself, no accelerate.utils.DummyOptim"
     if str(value).lower() in _ADAMS:
-        return Remark(Kind.DO, f"{value} is the Trainer's default, optim=adamw_torch, fused on the host here; {how}")
+        return Remark(Kind.DO, f"{value} is the Trainer's default (AdamW), fused on the host here; {how}")
+    if str(value).lower() in _COMPRESSED:
+        return Remark(Kind.DO, f"{value} compresses traffic between GPUs: with one take the Trainer's default (AdamW); {how}")
     return Remark(
         Kind.DO,
         f"name it in the script: the Trainer's optim, or an optimizer object. Adam and AdamW are fast, {value} would run its "
         f"own step on the host; {how}",
     )
+
+
+def _weight_decay_mode(value: Any, conversion: Conversion) -> Remark:
+    if value is not False:
+        return _nothing("AdamW decouples weight decay from the gradient")
+    return Remark(
+        Kind.DO,
+        "DeepSpeed's Adam adds weight decay to the gradient (L2) then: torch.optim.Adam in the Trainer's optimizers= does so, "
+        "AdamW is another training",
+    )
+
+
+def _bias_correction(value: Any, conversion: Conversion) -> Remark:
+    return _without("AdamW corrects the moments' bias") if value is False else _nothing("AdamW corrects the moments' bias")
 
 
 _SCHEDULES = {
@@ -185,9 +218,27 @@ _SCHEDULES = {
 
 def _scheduler(value: Any, conversion: Conversion) -> Remark:
     named = _SCHEDULES.get(str(value).lower())
-    how = f"of the Trainer is {value}" if named else f"the Trainer has no {value}: give it a torch scheduler in optimizers="
-    loop = "a bare Accelerator loop makes it itself, no accelerate.utils.DummyScheduler"
-    return Remark(Kind.DO, f"{named or ''} {how}; {loop}".strip())
+    how = (
+        f"{value} is the Trainer's {named}"
+        if named
+        else f"the Trainer has no {value}: give it a torch scheduler in optimizers="
+    )
+    return Remark(Kind.DO, f"{how}; a bare Accelerator loop makes it itself, no accelerate.utils.DummyScheduler")
+
+
+def _warmup(value: Any, conversion: Conversion) -> Remark:
+    if str(value).lower() == "linear":
+        return _nothing("the Trainer's warm-up is linear")
+    return _without(
+        "DeepSpeed's learning rate rises by a logarithm unless warmup_type is linear; the Trainer's is linear, so the first "
+        "warmup_steps have lower rates"
+    )
+
+
+def _first_rate(value: Any, conversion: Conversion) -> Remark:
+    return (
+        _nothing("the Trainer's warm-up begins with 0") if _is_off(value) else _without("the Trainer's warm-up begins with 0")
+    )
 
 
 def _processes(value: Any, conversion: Conversion) -> Remark | None:
@@ -198,6 +249,10 @@ def _processes(value: Any, conversion: Conversion) -> Remark | None:
         f"one GPU in one process is used, not {value}. For the same batch multiply the script's "
         "per_device_train_batch_size by that: a large batch takes no more copies of the weights than a small one",
     )
+
+
+def _machines(value: Any, conversion: Conversion) -> Remark | None:
+    return None if str(value) == "1" else _nothing("num_processes counted the GPUs of all machines; one is used")
 
 
 def _argument(name: str, default: int | None = None) -> Handler:
@@ -222,16 +277,13 @@ def _replaced(value: Any, conversion: Conversion) -> None:
 
 _ROWS: tuple[tuple[Remark | Handler, str], ...] = (
     # Batch and steps
-    (_nothing("it follows from the script's batch size and accumulation"), "train_batch_size"),
+    (_batch, "train_batch_size"),
     (_argument("per_device_train_batch_size"), "train_micro_batch_size_per_gpu"),
     (
         _argument("gradient_accumulation_steps", default=1),
         "gradient_accumulation_steps deepspeed_config.gradient_accumulation_steps",
     ),
-    (
-        _do("max_grad_norm={value} in the script (the Trainer's default is 1.0), or accelerator.clip_grad_norm_ in a loop"),
-        "gradient_clipping optimizer.params.max_grad_norm deepspeed_config.gradient_clipping",
-    ),
+    (_clipping, "gradient_clipping optimizer.params.max_grad_norm deepspeed_config.gradient_clipping"),
     (_nothing("the Trainer or the Accelerator accumulates"), "managed_gradient_accumulation"),
     (_argument("dataloader_drop_last"), "dataloader_drop_last"),
     # Precision
@@ -241,7 +293,7 @@ _ROWS: tuple[tuple[Remark | Handler, str], ...] = (
     (_do("moments_dtype: bf16 below megatrain_config does so"), "bf16.bf16_optimizer_states"),
     (_half_precision, "fp16.enabled"),
     (_nothing("bf16 needs no loss scaling"), "fp16"),
-    (_without("NVIDIA's apex isn't used; take bf16"), "amp"),
+    (_without("NVIDIA's apex and fp8 aren't used; take bf16"), "amp fp8_config"),
     (_do("mixed_precision: bf16 in this file is torch's autocast"), "torch_autocast"),
     (_accumulation, "data_types.grad_accum_dtype"),
     (_mixed_precision, "mixed_precision"),
@@ -254,17 +306,22 @@ _ROWS: tuple[tuple[Remark | Handler, str], ...] = (
     (_do("give it to the script's optimizer: {value}"), "optimizer.params"),
     (
         _nothing("Adam and AdamW have a fused kernel on the host; any other torch optimizer runs too"),
-        "optimizer.params.torch_adam optimizer.params.adam_w_mode optimizer.params.adamw_mode optimizer.legacy_fusion "
-        "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
+        "optimizer.params.torch_adam optimizer.legacy_fusion zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
     ),
+    (_weight_decay_mode, "optimizer.params.adam_w_mode optimizer.params.adamw_mode"),
+    (_bias_correction, "optimizer.params.bias_correction"),
+    (_nothing("no traffic between GPUs is compressed"), "optimizer.params.freeze_step"),
     (_scheduler, "scheduler.type"),
     (_argument("warmup_steps"), "scheduler.params.warmup_num_steps"),
     (_nothing("the Trainer knows how many steps there are"), "scheduler.params.total_num_steps"),
+    (_nothing("the Trainer begins where its checkpoint ended"), "scheduler.params.last_batch_iteration"),
+    (_warmup, "scheduler.params.warmup_type"),
+    (_first_rate, "scheduler.params.warmup_min_lr"),
     (
-        _nothing("the Trainer's warm-up is linear and begins with 0"),
-        "scheduler.params.warmup_type scheduler.params.warmup_min_lr",
+        _do("lr_scheduler_type=cosine_with_min_lr and lr_scheduler_kwargs={{'min_lr_rate': {value}}} in the script"),
+        "scheduler.params.cos_min_ratio",
     ),
-    (_do("give it to the script's scheduler (the Trainer's lr_scheduler_kwargs): {value}"), "scheduler.params"),
+    (_do("give it to a scheduler of the script's own: {value}"), "scheduler.params"),
     # ZeRO: where weights and states lie
     (
         _nothing("there are no stages: the plan decides what lies on the GPU"),
@@ -283,15 +340,15 @@ _ROWS: tuple[tuple[Remark | Handler, str], ...] = (
         _nothing("the store's buffers follow from the model"),
         "zero.offload_optimizer.buffer_count zero.offload_param.buffer_count zero.offload_param.buffer_size",
     ),
-    (_do("host_memory_gib below megatrain_config limits host memory"), "zero.offload_param.max_in_cpu"),
     (
         _without("nothing goes to NVMe"),
+        "zero.offload_param.max_in_cpu "
         "zero.offload_optimizer.nvme_path zero.offload_param.nvme_path zero.offload_optimizer.pipeline "
         "zero.offload_optimizer.pipeline_read zero.offload_optimizer.pipeline_write zero.offload_optimizer.fast_init aio "
         "deepspeed_config.offload_optimizer_nvme_path deepspeed_config.offload_param_nvme_path",
     ),
     (
-        _nothing("AdamW on the host runs layer by layer, under forward and backward"),
+        _nothing("AdamW on the host runs layer by layer, under the next forward (under backward without clipping)"),
         "zero.sub_group_size zero.offload_optimizer.super_offload",
     ),
     (
@@ -326,11 +383,15 @@ _ROWS: tuple[tuple[Remark | Handler, str], ...] = (
     (
         _without("weights and gradients aren't quantised or compressed"),
         "zero.zero_quantized_gradients zero.zero_quantized_weights zero.zero_quantized_nontrainable_weights "
-        "compression_training quantize_training weight_quantization",
+        "zero.zeropp_loco_param compression_training quantize_training weight_quantization",
     ),
     (
         _do("layer_classes below megatrain_config names the modules that stream, where the model's own list doesn't do"),
-        "zero.leaf_module deepspeed_config.deepspeed_moe_layer_cls_names",
+        "zero.leaf_module",
+    ),
+    (
+        _nothing("layers are found by the model's own list; a mixture's experts stream with their layer, or in parts"),
+        "deepspeed_config.deepspeed_moe_layer_cls_names",
     ),
     (_nothing("norms are taken where somebody clips by them or logs them"), "zero.compute_grad_norm"),
     (_nothing("a parameter without a gradient isn't stepped"), "zero.ignore_unused_parameters"),
@@ -361,14 +422,16 @@ _ROWS: tuple[tuple[Remark | Handler, str], ...] = (
         "comms_logger dump_state flops_profiler log_level memory_breakdown steps_per_print timers wall_clock_breakdown "
         "zero.enable_sanity_checks zero.log_trace_cache_warnings",
     ),
-    (_do("trackers are the script's: report_to of the Trainer"), "comet csv_monitor tensorboard wandb"),
+    (_do("trackers are the script's: report_to of the Trainer"), "comet csv_monitor monitor_config tensorboard wandb"),
     # Of Accelerate's yaml
     (_cpu, "use_cpu"),
     (_gpu, "gpu_ids"),
-    (_processes, "num_processes num_machines"),
+    (_processes, "num_processes"),
+    (_machines, "num_machines"),
     (_replaced, "compute_environment distributed_type deepspeed_config.deepspeed_config_file"),
     (
         _nothing("there is one process, on one machine, with one GPU"),
+        "commands command_file ipex_config mpirun_config tpu_name tpu_zone "
         "machine_rank main_process_ip main_process_port rdzv_backend same_network main_training_function downcast_bf16 debug "
         "enable_cpu_affinity tpu_env tpu_use_cluster tpu_use_sudo deepspeed_config.deepspeed_hostfile "
         "deepspeed_config.deepspeed_multinode_launcher deepspeed_config.deepspeed_inclusion_filter "
@@ -377,6 +440,8 @@ _ROWS: tuple[tuple[Remark | Handler, str], ...] = (
 )
 KEYS = {key.replace("zero.", "zero_optimization."): entry for entry, keys in _ROWS for key in keys.split()}
 """By key, with the sections before it; that of a section counts for what isn't named of it."""
+_BY_ARGUMENTS = {"fp16.enabled": Remark(Kind.DO, "where the script says fp16 (fp16=True, --fp16), it must say bf16")}
+"""What else there is to say of a key whose value is ``auto``."""
 _SECTIONS = {key[: dot.start()] for key in KEYS for dot in re.finditer(r"\.", key)}
 
 
@@ -395,13 +460,26 @@ def convert(path: Path) -> Conversion:
     )
     given = _read(path)
     _walk(given, "", conversion)
+    _what_is_not_said(given, conversion)
     section = given.get("deepspeed_config")
     if isinstance(section, Mapping) and (named := section.get("deepspeed_config_file")):
         # Accelerate takes it as seen from where it is started.
-        beside = path.parent / named
-        _walk(_read(beside if beside.exists() else Path(named)), "", conversion)
+        found = _read(Path(named) if Path(named).exists() else path.parent / named)
+        _walk(found, "", conversion)
+        _what_is_not_said(found, conversion)
     MegatrainConfig.from_mapping(conversion.megatrain_config)
     return conversion
+
+
+def _what_is_not_said(given: Mapping[str, Any], conversion: Conversion) -> None:
+    """DeepSpeed's own file leaves out what is another default in the Trainer."""
+    if "zero_optimization" not in given:
+        return
+    optimizer, scheduler = (given.get(name) or {} for name in ("optimizer", "scheduler"))
+    if "gradient_clipping" not in given and "max_grad_norm" not in (optimizer.get("params") or {}):
+        conversion.note(_clipping(None, conversion), "gradient_clipping")
+    if "warmup_type" not in (scheduler.get("params") or {}) and str(scheduler.get("type")).lower() in _SCHEDULES:
+        conversion.note(_warmup(None, conversion), "scheduler.params.warmup_type")
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -435,8 +513,8 @@ def _walk(section: Mapping[str, Any], prefix: str, conversion: Conversion) -> No
 def _remark(key: str, value: Any, conversion: Conversion) -> Remark | None:
     entry = KEYS.get(key) or KEYS.get(key.rpartition(".")[0])
     if entry is None:
-        near = difflib.get_close_matches(key, KEYS, 1, 0.8)
+        near = difflib.get_close_matches(key, KEYS, 1, 0.9)
         return Remark(Kind.UNKNOWN, f"did you mean {near[0]}?" if near else "")
     if not isinstance(entry, Remark):
-        return Remark(Kind.AUTO, "") if value == "auto" else entry(value, conversion)
+        return _BY_ARGUMENTS.get(key, Remark(Kind.AUTO, "")) if value == "auto" else entry(value, conversion)
     return None if entry.kind is Kind.WITHOUT and _is_off(value) else entry

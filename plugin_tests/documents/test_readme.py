@@ -17,16 +17,17 @@ def test_it_is_read_in_five_minutes() -> None:
 
 def test_its_speed_beside_deepspeed_is_the_benchmarks() -> None:
     runs = json.loads((REPOSITORY / "docs" / "benchmarks" / "results.json").read_text(encoding="utf-8"))
-    ratios = [row["ratios"]["ds3"] for run in runs for row in run["rows"] if "ds3" in row.get("ratios", {})]
-    assert len(ratios) >= 5
-    ((least, most),) = re.findall(r"\*\*.*?(\d\.\d) to (\d)\stimes as fast as DeepSpeed ZeRO-3 offload", README, re.S)
-    assert (float(least), float(most)) == (min(ratios), int(max(ratios)))
+    rows = [row for run in runs for row in run["rows"] if "ds3" in row.get("ratios", {})]
+    without_room = [row["ratios"]["ds3"] for row in rows if row["case"].endswith("24gib") or row["case"].startswith("14b")]
+    assert len(without_room) >= 3
+    ((least, most),) = re.findall(r"(\d\.\d) to (\d\.\d)\stimes as fast as DeepSpeed ZeRO-3 offload where", README)
+    assert (float(least), float(most)) == (round(min(without_room), 1), round(max(without_room), 1))
     # Its picture is made of the same file.
     assert "](docs/benchmarks/tokens_per_second.png)" in README
 
 
 def test_its_count_of_model_families_is_the_tables() -> None:
-    (count,) = re.findall(r"(\d+) families\]\(docs/models\.md\)", README)
+    (count,) = re.findall(r"(\d+) models\]\(docs/models\.md\)", README)
     models = (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")
     assert int(count) == len(re.findall(r"^\|.*equal bit by bit \|$", models, re.M))
 

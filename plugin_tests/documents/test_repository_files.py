@@ -58,7 +58,8 @@ def test_a_workflow_names_jobs_commands_and_files_that_exist(path: Path) -> None
     # yaml reads the key `on` as true.
     assert {"name", True, "permissions", "jobs"} <= workflow.keys()
     for job in workflow["jobs"].values():
-        assert job.get("needs", next(iter(workflow["jobs"]))) in workflow["jobs"]
+        needs = job.get("needs", [])
+        assert set([needs] if isinstance(needs, str) else needs) <= workflow["jobs"].keys()
         if local := job.get("uses"):
             assert (REPOSITORY / local).exists()
             continue

@@ -32,7 +32,10 @@ OFFLOAD: dict[str, Any] = {
         "stage3_gather_16bit_weights_on_model_save": True,
     },
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": "auto"}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 100, "total_num_steps": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_num_steps": 100, "warmup_type": "linear", "total_num_steps": "auto"},
+    },
     "gradient_clipping": 0.5,
     "gradient_accumulation_steps": 4,
     "train_batch_size": "auto",
@@ -93,7 +96,7 @@ def test_offloading_needs_nothing_and_the_rest_is_for_the_script(tmp_path: Path)
     assert "per_device_train_batch_size=2" in said(conversion, "train_micro_batch_size_per_gpu").text
     assert "lr_scheduler_type=linear" in said(conversion, "scheduler.type").text
     assert "[0.9, 0.95]" in said(conversion, "optimizer.params.betas").text
-    assert kinds(conversion, Kind.AUTO) == ["optimizer.params.weight_decay"]
+    assert kinds(conversion, Kind.AUTO) == ["optimizer.params.weight_decay", "train_batch_size"]
     assert not kinds(conversion, Kind.UNKNOWN)
     assert not kinds(conversion, Kind.WITHOUT)
     assert not [keys for _, keys in conversion.remarks if any(key.startswith("fp16") for key in keys)], "it is off"
@@ -131,7 +134,8 @@ def test_fp16_becomes_bf16_and_is_said(tmp_path: Path) -> None:
 def test_automatic_precision_is_left_to_the_script(tmp_path: Path) -> None:
     conversion = converted(tmp_path, {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}})
     assert conversion.settings == {}
-    assert kinds(conversion, Kind.AUTO) == ["fp16.enabled", "bf16.enabled"]
+    assert kinds(conversion, Kind.AUTO) == ["bf16.enabled"]
+    assert "it must say bf16" in said(conversion, "fp16.enabled").text
 
 
 def test_sums_in_bf16_are_a_setting(tmp_path: Path) -> None:
@@ -155,8 +159,38 @@ def test_what_has_no_counterpart_is_said(given: dict[str, Any], key: str, tmp_pa
 
 def test_what_is_off_is_passed_over(tmp_path: Path) -> None:
     zero = {"zero_quantized_weights": False, "offload_param": None}
-    off = {"zero_optimization": zero, "wandb": {"enabled": False}, "gradient_clipping": 0, "mixed_precision": None}
-    assert [keys for _, keys in converted(tmp_path, off).remarks] == [["deepspeed"]]
+    off = {"zero_optimization": zero, "wandb": {"enabled": False}, "gradient_clipping": 1, "mixed_precision": None}
+    assert [keys for _, keys in converted(tmp_path, off).remarks] == [["deepspeed"], ["gradient_clipping"]]
+
+
+@pytest.mark.parametrize("clipping", [{}, {"gradient_clipping": 0.0}], ids=["absent", "0"])
+def test_a_training_that_was_not_clipped_is_not_clipped_by_the_trainers_default(
+    clipping: dict[str, Any], tmp_path: Path
+) -> None:
+    conversion = converted(tmp_path, {"zero_optimization": {"stage": 3}, **clipping})
+    assert said(conversion, "gradient_clipping").text.startswith("max_grad_norm=0 in the script")
+    assert said(conversion, "gradient_clipping").kind is Kind.DO
+
+
+def test_what_would_be_another_training_is_said(tmp_path: Path) -> None:
+    adam = {"type": "Adam", "params": {"adam_w_mode": False, "bias_correction": True}}
+    schedule = {"type": "WarmupCosineLR", "params": {"warmup_min_lr": 1e-5, "cos_min_ratio": 0.1, "last_batch_iteration": -1}}
+    conversion = converted(
+        tmp_path, {"zero_optimization": {"stage": 2}, "optimizer": adam, "scheduler": schedule, "train_batch_size": 64}
+    )
+    assert "torch.optim.Adam" in said(conversion, "optimizer.params.adam_w_mode").text
+    assert said(conversion, "optimizer.params.bias_correction").kind is Kind.NOTHING
+    assert "by a logarithm" in said(conversion, "scheduler.params.warmup_type").text
+    assert said(conversion, "scheduler.params.warmup_min_lr").kind is Kind.WITHOUT
+    assert "{'min_lr_rate': 0.1}" in said(conversion, "scheduler.params.cos_min_ratio").text
+    assert said(conversion, "scheduler.params.last_batch_iteration").kind is Kind.NOTHING
+    assert said(conversion, "train_batch_size").text.startswith("64 sequences a step")
+
+
+def test_processes_of_several_machines_count_once(tmp_path: Path) -> None:
+    conversion = converted(tmp_path, {"num_machines": 2, "num_processes": 8})
+    assert "multiply" in said(conversion, "num_processes").text
+    assert said(conversion, "num_machines").kind is Kind.NOTHING
 
 
 def test_an_unknown_key_is_named_with_the_nearest_one(tmp_path: Path) -> None:
@@ -181,7 +215,7 @@ def test_settings_that_remarks_name_exist() -> None:
     for key, value in (word.split(": ") for word in ("moments_dtype: int8", "host_gradients: passing", "moments_dtype: bf16")):
         assert f"{key}: {value}" in text
         MegatrainConfig.from_mapping({key: value})
-    for key in ("layer_classes", "host_threads", "host_memory_gib", "compile_layers", "evaluation_weights"):
+    for key in ("layer_classes", "host_threads", "compile_layers", "evaluation_weights"):
         assert key in text
         assert hasattr(MegatrainConfig(), key)
 
