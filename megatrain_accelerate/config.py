@@ -202,6 +202,11 @@ class MegatrainConfig:
     """Class names of the modules that stream; by default what the model names in ``_no_split_modules``."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.placement, PlacementSettings):
+            given = _require_mapping(self.placement, "megatrain_config.placement")
+            for key in given:
+                _require_known(key, PlacementSettings, "megatrain_config.placement")
+            object.__setattr__(self, "placement", PlacementSettings(**given))
         _require_whole_numbers(self, _MINIMA, "megatrain_config")
         for name in ("host_memory_gib", "gpu_memory_gib"):
             value = getattr(self, name)
@@ -277,9 +282,7 @@ class MegatrainConfig:
                 else:
                     _require_known(key, cls, "megatrain_config")
                     settings[key] = value
-        for key in placement:
-            _require_known(key, PlacementSettings, "megatrain_config.placement")
-        return cls(**settings, placement=PlacementSettings(**placement))
+        return cls(**settings | {"placement": placement})
 
     def to_json(self) -> str:
         """The form in which the launcher hands the settings to the training processes."""

@@ -33,7 +33,7 @@ _STAGING_BUFFERS = 2
 
 
 class UnitStepper:
-    """What steps parameters of a model, one of its runtime's ``steppers``: what the runtime asks and tells it.
+    """Base class of what steps a model's parameters (the runtime's ``steppers``): the calls that the runtime makes.
 
     By default one that runs within ``optimizer.step()``, on the host.
     """

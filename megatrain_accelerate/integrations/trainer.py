@@ -189,7 +189,6 @@ class MegatrainCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if (engine := engine_of(kwargs["model"])) is not None:
-            engine.device_plan.note_step()
             record_choice(state, "compiles", engine.device_plan.expected[1])
             record_choice(state, "plan", engine.device_plan.record)
         if self._telemetry is not None:

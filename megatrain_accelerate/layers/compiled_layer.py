@@ -156,7 +156,7 @@ class CompiledLayers:
     def suits(self, layer: StreamedLayer) -> Captures | None:
         """What hooks inside the layer take if it may run compiled by the settings, its size and its hooks; else None.
 
-        Layers with hooks inside that record nothing, or more, may not: dynamo doesn't look whether hooks come and go.
+        A layer with hooks inside may not, unless all they do is record: dynamo doesn't look whether hooks come and go.
         """
         if layer.experts or not self.may_compile or layer.unit.layout.parameter_count < self._smallest:
             return None

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_leaves
 
 from megatrain_accelerate.hooks import ModelHook, has_hooks_inside
 from megatrain_accelerate.layers.ambient_state import Again, autocast_again, parameters_as
@@ -33,6 +32,11 @@ _verdicts: dict[Hashable, str | None] = {}
 
 _PLAIN = (bool, int, float, str, types.NoneType, types.EllipsisType)
 """Arguments that have no tokens; the last stands for a tensor."""
+
+
+def _is_plain(argument: Any) -> bool:
+    return isinstance(argument, _PLAIN) or (isinstance(argument, tuple) and all(map(_is_plain, argument)))
+
 
 _Tile = TypeVar("_Tile")
 _runs_few = False
@@ -207,10 +211,11 @@ class _TiledCall:
         self.autocast: Again
 
     def token_dim(self, shape: tuple[int, int]) -> int | None:
-        """The dimension of tokens: 1 of (B, T, ...), 2 of (B, H, T, ...), 0 of (B * T, ...); None if tensors differ in it."""
+        """The dimension of tokens: 1 of (B, T, ...), 2 of (B, H, T, ...), 0 of (B * T, ...); None if tensors differ in
+        it, or the part could write into an argument, a list say."""
         found = {self._dim_of(tensor, shape) for tensor in self.tensors}
-        plain = all(isinstance(rest, _PLAIN) for rest in tree_leaves(self._rest))
-        return found.pop() if len(found) == 1 and plain else None
+        args, kwargs = self._rest
+        return found.pop() if len(found) == 1 and all(map(_is_plain, (*args, *kwargs.values()))) else None
 
     @staticmethod
     def _dim_of(tensor: torch.Tensor, shape: tuple[int, int]) -> int | None:

@@ -86,6 +86,8 @@ class DevicePlan:
         self._expected: tuple[int | None, bool | None] = (None, None)
         self._compiles_after_a_step = False
         """Whether the first step of a training is under way, and layers are compiled from the second on."""
+        self._versions_planned = 0
+        """What :attr:`_versions` was at the last plan."""
         self._resumed: dict[str, Any] | None = None
         """The record of an interrupted training, until its plan is taken over."""
         self.record: dict[str, Any] | None = None
@@ -185,6 +187,8 @@ class DevicePlan:
             recomputed = dataclasses.replace(self.placement, kept=nothing, offloaded=nothing, attention_kept=nothing)
             self._runtime.calls.policy = recomputed
             return
+        if self._compiles_after_a_step and self._versions != self._versions_planned:
+            self._run_layers(compiled=True)
         self._apply_policy()
         if self._displaced is not None:
             placement, self._displaced = self._displaced, None
@@ -211,6 +215,7 @@ class DevicePlan:
             logger.log(logging.WARNING if budget_bytes else logging.INFO, _NOT_PREDICTED, type(error).__name__, error)
             self._place(self._settled())
             self._note(planned=seen)
+            self._versions_planned = self._versions
             return
         self._foreseen.clear()
         take_way_of(self._runtime, outline)
@@ -226,7 +231,9 @@ class DevicePlan:
             samples=outline.samples,
             token_tile=outline.token_tile,
         )
-        self.record = None if self.predicted_time is None else self._made.as_data()
+        self._versions_planned = self._versions
+        is_recorded = self.predicted_time is not None and not self._compiles_after_a_step
+        self.record = self._made.as_data() if is_recorded else None
 
     def _note(self, **changes: Any) -> None:
         self._made = dataclasses.replace(self._made, **changes)
@@ -289,13 +296,14 @@ class DevicePlan:
             self._run_layers(compiles if compiled.is_optional else None)
         self._resumed = record
 
-    def note_step(self) -> None:
-        """An optimizer step is over. After the first of a training that pays for compiling the next batch is planned anew."""
-        if self._compiles_after_a_step:
-            self._run_layers(compiled=True)
+    @property
+    def _versions(self) -> int:
+        """Grows with each step of a unit, and where one moves or is written."""
+        return sum(unit.version for unit in self._runtime.units)
 
     def _run_layers(self, compiled: bool | None) -> None:
-        """Layers run compiled, or not, from now on, for which nothing is measured or planned yet; None: it isn't decided."""
+        """From now on layers run compiled (True) or not (False); None: the next outline decides. What was measured and planned
+        before counts no more."""
         self._runtime.compiled.pays, self._compiles_after_a_step = compiled, False
         self._measured_steps.clear()
         self._foreseen.clear()
@@ -334,7 +342,15 @@ class DevicePlan:
             self._decide_on_compiling(outline)
             found = self._in_proportion(inputs, outline)
             if found is None or not (found is outline or found.surely_fits or self.search_for(found).something_fits):
-                measured = ways.measured(outline, lambda made: self._measured(model, inputs, made))
+                measured = None
+                try:
+                    measured = ways.measured(outline, lambda made: self._measured(model, inputs, made))
+                except torch.OutOfMemoryError:
+                    if not self._compiles_after_a_step:
+                        raise
+                if measured is None or (self._compiles_after_a_step and not self.search_for(measured[1]).something_fits):
+                    self._run_layers(compiled=True)  # which takes less memory, so that the first step is compiled too
+                    return self.foresee(model, inputs)
                 self._measured_steps[self._way_of(inputs)] = measured
                 found = measured[1]
             self._foreseen[key] = found
@@ -357,16 +373,19 @@ class DevicePlan:
         return self.search_for(self.foresee(model, inputs)).best()
 
     def _decide_on_compiling(self, outline: StepOutline) -> None:
-        """Layers are compiled if the training is long enough to pay for it. The first outline of a training decides. The first
-        step comes at once all the same, uncompiled: whoever waits for it sees that the script works."""
+        """Layers are compiled if the training is long enough to pay for it. The first outline of a training decides. Even then
+        the first step runs uncompiled, so that the user soon sees the script work."""
         compiled, steps = self._runtime.compiled, self._expected[0]
         if compiled.is_optional and compiled.pays is None and steps is not None:
             # Backward takes twice the FLOPs of forward.
             pass_flops = 3 * sum(outline.profiles[call.kind].forward.flops for call in outline.forward_calls)
             saved_seconds = steps * self.micro_batches * _SAVED_SHARE * pass_flops / _EAGER_FLOPS
-            self._compiles_after_a_step = saved_seconds >= COMPILE_SECONDS * len(outline.profiles)
-            compiled.pays = False
-            if not self._compiles_after_a_step:
+            compiled.pays = saved_seconds >= COMPILE_SECONDS * len(outline.profiles)
+            # Whether micro-batches are joined is decided once, by the times of layers as they will run.
+            is_plain = self.micro_batches == 1 and self._runtime.batch_cut.asked is None
+            if compiled.pays and is_plain and not compiled.compilations:
+                self._compiles_after_a_step, compiled.pays = True, False
+            elif not compiled.pays:
                 text = "megatrain: %d steps don't pay for compiling the layers (compile_layers: true compiles them)"
                 logger.info(text, steps)
 

@@ -77,7 +77,8 @@ class Machine:
     d2h_share_in_step: float = 1.0
     """The same of :attr:`d2h_bytes`."""
     step_share_beside_copies: float = 1.0
-    """Of :attr:`host_step_parameters`, what is left while both directions copy."""
+    """Of :attr:`host_step_parameters`, what is left while the link copies both ways. The simulation counts with it while
+    activations leave."""
 
     @property
     def host_step_traffic(self) -> float:

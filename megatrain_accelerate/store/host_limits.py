@@ -121,7 +121,7 @@ def anonymous_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def leaner_settings(config: MegatrainConfig, *, accumulates: bool) -> list[dict[str, Any]]:
-    """What can be changed of the settings to take less host memory, from nothing at all on: what changes numbers less first.
+    """Sets of changed settings that take less host memory. The first is empty; those that change numbers least come first.
 
     ``accumulates``: whether several backwards come before a step, which gradients that pass don't allow.
     """

@@ -73,7 +73,8 @@ class Prefetcher:
 
     @property
     def look_ahead(self) -> int:
-        """Calls to look ahead: as many as there are shared slots, and those that have slots of their own between them."""
+        """How many calls to name as upcoming: one for each shared slot, and the layers with slots of their own, which may lie
+        between them."""
         return self.slot_count + len(self.own_slots)
 
     @property
@@ -282,7 +283,8 @@ class Prefetcher:
             self._fill(self._victim(layer, wanted), layer)
 
     def _fill(self, slot: WeightSlot, layer: Fetched) -> None:
-        assert not slot.users
+        if slot.users:
+            raise StateError(f"layer {layer.name} would overwrite a weight slot that {slot.users} running layers use")
         slot.holder = None  # until the copy is issued: an interrupt must not leave a slot that claims to hold it
         layer.unit.register_weights()  # the first time: what moves to the device before is never registered
         now = time.perf_counter()

@@ -67,6 +67,29 @@ def test_trying_a_part_out_leaves_the_forwards_random_numbers_alone(monkeypatch:
     engine.close()
 
 
+def test_a_part_that_could_write_into_a_list_runs_once_and_whole(
+    monkeypatch: pytest.MonkeyPatch, tokens: torch.Tensor
+) -> None:
+    class Router(Part):
+        def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+            losses.append(x.square().mean())
+            return super().forward(x)
+
+    class Routed(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            losses: list[torch.Tensor] = []
+            output = x + self.part(x, losses)
+            return output * sum(losses)
+
+    monkeypatch.setattr(token_tiles, "_verdicts", {})
+    layer = Routed(Router())
+    plain = layer(tokens)
+    tiles = TokenTiles.of_layer(layer)
+    tiles.tile_tokens = TILE
+    for _ in range(2):
+        assert torch.equal(tiled(layer, tiles, tokens), plain)
+
+
 def test_dropout_that_is_switched_on_later_ends_the_tiles(tokens: torch.Tensor) -> None:
     layer = Layer(Part())
     tiles = TokenTiles.of_layer(layer)

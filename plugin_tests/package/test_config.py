@@ -28,6 +28,12 @@ def test_settings_survive_json() -> None:
     assert MegatrainConfig.from_json(config.to_json()) == config
 
 
+def test_the_placement_may_be_a_mapping_in_code_too() -> None:
+    assert MegatrainConfig(placement={"slots": 3}).placement == PlacementSettings(slots=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="did you mean 'kept_layers'"):
+        MegatrainConfig(placement={"kept_layer": 2})  # type: ignore[arg-type]
+
+
 def test_later_settings_count_and_those_of_the_placement_one_by_one() -> None:
     sources: list[dict[str, Any]] = [
         {"host_threads": 3, "placement": {"slots": 3, "kept_layers": 2}},

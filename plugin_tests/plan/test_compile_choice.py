@@ -50,8 +50,7 @@ def trial(batch: int, length: int, layers: int) -> Iterator[Callable[[float], bo
     def compiles(steps: float) -> bool:
         engine.device_plan.expect_steps(int(steps))
         engine.device_plan.follow(model, {"input_ids": ids, "labels": ids})
-        engine.device_plan.note_step()
-        return would_compile(engine)
+        return bool(engine.device_plan.expected[1])
 
     yield compiles
     engine.close()
@@ -79,7 +78,46 @@ def test_the_first_step_does_not_wait_for_the_compiler() -> None:
         engine.device_plan.follow(model, {"input_ids": ids, "labels": ids})
         assert would_compile(engine) is compiles
         assert engine.device_plan.expected == (2**40, True), "a checkpoint after the first step says so too"
-        engine.device_plan.note_step()
+        assert engine.device_plan.record is None, "there is no plan to resume by before the second step's"
+        engine.runtime.layers[0].unit.version += 1  # a step
+    engine.close()
+
+
+def test_the_first_step_is_compiled_where_nothing_else_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def out_of_memory_unless_compiled(model: Any, runtime: Any, inputs: Any, outline: Any, *_: Any) -> Any:
+        measured.append(runtime.compiled.may_compile)
+        if not runtime.compiled.may_compile:
+            raise torch.OutOfMemoryError
+        return outline
+
+    monkeypatch.setattr(device_plan, "measure_layers", out_of_memory_unless_compiled)
+    monkeypatch.setattr(device_plan.DevicePlan, "_measures", True)
+    monkeypatch.setattr(device_plan.DevicePlan, "_surely_fits", lambda *_: False)
+    model = tiny_model().train()
+    engine = attach(model, gpu_memory_gib=4.0)
+    engine.device_plan.expect_steps(2**40)
+    ids = token_batches(1)[0]
+    engine.device_plan.follow(model, {"input_ids": ids, "labels": ids})
+    assert measured[0] is False
+    assert measured[-1] is True
+    assert would_compile(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("why", ["accumulation", "compiled before"])
+def test_layers_are_compiled_at_once_where_waiting_gains_nothing(why: str) -> None:
+    model = tiny_model().train()
+    engine = attach(model)
+    if why == "accumulation":
+        engine.device_plan.micro_batches = 2
+    else:
+        engine.runtime.compiled.compilations = 1
+    engine.device_plan.expect_steps(2**40)
+    ids = token_batches(1)[0]
+    engine.device_plan.follow(model, {"input_ids": ids, "labels": ids})
+    assert would_compile(engine)
     engine.close()
 
 
