@@ -4,8 +4,8 @@ It is a small simulation of the pipeline: the device's compute, the two directio
 optimizer, each a resource that does one thing at a time, over three steps of which the last counts.
 
 The host's optimizer and the copies over the link share the host's memory. While it steps, copies go at a share of their speed.
-The optimizer itself goes at 90% beside copies of weights, and at ``Machine.step_share_beside_copies`` of that while the forward
-above it sends activations to the host.
+The optimizer itself goes at 90% beside copies of weights, and at ``Machine.step_share_beside_copies`` of that while the
+forward above it sends activations to the host.
 """
 
 from __future__ import annotations
