@@ -33,14 +33,14 @@ _verdicts: dict[Hashable, str | None] = {}
 _PLAIN = (bool, int, float, str, types.NoneType, types.EllipsisType)
 """Arguments that have no tokens; the last stands for a tensor."""
 
-
-def _is_plain(argument: Any) -> bool:
-    return isinstance(argument, _PLAIN) or (isinstance(argument, tuple) and all(map(_is_plain, argument)))
-
-
 _Tile = TypeVar("_Tile")
 _runs_few = False
 _times = 1
+
+
+def _is_plain(argument: Any) -> bool:
+    """Whether an argument has no tokens and nothing that a part could write into."""
+    return isinstance(argument, _PLAIN) or (isinstance(argument, tuple) and all(map(_is_plain, argument)))
 
 
 @contextlib.contextmanager

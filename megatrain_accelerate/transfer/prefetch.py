@@ -284,7 +284,10 @@ class Prefetcher:
 
     def _fill(self, slot: WeightSlot, layer: Fetched) -> None:
         if slot.users:
-            raise StateError(f"layer {layer.name} would overwrite a weight slot that {slot.users} running layers use")
+            raise StateError(
+                f"layer {layer.name} would overwrite a weight slot that {slot.users} running layers use, which is a defect of "
+                "megatrain_accelerate: please report it with the script"
+            )
         slot.holder = None  # until the copy is issued: an interrupt must not leave a slot that claims to hold it
         layer.unit.register_weights()  # the first time: what moves to the device before is never registered
         now = time.perf_counter()
