@@ -206,10 +206,11 @@ def _measure(device: torch.device, kernels: HostKernels) -> Machine:
 def _repeated(work: Callable[[], object]) -> Iterator[list[float]]:
     """Does the work again and again on a thread of its own until the body ends; gives the seconds of each round, of which
     the last may end after the body."""
-    is_over, rounds = threading.Event(), []
+    is_over = threading.Event()
+    rounds: list[float] = []
 
     def repeat() -> None:
-        while not is_over.is_set():
+        while not rounds or not is_over.is_set():  # once at least, however short the body is
             start = time.perf_counter()
             work()
             rounds.append(time.perf_counter() - start)

@@ -191,11 +191,13 @@ class _Pipeline:
     def _step_share(self) -> float:
         """What is left of the host step's speed, by how much of its time activations leave."""
         model, placement, machine = self.model, self.placement, self.machine
+        leaving_seconds = sum(self.sent) / (machine.d2h_bytes * machine.d2h_share_in_step)
+        if not leaving_seconds:
+            return 1.0
         stepped = [unit for layer, unit in enumerate(model.layers) if layer not in placement.on_device]
         stepped += [part for parts in model.parts.values() for part in parts]
         stepped += [] if placement.groups_on_device else model.groups
         seconds = sum(unit.step_traffic for unit in stepped) / machine.host_step_traffic
-        leaving_seconds = sum(self.sent) / (machine.d2h_bytes * machine.d2h_share_in_step)
         return 1 - min(1.0, leaving_seconds / seconds if seconds else 0.0) * (1 - machine.step_share_beside_copies)
 
     def _weights_at(self, layer: int) -> float:
