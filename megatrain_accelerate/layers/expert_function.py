@@ -416,8 +416,9 @@ class _ExpertsFunction(torch.autograd.Function):
         return (None, None, *ctx.call.backward((hidden_TD, weights_TK), routing, gradient_TD, ctx.needs_input_grad[2:]))
 
 
-def run_experts(streams: ExpertStreams, experts: StreamedExperts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an experts' module does: ``experts(hidden_states, top_k_index, top_k_weights)``. May raise an UnsupportedError."""
+def run_experts(streams: ExpertStreams, experts: StreamedExperts, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of an experts' proxy: ``experts(hidden_states, top_k_index, top_k_weights)``; may raise an
+    UnsupportedError."""
     bound = inspect.signature(experts.forward).bind(*args, **kwargs)
     given = [*bound.args, *bound.kwargs.values()]
     shapes: list[Any] = [tuple(arg.shape) if isinstance(arg, torch.Tensor) else type(arg).__name__ for arg in given]

@@ -203,8 +203,8 @@ class StreamingRuntime:
         finally:
             self.dry_run = None
 
-    def run_layer(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a proxy's forward does."""
+    def run_layer(self, layer: StreamedLayer, /, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a layer's proxy."""
         if self.dry_run is not None:
             shared = SharedMappings(*without_caches(args, kwargs))
             return shared.take_back(self.dry_run(layer, shared.args, shared.kwargs))
