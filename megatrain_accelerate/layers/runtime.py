@@ -140,6 +140,8 @@ class StreamingRuntime:
         self._handles: list[Any] = [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
         self._handles += self.sums.watch(residents)
         self.outside = OutsideGradients([part.unit for part in (*self.layers, *self.experts)], self.offloader)
+        self.steps_taken = 0
+        """Optimizer steps so far, without those that were skipped."""
         self.dry_run: LayerRunner | None = None
         """What runs the layers on trial, for a plan or a probe."""
         self.clipping = Clipping(self.norms, self.sums, self._states)
@@ -344,7 +346,8 @@ class StreamingRuntime:
     # ------------------------------------------------------------------ placement
 
     def place(self, on_device: Collection[int], groups_on_device: bool) -> None:
-        """Moves weights and states to where they are to live. Between steps only; waits for everything in flight.
+        """Moves weights and states to where they are to live, if they aren't there. Between steps only; waits for everything
+        in flight.
 
         Args:
             on_device: indices of layers that live there whole, with masters and moments.
@@ -352,14 +355,16 @@ class StreamingRuntime:
 
         Raises a StepWorkerError if an earlier step failed.
         """
+        targets: list[tuple[Part, bool]] = [(layer, layer.index in on_device) for layer in self.layers]
+        targets += [(group, groups_on_device) for group in self.groups]
+        if all(part.unit.is_on_device == comes for part, comes in targets):
+            return
         # A forward in inference mode may ask for room: what it leaves must be ordinary tensors.
         with torch.inference_mode(False), torch.no_grad():
             self.drain()
             self.refresh_if_written()
             self.offloader.wait()
             self.streams.synchronize()
-            targets: list[tuple[Part, bool]] = [(layer, layer.index in on_device) for layer in self.layers]
-            targets += [(group, groups_on_device) for group in self.groups]
             relocate(targets, self.prefetcher, self.streams.device, self.kernels, self._moved)
             if self.offloader.takes_gradients:
                 self.offloader.allocate_slots(self.gradients_leave)

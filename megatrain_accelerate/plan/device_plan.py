@@ -79,15 +79,12 @@ class DevicePlan:
         self._measured_steps: dict[Hashable, tuple[StepOutline, StepOutline]] = {}
         """For each way of running a step, one that was measured: its estimate, and its measured outline."""
         self._displaced: Placement | None = None
-        self._is_interrupted = False
         self.evaluation_weights = EvaluationWeights(runtime, config.evaluation_weights)
         """Which layers stay on the device from one forward without gradients to the next."""
         self._foreseen: dict[Hashable, StepOutline] = {}
         self._expected: tuple[int | None, bool | None] = (None, None)
-        self._compiles_after_a_step = False
-        """Whether the first step of a training is under way, and layers are compiled from the second on."""
-        self._versions_planned = 0
-        """What :attr:`_versions` was at the last plan."""
+        self._compiles_after: int | None = None
+        """While the first step of a training is under way and layers are compiled from the second on, the steps before it."""
         self._resumed: dict[str, Any] | None = None
         """The record of an interrupted training, until its plan is taken over."""
         self.record: dict[str, Any] | None = None
@@ -187,7 +184,7 @@ class DevicePlan:
             recomputed = dataclasses.replace(self.placement, kept=nothing, offloaded=nothing, attention_kept=nothing)
             self._runtime.calls.policy = recomputed
             return
-        if self._compiles_after_a_step and self._versions != self._versions_planned:
+        if self._compiles_after is not None and self._runtime.steps_taken > self._compiles_after:
             self._run_layers(compiled=True)
         self._apply_policy()
         if self._displaced is not None:
@@ -215,7 +212,6 @@ class DevicePlan:
             logger.log(logging.WARNING if budget_bytes else logging.INFO, _NOT_PREDICTED, type(error).__name__, error)
             self._place(self._settled())
             self._note(planned=seen)
-            self._versions_planned = self._versions
             return
         self._foreseen.clear()
         take_way_of(self._runtime, outline)
@@ -231,8 +227,7 @@ class DevicePlan:
             samples=outline.samples,
             token_tile=outline.token_tile,
         )
-        self._versions_planned = self._versions
-        is_recorded = self.predicted_time is not None and not self._compiles_after_a_step
+        is_recorded = self.predicted_time is not None and self._compiles_after is None
         self.record = self._made.as_data() if is_recorded else None
 
     def _note(self, **changes: Any) -> None:
@@ -296,15 +291,10 @@ class DevicePlan:
             self._run_layers(compiles if compiled.is_optional else None)
         self._resumed = record
 
-    @property
-    def _versions(self) -> int:
-        """Grows with each step of a unit, and where one moves or is written."""
-        return sum(unit.version for unit in self._runtime.units)
-
     def _run_layers(self, compiled: bool | None) -> None:
         """From now on layers run compiled (True) or not (False); None: the next outline decides. What was measured and planned
         before counts no more."""
-        self._runtime.compiled.pays, self._compiles_after_a_step = compiled, False
+        self._runtime.compiled.pays, self._compiles_after = compiled, None
         self._measured_steps.clear()
         self._foreseen.clear()
         self.forget()
@@ -312,7 +302,7 @@ class DevicePlan:
     @property
     def expected(self) -> tuple[int | None, bool | None]:
         """Steps of the training in progress, and whether it compiles layers; None for what isn't known."""
-        return self._expected[0], self._compiles_after_a_step or self._runtime.compiled.pays
+        return self._expected[0], self._compiles_after is not None or self._runtime.compiled.pays
 
     def forget(self) -> None:
         """The next batch is planned for as if it were the first: steps are to run in another way from now on."""
@@ -346,9 +336,10 @@ class DevicePlan:
                 try:
                     measured = ways.measured(outline, lambda made: self._measured(model, inputs, made))
                 except torch.OutOfMemoryError:
-                    if not self._compiles_after_a_step:
+                    if self._compiles_after is None:
                         raise
-                if measured is None or (self._compiles_after_a_step and not self.search_for(measured[1]).something_fits):
+                compiles = self._compiles_after is not None
+                if measured is None or (compiles and not self.search_for(measured[1]).something_fits):
                     self._run_layers(compiled=True)  # which takes less memory, so that the first step is compiled too
                     return self.foresee(model, inputs)
                 self._measured_steps[self._way_of(inputs)] = measured
@@ -384,7 +375,7 @@ class DevicePlan:
             # Whether micro-batches are joined is decided once, by the times of layers as they will run.
             is_plain = self.micro_batches == 1 and self._runtime.batch_cut.asked is None
             if compiled.pays and is_plain and not compiled.compilations:
-                self._compiles_after_a_step, compiled.pays = True, False
+                self._compiles_after, compiled.pays = self._runtime.steps_taken, False
             elif not compiled.pays:
                 text = "megatrain: %d steps don't pay for compiling the layers (compile_layers: true compiles them)"
                 logger.info(text, steps)
@@ -455,7 +446,7 @@ class DevicePlan:
             offloaded_bytes=sum(sent_bytes(outline, found.placement)),
         )
         self._place(found.placement)
-        if self.show and not self._compiles_after_a_step:
+        if self.show and self._compiles_after is None:
             say(plan_table(self._made, self._runtime, budget_bytes, outline), file=sys.stderr)
         if self.predicted_bytes > budget_bytes:
             held = {**self._fixed_bytes_by_kind(outline), "step": found.peak_bytes}
@@ -474,13 +465,9 @@ class DevicePlan:
         return host_bytes - sum(self._unit_sizes(unit).host_bytes for unit in self._runtime.units if unit.is_on_device)
 
     def _place(self, placement: Placement) -> None:
-        before, self.placement = self.placement, placement
+        self.placement = placement
         self._apply_policy()
-        were, where = ((at.on_device, at.groups_on_device) for at in (before, placement))
-        if self._is_interrupted or where != were:
-            self._is_interrupted = True  # until all have moved
-            self._runtime.place(*where)
-            self._is_interrupted = False
+        self._runtime.place(placement.on_device, placement.groups_on_device)
 
     def _apply_policy(self) -> None:
         self._runtime.calls.policy = self.placement
