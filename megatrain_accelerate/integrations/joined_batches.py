@@ -109,7 +109,6 @@ class Joiner:
         self._is_asked_for = is_asked_for
         """Join wherever it is exact; else where the plan predicts that it pays."""
         self._is_refused = False
-        self._is_proven = False
         self._weighed_elements = 0
         before = recorded_choice(training, "joining") or {}
         if before.get("is_asked_for") != is_asked_for:
@@ -163,9 +162,8 @@ class Joiner:
                 raise CannotJoinError("experts stream in parts, which are fetched for each piece of a batch all the same")
             if has_users_callback(trainer, "on_substep_end"):
                 raise CannotJoinError("a callback of the script's is called between them (on_substep_end)")
-            if not self._is_proven:
+            if not self.has_joined:
                 _require_exact(trainer, model, num_items)
-                self._is_proven = True
             joined = JoinedBatch.of(self._micro_batches)
             if not self._is_asked_for and not engine.device_plan.has_budget:
                 raise CannotJoinError("there is no GPU memory to plan with (join_micro_batches: true does without a plan)")

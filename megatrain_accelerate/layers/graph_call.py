@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import enum
 import functools
 import weakref
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.call_gradients import Backward, GradientSums
 from megatrain_accelerate.gradients.offload import GradientOffloader
+from megatrain_accelerate.hooks import weakly
 from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.layers.ambient_state import BufferValues, RandomState, buffers_as_before, surroundings_again
 from megatrain_accelerate.layers.attention_results import AttentionResults
@@ -35,13 +37,7 @@ from megatrain_accelerate.layers.output_recorder import Captures
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.policy import ActivationPolicy
 from megatrain_accelerate.layers.saved_tensors import SavedTensors
-from megatrain_accelerate.layers.shared_mappings import (
-    SharedMappings,
-    no_writes_into,
-    no_writes_to,
-    run_with_mappings,
-    takes_mappings,
-)
+from megatrain_accelerate.layers.shared_mappings import SharedMappings, no_writes_into, no_writes_to
 from megatrain_accelerate.layers.whole_recompute import WholeRun
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader, Recording, inputs_offloaded
 from megatrain_accelerate.transfer.call_order import Tape
@@ -50,6 +46,7 @@ from megatrain_accelerate.transfer.prefetch import Prefetcher
 from megatrain_accelerate.transfer.streams import WeightSlot
 
 _current_task = torch._C._current_graph_task_id
+_Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class CallState(enum.Enum):
@@ -107,8 +104,6 @@ class GraphCall:
         """The slot in which it runs forward."""
         self._captures: Captures | None = None
         """What it hands out if it runs compiled; None for a layer's own code."""
-        self._range: contextlib.ExitStack | None = None
-        """In a profile, the range of the backward that is in the call."""
         self._trained = layer.trained_now()
         """Which weights are trained in forward, in entry order."""
 
@@ -132,8 +127,8 @@ class GraphCall:
             weights = self._leaves_in(slot)
             if not self.is_whole:
                 self._take_leaves(weights, is_watched=not watched)
-            # Experts in parts wait for their routing, and attention inside a compiled graph isn't seen.
-            if not layer.experts and layer.index not in calls.policy.attention_kept:
+            # Attention inside a compiled graph isn't seen.
+            if layer.index not in calls.policy.attention_kept:
                 self._captures = calls.compiled.wants(layer)
             with (
                 named_range(f"megatrain::forward ({layer.name})"),
@@ -159,21 +154,19 @@ class GraphCall:
             # A leaf lives on, and hooks on it would pile up. The gradients of all pieces are known at once.
             through = tensor.view_as(tensor) if tensor.is_leaf or self.pieces > 1 else tensor
             # Weakly: the graph below the layer may live longer than the layer's own.
-            through.register_hook(functools.partial(_call_if_alive, GraphCall.all_issued, weakref.ref(self)))
+            through.register_hook(weakly(self.all_issued))
             watched[id(tensor)] = watched[id(through)] = through
         return watched[id(tensor)]
 
     def _take_leaves(self, weights: list[torch.Tensor], is_watched: bool) -> None:
         """Notes whose gradients are to come; if ``is_watched``, no input will tell that the layer's backward is over."""
-        arrived = functools.partial(_call_if_alive, GraphCall.leaf_arrived, weakref.ref(self))
-        self._leaves = []
         for row, place in enumerate(self.layer.trainable_places):
             weight = weights[place]
             if weight.requires_grad:
                 self._leaves.append((row, weakref.ref(weight)))
                 weight._megatrain_call = self  # type: ignore[attr-defined]
                 if is_watched:
-                    weight.register_post_accumulate_grad_hook(arrived)
+                    weight.register_post_accumulate_grad_hook(weakly(self.leaf_arrived))
 
     def _leaves_in(self, slot: WeightSlot) -> list[torch.Tensor]:
         """The layer's weights in the slot, in entry order, as leaves; each with a version of its own (``data``)."""
@@ -209,11 +202,8 @@ class GraphCall:
         layer = self.layer
         if self._captures is not None:
             return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget)
-        at_work = self._expert_results.at_work(layer, replays=is_recompute) if layer.experts else contextlib.nullcontext()
-        with at_work, layer.tiles.at_work(args, kwargs):
-            if takes_mappings(args, kwargs):
-                return run_with_mappings(layer.forward, args, kwargs)
-            return layer.forward(*args, **kwargs)
+        with self._expert_results.at_work(layer, replays=is_recompute) if layer.experts else contextlib.nullcontext():
+            return layer.run(args, kwargs)
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         calls, layer, policy = self.calls, self.layer, self.calls.policy
@@ -223,48 +213,42 @@ class GraphCall:
         before: list[BufferValues] = []
         # What the first run binds; nobody holds it afterwards but the graph.
         first: list[list[torch.Tensor]] = [weights]
-        attention = leaving = None
+        recording: _Context = contextlib.nullcontext
+        replaying: _Context = contextlib.nullcontext
+        leaving = None
         if layer.index in policy.attention_kept:
             leaving = calls.activations.record(layer.name) if policy.offloads_inputs(layer.index) else None
             attention = AttentionResults(leaving)
-
+            recording, replaying = attention.recording, attention.replaying
+        # Of a layer that is run again as a whole nothing is saved, and what it records in backward is its run's to drop.
+        saving: _Context = contextlib.nullcontext if self.is_whole else calls.saving
+        unrecorded: _Context = contextlib.nullcontext if self.is_whole else output_recorder.apart
         # The graph of a layer that draws random numbers saves everything at any budget.
         budget = 1.0 if self.is_whole else 0.0
 
         def body(*given: torch.Tensor) -> Any:
             args, kwargs = arguments(given)
-            saving = contextlib.nullcontext() if whole is not None else calls.saving()
             if first:
-                with (
-                    layer.bound(first.pop()),
-                    saving,
-                    layer.buffers.watched(before),
-                    attention.recording() if attention is not None else contextlib.nullcontext(),
-                ):
+                with layer.bound(first.pop()), saving(), layer.buffers.watched(before), recording():
                     return self._run_layer(args, kwargs, memory_budget=budget)
             with (
                 self.pinned() as slot,
                 calls.reading(self, slot),
-                layer.bound(again := self._leaves_in(slot)),
+                # Of a graph of its own the gradients come to the leaves of the lease.
+                layer.bound(slot.leaves if self.is_whole else self._leaves_in(slot)),
                 as_in_forward(),
-                saving,
+                saving(),
                 buffers_as_before(before[0]),
                 named_range(f"megatrain::recompute ({layer.name})"),
-                attention.replaying() if attention is not None else contextlib.nullcontext(),
-                # It was recorded in forward.
-                output_recorder.apart() if whole is None else contextlib.nullcontext(),
+                replaying(),
+                unrecorded(),
             ):
-                if whole is not None:
-                    whole.leaves = again
-                    self._take_leaves(again, is_watched=False)
-                del again
                 return self._run_layer(args, kwargs, is_recompute=True, memory_budget=budget)
 
-        whole = WholeRun(self, body, calls.anchor) if self.is_whole else None
         with no_writes_into(args, kwargs, layer.name), no_writes_to(tensors, layer.name):
             # Random numbers, autocast and modes are put back by the body, those of Python and NumPy too.
-            if whole is not None:
-                output = whole.output(tensors)
+            if self.is_whole:
+                output = WholeRun(layer, body, calls.anchor, self.pinned, self.all_issued).output(tensors)
             else:
                 output = checkpoint(body, *tensors, use_reentrant=False, preserve_rng_state=False)
         if leaving is not None:
@@ -302,9 +286,6 @@ class GraphCall:
         self.task = task
         self.calls.passes.backward_begins()
         self.calls.backwards[task].calls.append(self)
-        if torch.autograd._profiler_enabled():
-            self._range = self._range or contextlib.ExitStack()
-            self._range.enter_context(named_range(f"megatrain::backward ({self.layer.name})"))
         # Of layers that come later, too.
         self.calls.activations.bring_back(self.tape, self.position, self.piece)
 
@@ -322,6 +303,7 @@ class GraphCall:
         if slot is None:
             slot = prefetcher.lease(layer, self.calls.passes.after_backward(self.tape, self.position))
             try:
+                slot.until_lease_ends.enter_context(named_range(f"megatrain::backward ({layer.name})"))
                 layer.require_version(self.version)  # of weights that were written since, which are taken over by now
                 # A checkpoint inside the layer reads its weights when it computes anew.
                 slot.leaves = self._leaves_in(slot)
@@ -349,7 +331,7 @@ class GraphCall:
                 return False
         return True
 
-    def all_issued(self) -> None:
+    def all_issued(self, _: torch.Tensor | None = None) -> None:
         """All of the layer's backward has been issued, as far as a hook can tell."""
         if self.state is CallState.FORWARD:
             return
@@ -360,9 +342,9 @@ class GraphCall:
             if is_complete:
                 self.move_to(CallState.DONE)
         if self.piece == 0:  # the last one in backward
-            self._end_lease()
+            self.calls.prefetcher.end_lease(self.layer.index)
 
-    def leaf_arrived(self) -> None:
+    def leaf_arrived(self, _: torch.Tensor) -> None:
         """A leaf has its gradient, of a call whose inputs have none."""
         if self.state is not CallState.FORWARD:
             self._begin()
@@ -377,7 +359,7 @@ class GraphCall:
 
     def forget(self) -> None:
         """No backward is in this call."""
-        self._end_lease()
+        self.calls.prefetcher.end_lease(self.layer.index)
         self.task = -1
         if self.state is not CallState.WAITING:
             self.move_to(CallState.WAITING)
@@ -386,11 +368,6 @@ class GraphCall:
         """Gradients that a backward left which didn't end count for nothing."""
         self._take_gradients()
         self.forget()
-
-    def _end_lease(self) -> None:
-        if self._range is not None:
-            self._range.close()
-        self.calls.prefetcher.end_lease(self.layer.index)
 
     def _take_gradients(self) -> dict[int, torch.Tensor]:
         taken: dict[int, torch.Tensor] = {}
@@ -427,12 +404,7 @@ class GraphCall:
             self.calls.offloader.offload(self.layer, self._take_gradients())
 
 
-def _call_if_alive(method: Callable[[GraphCall], None], call: weakref.ref[GraphCall], _: torch.Tensor) -> None:
-    """A hook of a tensor."""
-    if (found := call()) is not None:
-        method(found)
-
-
+@dataclasses.dataclass(eq=False, kw_only=True)
 class GraphCalls:
     """Runs the layers of one engine that are in autograd's graph, and knows which of their calls are at work.
 
@@ -440,30 +412,23 @@ class GraphCalls:
     the engine that all calls work with.
     """
 
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        passes: Passes,
-        prefetcher: Prefetcher,
-        offloader: GradientOffloader,
-        gradient_sums: GradientSums,
-        activations: ActivationOffloader,
-        batch_cut: BatchCut,
-        compiled: CompiledLayers,
-    ) -> None:
-        self.device, self.passes, self.prefetcher = device, passes, prefetcher
-        self.offloader, self.activations = offloader, activations
-        self.batch_cut, self.compiled = batch_cut, compiled
+    device: torch.device
+    passes: Passes
+    prefetcher: Prefetcher
+    offloader: GradientOffloader
+    gradient_sums: GradientSums
+    activations: ActivationOffloader
+    batch_cut: BatchCut
+    compiled: CompiledLayers
+
+    def __post_init__(self) -> None:
         self.policy = ActivationPolicy()
         """Of the layers' activations; set by the plan."""
-        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self.anchor = torch.zeros((), device=self.device, requires_grad=True)
         """A number that requires grad. It keeps nodes in the graph where no input of theirs requires grad: a frozen embedding
         below trained layers."""
-        self.backwards = collections.defaultdict[int, Backward](lambda: Backward(offloader, gradient_sums))
+        self.backwards = collections.defaultdict[int, Backward](lambda: Backward(self.offloader, self.gradient_sums))
         """Those that are under way, by autograd's number."""
-        self._readers: dict[int, GraphCall | None] = {}
-        """The calls that compute, by the address of their slots."""
         self._tried: set[int] = set()
         """Indices of layers of which a call has shown whether their graph still refers to the slot."""
         self._whole: set[int] = set()
@@ -473,12 +438,11 @@ class GraphCalls:
     @contextlib.contextmanager
     def reading(self, call: GraphCall, slot: WeightSlot) -> Iterator[None]:
         """The call computes with the slot while the body runs."""
-        before = self._readers.get(slot.address)
-        self._readers[slot.address] = call
+        before, slot.reader = slot.reader, call
         try:
             yield
         finally:
-            self._readers[slot.address] = before
+            slot.reader = before
 
     def saving(self, offloaded: Recording | None = None) -> saved_tensors_hooks:
         """The hooks under which a run saves what its backward needs; see :class:`SavedTensors`."""
@@ -489,8 +453,9 @@ class GraphCalls:
 
         Raises a StateError if none does: another layer's weights may soon lie there.
         """
-        call = self._readers.get(address)
-        if call is None and address in self.prefetcher.at_address:
+        slot = self.prefetcher.at_address.get(address)
+        call: GraphCall | None = None if slot is None else slot.reader
+        if slot is not None and call is None:
             raise StateError(
                 "a weight of a streamed layer is used outside the layer's forward, where another layer's may lie in its "
                 "place; use the parameter itself, or set megatrain_config.layer_classes to larger blocks"

@@ -28,7 +28,7 @@ from megatrain_accelerate.layers.nested_tensors import taken_apart
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.resident import Part, ResidentGroup, relocate
 from megatrain_accelerate.layers.shared_mappings import SharedMappings
-from megatrain_accelerate.layers.token_tiles import TileOfLayers, TokenTiles
+from megatrain_accelerate.layers.token_tiles import TokenTiles
 from megatrain_accelerate.layers.watched_parameters import Watch, unwatched
 from megatrain_accelerate.store.host_pool import HostPool
 from megatrain_accelerate.store.layout import ExpertRange
@@ -155,7 +155,15 @@ class StreamingRuntime:
         )
         _running.add(self)
 
-    token_tile = TileOfLayers()
+    @property
+    def token_tile(self) -> int:
+        """Tokens of a tile in which parts of the layers, and norms outside them, run; 0 for none."""
+        return self.outside_tiles.tile_tokens
+
+    @token_tile.setter
+    def token_tile(self, tokens: int) -> None:
+        for parts in (self.outside_tiles, *(layer.tiles for layer in self.layers)):
+            parts.tile_tokens = tokens
 
     @property
     def units(self) -> list[HostUnit]:

@@ -112,6 +112,8 @@ class WeightSlot(_Slot):
         again within a recompute. Nothing else may be copied into it meanwhile."""
         self.late_ms = 0.0
         """How much earlier the copy would have been issued but for the layer's step; for the counters."""
+        self.reader: Any = None
+        """The call of its layer that computes with it now."""
         self.leaves: list[torch.Tensor] = []
         """The weights that are bound to the layer while it has a lease of the slot (:meth:`.prefetch.Prefetcher.lease`)."""
         self.until_lease_ends = contextlib.ExitStack()
