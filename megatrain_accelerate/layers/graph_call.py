@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.call_gradients import Backward, GradientSums
 from megatrain_accelerate.gradients.offload import GradientOffloader
-from megatrain_accelerate.hooks import weakly
 from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.layers.ambient_state import BufferValues, RandomState, buffers_as_before, surroundings_again
 from megatrain_accelerate.layers.attention_results import AttentionResults
@@ -37,7 +36,13 @@ from megatrain_accelerate.layers.output_recorder import Captures
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.policy import ActivationPolicy
 from megatrain_accelerate.layers.saved_tensors import SavedTensors
-from megatrain_accelerate.layers.shared_mappings import SharedMappings, no_writes_into, no_writes_to
+from megatrain_accelerate.layers.shared_mappings import (
+    SharedMappings,
+    no_writes_into,
+    no_writes_to,
+    run_with_mappings,
+    takes_mappings,
+)
 from megatrain_accelerate.layers.whole_recompute import WholeRun
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader, Recording, inputs_offloaded
 from megatrain_accelerate.transfer.call_order import Tape
@@ -126,7 +131,10 @@ class GraphCall:
             self.version = layer.unit.version
             weights = self._leaves_in(slot)
             if not self.is_whole:
-                self._take_leaves(weights, is_watched=not watched)
+                for row, place in enumerate(layer.trainable_places):
+                    if weights[place].requires_grad:
+                        self._leaves.append((row, weakref.ref(weights[place])))
+                        weights[place]._megatrain_call = self  # type: ignore[attr-defined]
             # Attention inside a compiled graph isn't seen.
             if layer.index not in calls.policy.attention_kept:
                 self._captures = calls.compiled.wants(layer)
@@ -154,19 +162,9 @@ class GraphCall:
             # A leaf lives on, and hooks on it would pile up. The gradients of all pieces are known at once.
             through = tensor.view_as(tensor) if tensor.is_leaf or self.pieces > 1 else tensor
             # Weakly: the graph below the layer may live longer than the layer's own.
-            through.register_hook(weakly(self.all_issued))
+            through.register_hook(functools.partial(_all_issued_by, weakref.ref(self)))
             watched[id(tensor)] = watched[id(through)] = through
         return watched[id(tensor)]
-
-    def _take_leaves(self, weights: list[torch.Tensor], is_watched: bool) -> None:
-        """Notes whose gradients are to come; if ``is_watched``, no input will tell that the layer's backward is over."""
-        for row, place in enumerate(self.layer.trainable_places):
-            weight = weights[place]
-            if weight.requires_grad:
-                self._leaves.append((row, weakref.ref(weight)))
-                weight._megatrain_call = self  # type: ignore[attr-defined]
-                if is_watched:
-                    weight.register_post_accumulate_grad_hook(weakly(self.leaf_arrived))
 
     def _leaves_in(self, slot: WeightSlot) -> list[torch.Tensor]:
         """The layer's weights in the slot, in entry order, as leaves; each with a version of its own (``data``)."""
@@ -202,8 +200,11 @@ class GraphCall:
         layer = self.layer
         if self._captures is not None:
             return self.calls.compiled.run(layer, self._captures, args, kwargs, memory_budget)
-        with self._expert_results.at_work(layer, replays=is_recompute) if layer.experts else contextlib.nullcontext():
-            return layer.run(args, kwargs)
+        at_work = self._expert_results.at_work(layer, replays=is_recompute) if layer.experts else contextlib.nullcontext()
+        with at_work, layer.tiles.at_work(args, kwargs):
+            if takes_mappings(args, kwargs):
+                return run_with_mappings(layer.forward, args, kwargs)
+            return layer.forward(*args, **kwargs)
 
     def _run_to_recompute(self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         calls, layer, policy = self.calls, self.layer, self.calls.policy
@@ -331,7 +332,7 @@ class GraphCall:
                 return False
         return True
 
-    def all_issued(self, _: torch.Tensor | None = None) -> None:
+    def all_issued(self) -> None:
         """All of the layer's backward has been issued, as far as a hook can tell."""
         if self.state is CallState.FORWARD:
             return
@@ -344,15 +345,9 @@ class GraphCall:
         if self.piece == 0:  # the last one in backward
             self.calls.prefetcher.end_lease(self.layer.index)
 
-    def leaf_arrived(self, _: torch.Tensor) -> None:
-        """A leaf has its gradient, of a call whose inputs have none."""
-        if self.state is not CallState.FORWARD:
-            self._begin()
-            if self._is_complete():
-                self.all_issued()
-
     def finish(self) -> None:
-        """The backward is over: gradients of which no input told go too."""
+        """The backward is over: gradients of which no input told go too. Those of the first layer above a frozen embedding
+        are none too late, since its backward is the last one."""
         if self.state is CallState.BACKWARD:
             self._deliver_gradients(is_complete=False)
         self.forget()
@@ -402,6 +397,12 @@ class GraphCall:
         """Sends gradients that no hook has told of: of a tensor, say, that depends on weights alone and wasn't returned."""
         if self.state is CallState.WAITING:
             self.calls.offloader.offload(self.layer, self._take_gradients())
+
+
+def _all_issued_by(call: weakref.ref[GraphCall], _: torch.Tensor) -> None:
+    """A hook of a tensor."""
+    if (found := call()) is not None:
+        found.all_issued()
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

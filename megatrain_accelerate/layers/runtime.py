@@ -415,7 +415,7 @@ class StreamingRuntime:
         norm = self.clipping.clip(parameters, max_norm)
         if self.open_forwards:
             self.clipping.settle(others_follow=True)  # by their backward
-        elif self.clipping.is_pending:
+        elif self.clipping.has_unscaled():
             self.watch.begin()
         return norm
 
@@ -423,11 +423,10 @@ class StreamingRuntime:
 
     def _scale_clipped(self, others_follow: bool) -> None:
         """Before a forward: who looks at gradients that were clipped, or adds to them, finds them scaled."""
-        if self.clipping.is_pending:
-            with unwatched():
-                if self.clipping.has_unscaled():
-                    self.worker.drain()
-                    self.clipping.settle(others_follow)
+        with unwatched():
+            if self.clipping.has_unscaled():
+                self.worker.drain()
+                self.clipping.settle(others_follow)
 
     def settle(self) -> None:
         """Makes weights and gradients what plain PyTorch would show. Raises a StepWorkerError if a step failed."""
