@@ -131,10 +131,7 @@ class GraphCall:
             self.version = layer.unit.version
             weights = self._leaves_in(slot)
             if not self.is_whole:
-                for row, place in enumerate(layer.trainable_places):
-                    if weights[place].requires_grad:
-                        self._leaves.append((row, weakref.ref(weights[place])))
-                        weights[place]._megatrain_call = self  # type: ignore[attr-defined]
+                self._take_leaves(weights, is_watched=not watched)
             # Attention inside a compiled graph isn't seen.
             if layer.index not in calls.policy.attention_kept:
                 self._captures = calls.compiled.wants(layer)
@@ -162,9 +159,20 @@ class GraphCall:
             # A leaf lives on, and hooks on it would pile up. The gradients of all pieces are known at once.
             through = tensor.view_as(tensor) if tensor.is_leaf or self.pieces > 1 else tensor
             # Weakly: the graph below the layer may live longer than the layer's own.
-            through.register_hook(functools.partial(_all_issued_by, weakref.ref(self)))
+            through.register_hook(functools.partial(_call_if_alive, GraphCall.all_issued, weakref.ref(self)))
             watched[id(tensor)] = watched[id(through)] = through
         return watched[id(tensor)]
+
+    def _take_leaves(self, weights: list[torch.Tensor], is_watched: bool) -> None:
+        """Notes whose gradients are to come; if ``is_watched``, no input will tell that the layer's backward is over."""
+        arrived = functools.partial(_call_if_alive, GraphCall.leaf_arrived, weakref.ref(self))
+        for row, place in enumerate(self.layer.trainable_places):
+            weight = weights[place]
+            if weight.requires_grad:
+                self._leaves.append((row, weakref.ref(weight)))
+                weight._megatrain_call = self  # type: ignore[attr-defined]
+                if is_watched:
+                    weight.register_post_accumulate_grad_hook(arrived)
 
     def _leaves_in(self, slot: WeightSlot) -> list[torch.Tensor]:
         """The layer's weights in the slot, in entry order, as leaves; each with a version of its own (``data``)."""
@@ -345,9 +353,15 @@ class GraphCall:
         if self.piece == 0:  # the last one in backward
             self.calls.prefetcher.end_lease(self.layer.index)
 
+    def leaf_arrived(self) -> None:
+        """A leaf has its gradient, of a call whose inputs have none."""
+        if self.state is not CallState.FORWARD:
+            self._begin()
+            if self._is_complete():
+                self.all_issued()
+
     def finish(self) -> None:
-        """The backward is over: gradients of which no input told go too. Those of the first layer above a frozen embedding
-        are none too late, since its backward is the last one."""
+        """The backward is over: gradients of which no input told go too."""
         if self.state is CallState.BACKWARD:
             self._deliver_gradients(is_complete=False)
         self.forget()
@@ -399,10 +413,10 @@ class GraphCall:
             self.calls.offloader.offload(self.layer, self._take_gradients())
 
 
-def _all_issued_by(call: weakref.ref[GraphCall], _: torch.Tensor) -> None:
+def _call_if_alive(method: Callable[[GraphCall], None], call: weakref.ref[GraphCall], _: torch.Tensor) -> None:
     """A hook of a tensor."""
     if (found := call()) is not None:
-        found.all_issued()
+        method(found)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
