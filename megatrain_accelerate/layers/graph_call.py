@@ -137,7 +137,7 @@ class GraphCall:
                 self._captures = calls.compiled.wants(layer)
             with (
                 named_range(f"megatrain::forward ({layer.name})"),
-                calls.reading(self, slot),
+                slot.read_by(self),
                 without_autocast_cache(),
             ):
                 output = self._run_by_policy(weights, args, kwargs)
@@ -242,7 +242,7 @@ class GraphCall:
                     return self._run_layer(args, kwargs, memory_budget=budget)
             with (
                 self.pinned() as slot,
-                calls.reading(self, slot),
+                slot.read_by(self),
                 # Of a graph of its own the gradients come to the leaves of the lease.
                 layer.bound(slot.leaves if self.is_whole else self._leaves_in(slot)),
                 as_in_forward(),
@@ -266,7 +266,9 @@ class GraphCall:
 
     def _handed_out(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
         """What the layer returns doesn't lie in its slot, and tells when its backward begins."""
-        if tensor.layout is torch.strided and self.calls.reader_at(tensor.untyped_storage().data_ptr()) is not None:
+        slots = self.calls.prefetcher.at_address
+        if tensor.layout is torch.strided and (slot := slots.get(tensor.untyped_storage().data_ptr())) is not None:
+            slot.require_reader()
             tensor = tensor.clone()
         if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in watched:
             tensor.register_hook(self._begins)
@@ -450,32 +452,9 @@ class GraphCalls:
         """Indices of those whose graph does, and can't be kept: backward runs them again as a whole."""
         self._alive: weakref.WeakSet[GraphCall] = weakref.WeakSet()
 
-    @contextlib.contextmanager
-    def reading(self, call: GraphCall, slot: WeightSlot) -> Iterator[None]:
-        """The call computes with the slot while the body runs."""
-        before, slot.reader = slot.reader, call
-        try:
-            yield
-        finally:
-            slot.reader = before
-
     def saving(self, offloaded: Recording | None = None) -> saved_tensors_hooks:
         """The hooks under which a run saves what its backward needs; see :class:`SavedTensors`."""
-        return SavedTensors(self.reader_at, offloaded, self.prefetcher.at_address).recording()
-
-    def reader_at(self, address: int) -> GraphCall | None:
-        """The call that computes with the slot at this address; None for other memory.
-
-        Raises a StateError if none does: another layer's weights may soon lie there.
-        """
-        slot = self.prefetcher.at_address.get(address)
-        call: GraphCall | None = None if slot is None else slot.reader
-        if slot is not None and call is None:
-            raise StateError(
-                "a weight of a streamed layer is used outside the layer's forward, where another layer's may lie in its "
-                "place; use the parameter itself, or set megatrain_config.layer_classes to larger blocks"
-            )
-        return call
+        return SavedTensors(self.prefetcher.at_address, offloaded).recording()
 
     # ------------------------------------------------------------------ forward
 
