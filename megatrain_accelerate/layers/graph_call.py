@@ -288,10 +288,7 @@ class GraphCall:
             # Another backward comes: one within the one before, or that one has failed.
             found, backward = self._take_gradients(), self.calls.backwards.get(self.task)
             if found and backward is not None:
-                if self.pieces == 1:
-                    backward.add_up(self.layer, found)
-                else:
-                    backward.add_piece(self, found, is_complete=False)
+                backward.take(self, found, is_complete=False)
             self.forget()
         self.move_to(CallState.BACKWARD)
         self.task = task
@@ -395,7 +392,7 @@ class GraphCall:
         return taken
 
     def _deliver_gradients(self, is_complete: bool) -> None:
-        """Sends what there is of its gradients, or adds it to that of the other pieces; ``is_complete``: no more will come."""
+        """Hands over what there is of its gradients; ``is_complete``: no more will come."""
         taken = self._take_gradients()
         if any(gradient.requires_grad for gradient in taken.values()):
             raise UnsupportedError(
@@ -403,11 +400,7 @@ class GraphCall:
                 "differentiated, which can't leave the device; use torch.autograd.grad(..., create_graph=True) on inputs "
                 "or outputs of layers instead"
             )
-        backward = self.calls.backwards[self.task]
-        if self.pieces == 1:
-            backward.deliver(self.tape, self.layer, taken)
-        else:
-            backward.add_piece(self, taken, is_complete)
+        self.calls.backwards[self.task].take(self, taken, is_complete)
 
     def settle(self) -> None:
         """Sends gradients that no hook has told of: of a tensor, say, that depends on weights alone and wasn't returned."""
