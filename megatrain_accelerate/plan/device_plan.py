@@ -78,7 +78,8 @@ class DevicePlan:
         """The last plan, and the batches that it covers."""
         self._measured_steps: dict[Hashable, tuple[StepOutline, StepOutline]] = {}
         """For each way of running a step, one that was measured: its estimate, and its measured outline."""
-        self._displaced: Placement | None = None
+        self._is_displaced = False
+        """Whether an evaluation needed the room of what lives on the device."""
         self.evaluation_weights = EvaluationWeights(runtime, config.evaluation_weights)
         """Which layers stay on the device from one forward without gradients to the next."""
         self._foreseen: dict[Hashable, StepOutline] = {}
@@ -157,7 +158,7 @@ class DevicePlan:
     def make_room(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Before a forward without gradients: what lives on the device leaves it until the next training forward if this one
         wouldn't fit beside it. Where there is room to spare, layers that stream are held (:mod:`.evaluation_weights`)."""
-        moves = self.placement.on_device and self._device.type == "cuda"
+        moves = self.placement.on_device and not self._is_displaced and self._device.type == "cuda"
         holds = self.evaluation_weights.may_be_held
         if self._runtime.open_forwards or not (moves or holds):
             return
@@ -168,9 +169,8 @@ class DevicePlan:
             needed_bytes = self.evaluation_weights.needed_bytes(model, inputs)
             if moves and needed_bytes > USABLE_SHARE_OF_DEVICE * free_bytes(self._device):
                 logger.info("megatrain: layers leave the GPU for an evaluation of %.1f GiB", needed_bytes / GIB)
-                self._displaced = self.placement
-                self._place(self.placement.with_states_on_host())
-                torch.cuda.empty_cache()
+                self._is_displaced = True
+                self._runtime.place((), groups_on_device=False)
 
     def follow(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Plans for a training forward on ``inputs``, keyword arguments of the model, if no plan covers it. A forward that
@@ -186,11 +186,10 @@ class DevicePlan:
             return
         if self._compiles_after is not None and self._runtime.steps_taken > self._compiles_after:
             self._run_layers(compiled=True)
-        self._apply_policy()
-        if self._displaced is not None:
-            placement, self._displaced = self._displaced, None
-            torch.cuda.empty_cache()
-            self._place(placement)
+        self._runtime.calls.policy = self.placement
+        if self._is_displaced:
+            self._place(self.placement)
+            self._is_displaced = False
         if self._resumed is not None:
             record, self._resumed = PlanRecord.of_data(self._resumed), None
             self._take_over(model, record)
@@ -465,13 +464,9 @@ class DevicePlan:
         return host_bytes - sum(self._unit_sizes(unit).host_bytes for unit in self._runtime.units if unit.is_on_device)
 
     def _place(self, placement: Placement) -> None:
-        self.placement = placement
-        self._apply_policy()
+        self.placement = self._runtime.calls.policy = placement
+        self._runtime.activations.spacing = placement.offload_spacing
         self._runtime.place(placement.on_device, placement.groups_on_device)
-
-    def _apply_policy(self) -> None:
-        self._runtime.calls.policy = self.placement
-        self._runtime.activations.spacing = self.placement.offload_spacing
 
     def _settled(self) -> Placement:
         """What the settings ask for and nothing more, as far as the optimizers allow it."""
@@ -479,7 +474,6 @@ class DevicePlan:
 
     def _keep_states_on_host(self) -> None:
         """An optimizer works there from now on."""
-        self._displaced = None if self._displaced is None else self._displaced.with_states_on_host()
         self._place(self.placement.with_states_on_host())
 
     def model_sizes(self) -> Model:
