@@ -142,25 +142,28 @@ class WrittenBuffers:
 
     @contextlib.contextmanager
     def watched(self, before: list[BufferValues]) -> Iterator[None]:
-        """For a forward: what it writes is appended to ``before``, as it was."""
+        """For a forward: what it writes is appended to ``before``, as it was; while it runs, what it may write."""
+        kept: BufferValues = []
+        before.append(kept)
         present = []
         for owner in self._owners:
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
+                    present.append((owner, name, buffer, buffer._version))
                     is_small = buffer.nbytes <= _COPIED_UNSEEN_BYTES
-                    may_write = is_small if self._written is None else (owner, name) in self._written
-                    value = buffer.detach().clone() if may_write else None
-                    present.append((owner, name, buffer, buffer._version, value))
+                    if is_small if self._written is None else (owner, name) in self._written:
+                        kept.append((owner, name, buffer.detach().clone()))
         yield
-        self._written = self._written or set()
-        before.append([])
-        for owner, name, buffer, version, value in present:
-            # Kernels of norms write running statistics without counting it as a write.
-            is_statistic = isinstance(owner, _NormBase) and owner.training
-            if is_statistic or owner._buffers.get(name) is not buffer or buffer._version != version:
-                self._written.add((owner, name))
-                if value is not None:
-                    before[-1].append((owner, name, value))
+        # Kernels of norms write running statistics without counting it as a write.
+        written = {
+            (owner, name)
+            for owner, name, buffer, version in present
+            if (isinstance(owner, _NormBase) and owner.training)
+            or owner._buffers.get(name) is not buffer
+            or buffer._version != version
+        }
+        self._written = written | (self._written or set())
+        kept[:] = [value for value in kept if value[:2] in written]
 
 
 @contextlib.contextmanager

@@ -78,6 +78,18 @@ class DifferentiatesInside(Layer):
         return hidden + output + slope.detach()
 
 
+class DifferentiatesInsideAndCounts(DifferentiatesInside):
+    """Is computed again within its own forward, when the buffer has another value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        self.calls += 1
+        return super().forward(hidden * self.calls)
+
+
 def backward_within_a_backward(model: Any) -> list[torch.Tensor]:
     """A hook inside the third layer, when some of its weights have their gradients, differentiates through the layer."""
     activations: list[torch.Tensor] = []
@@ -103,6 +115,7 @@ INSIDE = {
     "weight_hidden_from_hooks": net(HidesItsWeight),
     "weight_hidden_from_hooks_beside_a_buffer": net(HidesItsWeightAndCounts),
     "derivative_in_the_forward": net(DifferentiatesInside),
+    "derivative_in_the_forward_beside_a_buffer": net(DifferentiatesInsideAndCounts),
     "backward_within_a_backward": net(
         step=backward_within_a_backward,
     ),
