@@ -414,8 +414,8 @@ class _ExpertsFunction(torch.autograd.Function):
         return (None, None, *ctx.call.backward((hidden_TD, weights_TK), routing, gradient_TD, ctx.needs_input_grad[2:]))
 
 
-def run_experts(streams: ExpertStreams, experts: StreamedExperts, /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of an experts' proxy: ``experts(hidden_states, top_k_index, top_k_weights)``; may raise an
+def run_experts(streams: ExpertStreams, experts: StreamedExperts, _: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of an experts' proxy, their module: ``experts(hidden_states, top_k_index, top_k_weights)``; may raise an
     UnsupportedError."""
     bound = inspect.signature(experts.forward).bind(*args, **kwargs)
     given = [*bound.args, *bound.kwargs.values()]

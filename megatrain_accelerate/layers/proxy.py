@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import types
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -114,7 +115,7 @@ def _proxy_class(original: type[nn.Module], can_checkpoint: bool) -> type[nn.Mod
 
 
 def install_proxy(layer: nn.Module, runner: Callable[..., Any], before_copy: Callable[[], None]) -> Callable[..., Any]:
-    """Turns ``layer`` into a proxy whose forward is ``runner``; returns its own forward, bound, as it was.
+    """Turns ``layer`` into a proxy whose forward is ``runner(layer, *args, **kwargs)``; returns its own, bound, as it was.
 
     ``before_copy`` is called before it is copied or pickled.
     """
@@ -131,8 +132,9 @@ def install_proxy(layer: nn.Module, runner: Callable[..., Any], before_copy: Cal
     # Not only where a compiler traces this: a frame that it has given up on runs as it is, and what it calls is compiled.
     run: Any = torch.compiler.disable(runner)
     # The Trainer asks a model what it takes and drops the other columns; the model itself may be the layer.
-    run.__signature__ = inspect.signature(original.forward.__get__(layer, original))
-    layer.__dict__["forward"] = layer.__dict__[_RUNNER] = run
+    run.__signature__ = inspect.signature(original.forward)
+    # A method as any forward is, since Accelerate takes a model's apart and binds it anew.
+    layer.__dict__["forward"] = layer.__dict__[_RUNNER] = types.MethodType(run, layer)
     layer.__dict__[_BEFORE_COPY] = before_copy
     return forward
 

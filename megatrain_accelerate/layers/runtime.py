@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.gradients.call_gradients import GradientSums
@@ -213,8 +214,8 @@ class StreamingRuntime:
         finally:
             self.dry_run = None
 
-    def run_layer(self, layer: StreamedLayer, /, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a layer's proxy."""
+    def run_layer(self, layer: StreamedLayer, _: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a layer's proxy, its module."""
         if self.dry_run is not None:
             shared = SharedMappings(*without_caches(args, kwargs))
             return shared.take_back(self.dry_run(layer, shared.args, shared.kwargs))
