@@ -151,7 +151,7 @@ class GraphCall:
             self.move_to(CallState.WAITING)
 
     def _watched(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Has :meth:`_all_issued` called when the tensor's gradient is known: nothing of this layer is left to run then,
+        """Has :meth:`all_issued` called when the tensor's gradient is known: nothing of this layer is left to run then,
         since autograd runs what was computed later first."""
         if not tensor.requires_grad or tensor.device != self.calls.device:
             return tensor
