@@ -285,9 +285,10 @@ class CompiledLayers:
             # Dropout must draw the masks that the layer's own code draws: the run that follows a failure, or a recompute
             # after one, has to repeat them.
             options["config_patches"] = {"fallback_random": True}
-            if kind.sizes_vary and hasattr(torch._inductor.config.triton, "mix_order_reduction_non_strict_mode"):
-                # Otherwise Inductor makes another graph for batches of few tokens, another for more, and a third for many.
-                options["config_patches"]["triton.mix_order_reduction_non_strict_mode"] = True
+            if kind.sizes_vary and hasattr(torch._inductor.config.triton, "mix_order_reduction"):
+                # With it Inductor makes one graph for batches of few tokens, one for more, and one for many; and where it has
+                # to do for all of them, it slows down the shortest most.
+                options["config_patches"]["triton.mix_order_reduction"] = False
             if kind.memory_budget < 1.0:
                 settings["activation_memory_budget"] = kind.memory_budget
                 options["config_patches"]["joint_custom_pre_pass"] = _looking_at(kind)
