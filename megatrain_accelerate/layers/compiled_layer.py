@@ -13,6 +13,9 @@ What backward computes again of a compiled layer is decided where the compiler's
 costs little to compute again (``torch._functorch.config.activation_memory_budget``). Each budget has a graph of its own,
 which rounds in its own way. A layer that draws random numbers can't be recomputed like that, since the partitioner would draw
 other ones in backward: its graph saves everything, and a checkpoint runs it again.
+
+Batches of one length have a graph for their sizes, the fastest. Where lengths vary (:attr:`CompiledLayers.sizes_vary`), one
+graph serves all sizes from the start, so that none is made for the first batch alone.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import operator
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +40,7 @@ from torch.utils.flop_counter import flop_registry
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.layers import output_recorder
 from megatrain_accelerate.layers.layer import StreamedLayer
+from megatrain_accelerate.layers.nested_tensors import tensors_in
 from megatrain_accelerate.layers.output_recorder import Captures, take_handed_out
 from megatrain_accelerate.layers.shared_mappings import takes_mappings
 
@@ -49,8 +54,8 @@ MOST_KINDS = 8
 """Kinds of unequal layers that are compiled; a model in which every layer differs would compile for as many minutes."""
 
 RECOMPILE_LIMIT = 16
-"""Graphs of one kind of layers: static and dynamic lengths, batch sizes, masks, attributes. Dynamo's own limit is 8; a layer
-that reads what changes with every call (a counter) should give up before much time is lost."""
+"""Graphs of one kind of layers: masks, attributes, sizes of a batch. Dynamo's own limit is 8; a layer that reads what changes
+with every call (a counter) should give up before much time is lost."""
 
 CANDIDATES = (0.2, 0.4, 0.6, 0.8)
 """Budgets that are tried between 0.0 and 1.0; several may give one and the same graph."""
@@ -60,6 +65,9 @@ _FLOPS_PER_BYTE = 200.0
 
 _LEAST_DIFFERENCE = 0.03
 """Share of the activations by which two budgets must differ to count as two."""
+
+_KEYS_ALIGNED = 8
+"""Attention's kernels take masks whose rows begin at multiples of so many elements."""
 
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "triton")
 
@@ -93,13 +101,22 @@ EVERYTHING = MemoryBudget(1.0, 1.0, 0.0)
 
 
 class _Kind:
-    """The layers that share a compiled function: the forward of their class, not bound, at one memory budget."""
+    """The layers that share a compiled function: the forward of their class, not bound, at one memory budget.
+
+    Where ``sizes_vary``, each graph serves all sizes of the inputs that are more than 1.
+    """
 
     def __init__(
-        self, forward: Callable[..., Any], name: str, memory_budget: float, compile_graph: Callable[..., Callable[..., Any]]
+        self,
+        forward: Callable[..., Any],
+        name: str,
+        memory_budget: float,
+        sizes_vary: bool,
+        compile_graph: Callable[..., Callable[..., Any]],
     ) -> None:
         self.name = name
         self.memory_budget = memory_budget
+        self.sizes_vary = sizes_vary
         self.gave_up = False
         self.is_random = False
         """Whether one of its graphs draws random numbers, or may do so, since nobody can look."""
@@ -145,6 +162,8 @@ class CompiledLayers:
         """Whether the plan may do without."""
         self.pays: bool | None = None
         """Whether the training is long enough for it; None if that isn't known. Set by the plan where it may do without."""
+        self.sizes_vary = False
+        """Whether inputs of layers have other sizes in other batches: set by the plan before a batch runs."""
         self.compilations = 0
         """Graphs compiled so far."""
 
@@ -199,6 +218,8 @@ class CompiledLayers:
         kind = self._kind_of(layer, captures, memory_budget)
         if kind is None or takes_mappings(args, kwargs):
             return layer.run(args, kwargs)
+        if kind.sizes_vary:
+            _mark_sizes(args, kwargs)
         try:
             with _run_settings(), captures.replaced():
                 output, recorded = kind.function(layer.module, args, kwargs)
@@ -222,16 +243,16 @@ class CompiledLayers:
         if forward is None or getattr(layer.forward, "__self__", None) is not layer.module:
             self._note_eager(name, "its forward was replaced by something that isn't a method of it")
             return None
-        key = (forward, layer.unit.layout.key, captures.key, memory_budget)
+        key = (forward, layer.unit.layout.key, captures.key, memory_budget, self.sizes_vary)
         kind = self._kinds.get(key)
         if kind is None:
             reason = _missing_in_torch()
-            if reason is None and len({key[:-1] for key in (*self._kinds, key)}) > MOST_KINDS:
+            if reason is None and len({key[:-2] for key in (*self._kinds, key)}) > MOST_KINDS:
                 reason = f"more than {MOST_KINDS} kinds of layers, with other parameters or outputs, would have to be compiled"
             if reason is not None:
                 self._note_eager(name, reason)
                 return None
-            kind = self._kinds[key] = _Kind(forward, name, memory_budget, self._compile)
+            kind = self._kinds[key] = _Kind(forward, name, memory_budget, self.sizes_vary, self._compile)
         return None if kind.gave_up else kind
 
     def _note_eager(self, name: str, reason: str) -> None:
@@ -256,12 +277,18 @@ class CompiledLayers:
             torch._functorch.config.donated_buffer = False
         settings: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
         options: dict[str, Any] = {}
+        if kind.sizes_vary:
+            _pad_keys(graph)
         if self.backend != "inductor":
             kind.is_random = True
         else:
             # Dropout must draw the masks that the layer's own code draws: the run that follows a failure, or a recompute
             # after one, has to repeat them.
             options["config_patches"] = {"fallback_random": True}
+            if kind.sizes_vary and hasattr(torch._inductor.config.triton, "mix_order_reduction"):
+                # With it Inductor makes one graph for batches of few tokens, one for more, and one for many; and where it has
+                # to do for all of them, it slows down the shortest most.
+                options["config_patches"]["triton.mix_order_reduction"] = False
             if kind.memory_budget < 1.0:
                 settings["activation_memory_budget"] = kind.memory_budget
                 options["config_patches"]["joint_custom_pre_pass"] = _looking_at(kind)
@@ -271,6 +298,43 @@ class CompiledLayers:
         with torch._functorch.config.patch(settings):
             compiled: Callable[..., Any] = torch._dynamo.lookup_backend(self.backend)(graph, inputs, **options)
         return compiled
+
+
+def _mark_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Has dynamo take the sizes of tensors for variable ones. Those that the layer's code ties to its weights are fixed again;
+    a size of 1 or 0 always is."""
+    for tensor in tensors_in((args, kwargs)):
+        torch._dynamo.maybe_mark_dynamic(tensor, [index for index, size in enumerate(tensor.shape) if size > 1])
+
+
+def _pad_keys(graph: torch.fx.GraphModule) -> None:
+    """Pads attention's keys, values and mask to the next multiple of :data:`_KEYS_ALIGNED` keys; nobody attends to those.
+
+    The mask's rows are aligned then at any length. Otherwise those of some lengths are, and others are copied, by a graph of
+    their own. With dropout other elements would be dropped.
+    """
+    names = ("query", "key", "value", "attn_mask", "dropout_p")
+    pad = torch.nn.functional.pad
+    for node in graph.graph.find_nodes(op="call_function", target=torch.nn.functional.scaled_dot_product_attention):
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        mask = given.get("attn_mask")
+        if len(node.args) > len(names) or not isinstance(mask, torch.fx.Node) or given.get("dropout_p"):
+            continue
+        example = mask.meta["example_value"]
+        if example.dtype is not torch.bool or not isinstance(example.shape[-1], torch.SymInt):
+            continue
+        with graph.graph.inserting_before(node):
+            length = graph.graph.call_method("size", (mask, -1))
+            # At least one: where there may be none, graphs differ.
+            blocks = graph.graph.call_function(operator.floordiv, (length, _KEYS_ALIGNED))
+            whole = graph.graph.call_function(operator.mul, (blocks, _KEYS_ALIGNED))
+            rest = graph.graph.call_function(operator.sub, (length, whole))
+            more = graph.graph.call_function(operator.sub, (_KEYS_ALIGNED, rest))
+            given["attn_mask"] = graph.graph.call_function(pad, (mask, (0, more)))
+            for name in ("key", "value"):
+                given[name] = graph.graph.call_function(pad, (given[name], (0, 0, 0, more)))
+        node.args, node.kwargs = (), given
+    graph.recompile()
 
 
 def _looking_at(kind: _Kind) -> Any:

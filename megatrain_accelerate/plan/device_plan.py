@@ -27,7 +27,14 @@ from megatrain_accelerate.plan.machine import (
     measured_machine,
     whole_free_bytes,
 )
-from megatrain_accelerate.plan.other_batches import GROWTH_FACTORS, BatchExtent, enlarged_batch, extrapolated_outline
+from megatrain_accelerate.plan.other_batches import (
+    GROWTH_FACTORS,
+    BatchExtent,
+    RowSizes,
+    enlarged_batch,
+    extrapolated_outline,
+    row_size,
+)
 from megatrain_accelerate.plan.placement import Model, Placement, UnitSizes, peak_bytes, sent_bytes
 from megatrain_accelerate.plan.placement_search import Candidate, Choices, PlacementSearch
 from megatrain_accelerate.plan.plan_record import RESUMED_SHARE_OF_DEVICE, PlanRecord, made_for
@@ -178,6 +185,7 @@ class DevicePlan:
         leaves room for as many at once."""
         open_forwards = self._runtime.open_forwards
         if open_forwards:
+            self._note_rows(inputs)
             if open_forwards >= self._made.forwards_at_once:
                 self._note(forwards_at_once=open_forwards + 1, planned=BatchExtent())
             nothing = frozenset[int]()
@@ -193,6 +201,7 @@ class DevicePlan:
         if self._resumed is not None:
             record, self._resumed = PlanRecord.of_data(self._resumed), None
             self._take_over(model, record)
+        self._note_rows(inputs)
         extent = BatchExtent.of(inputs)
         planned = self._made.planned
         if planned.covers(extent):
@@ -231,6 +240,15 @@ class DevicePlan:
 
     def _note(self, **changes: Any) -> None:
         self._made = dataclasses.replace(self._made, **changes)
+
+    def _note_rows(self, inputs: Mapping[str, Any]) -> None:
+        """Where lengths vary, each graph of a compiled layer is made for any of them."""
+        size = row_size(inputs)
+        rows = self._made.rows.after(size)
+        if rows != self._made.rows:
+            self._note(rows=rows)
+            self.record = self.record and self._made.as_data()
+        self._runtime.compiled.sizes_vary = rows.vary or size != rows.first
 
     def _batch_to_plan_for(
         self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent
@@ -287,6 +305,7 @@ class DevicePlan:
         if record is not None or (steps, compiles) != self._expected:
             compiled = self._runtime.compiled
             self._expected = (steps, compiles)
+            self._note(rows=RowSizes())
             self._run_layers(compiles if compiled.is_optional else None)
         self._resumed = record
 

@@ -50,6 +50,35 @@ class BatchExtent:
         return BatchExtent(max(self.elements, other.elements), max(self.length, other.length) if is_text else 0)
 
 
+def row_size(inputs: Mapping[str, Any]) -> int:
+    """Elements of a row of the batch, those of equal inputs counted once: the sequence length, if all inputs are text."""
+    tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim() > 1]
+    return sum({math.prod(tensor.shape[1:]) for tensor in tensors})
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSizes:
+    """The row sizes (:func:`row_size`) of a training's batches, as far as they tell whether all are of one size."""
+
+    first: int = 0
+    """Of the first batch; 0 before it."""
+    second: int = 0
+    odd: int = 0
+    """Of a later batch that differed from the first two, which were alike."""
+    vary: bool = False
+    """Whether any batch may have another size. A single odd one, as an epoch may end with, doesn't tell that."""
+
+    def after(self, size: int) -> RowSizes:
+        """These and that of another batch."""
+        if not self.first:
+            return RowSizes(first=size)
+        if not self.second:
+            return dataclasses.replace(self, second=size, vary=size != self.first)
+        if self.vary or size in (self.first, self.odd):
+            return self
+        return dataclasses.replace(self, vary=True) if self.odd else dataclasses.replace(self, odd=size)
+
+
 def enlarged_batch(model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, growth: float) -> dict[str, Any] | None:
     """The keyword arguments of a batch of text of ``growth`` times ``extent``, tokens and length: ``inputs`` over and over.
     Where the model bounds the length (``max_position_embeddings``), the batch has more sequences instead. None if any of

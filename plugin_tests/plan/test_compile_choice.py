@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,64 @@ def test_the_first_step_does_not_wait_for_the_compiler() -> None:
         assert engine.device_plan.record is None, "there is no plan to resume by before the second step's"
         engine.runtime.steps_taken += 1
     engine.close()
+
+
+def padded_batch(rows: int, length: int) -> dict[str, torch.Tensor]:
+    """Of which all rows but the last are padded."""
+    ids = token_batches(1, batch=rows, length=length)[0]
+    mask = torch.ones_like(ids)
+    mask[:-1, length // 2 :] = 0
+    return {"input_ids": ids, "labels": ids, "attention_mask": mask}
+
+
+def compilations_of(batches: Iterable[dict[str, torch.Tensor]], compile_layers: bool | str = "auto") -> list[int]:
+    """Graphs that a training has compiled after each of its steps."""
+    model = tiny_model().train()
+    engine = attach(model, compile_layers=compile_layers)
+    engine.runtime.compiled.backend = "aot_eager"
+    engine.device_plan.expect_steps(2**40)
+    counts = []
+    for batch in batches:
+        model(**batch).loss.backward()
+        counts.append(engine.runtime.compiled.compilations)
+        engine.runtime.layers[0].unit.version += 1  # a step
+    engine.close()
+    return counts
+
+
+def test_batches_of_varying_lengths_are_compiled_for_once() -> None:
+    # That of the hidden size, that of the number of rows, multiples of 16 and others.
+    lengths = [64, 40, 64, 33, 96, 6, 16, 70, 64, 57, 100, 12, 80, 3, 64]
+    batches = [padded_batch(rows, length) for rows in (6, 4) for length in lengths]
+    assert compilations_of(batches) == [0] + 29 * [1], "the second step's graph is for all lengths and numbers of rows"
+    without_padding = {name: value for name, value in padded_batch(6, 50).items() if name != "attention_mask"}
+    assert compilations_of([*batches[:2], without_padding, *batches[2:]])[-1] == 2, "layers without a mask have another"
+
+
+def test_an_odd_batch_leaves_the_others_their_own_graph() -> None:
+    """An epoch of batches of one length may end with a shorter one, or with fewer rows."""
+    epoch = [*[padded_batch(4, 32)] * 3, padded_batch(4, 20)]
+    assert compilations_of(2 * epoch) == [0, 1, 1, 2, 2, 2, 2, 2]
+    assert compilations_of([*epoch, padded_batch(4, 24), *epoch])[3:] == 6 * [2], "a third length means that they vary"
+
+
+def test_a_training_that_is_resumed_knows_whether_lengths_vary(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = Machine(device_flops=1e12, device_bytes=1e12, h2d_bytes=1e9, d2h_bytes=1e9, host_step_parameters=1e9)
+    monkeypatch.setattr(device_plan, "measured_machine", lambda *_: speeds)
+
+    def record_after(lengths: list[int], record: Any = None) -> tuple[Any, bool]:
+        model = tiny_model().train()
+        engine = attach(model, gpu_memory_gib=4.0)
+        engine.device_plan.expect_steps(2**40, True, record)
+        for length in lengths:
+            engine.device_plan.follow(model, padded_batch(2, length))
+        record = json.loads(json.dumps(engine.device_plan.record))
+        engine.close()
+        return record, engine.runtime.compiled.sizes_vary
+
+    for lengths, vary in (([32, 32], False), ([32, 20], True), ([32, 32, 20, 32], False), ([32, 32, 20, 24, 32], True)):
+        record, varied = record_after(lengths)
+        assert (varied, record_after([32], record)[1]) == (vary, vary)
 
 
 def test_the_first_step_is_compiled_where_nothing_else_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
