@@ -37,6 +37,7 @@ from megatrain_accelerate.loss.lazy_logits import TiledHead, find_head
 from megatrain_accelerate.optim.host_step import ENGINE_CLOSED, HostStep
 from megatrain_accelerate.plan.adoption import Adoption, adopt_experts, compute_dtypes
 from megatrain_accelerate.plan.device_plan import DevicePlan
+from megatrain_accelerate.plan.evaluation_weights import is_next_token
 from megatrain_accelerate.plan.layer_discovery import Discovery, discover_layers, find_module, split_experts
 from megatrain_accelerate.plan.placement import require_layers
 from megatrain_accelerate.progress import progress_bar
@@ -309,6 +310,9 @@ class Engine:
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         before_forward = ModelHook(self._before_forward, with_arguments=True)
         self._handles.append(model.register_forward_pre_hook(before_forward, with_kwargs=True))
+        # With arguments, since a hook without any is called when the model is copied.
+        after_forward = ModelHook(lambda *_: self.runtime.end_forward(), with_arguments=True)
+        self._handles.append(model.register_forward_hook(after_forward, always_call=True))
         users = (user for spec in discovery.residents for user in spec.users)
         tile_tokens, self.runtime.outside_tiles = self.runtime.token_tile, TokenTiles.of_norms(model, users)
         self.runtime.outside_tiles.tile_tokens = tile_tokens
@@ -336,13 +340,16 @@ class Engine:
         if torch.is_grad_enabled() and self.adopt_unfrozen(model):
             return run_pre_hooks(model, args, kwargs, known)
         self.runtime.worker.raise_if_failed()
+        self.runtime.end_forward()  # one that was interrupted
         self.runtime.passes.order.end_pass()
         has_graph = torch.is_grad_enabled()
         for engine in all_engines():
             if has_graph or engine is not self:
                 engine.device_plan.evaluation_weights.give_up()
         if not has_graph:
-            self.device_plan.make_room(model, by_name(model, args, kwargs))
+            inputs = by_name(model, args, kwargs)
+            self.device_plan.make_room(model, inputs)
+            self.runtime.begin_forward(is_next_token(inputs))
             return None
         if self.training and model.training:
             began = time.perf_counter()

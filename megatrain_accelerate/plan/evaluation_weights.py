@@ -15,15 +15,12 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.layers.caches import CACHE_ARGUMENTS
-from megatrain_accelerate.layers.runtime import StreamingRuntime
+from megatrain_accelerate.layers.runtime import TOKENS_BETWEEN_LOOKS, StreamingRuntime
 from megatrain_accelerate.plan.other_batches import BatchExtent
 from megatrain_accelerate.plan.step_outline import evaluation_bytes
 from megatrain_accelerate.units import GIB
 
 logger = logging.getLogger(__name__)
-
-TOKENS_BETWEEN_LOOKS = 16
-"""Tokens of a generation from one look at the free memory to the next: asking the driver takes time, caches grow little."""
 
 
 def has_cache(inputs: Mapping[str, Any]) -> bool:
@@ -62,8 +59,9 @@ def cache_bytes(inputs: Mapping[str, Any]) -> int:
 class EvaluationWeights:
     """Chooses the layers that are held between forwards without gradients.
 
-    Under ``auto`` from the second such forward in a row on, since a single one (a reference model's, once a training step)
-    gains nothing; as many layers as fit beside what the forward needs, its caches counted twice so that they can grow.
+    Under ``auto`` from the first forward of a generation on, or the second of others in a row, since a single one (a
+    reference model's, once a training step) gains nothing; as many layers as fit beside what the forward needs, its caches
+    counted twice so that they can grow.
     """
 
     def __init__(self, runtime: StreamingRuntime, setting: str) -> None:
@@ -92,7 +90,7 @@ class EvaluationWeights:
         """Before a forward without gradients: holds more layers if there is room, or gives some up if there is none.
         ``left_bytes`` tells what is left of the budget beside all that the engine holds, None without one."""
         self._forwards += 1
-        if self._setting == "auto" and self._forwards < 2:
+        if self._setting == "auto" and self._forwards < 2 and not has_cache(inputs):
             return
         self._tokens = self._tokens + 1 if is_next_token(inputs) else 0
         if self._tokens and self._tokens % TOKENS_BETWEEN_LOOKS != 1:
