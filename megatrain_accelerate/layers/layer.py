@@ -60,7 +60,7 @@ class StreamedLayer:
             for attribute, parameter in owner._parameters.items()
             if parameter is not None and id(parameter) in position
         ]
-        """Where in the module each weight stands: its owner's parameters and buffers, the attribute, and the place in the unit."""
+        """Where in the module each weight stands: its owner's parameters and buffers, the attribute, the place in the unit."""
         self._adopted = [parameters[attribute] for parameters, _, attribute, _ in self.bindings]
         self._handles = [state.handle for state in unit.states]
         self._frozen = [state for state in unit.states if not state.entry.spec.trainable]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from engine_runs import Training, assert_equal_states, attach
+from peft import LoraConfig, get_peft_model
 from plain_torch import tiny_model, token_batches
 from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
@@ -379,6 +380,26 @@ def test_a_generation_that_transformers_compiles_leaves_the_engine_out(
     assert not any(traced)
     plain, _ = engines(evaluation_weights="stream")
     assert torch.equal(text, generate(plain, 4))
+
+
+@pytest.mark.filterwarnings("ignore:Could not find a config file in")
+def test_a_model_with_adapters_generates_from_held_layers() -> None:
+    # PEFT's generate calls the model inside of it, whose forward is no forward of the prepared model.
+    model = get_peft_model(tiny_model(num_hidden_layers=6), LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    expected = generate(copy.deepcopy(model))
+    engine = attach(model, evaluation_weights="auto", gpu_memory_gib=1)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+    run = Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred"))
+    for _ in range(2):
+        texts: list[torch.Tensor] = []
+        assert fetched(engine, lambda found=texts: found.append(generate(model))) <= layer_bytes(engine) * 7 / 6
+        assert held(engine) == 6
+        assert torch.equal(texts[0], expected)
+        run.step(PROMPT)
+        run.step(token_batches(1)[0])
+        assert held(engine) == 0
+        expected = generate(copy.deepcopy(model))
+    engine.close()
 
 
 def test_an_encoder_decoder_generates_from_held_layers() -> None:
