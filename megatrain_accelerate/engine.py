@@ -374,8 +374,9 @@ class Engine:
                 engine.device_plan.evaluation_weights.give_up()
         if not has_graph:
             inputs = by_name(model, args, kwargs)
-            self.device_plan.make_room(model, inputs)
-            self.runtime.begin_forward(is_next_token(inputs))
+            if looks := self.runtime.looks_before(is_next_token(inputs)):
+                self.device_plan.make_room(model, inputs)
+            self.runtime.begin_forward(looks)
 
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         self.runtime.end_forward()

@@ -150,7 +150,7 @@ class StreamingRuntime:
         self._all_held: dict[int, WeightSlot] = {}
         """In a forward of the model in which all layers run as plain modules do, their slots by index; else nothing."""
         self._tokens = 0
-        """Of a generation, since somebody's writes were looked for."""
+        """Of a generation, since something was looked at that isn't before each of them."""
         self.clipping = Clipping(self.norms, self.sums, self._states)
         self.expert_streams = ExpertStreams(
             self.experts,
@@ -241,12 +241,17 @@ class StreamingRuntime:
         finally:
             self.prefetcher.release(slot)
 
-    def begin_forward(self, is_next_token: bool) -> None:
-        """A forward of the whole model without a graph begins. Where all layers are held or live on the device, what they
-        compute with is brought up to date here, and until :meth:`end_forward` they run as plain modules do."""
-        held = {} if self.experts or self.token_tile else self.prefetcher.all_held()
+    def looks_before(self, is_next_token: bool) -> bool:
+        """Whether this forward of the whole model without a graph, which computes one more token of a generation or is another
+        one, is one before which memory and weights are looked at."""
         self._tokens = self._tokens + 1 if is_next_token else 0
-        if held and self._tokens % TOKENS_BETWEEN_LOOKS == 0:
+        return self._tokens == 0 or self._tokens % TOKENS_BETWEEN_LOOKS == 1
+
+    def begin_forward(self, looks: bool) -> None:
+        """That forward begins. Where all layers are held or live on the device, what they compute with is brought up to date
+        here, and until :meth:`end_forward` they run as plain modules do."""
+        held = {} if self.experts or self.token_tile else self.prefetcher.all_held()
+        if held and looks:
             with unwatched():
                 if written_among(self._layer_handles):
                     return  # each layer takes over what was written
@@ -447,7 +452,7 @@ class StreamingRuntime:
 
     def drain(self) -> None:
         """Blocks until all submitted work is applied and visible on host and device. A StepWorkerError if some failed."""
-        self._tokens = -1  # whoever asks may write
+        self._tokens = 0  # whoever asks may write
         self.worker.drain()
         for group in self.groups:
             group.wait_for_step()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.layers.caches import CACHE_ARGUMENTS
-from megatrain_accelerate.layers.runtime import TOKENS_BETWEEN_LOOKS, StreamingRuntime
+from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.plan.other_batches import BatchExtent
 from megatrain_accelerate.plan.step_outline import evaluation_bytes
 from megatrain_accelerate.units import GIB
@@ -66,7 +66,7 @@ class EvaluationWeights:
 
     def __init__(self, runtime: StreamingRuntime, setting: str) -> None:
         self._runtime, self._setting = runtime, setting
-        self._forwards = self._tokens = self._cache_bytes = self._needed_bytes = 0
+        self._forwards = self._cache_bytes = self._needed_bytes = 0
         self._evaluated = BatchExtent()
         self._is_full = self._is_warned = self._is_warned_of_experts = False
 
@@ -91,9 +91,6 @@ class EvaluationWeights:
         ``left_bytes`` tells what is left of the budget beside all that the engine holds, None without one."""
         self._forwards += 1
         if self._setting == "auto" and self._forwards < 2 and not has_cache(inputs):
-            return
-        self._tokens = self._tokens + 1 if is_next_token(inputs) else 0
-        if self._tokens and self._tokens % TOKENS_BETWEEN_LOOKS != 1:
             return
         left = left_bytes()
         if left is None and self._setting != "resident":
@@ -149,7 +146,7 @@ class EvaluationWeights:
 
     def give_up(self) -> None:
         """A model trains, or another one computes: the memory is theirs."""
-        self._forwards = self._tokens = 0
+        self._forwards = 0
         self._is_full = False
         if self._runtime.prefetcher.let_go() and self._runtime.streams.is_cuda:
             # Training's blocks have other sizes.

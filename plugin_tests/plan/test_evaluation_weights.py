@@ -282,7 +282,7 @@ def test_a_write_between_two_tokens_is_seen_by_the_sixteenth_at_the_latest(engin
                     model.model.layers[2].mlp.up_proj.weight.mul_(1.5)
         losses.append(logits)
     assert torch.equal(losses[0][1], losses[1][1])
-    assert not torch.equal(losses[0][15], losses[1][15])
+    assert not torch.equal(losses[0][16], losses[1][16])
 
 
 def test_a_training_forward_of_the_inner_model_gives_the_memory_back(engines: Any) -> None:
