@@ -37,6 +37,7 @@ from megatrain_accelerate.loss.lazy_logits import TiledHead, find_head
 from megatrain_accelerate.optim.host_step import ENGINE_CLOSED, HostStep
 from megatrain_accelerate.plan.adoption import Adoption, compute_dtypes
 from megatrain_accelerate.plan.device_plan import DevicePlan
+from megatrain_accelerate.plan.evaluation_weights import is_next_token
 from megatrain_accelerate.plan.layer_discovery import Discovery, discover_layers, find_module, split_experts
 from megatrain_accelerate.plan.placement import require_layers
 from megatrain_accelerate.progress import progress_bar
@@ -119,6 +120,7 @@ class Engine:
         self._tiled_head: TiledHead | None = None
         self._places: dict[str, list[tuple[str, str, nn.Module | nn.Parameter, str]]] = {}
         """By module's name, what it holds that was adopted: registry, key, value, name in errors."""
+        self._is_in_forward = False
         self.prepare_anew: Callable[[nn.Module], None] | None = None
         """Gives the model an engine that trains what it trains by now; set by who prepared it."""
         self._dtypes = compute_dtypes(model, bf16)
@@ -324,6 +326,15 @@ class Engine:
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         before_forward = ModelHook(self._before_forward, with_arguments=True)
         self._handles.append(model.register_forward_pre_hook(before_forward, with_kwargs=True))
+        # With arguments, since a hook without any is called when the model is copied.
+        after_forward = ModelHook(self._after_forward, with_arguments=True)
+        self._handles.append(model.register_forward_hook(after_forward, always_call=True))
+        for inner in model.modules():
+            if inner is not model and hasattr(type(inner), "prepare_inputs_for_generation"):
+                # The generation of a PeftModel calls the model inside of it.
+                hook = ModelHook(self._before_forward_inside, with_arguments=True)
+                self._handles.append(inner.register_forward_pre_hook(hook, with_kwargs=True))
+                self._handles.append(inner.register_forward_hook(after_forward, always_call=True))
         users = (user for spec in discovery.residents for user in spec.users)
         tile_tokens, self.runtime.outside_tiles = self.runtime.token_tile, TokenTiles.of_norms(model, users)
         self.runtime.outside_tiles.tile_tokens = tile_tokens
@@ -351,13 +362,9 @@ class Engine:
         if torch.is_grad_enabled() and self.adopt_unfrozen(model):
             return run_pre_hooks(model, args, kwargs, known)
         self.runtime.worker.raise_if_failed()
-        self.runtime.passes.order.end_pass()
-        has_graph = torch.is_grad_enabled()
-        for engine in all_engines():
-            if has_graph or engine is not self:
-                engine.device_plan.evaluation_weights.give_up()
-        if not has_graph:
-            self.device_plan.make_room(model, by_name(model, args, kwargs))
+        self._is_in_forward = True
+        self._begin_forward(model, args, kwargs)
+        if not torch.is_grad_enabled():
             return None
         if self.training and model.training:
             began = time.perf_counter()
@@ -366,6 +373,29 @@ class Engine:
             self.runtime.offloader.make_places(self.runtime.units)  # of what the plan leaves on the host
         self.runtime.batch_cut.begin((args, kwargs))  # behind the plan, which looks at other batches
         return None
+
+    def _before_forward_inside(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """For a part of the model that generates: called by itself, without gradients, it is as the whole."""
+        if not self._is_in_forward and not torch.is_grad_enabled():
+            self.runtime.worker.raise_if_failed()
+            self._begin_forward(model, args, kwargs)
+
+    def _begin_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.runtime.end_forward()  # one that was interrupted
+        self.runtime.passes.order.end_pass()
+        has_graph = torch.is_grad_enabled()
+        for engine in all_engines():
+            if has_graph or engine is not self:
+                engine.device_plan.evaluation_weights.give_up()
+        if not has_graph:
+            inputs = by_name(model, args, kwargs)
+            if looks := self.runtime.looks_before(is_next_token(inputs)):
+                self.device_plan.make_room(model, inputs)
+            self.runtime.begin_forward(looks)
+
+    def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        self.runtime.end_forward()
+        self._is_in_forward &= engine_of(model) is not self
 
     def _refuse_replaced(self, model: nn.Module) -> None:
         """Raises ``StateError`` where a layer, or a parameter outside the layers, was replaced or removed.

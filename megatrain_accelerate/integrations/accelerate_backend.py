@@ -20,6 +20,7 @@ from megatrain_accelerate.engine import Engine, all_engines, engine_of
 from megatrain_accelerate.errors import ConfigError, StateError, UnsupportedError
 from megatrain_accelerate.integrations.shared_parts import refuse_calls, take_over
 from megatrain_accelerate.integrations.telemetry import trace_if_asked
+from megatrain_accelerate.integrations.training_arguments import reserved_share
 from megatrain_accelerate.integrations.wrapping import arguments_of
 from megatrain_accelerate.layers.runtime import streamed_among
 from megatrain_accelerate.layers.watched_parameters import unwatched
@@ -177,6 +178,7 @@ def _attach(accelerator: Any, model: nn.Module, config: MegatrainConfig, evaluat
             show_plan=accelerator.is_local_main_process,
             freed_bytes=_moment_bytes([*left_behind, *earlier_optimizers], model),
         )
+        engine.device_plan.reserved_share = reserved_share(arguments_of(accelerator))
         # Not the Accelerator: it holds the model, and the model's engine would hold both for ever.
         gradient_state = accelerator.gradient_state
         engine.runtime.offloader.gradients_complete = lambda: bool(gradient_state.sync_gradients)

@@ -54,14 +54,14 @@ class StreamedLayer:
         self._known = set(position)
         self.times_bound = 0
         """How often weights are bound to it now: a checkpoint of the user's runs it again within its backward."""
-        self.bindings: list[tuple[nn.Module, str, int, nn.Parameter]] = [
-            (owner, attribute, position[id(parameter)], parameter)
+        self.bindings: list[tuple[dict[str, nn.Parameter | None], dict[str, torch.Tensor | None], str, int]] = [
+            (owner._parameters, owner._buffers, attribute, position[id(parameter)])
             for owner in module.modules()
             for attribute, parameter in owner._parameters.items()
             if parameter is not None and id(parameter) in position
         ]
-        """Where in the module each weight stands: owner, attribute, place in the unit, and the parameter that was adopted."""
-        self.adopted = [parameter for _, _, _, parameter in self.bindings]
+        """Where in the module each weight stands: its owner's parameters and buffers, the attribute, the place in the unit."""
+        self._adopted = [parameters[attribute] for parameters, _, attribute, _ in self.bindings]
         self._handles = [state.handle for state in unit.states]
         self._frozen = [state for state in unit.states if not state.entry.spec.trainable]
 
@@ -102,10 +102,11 @@ class StreamedLayer:
 
     def own_parameters(self) -> list[nn.Parameter | None]:
         """What is in the places of its parameters, in entry order. A StateError if one isn't the one that was adopted."""
-        found = [owner._parameters.get(attribute) for owner, attribute, _, _ in self.bindings]
-        if not self.times_bound and any(map(operator.is_not, found, self.adopted)):
-            pairs = zip(self.bindings, found, strict=True)
-            owner, name = next((owner, name) for (owner, name, _, adopted), there in pairs if there is not adopted)
+        found = [parameters.get(attribute) for parameters, _, attribute, _ in self.bindings]
+        if not self.times_bound and any(map(operator.is_not, found, self._adopted)):
+            pairs = zip(self.bindings, found, self._adopted, strict=True)
+            replaced, name = next((at[0], at[2]) for at, there, adopted in pairs if there is not adopted)
+            owner = next(module for module in self.module.modules() if module._parameters is replaced)
             raise StateError(
                 f"parameter {name!r} of {type(owner).__name__} in layer {self.name} was replaced after the "
                 "model was prepared; change the model (adapters, heads, tokens) before accelerator.prepare()"
@@ -183,17 +184,18 @@ class _Bound:
         layer, weights, self._weights = self._layer, self._weights, ()
         self._before = layer.own_parameters()
         layer.times_bound += 1
-        for owner, attribute, position, _ in layer.bindings:
-            owner._parameters[attribute] = weights[position]  # type: ignore[assignment]
+        for parameters, _, attribute, position in layer.bindings:
+            parameters[attribute] = weights[position]  # type: ignore[assignment]
 
     def __exit__(self, *error: object) -> None:
         layer = self._layer
         layer.times_bound -= 1
-        for (owner, attribute, _, _), earlier in zip(layer.bindings, self._before, strict=True):
+        for (parameters, buffers, attribute, _), earlier in zip(layer.bindings, self._before, strict=True):
             # A parametrization for the time of a call (PEFT's target_parameters) puts a weight that is no Parameter
             # back as a buffer: it would hold the slot's memory, and stand in the way of the next one.
-            owner._buffers.pop(attribute, None)
-            owner._parameters[attribute] = earlier
+            if attribute not in parameters:
+                buffers.pop(attribute, None)
+            parameters[attribute] = earlier
 
 
 class StreamedExperts(StreamedLayer):

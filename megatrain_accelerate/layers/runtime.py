@@ -33,7 +33,7 @@ from megatrain_accelerate.layers.token_tiles import TokenTiles
 from megatrain_accelerate.layers.watched_parameters import Watch, unwatched
 from megatrain_accelerate.store.host_pool import HostPool
 from megatrain_accelerate.store.layout import ExpertRange
-from megatrain_accelerate.store.parameter import ParameterState
+from megatrain_accelerate.store.parameter import ParameterState, written_among
 from megatrain_accelerate.store.step_worker import StepWorker
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader
@@ -41,8 +41,12 @@ from megatrain_accelerate.transfer.call_order import OpenForward
 from megatrain_accelerate.transfer.meter import Cause, Meter, UpdateGate, named_range
 from megatrain_accelerate.transfer.parts import Streamed
 from megatrain_accelerate.transfer.prefetch import Prefetcher
-from megatrain_accelerate.transfer.streams import Streams
+from megatrain_accelerate.transfer.streams import Streams, WeightSlot
 from megatrain_accelerate.units import MIB
+
+TOKENS_BETWEEN_LOOKS = 16
+"""Tokens of a generation from one look at the free memory, and at writes to weights, to the next: asking the driver takes
+time, caches grow little, and nobody is expected to change the weights between two tokens."""
 
 _running: weakref.WeakSet[StreamingRuntime] = weakref.WeakSet()
 
@@ -145,6 +149,11 @@ class StreamingRuntime:
         """Optimizer steps so far, without those that were skipped."""
         self.dry_run: LayerRunner | None = None
         """What runs the layers on trial, for a plan or a probe."""
+        self._layer_handles = [state.handle for layer in self.layers for state in layer.unit.states]
+        self._all_held: dict[int, WeightSlot] = {}
+        """In a forward of the model in which all layers run as plain modules do, their slots by index; else nothing."""
+        self._tokens = 0
+        """Of a generation, since something was looked at that isn't before each of them."""
         self.clipping = Clipping(self.norms, self.sums, self._states)
         self.expert_streams = ExpertStreams(
             self.experts,
@@ -220,6 +229,9 @@ class StreamingRuntime:
             shared = SharedMappings(*without_caches(args, kwargs))
             return shared.take_back(self.dry_run(layer, shared.args, shared.kwargs))
         has_graph = torch.is_grad_enabled()
+        if not has_graph and layer.index in self._all_held:
+            with layer.bound(self._all_held[layer.index].views(layer.unit.layout)):
+                return layer.forward(*args, **kwargs)
         self._scale_clipped(others_follow=has_graph)
         if has_graph:
             layer.refuse_unfrozen()
@@ -230,17 +242,8 @@ class StreamingRuntime:
                 if self._is_plain:
                     return self._run_plain(layer, open_forward, *arguments)
                 return self.calls.run(layer, tape, position, *arguments)
-        if self._nothing_streams:
-            self._show_plain(layer)
-            with layer.tiles.at_work(args, kwargs), without_autocast_cache():
-                return layer.forward(*args, **kwargs)
         tape, position = self.passes.order.record(layer.index)
         without_graph = torch.no_grad() if has_graph else contextlib.nullcontext()
-        weights = self.prefetcher.held_weights(layer)
-        if weights is not None:
-            self.passes.wait_for_head(layer)
-            with without_graph, layer.bound(weights), layer.tiles.at_work(args, kwargs):
-                return layer.forward(*args, **kwargs)
         slot = self.prefetcher.acquire(layer, self.passes.after_forward(tape, position, False))
         try:
             self.passes.wait_for_head(layer)
@@ -248,6 +251,30 @@ class StreamingRuntime:
                 return layer.forward(*args, **kwargs)
         finally:
             self.prefetcher.release(slot)
+
+    def looks_before(self, is_next_token: bool) -> bool:
+        """Whether this forward of the whole model without a graph, which computes one more token of a generation or is another
+        one, is one before which memory and weights are looked at."""
+        self._tokens = self._tokens + 1 if is_next_token else 0
+        return self._tokens == 0 or self._tokens % TOKENS_BETWEEN_LOOKS == 1
+
+    def begin_forward(self, looks: bool) -> None:
+        """That forward begins. Where all layers are held or live on the device, what they compute with is brought up to date
+        here, and until :meth:`end_forward` they run as plain modules do."""
+        held = {} if self.experts or self.token_tile else self.prefetcher.all_held()
+        if held and looks:
+            with unwatched():
+                if written_among(self._layer_handles):
+                    return  # each layer takes over what was written
+        if held:
+            self._scale_clipped(others_follow=False)
+            for group in self.groups:  # some read the head's weight without calling the head
+                group.wait_for_step()
+        self._all_held = held
+
+    def end_forward(self) -> None:
+        """A forward of the whole model is over."""
+        self._all_held = {}
 
     @property
     def _nothing_streams(self) -> bool:
@@ -438,6 +465,7 @@ class StreamingRuntime:
 
     def drain(self) -> None:
         """Blocks until all submitted work is applied and visible on host and device. A StepWorkerError if some failed."""
+        self._tokens = 0  # whoever asks may write
         self.worker.drain()
         for group in self.groups:
             group.wait_for_step()
@@ -469,5 +497,5 @@ class StreamingRuntime:
         self.expert_streams.close()
         for layer in (*self.layers, *self.experts):
             layer.release()
-        self._states.clear()
-        self.offloader.slots.clear()
+        for held in (self._states, self._layer_handles, self.offloader.slots):
+            held.clear()

@@ -99,6 +99,8 @@ class DevicePlan:
         """The last plan, as :meth:`PlanRecord.as_data` gives it; None before the first, and without a predicted time."""
         self.micro_batches = 1
         """Backwards before each optimizer step."""
+        self.reserved_share = 0.0
+        """Of the device's memory, what stays free for somebody who takes it by turns with the model, and not now."""
         self.placement = Placement()
         count = len(runtime.layers)
         self._choices = Choices.of_settings(config, count)
@@ -530,7 +532,11 @@ class DevicePlan:
             return self._config.gpu_memory_bytes
         if self._device.type != "cuda":
             return 0
-        return int(USABLE_SHARE_OF_DEVICE * (free_bytes(self._device) + sum(self.held_bytes_by_kind().values())))
+        free = free_bytes(self._device) - self._reserved_bytes()
+        return int(USABLE_SHARE_OF_DEVICE * (free + sum(self.held_bytes_by_kind().values())))
+
+    def _reserved_bytes(self) -> int:
+        return int(self.reserved_share * torch.cuda.mem_get_info(self._device)[1]) if self.reserved_share else 0
 
     def _left_bytes(self) -> int | None:
         """Bytes of the budget beside what the engine holds; None without a budget."""
@@ -539,5 +545,6 @@ class DevicePlan:
             return None
         left = budget_bytes - sum(self.held_bytes_by_kind().values())
         if self._device.type == "cuda":
-            left = min(left, int(USABLE_SHARE_OF_DEVICE * whole_free_bytes(self._device)) - SEGMENT_BYTES)
+            whole = whole_free_bytes(self._device) - self._reserved_bytes()
+            left = min(left, int(USABLE_SHARE_OF_DEVICE * whole) - SEGMENT_BYTES)
         return left

@@ -22,9 +22,6 @@ from megatrain_accelerate.units import GIB
 
 logger = logging.getLogger(__name__)
 
-TOKENS_BETWEEN_LOOKS = 16
-"""Tokens of a generation from one look at the free memory to the next: asking the driver takes time, caches grow little."""
-
 
 def has_cache(inputs: Mapping[str, Any]) -> bool:
     """Whether a forward is part of a generation: it is given a cache, if only an empty one."""
@@ -62,13 +59,14 @@ def cache_bytes(inputs: Mapping[str, Any]) -> int:
 class EvaluationWeights:
     """Chooses the layers that are held between forwards without gradients.
 
-    Under ``auto`` from the second such forward in a row on, since a single one (a reference model's, once a training step)
-    gains nothing; as many layers as fit beside what the forward needs, its caches counted twice so that they can grow.
+    Under ``auto`` from the first forward of a generation on, or the second of others in a row, since a single one (a
+    reference model's, once a training step) gains nothing; as many layers as fit beside what the forward needs, its caches
+    counted twice so that they can grow.
     """
 
     def __init__(self, runtime: StreamingRuntime, setting: str) -> None:
         self._runtime, self._setting = runtime, setting
-        self._forwards = self._tokens = self._cache_bytes = self._needed_bytes = 0
+        self._forwards = self._cache_bytes = self._needed_bytes = 0
         self._evaluated = BatchExtent()
         self._is_full = self._is_warned = self._is_warned_of_experts = False
 
@@ -92,10 +90,7 @@ class EvaluationWeights:
         """Before a forward without gradients: holds more layers if there is room, or gives some up if there is none.
         ``left_bytes`` tells what is left of the budget beside all that the engine holds, None without one."""
         self._forwards += 1
-        if self._setting == "auto" and self._forwards < 2:
-            return
-        self._tokens = self._tokens + 1 if is_next_token(inputs) else 0
-        if self._tokens and self._tokens % TOKENS_BETWEEN_LOOKS != 1:
+        if self._setting == "auto" and self._forwards < 2 and not has_cache(inputs):
             return
         left = left_bytes()
         if left is None and self._setting != "resident":
@@ -151,7 +146,7 @@ class EvaluationWeights:
 
     def give_up(self) -> None:
         """A model trains, or another one computes: the memory is theirs."""
-        self._forwards = self._tokens = 0
+        self._forwards = 0
         self._is_full = False
         if self._runtime.prefetcher.let_go() and self._runtime.streams.is_cuda:
             # Training's blocks have other sizes.

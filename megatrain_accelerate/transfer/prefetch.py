@@ -43,6 +43,7 @@ class Prefetcher:
         """The slot that was last filled for a layer, by its index; what it holds by now its ``holder`` tells."""
         self._held: list[int] = []
         """Layers that have a slot of :meth:`hold`, in the order in which they got it."""
+        self._last_copied_event = streams.event()
         self._clock = itertools.count(1)
         self._refused_at: dict[int, float] = {}
         """When a layer's copy could have been issued but for its step, by index."""
@@ -133,23 +134,22 @@ class Prefetcher:
             self.slots = [self._new_slot(self._largest) for _ in range(self.slot_count)]
         self._note_slots()
 
-    def held_weights(self, layer: Fetched) -> list[torch.Tensor] | None:
-        """The layer's weights, where all layers have slots of their own and nothing is to be copied or waited for; else None.
+    def all_held(self) -> dict[int, WeightSlot]:
+        """Where the weights of all layers are in slots of their own, those slots, by the layer's index; else none.
 
-        They may be read in a forward without a graph. There is nothing to release: the next copy into the slot is ordered
-        behind what the stream has that is current then, so a script that changes streams has to join them.
+        Kernels of forwards without a graph that are issued from now on may read them. There is nothing to release: the next
+        copy into a slot is ordered behind what the stream has that is current then, so a script that changes streams has to
+        join them.
         """
-        if len(self.own_slots) < len(self._layers) or layer.index in self._on_device:
-            return None
-        slot = self.own_slots[layer.index]
-        layer.refresh_if_written()
-        if slot.holder != (layer.index, layer.unit.version):
-            return None
-        if not slot.is_copied:
-            if not slot.params_copied_event.query():
-                return None
-            slot.is_copied = True
-        return slot.views(layer.unit.layout)
+        if len(self.own_slots) < len(self._layers):
+            return {}
+        for index, slot in self.own_slots.items():
+            if slot.holder != (index, self._layers[index].unit.version) and index not in self._on_device:
+                return {}
+        if not self._last_copied_event.query():
+            # RAW: copies are made in the order in which they were issued.
+            self._meter.compute_waits_for(self._last_copied_event, Cause.H2D, 0.0)
+        return self.own_slots
 
     def acquire(self, layer: Fetched, upcoming: Sequence[int]) -> WeightSlot:
         """Makes the layer's weights usable by kernels issued from now on, and starts the next copies.
@@ -293,9 +293,8 @@ class Prefetcher:
         now = time.perf_counter()
         slot.late_ms = 1e3 * (now - self._refused_at.pop(layer.index, now))
         size_bytes = layer.unit.layout.weight_bytes
-        if slot.is_copied:  # held_weights() gave it out, and its readers don't tell when they are done
+        if layer.index in self.own_slots:  # all_held() may have given it out, and its readers don't tell when they are done
             slot.compute_finished_event.record(self._streams.compute_stream)
-            slot.is_copied = False
         h2d_stream = self._streams.h2d_stream
         with self._streams.on(h2d_stream), named_range(f"megatrain::prefetch ({layer.name})"):
             # WAR: kernels of the layer that the slot held may still read it.
@@ -304,6 +303,7 @@ class Prefetcher:
                 for source, target in layer.unit.pieces(layer.unit.weights, slot.buffer, trainable_only=False):
                     target.copy_(source, non_blocking=True)
             slot.params_copied_event.record(h2d_stream)
+        self._last_copied_event = slot.params_copied_event
         slot.holder = (layer.index, layer.unit.version)
         self._slot_of[layer.index] = slot
         self._meter.counters.h2d_bytes += size_bytes

@@ -105,9 +105,6 @@ class WeightSlot(_Slot):
         self.holder: tuple[int, int] | None = None
         """(layer index, version of the unit's weights) that the buffer holds or is being filled with;
         ``params_copied_event`` says when it is full."""
-        self.is_copied = False
-        """Whether the copy was found to be over. Readers may neither wait for it nor tell when they are done: then
-        ``compute_finished_event`` is recorded when the next copy is issued."""
         self.last_used = 0
         self.users = 0
         """How many calls of its layer use it now, issuing kernels that read it: one that a backward has begun with may run

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from trl_runs import TRL_WARNINGS, arguments, prompts, run_both, run_trl, tiny_model, tokenizer
 
 from megatrain_accelerate.engine import engine_of
-from megatrain_accelerate.errors import UnsupportedError
 
 trl = pytest.importorskip("trl", exc_type=ImportError)
 
@@ -123,8 +122,3 @@ def test_each_generated_token_fetches_every_layer_once_and_no_more(tmp_path: Pat
     run_trl(grpo(), tmp_path / "run", streamed=True, script=script)
     # Four tokens more, three layers; what is fetched ahead at the end of one isn't at the beginning of the next.
     assert fetches[1] - fetches[0] == pytest.approx(4 * 3, abs=2)
-
-
-def test_vllm_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"use_vllm=True.*Leave it off"):
-        run_trl(grpo(use_vllm=True), tmp_path / "run", streamed=True)

@@ -581,6 +581,23 @@ def test_an_evaluation_that_would_not_fit_moves_layers_off_until_training_goes_o
     assert sum(layer.unit.is_on_device for layer in run.engine.runtime.layers) == 3
 
 
+def test_memory_that_another_will_take_again_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    engine = attach(model)
+    plan = engine.device_plan
+    monkeypatch.setattr(plan, "_device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (900 * MIB, 1000 * MIB))
+    for name in ("free_bytes", "whole_free_bytes"):
+        monkeypatch.setattr(device_plan, name, lambda _: 900 * MIB)
+    budget, left = plan._budget_bytes(), plan._left_bytes()
+    assert left is not None
+    plan.reserved_share = 0.4
+    taken = device_plan.USABLE_SHARE_OF_DEVICE * 400 * MIB
+    assert budget - plan._budget_bytes() == pytest.approx(taken, abs=2)
+    assert left - plan._left_bytes() == pytest.approx(taken, abs=2)
+    engine.close()
+
+
 def test_an_evaluation_is_predicted_to_make_its_logits_whole() -> None:
     run = planned(200)
     inputs = {"input_ids": batch()}
