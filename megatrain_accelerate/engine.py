@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import StateError, StepWorkerError
+from megatrain_accelerate.errors import StateError, StepWorkerError, UnsupportedError
 from megatrain_accelerate.gradients.fp32_sums import BF16_REMEDY
 from megatrain_accelerate.hooks import ModelHook, by_name, remove_hook, run_pre_hooks
 from megatrain_accelerate.kernels.host import HostKernels
@@ -35,6 +35,7 @@ from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.token_tiles import TokenTiles
 from megatrain_accelerate.loss.lazy_logits import TiledHead, find_head
 from megatrain_accelerate.optim.host_step import ENGINE_CLOSED, HostStep
+from megatrain_accelerate.parallel.ranks import ranks_of_run
 from megatrain_accelerate.plan.adoption import Adoption, adopt_experts, compute_dtypes
 from megatrain_accelerate.plan.device_plan import DevicePlan
 from megatrain_accelerate.plan.layer_discovery import Discovery, discover_layers, find_module, split_experts
@@ -47,6 +48,7 @@ from megatrain_accelerate.store.host_limits import (
     settings_that_take_less,
 )
 from megatrain_accelerate.store.layout import FlatLayout, ParameterSpec
+from megatrain_accelerate.store.shared_store import SharedStore
 from megatrain_accelerate.store.step_worker import StepWorker
 from megatrain_accelerate.store.unit import HostUnit, planned_host_bytes
 from megatrain_accelerate.transfer.meter import Meter
@@ -55,6 +57,11 @@ from megatrain_accelerate.transfer.streams import Streams
 logger = logging.getLogger(__name__)
 
 _MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+EXPERTS_IN_PARTS = (
+    "the model has experts that are fetched in parts, which several processes can't do yet; set num_processes: 1, or take a GPU "
+    "whose slots have room for a whole layer"
+)
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 _attached: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
@@ -133,6 +140,11 @@ class Engine:
         self.kernels = HostKernels(config.host_threads)
         make_unit = functools.partial(self.unit_class, kernels=self.kernels, register=register)
         make_unit.keywords.update(holds_masters=self._holds_masters, moments_dtype=_MOMENTS[config.moments_dtype])
+        ranks = ranks_of_run()
+        if ranks is not None:
+            if discovery.experts:
+                raise UnsupportedError(EXPERTS_IN_PARTS)
+            make_unit.keywords.update(store=SharedStore(ranks, len(discovery.parameter_groups())))
         layers: list[StreamedLayer] = []
         groups: list[ResidentGroup] = []
         self.training = False
@@ -169,7 +181,12 @@ class Engine:
                 worker=StepWorker(),
                 config=config,
                 register=register,
+                ranks=ranks,
             )
+            if ranks is not None:
+                ranks.meet("adopting the model")  # the first rank's values are there
+                for group in groups:
+                    group.show_device_weights()
             if device.type != "meta":
                 count_promises_of(self.runtime)
             for layer in layers:

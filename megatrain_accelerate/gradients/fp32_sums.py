@@ -125,6 +125,25 @@ class Fp32Sums:
         assert kernels is not None, "sums on the GPU before prepare()"
         return RunningSum(gradient, residual, state.handle.has_fp32_sum, kernels)
 
+    def whole(self, state: ParameterState) -> torch.Tensor:
+        """``parameter.grad``, or the fp32 sum, a new tensor, whose upper half it is."""
+        gradient, running = state.parameter.grad, self.running(state)
+        assert gradient is not None
+        if running is None or not state.handle.has_fp32_sum:
+            return gradient
+        return joined_sum(gradient, running.residual, running.kernels)
+
+    def set_whole(self, state: ParameterState, value: torch.Tensor) -> None:
+        """Writes what :meth:`whole` gave, in its dtype, back into its place. The norm isn't known then."""
+        gradient, running = state.parameter.grad, self.running(state)
+        assert gradient is not None
+        if running is None or not state.handle.has_fp32_sum:
+            gradient.copy_(value)
+        else:
+            running.kernels.split(value, gradient, running.residual)
+            state.handle.note_fp32_sum()
+        state.normed = None
+
     def scale(self, state: ParameterState, factor: float, others_follow: bool) -> None:
         """Multiplies ``parameter.grad`` in place; an fp32 sum from then on if ``others_follow``."""
         assert state.parameter.grad is not None

@@ -13,6 +13,7 @@ import torch
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.gradients.call_gradients import GradientSums
 from megatrain_accelerate.gradients.clipping import Clipping, NormTable
+from megatrain_accelerate.gradients.exchange import Exchange
 from megatrain_accelerate.gradients.fp32_sums import Fp32Sums
 from megatrain_accelerate.gradients.offload import GradientOffloader, UnitStepper
 from megatrain_accelerate.gradients.outside import OutsideGradients
@@ -30,6 +31,7 @@ from megatrain_accelerate.layers.resident import Part, ResidentGroup, relocate
 from megatrain_accelerate.layers.shared_mappings import SharedMappings
 from megatrain_accelerate.layers.token_tiles import TileOfLayers, TokenTiles
 from megatrain_accelerate.layers.watched_parameters import Watch, unwatched
+from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.store.host_pool import HostPool
 from megatrain_accelerate.store.layout import ExpertRange
 from megatrain_accelerate.store.parameter import ParameterState
@@ -79,7 +81,10 @@ class StreamingRuntime:
         worker: StepWorker,
         config: MegatrainConfig,
         register: bool,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks
+        """Those that train the model together; None with one process."""
         self.layers, self.groups = list(layers), list(groups)
         self.experts = [experts for layer in self.layers for experts in layer.experts]
         self.parts: list[Part] = [*self.layers, *self.experts, *self.groups]
@@ -105,6 +110,7 @@ class StreamingRuntime:
             steppers=self.steppers,
             register=register,
             passes=config.passes_gradients,
+            ranks=ranks,
         )
         self.outside_tiles = TokenTiles(())  # of norms outside the layers
         # The stand-in's memory costs no registering, and its models are tiny.
@@ -291,7 +297,7 @@ class StreamingRuntime:
         state = self._states[id(parameter)]
         self.sums.take_up(state)
         state.normed = None
-        if self.offloader.gradients_complete():
+        if self.offloader.gradients_complete() and self.offloader.exchange is None:
             self.offloader.fetch(self._group_of[id(parameter)], only=parameter)
 
     def _backward_is_over(self, task: int, succeeded: bool) -> None:
@@ -308,14 +314,39 @@ class StreamingRuntime:
         if not self.offloader.gradients_complete():
             self.watch.begin()
         else:
+            if self.offloader.exchange is not None:
+                self._exchange_what_stays(self.offloader.exchange)
             self._send_norms()
             # From here on anybody may read `parameter.grad`, or let go of it. What lives on the device is there, and norms are
             # waited for when they are read.
             if not self._nothing_streams:
                 with self.meter.blocked_by(Cause.BACKWARD_END), named_range("megatrain::wait_for_gradients"):
                     self.offloader.wait()
+            if self.offloader.exchange is not None:
+                self.offloader.exchange.add_up_norms(self.norms.norms)
             if not self.worker.is_idle:  # layers are stepped in this backward
                 self.watch.begin()
+
+    def _exchange_what_stays(self, exchange: Exchange) -> None:
+        """Gradients that are autograd's own become the means of the ranks', in one order on all of them. Of a parameter of
+        which no rank found a gradient there is none; zeros stand for this rank's if only others have one."""
+        trained = [(part, state) for part in self.parts for state in part.unit.states if state.row is not None]
+        exchange.forget(state.row for _, state in trained if state.parameter.grad is None and state.row is not None)
+        own = [(part, state) for part, state in trained if part.unit.is_on_device or isinstance(part, ResidentGroup)]
+        exchange.note_found(state for _, state in own if state.parameter.grad is not None)
+        rows = exchange.found_by_any()
+        for _, state in trained:
+            if state.row not in rows:
+                state.handle.set_gradient(None)
+        found = [(part, state) for part, state in own if state.row in rows]
+        for _, state in found:
+            if state.parameter.grad is None:
+                state.handle.set_gradient(torch.zeros_like(state.parameter))
+        with torch.no_grad():
+            exchange.mean_of_whole([state for _, state in found], self.sums)
+        for group in self.groups:
+            self.offloader.fetch(group)
+        self.offloader.send_norms([state for part, state in found if part.unit.is_on_device and not state.has_norm])
 
     def may_step_in_backward(self, layer: Streamed) -> bool:
         """Whether no other gradient of this layer can still follow before the step."""
@@ -428,6 +459,9 @@ class StreamingRuntime:
         self.worker.drain()
         for group in self.groups:
             group.wait_for_step()
+        if self.ranks is not None:
+            for part in self.parts:
+                part.gate.wait()
 
     def refresh_if_written(self) -> None:
         """Takes over weights that somebody wrote to any parameter since they were last seen."""

@@ -27,7 +27,14 @@ from megatrain_accelerate.optim.moment_states import (
 )
 from megatrain_accelerate.store.layout import ExpertRange
 from megatrain_accelerate.store.parameter import ParameterState
-from megatrain_accelerate.store.segments import apply_segments, plan_segments, segments_of_experts, step_on_device
+from megatrain_accelerate.store.segments import (
+    apply_segments,
+    plan_segments,
+    segments_of_experts,
+    segments_of_run,
+    step_on_device,
+)
+from megatrain_accelerate.store.shared_store import StepOfAll
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.meter import Cause
 from megatrain_accelerate.transfer.parts import Streamed
@@ -281,6 +288,9 @@ class FusedStep(HostStep):
         if experts is not None:
             segments = segments_of_experts(segments, unit, experts)
             parameters = sum(segment.elements for segment in segments)
+        if (shared := unit.shared) is not None:
+            segments = segments_of_run(segments, shared.run)
+            parameters = sum(segment.elements for segment in segments)
         kernels, meter = self.runtime.kernels, self.runtime.meter
         readers_finished_event = group.announce_push() if group is not None else None
         # In backward gradients may still be added up by the worker; step() checks those.
@@ -293,12 +303,18 @@ class FusedStep(HostStep):
             with meter.stepping(parameters):
                 apply_segments(unit, segments, kernels)
             _refuse_written(unit, versions)
+            if shared is not None:
+                shared.note_applied()
             if group is not None:
+                if of_all is not None:
+                    of_all.wait()
                 group.push_weights(readers_finished_event)
 
         # Device copies are stale from now on, whether or not the worker has got to it.
         unit.version += 1
-        return self.runtime.worker.submit(f"step ({unit.name})", work)
+        of_all = None if shared is None else shared.next_step(unit.name)
+        own = self.runtime.worker.submit(f"step ({unit.name})", work)
+        return own if of_all is None else StepOfAll(own, of_all)
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> None:
@@ -314,6 +330,8 @@ class FusedStep(HostStep):
         """
         runtime = self.runtime
         self.begin_step()
+        if runtime.ranks is not None:
+            runtime.ranks.meet("optimizer.step()")  # WAR: none of them reads weights of before any more
         refuse_unfused(optimizer.param_groups)
         if self._then is not None:
             self.set_schedule(self._then)

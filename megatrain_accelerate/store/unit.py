@@ -18,8 +18,11 @@ from megatrain_accelerate.kernels.device import StepKernels
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.kernels.moments import Moments, moment_bytes, moments_within
 from megatrain_accelerate.store.host_memory import DeviceMemory, HostMemory
-from megatrain_accelerate.store.layout import ExpertRange, FlatLayout, ParameterSpec
+from megatrain_accelerate.store.layout import ExpertRange, FlatEntry, FlatLayout, ParameterSpec
 from megatrain_accelerate.store.parameter import ParameterState, ParamHandle
+from megatrain_accelerate.store.shared_store import SharedStore
+
+_KINDS = ("weights", "residuals", "gradients", "gradient_residuals", "moments")
 
 PASSING_BUFFERS = 3
 """Host buffers for gradients that pass (``host_gradients``): one is filled, one stepped from, one between the two."""
@@ -41,6 +44,7 @@ class HostUnit:
         register: see :class:`HostMemory`.
         holds_masters: False if the weights are all there is of them: loaded in bf16, and not to be trained so far.
         moments_dtype: fp32, bf16, or int8 for codes and scales.
+        store: what several ranks share; the first one's values count.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class HostUnit:
         register: bool,
         holds_masters: bool = True,
         moments_dtype: torch.dtype = torch.float32,
+        store: SharedStore | None = None,
     ) -> None:
         self.name = name
         self._host_kernels = kernels
@@ -71,6 +76,8 @@ class HostUnit:
             ParameterSpec(key, tuple(parameter.shape), dtype, parameter.requires_grad)
             for (key, parameter), dtype in zip(parameters, dtypes, strict=True)
         )
+        self.shared = None if store is None else store.add(self.layout, {kind: self._size_of(kind) for kind in _KINDS})
+        """Its places in memory that several ranks share, and the run that this one steps."""
         self.version = 0
         self.weights = torch.empty(0)
         """Flat weights, uint8: what one copy moves to a slot."""
@@ -94,8 +101,9 @@ class HostUnit:
             weight_memory.register()  # values come by copies over the link
         if holds_masters:
             self.allocate_masters()
-        for state in self.states:
-            self._adopt(state)
+        if self.shared is None or self.shared.ranks.rank == 0:
+            for state in self.states:
+                self._adopt(state)
 
     def _size_of(self, kind: str) -> int:
         if kind == "moments":
@@ -114,8 +122,9 @@ class HostUnit:
         if self.device is not None:
             return DeviceMemory(size_bytes, self.device)
         register = self._register and kind in self._registered_kinds and size_bytes > 0
-        memory = HostMemory(size_bytes, register=register)
-        if touch:
+        shared = None if self.shared is None else self.shared.map(kind)
+        memory = HostMemory(size_bytes, register=register, shared=shared)
+        if touch and shared is None:  # what others may have written to isn't zeroed
             self._host_kernels.zero(memory.tensor(0, (memory.size_bytes,), torch.uint8))
         return memory
 
@@ -248,11 +257,12 @@ class HostUnit:
     def pieces(self, of_unit: torch.Tensor, of_slot: torch.Tensor, trainable_only: bool) -> list[tuple[torch.Tensor, ...]]:
         """What one copy moves: views of the unit's flat weights or gradients, and of a slot's buffer; all uint8."""
         size = self.layout.gradient_bytes if trainable_only else self.layout.weight_bytes
-        return [(of_unit[:size], of_slot[:size])]
+        place = self.shared.run.bytes if self.shared is not None and trainable_only else slice(0, size)
+        return [(of_unit[place], of_slot[place])]
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See :meth:`UnitRange.of`."""
-        return tensor
+    def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a parameter's tensor, or of a gradient's, that this process steps: all of it unless it is shared."""
+        return tensor if self.shared is None else self.shared.run.of(entry, tensor)
 
     def note_stepped(self, states: Sequence[ParameterState]) -> None:
         """These of its weights, which live on the device, have been stepped by a kernel of which autograd knows nothing."""
@@ -372,7 +382,7 @@ class UnitRange:
             if trainable or not trainable_only
         ]
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
         """The range's part of a parameter's tensor, or of a gradient's."""
         return self.experts.of(tensor)
 
