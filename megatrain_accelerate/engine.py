@@ -35,7 +35,7 @@ from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.token_tiles import TokenTiles
 from megatrain_accelerate.loss.lazy_logits import TiledHead, find_head
 from megatrain_accelerate.optim.host_step import ENGINE_CLOSED, HostStep
-from megatrain_accelerate.parallel.ranks import ranks_of_run
+from megatrain_accelerate.parallel.this_run import ranks_of_run
 from megatrain_accelerate.plan.adoption import Adoption, adopt_experts, compute_dtypes
 from megatrain_accelerate.plan.device_plan import DevicePlan
 from megatrain_accelerate.plan.layer_discovery import Discovery, discover_layers, find_module, split_experts
@@ -141,10 +141,12 @@ class Engine:
         make_unit = functools.partial(self.unit_class, kernels=self.kernels, register=register)
         make_unit.keywords.update(holds_masters=self._holds_masters, moments_dtype=_MOMENTS[config.moments_dtype])
         ranks = ranks_of_run()
+        self._shared_store: SharedStore | None = None
         if ranks is not None:
             if discovery.experts:
                 raise UnsupportedError(EXPERTS_IN_PARTS)
-            make_unit.keywords.update(store=SharedStore(ranks, len(discovery.parameter_groups())))
+            self._shared_store = SharedStore(ranks, len(discovery.parameter_groups()))
+            make_unit.keywords.update(store=self._shared_store)
         layers: list[StreamedLayer] = []
         groups: list[ResidentGroup] = []
         self.training = False
@@ -181,7 +183,7 @@ class Engine:
                 worker=StepWorker(),
                 config=config,
                 register=register,
-                ranks=ranks,
+                shared=self._shared_store,
             )
             if ranks is not None:
                 ranks.meet("adopting the model")  # the first rank's values are there
@@ -294,7 +296,10 @@ class Engine:
         own = anonymous_bytes(p for group in groups for _, p in group if p.device.type == "cpu")
         remedy = BF16_REMEDY if fp32_sums else ""
         remedy += settings_that_take_less(self.config, accumulates=fp32_sums) if training else ""
-        require_host_bytes(sum(parts.values()), own + self._freed_bytes, parts, self.config.host_memory_gib, remedy)
+        ranks = ranks_of_run()
+        share = 1 if ranks is None else ranks.size  # of what the machine has each rank may take as much
+        freed_bytes = own + self._freed_bytes
+        require_host_bytes(sum(parts.values()) // share, freed_bytes, parts, self.config.host_memory_gib, remedy)
         self.parameter_count = sum(layout.parameter_count for layout in layouts)
         return sum(parts.values())
 
@@ -311,7 +316,7 @@ class Engine:
         for module in model.modules():
             # Whoever reads the weights as a whole sees all steps that were taken.
             self._handles.append(module.register_state_dict_pre_hook(ModelHook(self.runtime.drain)))
-            self._handles.append(module.register_load_state_dict_pre_hook(ModelHook(self.runtime.drain)))
+            self._handles.append(module.register_load_state_dict_pre_hook(ModelHook(self.runtime.begin_loading)))
         for layer in self.runtime.layers:
             owner, _, key = layer.name.rpartition(".")
             if key:
@@ -361,6 +366,9 @@ class Engine:
         if not has_graph:
             self.device_plan.make_room(model, by_name(model, args, kwargs))
             return None
+        if self._shared_store is not None and self._shared_store.is_loading:
+            self.runtime.refresh_if_written()
+            self._shared_store.is_loading = False
         if self.training and model.training:
             began = time.perf_counter()
             self.device_plan.follow(model, by_name(model, args, kwargs))

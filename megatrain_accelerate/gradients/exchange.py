@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from megatrain_accelerate.gradients.fp32_sums import Fp32Sums
-from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.store.layout import FlatLayout
 from megatrain_accelerate.store.parameter import ParameterState
+from megatrain_accelerate.store.shared_store import SharedStore
 from megatrain_accelerate.units import MIB
 
 _BUCKET_BYTES = 64 * MIB
@@ -28,8 +28,9 @@ class Exchange:
         largest_bytes: of the gradients of one layer.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device, largest_bytes: int) -> None:
-        self._ranks = ranks
+    def __init__(self, shared: SharedStore, device: torch.device, largest_bytes: int) -> None:
+        self._ranks, self._order = shared.ranks, shared.order
+        ranks = shared.ranks
         self._found: set[int] = set()
         """Rows of the parameters of which a backward found a gradient on this rank, since the ranks last told each other."""
         self._shared: set[int] = set()
@@ -55,6 +56,7 @@ class Exchange:
     def found_by_any(self) -> set[int]:
         """The rows of parameters of which any rank has a gradient, since they were last there and were dropped. All ranks
         call it when the last backward before a step is over."""
+        self._order.enter("the end of a backward")
         self._shared = set().union(*self._ranks.gather(self._found | self._shared))
         self._found.clear()
         return self._shared
@@ -74,6 +76,7 @@ class Exchange:
 
         Issued on the current stream. The received parts are used again by the next call, on the same stream.
         """
+        self._order.enter(name)
         ranks = self._ranks
         runs = [layout.run_of(rank, ranks.size) for rank in range(ranks.size)]
         own = runs[ranks.rank]

@@ -149,9 +149,16 @@ class Fp32Sums:
         assert state.parameter.grad is not None
         if others_follow:
             self.prepare()
+        gradient = state.parameter.grad
         running = self.running(state) if others_follow or state.handle.has_fp32_sum else None
+        if state.run is not None and state.gradient is not None and gradient.data_ptr() == state.gradient.data_ptr():
+            # Each rank scales what it steps of a gradient that all of them share.
+            gradient = state.run.of(state.entry, gradient)
+            if running is not None:
+                residual = state.run.of(state.entry, running.residual)
+                running = dataclasses.replace(running, gradient=gradient, residual=residual)
         if running is None:
-            state.parameter.grad.mul_(factor)
+            gradient.mul_(factor)
         else:
             running.scale(factor)
             state.handle.note_fp32_sum()

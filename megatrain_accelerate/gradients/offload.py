@@ -20,9 +20,9 @@ from megatrain_accelerate.gradients.clipping import NormTable
 from megatrain_accelerate.gradients.exchange import Exchange
 from megatrain_accelerate.gradients.fp32_sums import Fp32Sums, gradient_norms
 from megatrain_accelerate.kernels.host import HostKernels
-from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.store.layout import FlatLayout
 from megatrain_accelerate.store.parameter import ParameterState
+from megatrain_accelerate.store.shared_store import SharedStore
 from megatrain_accelerate.store.step_worker import StepWorker, Ticket
 from megatrain_accelerate.store.unit import PASSING_BUFFERS, HostUnit
 from megatrain_accelerate.transfer.meter import Cause, Meter, UpdateGate, named_range
@@ -79,7 +79,7 @@ class GradientOffloader:
         steppers: Sequence[UnitStepper],
         register: bool,
         passes: bool,
-        ranks: Ranks | None = None,
+        shared: SharedStore | None = None,
     ) -> None:
         self.streams, self.worker, self.kernels, self.meter = streams, worker, kernels, meter
         self.norms, self.sums, self.steppers = norms, sums, steppers
@@ -90,7 +90,7 @@ class GradientOffloader:
         self._most_parameters = max(len(layout.trainable_entries) for layout in at_once)
         self._slot_count = GRADIENT_SLOTS if self._largest else 0
         self._passes = passes and self._largest > 0
-        self.exchange = None if ranks is None else Exchange(ranks, streams.device, self._largest)
+        self.exchange = None if shared is None else Exchange(shared, streams.device, self._largest)
         """What makes gradients the means of several ranks'."""
         self.slots: collections.deque[GradientSlot] = collections.deque()
         """In the order in which they are next written."""

@@ -288,12 +288,11 @@ def _refuse_two_models(optimizer: torch.optim.Optimizer, model: nn.Module) -> No
 
 def _adopt(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
     schedule = engine.config.step_schedule
-    if engine.runtime.ranks is not None:
-        if schedule == "backward" or engine.config.passes_gradients:
-            raise ConfigError(
-                "megatrain_config.step_schedule: backward and host_gradients: passing step layers in backward, which several "
-                "processes can't do; leave both out, or set num_processes: 1"
-            )
+    if engine.runtime.ranks is not None and (schedule == "backward" or engine.config.passes_gradients):
+        raise ConfigError(
+            "megatrain_config.step_schedule: backward and host_gradients: passing step layers in backward, which several "
+            "processes can't do; leave both out, or set num_processes: 1"
+        )
     if schedule == "auto":
         schedule = "backward" if engine.config.passes_gradients else "deferred"
     ids = {id(parameter) for parameter in _parameters(optimizer) if engine.runtime.trains(parameter)}

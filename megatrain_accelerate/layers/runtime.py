@@ -31,10 +31,10 @@ from megatrain_accelerate.layers.resident import Part, ResidentGroup, relocate
 from megatrain_accelerate.layers.shared_mappings import SharedMappings
 from megatrain_accelerate.layers.token_tiles import TileOfLayers, TokenTiles
 from megatrain_accelerate.layers.watched_parameters import Watch, unwatched
-from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.store.host_pool import HostPool
 from megatrain_accelerate.store.layout import ExpertRange
 from megatrain_accelerate.store.parameter import ParameterState
+from megatrain_accelerate.store.shared_store import SharedStore
 from megatrain_accelerate.store.step_worker import StepWorker
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader
@@ -81,9 +81,9 @@ class StreamingRuntime:
         worker: StepWorker,
         config: MegatrainConfig,
         register: bool,
-        ranks: Ranks | None = None,
+        shared: SharedStore | None = None,
     ) -> None:
-        self.ranks = ranks
+        self.shared, self.ranks = shared, None if shared is None else shared.ranks
         """Those that train the model together; None with one process."""
         self.layers, self.groups = list(layers), list(groups)
         self.experts = [experts for layer in self.layers for experts in layer.experts]
@@ -110,7 +110,7 @@ class StreamingRuntime:
             steppers=self.steppers,
             register=register,
             passes=config.passes_gradients,
-            ranks=ranks,
+            shared=shared,
         )
         self.outside_tiles = TokenTiles(())  # of norms outside the layers
         # The stand-in's memory costs no registering, and its models are tiny.
@@ -462,6 +462,12 @@ class StreamingRuntime:
         if self.ranks is not None:
             for part in self.parts:
                 part.gate.wait()
+
+    def begin_loading(self) -> None:
+        """``load_state_dict`` is about to write to weights."""
+        self.drain()
+        if self.shared is not None:
+            self.shared.is_loading = True
 
     def refresh_if_written(self) -> None:
         """Takes over weights that somebody wrote to any parameter since they were last seen."""

@@ -74,17 +74,6 @@ class Ranks:
             )
 
 
-_ranks: Ranks | None = None
-
-
-def ranks_of_run() -> Ranks | None:
-    """Those of this run, made once; None with one process."""
-    global _ranks
-    if _ranks is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        _ranks = Ranks()
-    return _ranks
-
-
 class StepCounters:
     """How many steps of each unit each rank has applied to its share, in memory that all ranks map.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping
 
+from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.parallel.order_check import OrderCheck
 from megatrain_accelerate.parallel.ranks import Ranks, StepCounters
 from megatrain_accelerate.parallel.shared_file import SharedFile
 from megatrain_accelerate.store.layout import FlatLayout
@@ -18,9 +20,16 @@ class SharedStore:
     def __init__(self, ranks: Ranks, units: int) -> None:
         self.ranks = ranks
         self.file = SharedFile(ranks)
-        size = round_up(StepCounters.size_bytes(ranks, units), mmap.PAGESIZE)
-        self.counters = StepCounters(self.file.map(self.file.reserve(size), size), ranks, units)
+        self.counters = StepCounters(self._map(StepCounters.size_bytes(ranks, units)), ranks, units)
+        self.order = OrderCheck(self._map(OrderCheck.size_bytes(ranks)), ranks)
         self._units = 0
+        self.is_loading = False
+        """Whether weights may have been written to by ``load_state_dict`` since the last training forward: the only write that
+        ranks may make to what they share, since each writes the same values."""
+
+    def _map(self, size_bytes: int) -> mmap.mmap:
+        size = round_up(size_bytes, mmap.PAGESIZE)
+        return self.file.map(self.file.reserve(size), size)
 
     def add(self, layout: FlatLayout, sizes: Mapping[str, int]) -> SharedUnit:
         """The next unit, with room for each kind of its memory."""
@@ -37,6 +46,15 @@ class SharedUnit:
         self._store, self._index = store, index
         self._places = {kind: (store.file.reserve(size), round_up(max(size, 1), mmap.PAGESIZE)) for kind, size in sizes.items()}
         self._steps = 0
+
+    def refuse_written(self, name: str) -> None:
+        """Raises an ``UnsupportedError`` for weights that a script wrote to, unless that was ``load_state_dict``."""
+        if not self._store.is_loading:
+            raise UnsupportedError(
+                f"the weights of layer {name} were written to, which several processes share: each would write to what another "
+                "one has written to before. Change weights before accelerator.prepare(), or by load_state_dict(), or set "
+                "num_processes: 1"
+            )
 
     def map(self, kind: str) -> mmap.mmap:
         """The mapping of one kind of its memory."""

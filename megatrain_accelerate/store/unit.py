@@ -92,7 +92,7 @@ class HostUnit:
         self.passes_gradients = False
         """Whether gradients have no memory here: :attr:`gradients` is then the buffer that they came in last."""
         self.states = [
-            ParameterState(ParamHandle(parameter), entry, parameter.data)
+            ParameterState(ParamHandle(parameter), entry, parameter.data, run=None if self.shared is None else self.shared.run)
             for (_, parameter), entry in zip(parameters, self.layout.entries, strict=True)
         ]
         from_device = any(parameter.device.type != "cpu" for _, parameter in parameters)
@@ -215,8 +215,11 @@ class HostUnit:
 
     @property
     def promised_bytes(self) -> int:
-        """Host memory that was promised and isn't made yet; none of a unit that lives on the device."""
-        return 0 if self.is_on_device else sum(map(self._size_of, self._promised - self._memory.keys()))
+        """Host memory that was promised and isn't made yet; none of a unit that lives on the device. Of several ranks each
+        counts its share."""
+        if self.is_on_device:
+            return 0
+        return sum(map(self._size_of, self._promised - self._memory.keys())) // (self.shared.ranks.size if self.shared else 1)
 
     def allocate_gradients(self) -> None:
         """Makes the gradients' memory, registered, if it was promised. Does nothing if it exists, or on the device."""
