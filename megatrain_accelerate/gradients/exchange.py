@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from megatrain_accelerate.gradients.fp32_sums import Fp32Sums
 from megatrain_accelerate.store.layout import FlatLayout
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.shared_store import SharedStore
@@ -32,9 +31,7 @@ class Exchange:
         self._ranks, self._order = shared.ranks, shared.order
         ranks = shared.ranks
         self._found: set[int] = set()
-        """Rows of the parameters of which a backward found a gradient on this rank, since the ranks last told each other."""
-        self._shared: set[int] = set()
-        """Rows of those of which any rank had found one then."""
+        """Rows of the parameters of which this rank has found a gradient since they last had none."""
         self._in_parts: set[int] = set()
         """Rows whose norm is that of this rank's run alone."""
         self._received = torch.empty(largest_bytes + ranks.size * 1024, dtype=torch.uint8, device=device)
@@ -48,22 +45,21 @@ class Exchange:
         """A backward found gradients of these on this rank."""
         self._found.update(row for state in states if (row := state.row) is not None)
 
+    def begin(self, states: Iterable[ParameterState]) -> None:
+        """A backward brings gradients of some of these; those that have none yet were dropped since the last time."""
+        self._found.difference_update(state.row for state in states if state.parameter.grad is None)
+
+    def tell(self, accumulated: Iterable[int | None]) -> tuple[set[int], set[int]]:
+        """Called by all ranks when a backward is over. Returns the rows in which any rank's autograd ``accumulated`` itself, and
+        those of which any has found a gradient since they last had none."""
+        self._order.enter("the end of a backward")
+        told = self._ranks.gather((set(accumulated), self._found))
+        return set().union(*(own for own, _ in told)), set().union(*(found for _, found in told))
+
     def note_part_of_norm(self, state: ParameterState) -> None:
         """The table has, or will have, the norm of what this rank steps of a gradient."""
         assert state.row is not None
         self._in_parts.add(state.row)
-
-    def found_by_any(self) -> set[int]:
-        """The rows of parameters of which any rank has a gradient, since they were last there and were dropped. All ranks
-        call it when the last backward before a step is over."""
-        self._order.enter("the end of a backward")
-        self._shared = set().union(*self._ranks.gather(self._found | self._shared))
-        self._found.clear()
-        return self._shared
-
-    def forget(self, rows: Iterable[int]) -> None:
-        """The gradients of these rows were dropped."""
-        self._shared.difference_update(rows)
 
     def add_up_norms(self, norms: torch.Tensor) -> None:
         """The ranks' parts of norms, which have arrived in the table ``norms``, become whole: the same bits on all ranks."""
@@ -91,35 +87,29 @@ class Exchange:
             if place.start < place.stop:
                 target[place].view(dtype).copy_(_mean([part[place].view(dtype) for part in parts]))
 
-    def mean_of_whole(self, states: Sequence[ParameterState], sums: Fp32Sums) -> None:
-        """``parameter.grad`` of these, which is autograd's own, becomes the mean of all ranks' on each of them."""
-        bucket: list[ParameterState] = []
-        bucket_bytes = 0
-        for state in states:
-            size = 4 * state.parameter.numel()
-            if bucket and (bucket_bytes + size > _BUCKET_BYTES or _kind(state) != _kind(bucket[0])):
-                self._exchange(bucket, sums)
-                bucket, bucket_bytes = [], 0
-            bucket.append(state)
-            bucket_bytes += size
+    def make_means(self, gradients: Sequence[torch.Tensor], name: str) -> None:
+        """Each of these contiguous gradients becomes the mean of all ranks', in place, on each rank."""
+        self._order.enter(name)
+        bucket: list[torch.Tensor] = []
+        for gradient in gradients:
+            is_full = sum(other.nbytes for other in bucket) + gradient.nbytes > _BUCKET_BYTES
+            if bucket and (is_full or gradient.dtype != bucket[0].dtype):
+                self._make_means(bucket)
+                bucket = []
+            bucket.append(gradient)
         if bucket:
-            self._exchange(bucket, sums)
+            self._make_means(bucket)
 
-    def _exchange(self, states: Sequence[ParameterState], sums: Fp32Sums) -> None:
-        ranks, gradients = self._ranks, [sums.whole(state).reshape(-1) for state in states]
-        flat = torch.cat(gradients)
+    def _make_means(self, gradients: Sequence[torch.Tensor]) -> None:
+        ranks, flat = self._ranks, torch.cat([gradient.reshape(-1) for gradient in gradients])
         sizes = [flat.numel() * (rank + 1) // ranks.size - flat.numel() * rank // ranks.size for rank in range(ranks.size)]
         own = sizes[ranks.rank]
         received = flat.new_empty(own * ranks.size)
         dist.all_to_all_single(received, flat, [own] * ranks.size, sizes)
         mean = _mean(list(received.view(ranks.size, own))).to(flat.dtype)
         dist.all_to_all_single(flat, mean.repeat(ranks.size), sizes, [own] * ranks.size)
-        for state, total in zip(states, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-            sums.set_whole(state, total.view(state.parameter.shape))
-
-
-def _kind(state: ParameterState) -> tuple[torch.dtype | None, bool]:
-    return state.parameter.dtype, state.handle.has_fp32_sum
+        for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+            gradient.copy_(total.view(gradient.shape))
 
 
 def _mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -146,7 +146,8 @@ class GradientOffloader:
         # One that was frozen since the forward takes no gradient.
         every = [row for row, state in enumerate(layer.trainable) if state.parameter.requires_grad]
         rows = [row for row in every if found is None or row in found]
-        if self.exchange is not None and not layer.unit.is_on_device:
+        if self.exchange is not None:
+            self.exchange.begin(layer.trainable)
             self.exchange.note_found(layer.trainable[row] for row in rows)
             rows = every  # zeros where only other ranks have something
         if rows and not self.takes_gradients:
@@ -187,7 +188,12 @@ class GradientOffloader:
             return
         # They stay where they are; their norms go to the host.
         _refuse_hooked(layer, taken.states)
-        for state, gradient in zip(taken.states, of_their_own([found[row] for row in taken.rows]), strict=True):
+        if self.exchange is not None:
+            found |= {row: torch.zeros_like(layer.trainable[row].weight) for row in taken.rows if row not in found}
+        gradients = of_their_own([found[row] for row in taken.rows])
+        if self.exchange is not None:
+            self.exchange.make_means(gradients, layer.name)
+        for state, gradient in zip(taken.states, gradients, strict=True):
             self.add_in_place(state, gradient)
             state.normed = None
         if self.gradients_complete() and self.exchange is None:

@@ -144,6 +144,7 @@ class StreamingRuntime:
         hook = weakly(self.resident_gradient_ready)
         residents = [state for group in self.groups for state in group.unit.states if state.entry.spec.trainable]
         self._handles: list[Any] = [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
+        self.sums.holds_fresh = shared is not None
         self._handles += self.sums.watch(residents)
         self.outside = OutsideGradients([part.unit for part in (*self.layers, *self.experts)], self.offloader)
         self.dry_run: LayerRunner | None = None
@@ -294,10 +295,12 @@ class StreamingRuntime:
     def resident_gradient_ready(self, parameter: torch.Tensor) -> None:
         """A resident's gradient is complete: its copy to the host begins under the layers' backward."""
         self.passes.backward_begins()
+        if self.offloader.exchange is not None:
+            return  # the ranks' gradients are exchanged at the end, in one order on all of them
         state = self._states[id(parameter)]
         self.sums.take_up(state)
         state.normed = None
-        if self.offloader.gradients_complete() and self.offloader.exchange is None:
+        if self.offloader.gradients_complete():
             self.offloader.fetch(self._group_of[id(parameter)], only=parameter)
 
     def _backward_is_over(self, task: int, succeeded: bool) -> None:
@@ -311,11 +314,11 @@ class StreamingRuntime:
         self.activations.settle()
         self.worker.raise_if_failed()
         self.meter.harvest()  # while the GPU is at work; without logs its events would pile up over the steps
+        if self.offloader.exchange is not None:
+            self._exchange_what_stays(self.offloader.exchange)
         if not self.offloader.gradients_complete():
             self.watch.begin()
         else:
-            if self.offloader.exchange is not None:
-                self._exchange_what_stays(self.offloader.exchange)
             self._send_norms()
             # From here on anybody may read `parameter.grad`, or let go of it. What lives on the device is there, and norms are
             # waited for when they are read.
@@ -328,25 +331,32 @@ class StreamingRuntime:
                 self.watch.begin()
 
     def _exchange_what_stays(self, exchange: Exchange) -> None:
-        """Gradients that are autograd's own become the means of the ranks', in one order on all of them. Of a parameter of
-        which no rank found a gradient there is none; zeros stand for this rank's if only others have one."""
-        trained = [(part, state) for part in self.parts for state in part.unit.states if state.row is not None]
-        exchange.forget(state.row for _, state in trained if state.parameter.grad is None and state.row is not None)
-        own = [(part, state) for part, state in trained if part.unit.is_on_device or isinstance(part, ResidentGroup)]
-        exchange.note_found(state for _, state in own if state.parameter.grad is not None)
-        rows = exchange.found_by_any()
-        for _, state in trained:
-            if state.row not in rows:
-                state.handle.set_gradient(None)
-        found = [(part, state) for part, state in own if state.row in rows]
-        for _, state in found:
-            if state.parameter.grad is None:
-                state.handle.set_gradient(torch.zeros_like(state.parameter))
+        """What autograd itself accumulated in this backward becomes the mean of the ranks', in one order on all of them, and is
+        added to what was there. Zeros stand for this rank's if only others have some."""
+        found = {state.row: state for state in self.sums.fresh.values() if state.parameter.grad is not None}
+        self.sums.fresh.clear()
+        exchange.note_found(found.values())
+        trained = [state for unit in self.units for state in unit.states if state.row is not None]
+        accumulated, found_by_any = exchange.tell(found)
+        states = [state for state in trained if state.row in accumulated]
         with torch.no_grad():
-            exchange.mean_of_whole([state for _, state in found], self.sums)
-        for group in self.groups:
-            self.offloader.fetch(group)
-        self.offloader.send_norms([state for part, state in found if part.unit.is_on_device and not state.has_norm])
+            for state in states:
+                if state.row not in found:
+                    self.sums.lay_aside(state)
+                    state.handle.set_gradient(torch.zeros_like(state.parameter))
+            gradients = [state.parameter.grad for state in states]
+            exchange.make_means([gradient for gradient in gradients if gradient is not None], "parameters outside the layers")
+            for state in states:
+                self.sums.take_up(state)
+                state.normed = None
+        if self.offloader.gradients_complete():
+            for state in trained:
+                if state.row not in found_by_any:
+                    state.handle.set_gradient(None)
+            for group in self.groups:
+                self.offloader.fetch(group)
+            on_device = [state for layer in self.layers if layer.unit.is_on_device for state in layer.trainable]
+            self.offloader.send_norms([s for s in on_device if s.parameter.grad is not None and not s.has_norm])
 
     def may_step_in_backward(self, layer: Streamed) -> bool:
         """Whether no other gradient of this layer can still follow before the step."""
