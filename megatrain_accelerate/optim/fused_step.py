@@ -12,7 +12,7 @@ from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.buffers import refuse_unstepped
 from megatrain_accelerate.kernels.host import AdamArguments
 from megatrain_accelerate.layers.resident import ResidentGroup
-from megatrain_accelerate.layers.runtime import StreamingRuntime
+from megatrain_accelerate.layers.runtime import StreamingRuntime, UnitInOrder
 from megatrain_accelerate.optim.host_step import HostStep, narrowed_to
 from megatrain_accelerate.optim.moment_states import (
     RESIDUAL_KEY,
@@ -353,7 +353,14 @@ class FusedStep(HostStep):
         def steps_of(unit: HostUnit) -> list[Step]:
             return [step for state in unit.states if (step := all_steps.get(id(state))) is not None]
 
-        # The device's part first, since the device is idle until then; the worker has until the next forward.
+        def submit(units: Sequence[UnitInOrder]) -> None:
+            for unit, resident, pieces in units:
+                for gate, experts in pieces:
+                    gate.close_until(self._submit(unit, resident, steps_of(unit), experts=experts))
+
+        on_host = [found for found in runtime.in_forward_order() if not found[0].is_on_device and steps_of(found[0])]
+        # The worker has something to do while the launches for the device are prepared, which wait for nothing else.
+        submit(on_host[:1])
         try:
             on_device = [(unit, steps) for unit in runtime.units if unit.is_on_device and (steps := steps_of(unit))]
             if on_device:
@@ -363,10 +370,7 @@ class FusedStep(HostStep):
         except BaseException as error:
             runtime.worker.fail(error)
             raise
-        for unit, resident, pieces in runtime.in_forward_order():
-            if not unit.is_on_device and (steps := steps_of(unit)):
-                for gate, experts in pieces:
-                    gate.close_until(self._submit(unit, resident, steps, experts=experts))
+        submit(on_host[1:])
         _count_up(entries)
         if outside:
             with narrowed_to(optimizer, outside):
