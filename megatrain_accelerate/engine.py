@@ -22,7 +22,7 @@ from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.layers.attention_results import require_attention_to_keep
 from megatrain_accelerate.layers.caches import caching_modules, decide_against_a_cache
 from megatrain_accelerate.layers.expert_function import run_experts
-from megatrain_accelerate.layers.layer import StreamedLayer
+from megatrain_accelerate.layers.layer import StreamedExperts, StreamedLayer
 from megatrain_accelerate.layers.proxy import (
     install_proxy,
     is_proxy,
@@ -36,7 +36,7 @@ from megatrain_accelerate.layers.token_tiles import TokenTiles
 from megatrain_accelerate.loss.lazy_logits import TiledHead, find_head
 from megatrain_accelerate.optim.host_step import ENGINE_CLOSED, HostStep
 from megatrain_accelerate.parallel.this_run import ranks_of_run
-from megatrain_accelerate.plan.adoption import Adoption, adopt_experts, compute_dtypes
+from megatrain_accelerate.plan.adoption import Adoption, compute_dtypes
 from megatrain_accelerate.plan.device_plan import DevicePlan
 from megatrain_accelerate.plan.layer_discovery import Discovery, discover_layers, find_module, split_experts
 from megatrain_accelerate.plan.placement import require_layers
@@ -59,8 +59,8 @@ logger = logging.getLogger(__name__)
 _MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 EXPERTS_IN_PARTS = (
-    "the model has experts that are fetched in parts, which several processes can't do yet; set num_processes: 1, or take a GPU "
-    "whose slots have room for a whole layer"
+    "the model has experts that are fetched in parts, which several processes can't do yet; set num_processes: 1, or take a "
+    "GPU whose slots have room for a whole layer"
 )
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
@@ -138,15 +138,12 @@ class Engine:
         streams = Streams(device)
         meter = Meter(streams)
         self.kernels = HostKernels(config.host_threads)
-        make_unit = functools.partial(self.unit_class, kernels=self.kernels, register=register)
-        make_unit.keywords.update(holds_masters=self._holds_masters, moments_dtype=_MOMENTS[config.moments_dtype])
         ranks = ranks_of_run()
         self._shared_store: SharedStore | None = None
         if ranks is not None:
             if discovery.experts:
                 raise UnsupportedError(EXPERTS_IN_PARTS)
             self._shared_store = SharedStore(ranks, len(discovery.parameter_groups()))
-            make_unit.keywords.update(store=self._shared_store)
         layers: list[StreamedLayer] = []
         groups: list[ResidentGroup] = []
         self.training = False
@@ -157,23 +154,41 @@ class Engine:
         require_attention_to_keep(model, config.placement.kept_attention)
         try:
             adopting = f"adopting {len(discovery.layers)} layers"
-            adoption = Adoption(model, discovery, make_unit, self._dtypes, device=device, store_bytes=store_bytes)
+            adoption = Adoption(model, discovery, device=device, store_bytes=store_bytes)
             in_logs = f"{adopting} ({self.parameter_count:,} parameters)" if show_plan else None
             progress = progress_bar(self.parameter_count, adopting, "param", show=show_progress, in_logs=in_logs)
+
+            def make_unit(name: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> HostUnit:
+                with adoption.of_unit(parameters):
+                    unit = self.unit_class(
+                        name,
+                        parameters,
+                        [self._dtypes[id(parameter)] for _, parameter in parameters],
+                        kernels=self.kernels,
+                        register=register,
+                        holds_masters=self._holds_masters,
+                        moments_dtype=_MOMENTS[config.moments_dtype],
+                        store=self._shared_store,
+                    )
+                progress.update(unit.layout.parameter_count)
+                return unit
+
             with adoption, progress:
-                for name, module in discovery.layers:
-                    index = len(layers)
-                    unit = adoption.unit(name, discovery.parameters_of(index))
-                    layers.append(StreamedLayer(index, name, module, unit))
-                    adopt_experts(discovery.experts_of(index), adoption, layers)
+                parts_before = 0
+                for index, (name, module) in enumerate(discovery.layers):
+                    layers.append(StreamedLayer(index, name, module, make_unit(name, discovery.parameters_of(index))))
+                    for spec in discovery.experts_of(index):
+                        unit = make_unit(spec.name, list(spec.module.named_parameters()))
+                        at = (index, spec.name, spec.module, unit)
+                        layers[-1].leave_to(StreamedExperts(*at, parts=spec.parts, first_part=parts_before))
+                        parts_before += spec.parts
                     for part in (layers[-1], *layers[-1].experts):
                         part.show_host_weights()
                         part.unit.passes_gradients = config.passes_gradients
-                        progress.update(part.unit.layout.parameter_count)
-                for spec in discovery.residents:
-                    unit = adoption.unit(spec.name, spec.parameters)
-                    groups.append(ResidentGroup(spec.name, unit, spec.layers_before, streams=streams, meter=meter))
-                    progress.update(unit.layout.parameter_count)
+                for resident in discovery.residents:
+                    unit = make_unit(resident.name, resident.parameters)
+                    group = ResidentGroup(resident.name, unit, resident.layers_before, streams=streams, meter=meter)
+                    groups.append(group)
             self.runtime = StreamingRuntime(
                 layers,
                 groups,

@@ -81,7 +81,9 @@ class Addition:
     running: RunningSum | None
     """The same where it is summed in fp32."""
 
-    def add(self, new: torch.Tensor | None, kernels: HostKernels, of: Callable[[FlatEntry, torch.Tensor], torch.Tensor]) -> None:
+    def add(
+        self, new: torch.Tensor | None, kernels: HostKernels, of: Callable[[FlatEntry, torch.Tensor], torch.Tensor]
+    ) -> None:
         """Adds a gradient (None: zeros) to the part of the whole tensor that ``of`` returns."""
         own, running = self.state.gradient, self.running
         of_part = functools.partial(of, self.state.entry)

@@ -112,22 +112,19 @@ class Backward:
         self._offloader = offloader
         self._fp32_sums = fp32_sums
         self._sums: dict[Streamed, dict[int, torch.Tensor]] = {}
-        """Of layers that run several times in one forward."""
+        """Of layers that run several times in one forward, or that may bring more."""
         self._pieces: dict[tuple[Tape, int], tuple[Streamed, LayerSums]] = {}
         """Of calls in pieces, by their places."""
 
-    def deliver(self, tape: Tape, layer: Streamed, found: dict[int, torch.Tensor]) -> None:
-        """Takes the gradients of one call: they go at once unless others of the layer come in this backward."""
-        if tape.calls.count(layer.index) == 1:
-            self._offloader.offload(layer, found)
-        elif found:
-            self.add_up(layer, found)
+    def take(self, call: CallInBackward, found: dict[int, torch.Tensor], is_complete: bool) -> None:
+        """Takes gradients of a call: they go at once unless others of the layer come in this backward. Those of a piece are
+        added to the other pieces'; when all have brought theirs they go as those of one call.
 
-    def add_piece(self, call: CallInBackward, found: dict[int, torch.Tensor], is_complete: bool) -> None:
-        """Adds gradients of a piece to those of the others; when all pieces have brought theirs they go as those of one call.
-
-        ``is_complete`` tells that the piece brings no more of them.
+        ``is_complete`` tells that the call, or the piece, brings no more of them.
         """
+        if call.pieces == 1:
+            self._deliver(call.tape, call.layer, found, is_complete)
+            return
         place = (call.tape, call.position)
         if place not in self._pieces:
             self._pieces[place] = (call.layer, self._fp32_sums.begin(call.layer.unit.layout))
@@ -140,10 +137,13 @@ class Backward:
     def _deliver_pieces(self, place: tuple[Tape, int]) -> None:
         tape, (layer, sums) = place[0], self._pieces.pop(place)
         is_added_up = tape.calls.count(layer.index) > 1
-        self.deliver(tape, layer, sums.take(to_stay=layer.unit.is_on_device or is_added_up))
+        self._deliver(tape, layer, sums.take(to_stay=layer.unit.is_on_device or is_added_up), is_complete=True)
 
-    def add_up(self, layer: Streamed, found: dict[int, torch.Tensor]) -> None:
-        """Adds gradients to those of the layer's other calls, as autograd does before it accumulates."""
+    def _deliver(self, tape: Tape, layer: Streamed, found: dict[int, torch.Tensor], is_complete: bool) -> None:
+        if is_complete and tape.calls.count(layer.index) == 1:
+            self._offloader.offload(layer, found)
+            return
+        # To those of the layer's other calls, as autograd does before it accumulates.
         sums = self._sums.setdefault(layer, {})
         for row, gradient in found.items():
             sums[row] = sums[row].add_(gradient) if row in sums else gradient

@@ -114,13 +114,9 @@ class Clipping:
                 self._stepped.append((state, factor, state.normed))
         return taken
 
-    @property
-    def is_pending(self) -> bool:
-        return bool(self._factors or self._stepped)
-
     def has_unscaled(self) -> bool:
         """Whether clipped gradients are left that weren't scaled."""
-        return self.has_stepped() or bool(self._factors)
+        return bool(self._factors) or self.has_stepped()
 
     def has_stepped(self) -> bool:
         """Whether clipped gradients are still there, unscaled, behind their step."""

@@ -208,7 +208,7 @@ class GradientOffloader:
             # WAR: a step that is still to be applied reads the gradients of the pass before.
             self.meter.wait_for_step(group.name, group.gate)
             self.make_places([group.unit])
-            copies = [] if state.gradient is None else [(state.gradient, parameter.grad)]
+            copies: list[tuple[torch.Tensor, ...]] = [] if state.gradient is None else [(state.gradient, parameter.grad)]
             residual = state.gradient_residual
             if copies and state.handle.has_fp32_sum and residual is not None and state.sum_residual is not None:
                 copies.append((residual, state.sum_residual))
@@ -221,9 +221,7 @@ class GradientOffloader:
         if states:
             self._send_from_device("norms", states, [])
 
-    def _send_from_device(
-        self, name: str, states: list[ParameterState], copies: Sequence[tuple[torch.Tensor, ...]]
-    ) -> None:
+    def _send_from_device(self, name: str, states: list[ParameterState], copies: Sequence[tuple[torch.Tensor, ...]]) -> None:
         """Issues these copies to the host, and those of the norms of the parameters' gradients."""
         norms = torch.stack(self.sums.norms(states))
         if self._fetched_event.query():

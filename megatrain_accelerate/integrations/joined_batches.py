@@ -108,14 +108,13 @@ class Joiner:
         """The Trainer's state, another object for each training; checkpoints hold it."""
         self._is_asked_for = is_asked_for
         """Join wherever it is exact; else where the plan predicts that it pays."""
-        self._is_refused = False
-        self._is_proven = False
         self._weighed_elements = 0
+        self._decision: dict[str, Any] = {"is_asked_for": is_asked_for, "joined_elements": 0, "apart_because": None}
+        """As checkpoints hold it."""
         before = recorded_choice(training, "joining") or {}
-        if before.get("is_asked_for") != is_asked_for:
-            before = {}
-        self._agreed_elements: int = before.get("joined_elements", 0)
-        if (reason := before.get("apart_because")) is not None:
+        if before.get("is_asked_for") == is_asked_for:
+            self._decision |= before
+        if (reason := self._decision["apart_because"]) is not None:
             self._refuse(reason)
         self._micro_batches: list[Any] = []
         self._next = 0
@@ -155,7 +154,7 @@ class Joiner:
             return original(trainer, model, joined.inputs, num_items)
 
     def _join(self, trainer: Any, engine: Engine, model: nn.Module, num_items: Any) -> JoinedBatch | None:
-        if self._is_refused or len(self._micro_batches) < 2:
+        if self._decision["apart_because"] is not None or len(self._micro_batches) < 2:
             return None
         model.train()
         try:
@@ -163,9 +162,8 @@ class Joiner:
                 raise CannotJoinError("experts stream in parts, which are fetched for each piece of a batch all the same")
             if has_users_callback(trainer, "on_substep_end"):
                 raise CannotJoinError("a callback of the script's is called between them (on_substep_end)")
-            if not self._is_proven:
+            if not self.has_joined:
                 _require_exact(trainer, model, num_items)
-                self._is_proven = True
             joined = JoinedBatch.of(self._micro_batches)
             if not self._is_asked_for and not engine.device_plan.has_budget:
                 raise CannotJoinError("there is no GPU memory to plan with (join_micro_batches: true does without a plan)")
@@ -177,15 +175,14 @@ class Joiner:
         return joined
 
     def _refuse(self, reason: str) -> None:
-        self._is_refused = True
         level = logging.WARNING if self._is_asked_for else logging.INFO
         logger.log(level, "megatrain: the micro-batches of a step run one by one, because %s", reason)
         self._note_decision(reason)
 
     def _note_decision(self, apart_because: str | None) -> None:
-        self._agreed_elements = max(self._agreed_elements, self._weighed_elements)
-        decision = {"is_asked_for": self._is_asked_for, "joined_elements": self._agreed_elements}
-        record_choice(self.training, "joining", {**decision, "apart_because": apart_because})
+        agreed = max(self._decision["joined_elements"], self._weighed_elements)
+        self._decision |= {"joined_elements": agreed, "apart_because": apart_because}
+        record_choice(self.training, "joining", self._decision)
 
     def _weigh(self, trainer: Any, engine: Engine, model: nn.Module, joined: JoinedBatch, num_items: Any) -> None:
         """Raises ``CannotJoinError`` for a batch larger than all before that can't be cut, or that the plan is against."""
@@ -211,7 +208,7 @@ class Joiner:
         if not self._is_asked_for:
             if together is None:
                 raise CannotJoinError("all of them at once are predicted to take more GPU memory than is planned with")
-            if elements > self._agreed_elements:
+            if elements > self._decision["joined_elements"]:
                 apart = plan.weigh(model, _model_inputs(trainer, self._micro_batches[0], num_items))
                 if apart is not None and not together.is_worth_it(apart):
                     raise CannotJoinError(

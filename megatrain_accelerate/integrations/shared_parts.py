@@ -35,7 +35,7 @@ def refuse_calls(earlier: nn.Module) -> None:
             return
         other, engine = holder
         parameters = list(model.parameters())
-        shared = sum(_is_held(parameter, engine) for parameter in parameters)
+        shared = sum(engine.runtime.state_of(parameter) is not None for parameter in parameters)
         raise StateError(
             f"this {type(model).__name__} shares {shared} of its {len(parameters)} parameters with a {type(other).__name__} "
             "that was prepared after it and has them now; prepare it anew before it is called (the other one then has to be "
@@ -88,13 +88,8 @@ def _conflicts(model: nn.Module, engine: Engine) -> bool:
     modules = set(model.modules())
     if any(at.module in modules for at in (*engine.runtime.layers, *engine.runtime.experts)):
         return True
-    shared = (parameter for parameter in model.parameters() if _is_held(parameter, engine))
+    shared = (parameter for parameter in model.parameters() if engine.runtime.state_of(parameter) is not None)
     return any(parameter.requires_grad or engine.runtime.trains(parameter) for parameter in shared)
-
-
-def _is_held(parameter: nn.Parameter, engine: Engine) -> bool:
-    state = engine.runtime.state_of(parameter)
-    return state is not None and state.parameter is parameter
 
 
 def leave_then(original: Callable[..., Any], tuner: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -140,15 +140,9 @@ class WrittenBuffers:
         self._owners = [owner for owner in module.modules() if owner._buffers]
         self._written: set[tuple[nn.Module, str]] | None = None
 
-    def watched(self, before: list[BufferValues]) -> contextlib.AbstractContextManager[None]:
-        """For a forward: what it writes is appended to ``before``, as it was."""
-        if self._owners:
-            return self._watch(before)
-        before.append([])
-        return contextlib.nullcontext()
-
     @contextlib.contextmanager
-    def _watch(self, before: list[BufferValues]) -> Iterator[None]:
+    def watched(self, before: list[BufferValues]) -> Iterator[None]:
+        """For a forward: what it writes is appended to ``before``, as it was."""
         present = []
         for owner in self._owners:
             for name, buffer in owner._buffers.items():

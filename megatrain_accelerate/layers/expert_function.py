@@ -68,17 +68,16 @@ class ExpertStreams:
         self._slots = slots
         self.offloader = offloader
         parts = [part for whole in experts for part in whole.parts]
-        self._prefetcher = Prefetcher(parts, slots, offloader.streams, offloader.meter) if parts else None
+        self._prefetcher = Prefetcher(parts, slots, offloader.streams, offloader.meter)
         self._order = CallOrder(len(parts), leader=layers)
 
     def close(self) -> None:
         """Gives up all slots. Nothing may be fetched afterwards."""
-        if self._prefetcher is not None:
-            self._prefetcher.close()
+        self._prefetcher.close()
 
     @property
     def slot_bytes(self) -> int:
-        return 0 if self._prefetcher is None else self._prefetcher.device_bytes
+        return self._prefetcher.device_bytes
 
     def record(self, experts: StreamedExperts) -> Places:
         """Notes a forward call of a layer's experts."""
@@ -87,7 +86,6 @@ class ExpertStreams:
     @contextlib.contextmanager
     def fetched(self, part: ExpertPart, upcoming: Sequence[int], layout_of: ExpertPart) -> Iterator[list[torch.Tensor]]:
         """A part's weights are on the device while the body issues its kernels; yields them as those of ``layout_of``."""
-        assert self._prefetcher is not None
         slot = self._prefetcher.acquire(part, upcoming)
         try:
             yield slot.views(layout_of.unit.layout)
@@ -416,8 +414,9 @@ class _ExpertsFunction(torch.autograd.Function):
         return (None, None, *ctx.call.backward((hidden_TD, weights_TK), routing, gradient_TD, ctx.needs_input_grad[2:]))
 
 
-def run_experts(streams: ExpertStreams, experts: StreamedExperts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an experts' module does: ``experts(hidden_states, top_k_index, top_k_weights)``. May raise an UnsupportedError."""
+def run_experts(streams: ExpertStreams, experts: StreamedExperts, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of an experts' proxy: ``experts(hidden_states, top_k_index, top_k_weights)``; may raise an
+    UnsupportedError."""
     bound = inspect.signature(experts.forward).bind(*args, **kwargs)
     given = [*bound.args, *bound.kwargs.values()]
     shapes: list[Any] = [tuple(arg.shape) if isinstance(arg, torch.Tensor) else type(arg).__name__ for arg in given]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import enum
 import functools
 import weakref
@@ -50,6 +51,7 @@ from megatrain_accelerate.transfer.prefetch import Prefetcher
 from megatrain_accelerate.transfer.streams import WeightSlot
 
 _current_task = torch._C._current_graph_task_id
+_Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class CallState(enum.Enum):
@@ -107,8 +109,6 @@ class GraphCall:
         """The slot in which it runs forward."""
         self._captures: Captures | None = None
         """What it hands out if it runs compiled; None for a layer's own code."""
-        self._range: contextlib.ExitStack | None = None
-        """In a profile, the range of the backward that is in the call."""
         self._trained = layer.trained_now()
         """Which weights are trained in forward, in entry order."""
 
@@ -132,12 +132,12 @@ class GraphCall:
             weights = self._leaves_in(slot)
             if not self.is_whole:
                 self._take_leaves(weights, is_watched=not watched)
-            # Experts in parts wait for their routing, and attention inside a compiled graph isn't seen.
-            if not layer.experts and layer.index not in calls.policy.attention_kept:
+            # Attention inside a compiled graph isn't seen.
+            if layer.index not in calls.policy.attention_kept:
                 self._captures = calls.compiled.wants(layer)
             with (
                 named_range(f"megatrain::forward ({layer.name})"),
-                calls.reading(self, slot),
+                slot.read_by(self),
                 without_autocast_cache(),
             ):
                 output = self._run_by_policy(weights, args, kwargs)
@@ -166,7 +166,6 @@ class GraphCall:
     def _take_leaves(self, weights: list[torch.Tensor], is_watched: bool) -> None:
         """Notes whose gradients are to come; if ``is_watched``, no input will tell that the layer's backward is over."""
         arrived = functools.partial(_call_if_alive, GraphCall.leaf_arrived, weakref.ref(self))
-        self._leaves = []
         for row, place in enumerate(self.layer.trainable_places):
             weight = weights[place]
             if weight.requires_grad:
@@ -223,48 +222,42 @@ class GraphCall:
         before: list[BufferValues] = []
         # What the first run binds; nobody holds it afterwards but the graph.
         first: list[list[torch.Tensor]] = [weights]
-        attention = leaving = None
+        recording: _Context = contextlib.nullcontext
+        replaying: _Context = contextlib.nullcontext
+        leaving = None
         if layer.index in policy.attention_kept:
             leaving = calls.activations.record(layer.name) if policy.offloads_inputs(layer.index) else None
             attention = AttentionResults(leaving)
-
+            recording, replaying = attention.recording, attention.replaying
+        # Of a layer that is run again as a whole nothing is saved, and what it records in backward is its run's to drop.
+        saving: _Context = contextlib.nullcontext if self.is_whole else calls.saving
+        unrecorded: _Context = contextlib.nullcontext if self.is_whole else output_recorder.apart
         # The graph of a layer that draws random numbers saves everything at any budget.
         budget = 1.0 if self.is_whole else 0.0
 
         def body(*given: torch.Tensor) -> Any:
             args, kwargs = arguments(given)
-            saving = contextlib.nullcontext() if whole is not None else calls.saving()
             if first:
-                with (
-                    layer.bound(first.pop()),
-                    saving,
-                    layer.buffers.watched(before),
-                    attention.recording() if attention is not None else contextlib.nullcontext(),
-                ):
+                with layer.bound(first.pop()), saving(), layer.buffers.watched(before), recording():
                     return self._run_layer(args, kwargs, memory_budget=budget)
             with (
                 self.pinned() as slot,
-                calls.reading(self, slot),
-                layer.bound(again := self._leaves_in(slot)),
+                slot.read_by(self),
+                # Of a graph of its own the gradients come to the leaves of the lease.
+                layer.bound(slot.leaves if self.is_whole else self._leaves_in(slot)),
                 as_in_forward(),
-                saving,
+                saving(),
                 buffers_as_before(before[0]),
                 named_range(f"megatrain::recompute ({layer.name})"),
-                attention.replaying() if attention is not None else contextlib.nullcontext(),
-                # It was recorded in forward.
-                output_recorder.apart() if whole is None else contextlib.nullcontext(),
+                replaying(),
+                unrecorded(),
             ):
-                if whole is not None:
-                    whole.leaves = again
-                    self._take_leaves(again, is_watched=False)
-                del again
                 return self._run_layer(args, kwargs, is_recompute=True, memory_budget=budget)
 
-        whole = WholeRun(self, body, calls.anchor) if self.is_whole else None
         with no_writes_into(args, kwargs, layer.name), no_writes_to(tensors, layer.name):
             # Random numbers, autocast and modes are put back by the body, those of Python and NumPy too.
-            if whole is not None:
-                output = whole.output(tensors)
+            if self.is_whole:
+                output = WholeRun(layer, body, calls.anchor, self.pinned, self.all_issued).output(tensors)
             else:
                 output = checkpoint(body, *tensors, use_reentrant=False, preserve_rng_state=False)
         if leaving is not None:
@@ -273,7 +266,9 @@ class GraphCall:
 
     def _handed_out(self, tensor: torch.Tensor, watched: dict[int, torch.Tensor]) -> torch.Tensor:
         """What the layer returns doesn't lie in its slot, and tells when its backward begins."""
-        if tensor.layout is torch.strided and self.calls.reader_at(tensor.untyped_storage().data_ptr()) is not None:
+        slots = self.calls.prefetcher.at_address
+        if tensor.layout is torch.strided and (slot := slots.get(tensor.untyped_storage().data_ptr())) is not None:
+            slot.require_reader()
             tensor = tensor.clone()
         if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in watched:
             tensor.register_hook(self._begins)
@@ -293,18 +288,12 @@ class GraphCall:
             # Another backward comes: one within the one before, or that one has failed.
             found, backward = self._take_gradients(), self.calls.backwards.get(self.task)
             if found and backward is not None:
-                if self.pieces == 1:
-                    backward.add_up(self.layer, found)
-                else:
-                    backward.add_piece(self, found, is_complete=False)
+                backward.take(self, found, is_complete=False)
             self.forget()
         self.move_to(CallState.BACKWARD)
         self.task = task
         self.calls.passes.backward_begins()
         self.calls.backwards[task].calls.append(self)
-        if torch.autograd._profiler_enabled():
-            self._range = self._range or contextlib.ExitStack()
-            self._range.enter_context(named_range(f"megatrain::backward ({self.layer.name})"))
         # Of layers that come later, too.
         self.calls.activations.bring_back(self.tape, self.position, self.piece)
 
@@ -322,6 +311,7 @@ class GraphCall:
         if slot is None:
             slot = prefetcher.lease(layer, self.calls.passes.after_backward(self.tape, self.position))
             try:
+                slot.until_lease_ends.enter_context(named_range(f"megatrain::backward ({layer.name})"))
                 layer.require_version(self.version)  # of weights that were written since, which are taken over by now
                 # A checkpoint inside the layer reads its weights when it computes anew.
                 slot.leaves = self._leaves_in(slot)
@@ -360,7 +350,7 @@ class GraphCall:
             if is_complete:
                 self.move_to(CallState.DONE)
         if self.piece == 0:  # the last one in backward
-            self._end_lease()
+            self.calls.prefetcher.end_lease(self.layer.index)
 
     def leaf_arrived(self) -> None:
         """A leaf has its gradient, of a call whose inputs have none."""
@@ -377,7 +367,7 @@ class GraphCall:
 
     def forget(self) -> None:
         """No backward is in this call."""
-        self._end_lease()
+        self.calls.prefetcher.end_lease(self.layer.index)
         self.task = -1
         if self.state is not CallState.WAITING:
             self.move_to(CallState.WAITING)
@@ -386,11 +376,6 @@ class GraphCall:
         """Gradients that a backward left which didn't end count for nothing."""
         self._take_gradients()
         self.forget()
-
-    def _end_lease(self) -> None:
-        if self._range is not None:
-            self._range.close()
-        self.calls.prefetcher.end_lease(self.layer.index)
 
     def _take_gradients(self) -> dict[int, torch.Tensor]:
         taken: dict[int, torch.Tensor] = {}
@@ -407,7 +392,7 @@ class GraphCall:
         return taken
 
     def _deliver_gradients(self, is_complete: bool) -> None:
-        """Sends what there is of its gradients, or adds it to that of the other pieces; ``is_complete``: no more will come."""
+        """Hands over what there is of its gradients; ``is_complete``: no more will come."""
         taken = self._take_gradients()
         if any(gradient.requires_grad for gradient in taken.values()):
             raise UnsupportedError(
@@ -415,11 +400,7 @@ class GraphCall:
                 "differentiated, which can't leave the device; use torch.autograd.grad(..., create_graph=True) on inputs "
                 "or outputs of layers instead"
             )
-        backward = self.calls.backwards[self.task]
-        if self.pieces == 1:
-            backward.deliver(self.tape, self.layer, taken)
-        else:
-            backward.add_piece(self, taken, is_complete)
+        self.calls.backwards[self.task].take(self, taken, is_complete)
 
     def settle(self) -> None:
         """Sends gradients that no hook has told of: of a tensor, say, that depends on weights alone and wasn't returned."""
@@ -433,6 +414,7 @@ def _call_if_alive(method: Callable[[GraphCall], None], call: weakref.ref[GraphC
         method(found)
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class GraphCalls:
     """Runs the layers of one engine that are in autograd's graph, and knows which of their calls are at work.
 
@@ -440,62 +422,32 @@ class GraphCalls:
     the engine that all calls work with.
     """
 
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        passes: Passes,
-        prefetcher: Prefetcher,
-        offloader: GradientOffloader,
-        gradient_sums: GradientSums,
-        activations: ActivationOffloader,
-        batch_cut: BatchCut,
-        compiled: CompiledLayers,
-    ) -> None:
-        self.device, self.passes, self.prefetcher = device, passes, prefetcher
-        self.offloader, self.activations = offloader, activations
-        self.batch_cut, self.compiled = batch_cut, compiled
+    device: torch.device
+    passes: Passes
+    prefetcher: Prefetcher
+    offloader: GradientOffloader
+    gradient_sums: GradientSums
+    activations: ActivationOffloader
+    batch_cut: BatchCut
+    compiled: CompiledLayers
+
+    def __post_init__(self) -> None:
         self.policy = ActivationPolicy()
         """Of the layers' activations; set by the plan."""
-        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self.anchor = torch.zeros((), device=self.device, requires_grad=True)
         """A number that requires grad. It keeps nodes in the graph where no input of theirs requires grad: a frozen embedding
         below trained layers."""
-        self.backwards = collections.defaultdict[int, Backward](lambda: Backward(offloader, gradient_sums))
+        self.backwards = collections.defaultdict[int, Backward](lambda: Backward(self.offloader, self.gradient_sums))
         """Those that are under way, by autograd's number."""
-        self._readers: dict[int, GraphCall | None] = {}
-        """The calls that compute, by the address of their slots."""
         self._tried: set[int] = set()
         """Indices of layers of which a call has shown whether their graph still refers to the slot."""
         self._whole: set[int] = set()
         """Indices of those whose graph does, and can't be kept: backward runs them again as a whole."""
         self._alive: weakref.WeakSet[GraphCall] = weakref.WeakSet()
 
-    @contextlib.contextmanager
-    def reading(self, call: GraphCall, slot: WeightSlot) -> Iterator[None]:
-        """The call computes with the slot while the body runs."""
-        before = self._readers.get(slot.address)
-        self._readers[slot.address] = call
-        try:
-            yield
-        finally:
-            self._readers[slot.address] = before
-
     def saving(self, offloaded: Recording | None = None) -> saved_tensors_hooks:
         """The hooks under which a run saves what its backward needs; see :class:`SavedTensors`."""
-        return SavedTensors(self.reader_at, offloaded, self.prefetcher.at_address).recording()
-
-    def reader_at(self, address: int) -> GraphCall | None:
-        """The call that computes with the slot at this address; None for other memory.
-
-        Raises a StateError if none does: another layer's weights may soon lie there.
-        """
-        call = self._readers.get(address)
-        if call is None and address in self.prefetcher.at_address:
-            raise StateError(
-                "a weight of a streamed layer is used outside the layer's forward, where another layer's may lie in its "
-                "place; use the parameter itself, or set megatrain_config.layer_classes to larger blocks"
-            )
-        return call
+        return SavedTensors(self.prefetcher.at_address, offloaded).recording()
 
     # ------------------------------------------------------------------ forward
 

@@ -1,8 +1,8 @@
 """Proxies: layers of the user's model that keep names, attributes, children and class, but hold no weights.
 
-A layer becomes a proxy by a change of its class to a subclass made here. ``isinstance``, ``named_parameters()``,
-attribute reads and hooks work as before; ``forward`` goes through the streaming runtime. Copies and pickles of a proxy
-are of the original class: plain modules with plain weights.
+A layer becomes a proxy by a change of its class to a subclass made here, and by a ``forward`` of its own, which is the
+streaming runtime's. ``isinstance``, ``named_parameters()``, attribute reads and hooks work as before. Copies and pickles of a
+proxy are of the original class: plain modules with plain weights.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from torch import nn
 
 logger = logging.getLogger(__name__)
 
-Runner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-
 _RUNNER = "_megatrain_runner"
+"""The attribute of a proxy with the ``forward`` that it was given."""
 _BEFORE_COPY = "_megatrain_before_copy"
 _CHECKPOINTING = "gradient_checkpointing"
 _proxy_classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
@@ -87,14 +86,6 @@ def _proxy_class(original: type[nn.Module], can_checkpoint: bool) -> type[nn.Mod
     if proxy is not None:
         return proxy
 
-    # Not only where a compiler traces this: a frame that it has given up on runs as it is, and what it calls is compiled.
-    @torch.compiler.disable
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[_RUNNER](args, kwargs)
-
-    # The Trainer asks a model what it takes and drops the other columns; the model itself may be the layer.
-    forward.__signature__ = inspect.signature(original.forward)
-
     def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         # to(), cuda() and the like would bring the whole model to the GPU, and put rounded weights in the masters' place.
         _note_cast_ignored(self, fn)
@@ -103,7 +94,8 @@ def _proxy_class(original: type[nn.Module], can_checkpoint: bool) -> type[nn.Mod
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         self.__dict__[_BEFORE_COPY]()
         reduced: Any = object.__reduce_ex__(self, protocol)
-        state = {key: value for key, value in reduced[2].items() if key not in (_RUNNER, _BEFORE_COPY)}
+        own = (self.__dict__[_RUNNER], self.__dict__[_BEFORE_COPY])
+        state = {key: value for key, value in reduced[2].items() if not any(value is one for one in own)}
         return (_new_module, (original,), state, *reduced[3:])
 
     namespace: dict[str, Any] = {
@@ -111,7 +103,6 @@ def _proxy_class(original: type[nn.Module], can_checkpoint: bool) -> type[nn.Mod
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
-        "forward": forward,
         "_apply": _apply,
         "__reduce_ex__": __reduce_ex__,
         "_megatrain_original_class": original,
@@ -119,12 +110,11 @@ def _proxy_class(original: type[nn.Module], can_checkpoint: bool) -> type[nn.Mod
     if can_checkpoint:
         namespace[_CHECKPOINTING] = _NoCheckpointing()
     proxy = _proxy_classes[original, can_checkpoint] = type(original.__name__, (original,), namespace)
-    proxy.forward = forward  # transformers puts a function around it that looks whether to checkpoint
     return proxy
 
 
-def install_proxy(layer: nn.Module, runner: Runner, before_copy: Callable[[], None]) -> Callable[..., Any]:
-    """Turns ``layer`` into a proxy whose forward calls ``runner(args, kwargs)``; returns its own forward, bound, as it was.
+def install_proxy(layer: nn.Module, runner: Callable[..., Any], before_copy: Callable[[], None]) -> Callable[..., Any]:
+    """Turns ``layer`` into a proxy whose forward is ``runner``; returns its own forward, bound, as it was.
 
     ``before_copy`` is called before it is copied or pickled.
     """
@@ -138,7 +128,11 @@ def install_proxy(layer: nn.Module, runner: Runner, before_copy: Callable[[], No
     if hasattr(original, _CHECKPOINTING):
         layer.__dict__.pop(_CHECKPOINTING, None)
     layer.__class__ = _proxy_class(original, can_checkpoint)
-    layer.__dict__[_RUNNER] = runner
+    # Not only where a compiler traces this: a frame that it has given up on runs as it is, and what it calls is compiled.
+    run: Any = torch.compiler.disable(runner)
+    # The Trainer asks a model what it takes and drops the other columns; the model itself may be the layer.
+    run.__signature__ = inspect.signature(original.forward.__get__(layer, original))
+    layer.__dict__["forward"] = layer.__dict__[_RUNNER] = run
     layer.__dict__[_BEFORE_COPY] = before_copy
     return forward
 
@@ -147,10 +141,12 @@ def remove_proxy(layer: nn.Module, forward: Callable[..., Any]) -> None:
     """Gives the layer its own class and forward back."""
     original: Any = layer._megatrain_original_class
     layer.__class__ = original
+    runner = layer.__dict__.pop(_RUNNER)
+    layer.__dict__.pop(_BEFORE_COPY)
     if getattr(forward, "__func__", None) is not original.forward:
         layer.forward = forward
-    layer.__dict__.pop(_RUNNER, None)
-    layer.__dict__.pop(_BEFORE_COPY, None)
+    elif layer.__dict__.get("forward") is runner:  # else somebody has put another one there since
+        del layer.__dict__["forward"]
 
 
 def is_proxy(module: nn.Module) -> bool:

@@ -138,10 +138,12 @@ def relocate(
     # Slots of single layers hold memory of units that leave.
     prefetcher.drop_own_slots()
     try:
-        for part in (*leaving, *arriving):  # first what leaves, so that there is room for what comes
-            part.unit.move(*((None, host_kernels) if part.unit.is_on_device else (device, kernels)))
-            if isinstance(part, ResidentGroup):
-                part.show_device_weights()
-            moved(part.unit)
+        for parts in (leaving, arriving):  # first what leaves, so that there is room for what comes
+            for part in parts:
+                part.unit.move(*((None, host_kernels) if part.unit.is_on_device else (device, kernels)))
+                if isinstance(part, ResidentGroup):
+                    part.show_device_weights()
+                moved(part.unit)
+            torch.cuda.empty_cache()  # of blocks whose sizes are others'
     finally:
         prefetcher.note_moves()

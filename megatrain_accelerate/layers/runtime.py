@@ -29,7 +29,7 @@ from megatrain_accelerate.layers.nested_tensors import taken_apart
 from megatrain_accelerate.layers.passes import Passes
 from megatrain_accelerate.layers.resident import Part, ResidentGroup, relocate
 from megatrain_accelerate.layers.shared_mappings import SharedMappings
-from megatrain_accelerate.layers.token_tiles import TileOfLayers, TokenTiles
+from megatrain_accelerate.layers.token_tiles import TokenTiles
 from megatrain_accelerate.layers.watched_parameters import Watch, unwatched
 from megatrain_accelerate.store.host_pool import HostPool
 from megatrain_accelerate.store.layout import ExpertRange
@@ -147,6 +147,8 @@ class StreamingRuntime:
         self.sums.holds_fresh = shared is not None
         self._handles += self.sums.watch(residents)
         self.outside = OutsideGradients([part.unit for part in (*self.layers, *self.experts)], self.offloader)
+        self.steps_taken = 0
+        """Optimizer steps so far, without those that were skipped."""
         self.dry_run: LayerRunner | None = None
         """What runs the layers on trial, for a plan or a probe."""
         self.clipping = Clipping(self.norms, self.sums, self._states)
@@ -160,7 +162,15 @@ class StreamingRuntime:
         )
         _running.add(self)
 
-    token_tile = TileOfLayers()
+    @property
+    def token_tile(self) -> int:
+        """Tokens of a tile in which parts of the layers, and norms outside them, run; 0 for none."""
+        return self.outside_tiles.tile_tokens
+
+    @token_tile.setter
+    def token_tile(self, tokens: int) -> None:
+        for parts in (self.outside_tiles, *(layer.tiles for layer in self.layers)):
+            parts.tile_tokens = tokens
 
     @property
     def units(self) -> list[HostUnit]:
@@ -210,8 +220,8 @@ class StreamingRuntime:
         finally:
             self.dry_run = None
 
-    def run_layer(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a proxy's forward does."""
+    def run_layer(self, layer: StreamedLayer, /, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a layer's proxy."""
         if self.dry_run is not None:
             shared = SharedMappings(*without_caches(args, kwargs))
             return shared.take_back(self.dry_run(layer, shared.args, shared.kwargs))
@@ -385,7 +395,8 @@ class StreamingRuntime:
     # ------------------------------------------------------------------ placement
 
     def place(self, on_device: Collection[int], groups_on_device: bool) -> None:
-        """Moves weights and states to where they are to live. Between steps only; waits for everything in flight.
+        """Moves weights and states to where they are to live, if they aren't there. Between steps only; waits for everything
+        in flight.
 
         Args:
             on_device: indices of layers that live there whole, with masters and moments.
@@ -393,14 +404,16 @@ class StreamingRuntime:
 
         Raises a StepWorkerError if an earlier step failed.
         """
+        targets: list[tuple[Part, bool]] = [(layer, layer.index in on_device) for layer in self.layers]
+        targets += [(group, groups_on_device) for group in self.groups]
+        if all(part.unit.is_on_device == comes for part, comes in targets):
+            return
         # A forward in inference mode may ask for room: what it leaves must be ordinary tensors.
         with torch.inference_mode(False), torch.no_grad():
             self.drain()
             self.refresh_if_written()
             self.offloader.wait()
             self.streams.synchronize()
-            targets: list[tuple[Part, bool]] = [(layer, layer.index in on_device) for layer in self.layers]
-            targets += [(group, groups_on_device) for group in self.groups]
             relocate(targets, self.prefetcher, self.streams.device, self.kernels, self._moved)
             if self.offloader.takes_gradients:
                 self.offloader.allocate_slots(self.gradients_leave)
@@ -443,7 +456,7 @@ class StreamingRuntime:
         norm = self.clipping.clip(parameters, max_norm)
         if self.open_forwards:
             self.clipping.settle(others_follow=True)  # by their backward
-        elif self.clipping.is_pending:
+        elif self.clipping.has_unscaled():
             self.watch.begin()
         return norm
 
@@ -451,11 +464,10 @@ class StreamingRuntime:
 
     def _scale_clipped(self, others_follow: bool) -> None:
         """Before a forward: who looks at gradients that were clipped, or adds to them, finds them scaled."""
-        if self.clipping.is_pending:
-            with unwatched():
-                if self.clipping.has_unscaled():
-                    self.worker.drain()
-                    self.clipping.settle(others_follow)
+        with unwatched():
+            if self.clipping.has_unscaled():
+                self.worker.drain()
+                self.clipping.settle(others_follow)
 
     def settle(self) -> None:
         """Makes weights and gradients what plain PyTorch would show. Raises a StepWorkerError if a step failed."""

@@ -9,7 +9,7 @@ nobody wrote to a saved tensor, and hide the hooks of whoever is around the laye
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -74,18 +74,12 @@ class SavedTensors:
     """The hooks under which one run of a layer saves what its backward needs.
 
     Args:
-        reader_at: the call to whose slot the memory at an address belongs; None for other memory.
+        slots: by address; what lies in one is its reader's (:class:`SlotReader`).
         offloaded: collects what goes to the host; None where it stays on the device.
-        slots: the addresses for which ``reader_at`` is asked; None for all.
     """
 
-    def __init__(
-        self,
-        reader_at: Callable[[int], SlotReader | None],
-        offloaded: Recording | None = None,
-        slots: Container[int] | None = None,
-    ) -> None:
-        self._reader_at, self._offloaded, self._slots = reader_at, offloaded, slots
+    def __init__(self, slots: Mapping[int, WeightSlot], offloaded: Recording | None = None) -> None:
+        self._slots, self._offloaded = slots, offloaded
         self._outer: Hooks | None = None
         """The hooks around the body that is recorded last."""
 
@@ -102,8 +96,8 @@ class SavedTensors:
             address = tensor.untyped_storage().data_ptr()
         except (RuntimeError, NotImplementedError):  # sparse ones and wrappers around others have no memory of their own
             address = -1
-        if (self._slots is None or address in self._slots) and (reader := self._reader_at(address)) is not None:
-            return SlotPlace(reader, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        if (slot := self._slots.get(address)) is not None:
+            return SlotPlace(slot.require_reader(), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         if self._outer is not None:
             return self._outer[0](tensor)
         if not tensor.is_leaf:

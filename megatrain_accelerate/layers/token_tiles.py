@@ -178,18 +178,6 @@ class TokenTiles:
         return reason
 
 
-class TileOfLayers:
-    """An attribute of an engine: tokens of a tile in which parts of its layers, and norms outside them, run; 0 for none."""
-
-    def __get__(self, engine: Any, kind: type | None = None) -> int:
-        tokens: int = engine.outside_tiles.tile_tokens
-        return tokens
-
-    def __set__(self, engine: Any, tokens: int) -> None:
-        for parts in (engine.outside_tiles, *(layer.tiles for layer in engine.layers)):
-            parts.tile_tokens = tokens
-
-
 def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
     """(B, T) of a call's hidden states, its first floating tensor of three dimensions or more; None if it has none."""
     for tensor in tensors_in((args, kwargs)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -23,31 +23,25 @@ from megatrain_accelerate.layers.nested_tensors import taken_apart
 from megatrain_accelerate.transfer.streams import WeightSlot
 
 
-class WholeCall(Protocol):
-    """The call of a layer that is run again."""
-
-    layer: StreamedLayer
-
-    def pinned(self) -> AbstractContextManager[WeightSlot]:
-        """The slot with the layer's weights, which no other layer can take while the body runs."""
-
-    def all_issued(self) -> None:
-        """All of the layer's backward has been issued."""
-
-
 class WholeRun:
     """A call of a layer, by ``body``, that runs in forward and again in backward.
 
     The node requires grad as the engine's ``anchor`` does, so that backward comes to a layer with trained weights whatever its
-    inputs are.
+    inputs are. While the body of ``pinned()`` runs no other layer can take the layer's slot; ``all_issued`` is called when all
+    of the layer's backward has been issued.
     """
 
-    def __init__(self, call: WholeCall, body: Callable[..., Any], anchor: torch.Tensor) -> None:
-        self.call = call
-        self.leaves: list[torch.Tensor] = []
-        """The weights with which the body runs in backward, set by it; their gradients are the layer's."""
+    def __init__(
+        self,
+        layer: StreamedLayer,
+        body: Callable[..., Any],
+        anchor: torch.Tensor,
+        pinned: Callable[[], AbstractContextManager[WeightSlot]],
+        all_issued: Callable[[], None],
+    ) -> None:
+        self.layer, self.pinned, self.all_issued = layer, pinned, all_issued
         self._body = body
-        self._anchor = anchor if call.layer.has_trainable else anchor.detach()
+        self._anchor = anchor if layer.has_trainable else anchor.detach()
         self._channels = output_recorder.channels()
         self._put_together: Callable[[Sequence[Any]], Any]
 
@@ -87,7 +81,7 @@ class WholeRecompute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *of_outputs: torch.Tensor | None) -> Any:
-        """Gradients of the inputs; those of the weights accumulate on the leaves.
+        """Gradients of the inputs; those of the weights accumulate on the leaves of the slot's lease.
 
         An UnsupportedError in ``torch.autograd.grad()`` or with ``inputs=...``.
         """
@@ -95,21 +89,18 @@ class WholeRecompute(torch.autograd.Function):
         if ctx.anchor.requires_grad and not torch.autograd._is_checkpoint_valid():
             raise UnsupportedError(
                 "torch.autograd.grad() and backward(inputs=...) can't be used through layer "
-                f"{run.call.layer.name}: one of its functions keeps a weight where autograd doesn't see it, and the weights' "
+                f"{run.layer.name}: one of its functions keeps a weight where autograd doesn't see it, and the weights' "
                 "gradients would go to parameter.grad. Use loss.backward(), or let the function keep its weights with "
                 "ctx.save_for_backward()"
             )
-        with run.call.pinned():
+        with run.pinned():
             inputs = _cut_off(ctx.saved_tensors, ctx.needs_input_grad[2:])
             with torch.enable_grad():
                 made = run.made(inputs)
             pairs = [pair for pair in zip(made, of_outputs, strict=True) if pair[0].requires_grad and pair[1] is not None]
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
             del made, pairs
-            # A weight without a gradient is left out: nothing is to be waited for.
-            run.leaves = [leaf for leaf in run.leaves if leaf.grad is not None]
-        run.call.all_issued()
-        run.leaves = []
+        run.all_issued()
         return (None, None, *(tensor.grad for tensor in inputs))
 
 

@@ -329,7 +329,7 @@ class TiledHead:
         """Gives the head its own forward back."""
         remove_proxy(self._head, self._forward)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def _run(self, /, *args: Any, **kwargs: Any) -> torch.Tensor:
         head = self._head
         if kwargs or len(args) != 1 or not self._is_worth_waiting(args[0]):
             return self._forward(*args, **kwargs)

@@ -211,17 +211,13 @@ class FusedStep(HostStep):
         refuse_unfused(state_dict["param_groups"])
         self.forget_backward()
         # torch's own way would cast the moments to the weights' dtype and device, and hold a second copy.
-        entries = {key: state_dict["state"].get(key) or {} for key, _ in self.by_key(optimizer, state_dict)}
-        outside = {
-            key: without_residual(entries[key])
-            for key, parameter in self.by_key(optimizer, state_dict)
-            if self.is_outside(parameter) and not self.is_retired
-        }
+        loaded = [(key, p, state_dict["state"].get(key) or {}) for key, p in self.by_key(optimizer, state_dict)]
+        outside = {key: without_residual(entry) for key, p, entry in loaded if self.is_outside(p) and not self.is_retired}
         own_load({"state": outside, "param_groups": state_dict["param_groups"]})
         if not self.is_retired:
-            self._make_moments({id(parameter) for key, parameter in self.by_key(optimizer, state_dict) if entries[key]})
-        for key, parameter in self.by_key(optimizer, state_dict):
-            state, entry = self.runtime.state_of(parameter), entries[key]
+            self._make_moments({id(parameter) for _, parameter, entry in loaded if entry})
+        for _, parameter, entry in loaded:
+            state = self.runtime.state_of(parameter)
             if not self.is_retired and state is not None and state.entry.spec.trainable:
                 self.import_state(state, entry)
             elif self.is_retired or (state is not None and entry):

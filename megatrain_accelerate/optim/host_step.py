@@ -179,12 +179,13 @@ class HostStep(UnitStepper):
         return norm, factors
 
     def allows(self, norm: float) -> bool:
-        """Whether a step with this global norm may be taken; counts and warns where not.
+        """Whether a step with this global norm may be taken; counts it, and warns where not.
 
         Raises ``NonFiniteGradientError`` where too many steps in a row had a non-finite norm.
         """
         if math.isfinite(norm):
             self._nonfinite_in_a_row = 0
+            self.runtime.steps_taken += 1
             return True
         self._nonfinite_in_a_row += 1
         self.runtime.meter.counters.skipped_steps += 1

@@ -129,5 +129,3 @@ def _fence() -> None:
     """Orders this thread's reads and writes of memory before and after it: taking a lock is a full barrier to CPython."""
     with _barrier:
         pass
-
-

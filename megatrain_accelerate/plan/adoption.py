@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,11 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.layers.layer import StreamedExperts, StreamedLayer
-from megatrain_accelerate.plan.layer_discovery import Discovery, ExpertsSpec
+from megatrain_accelerate.layers.proxy import is_proxy
+from megatrain_accelerate.plan.layer_discovery import Discovery
 from megatrain_accelerate.store.expandable_segments import expand_segments
 from megatrain_accelerate.store.file_mappings import FileMappings, page_out, read_ahead, trim_heap
 from megatrain_accelerate.store.host_limits import unused_host_bytes
-from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.units import MIB
 
 logger = logging.getLogger(__name__)
@@ -35,27 +34,17 @@ _loaded_in_bf16 = WeakTensorKeyDictionary()
 
 
 class Adoption:
-    """Makes the store's units from a model's parameters, so that the host never holds the model twice.
+    """Goes along while the store's units are made from a model's parameters, so that the host never holds the model twice.
 
     Weights in mapped files are read ahead by one unit. Their cache is given back, unit by unit, where the store would
     otherwise have to be made in memory that the cache takes: the system would give it back by itself, but not in huge pages.
 
-    A model that was built without weights gets them here, but on the meta device. Units are asked for in the order of the
-    discovery; ``make_unit`` makes one from its name, its parameters and their dtypes, which ``dtypes`` has by parameters' ids.
+    A model that was built without weights gets them here, but on the meta device. Units are made in the order of the
+    discovery.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        discovery: Discovery,
-        make_unit: Callable[..., HostUnit],
-        dtypes: Mapping[int, torch.dtype],
-        *,
-        device: torch.device,
-        store_bytes: int,
-    ) -> None:
+    def __init__(self, model: nn.Module, discovery: Discovery, *, device: torch.device, store_bytes: int) -> None:
         expand_segments(device)  # before the first of the engine's tensors there
-        self._make_unit, self._dtypes = make_unit, dtypes
         wants_weights = is_without_weights(model) and device.type != "meta"
         self._meta_weights = _MetaWeights(model, discovery, device) if wants_weights else None
         groups = [[parameter for _, parameter in group] for group in discovery.parameter_groups()]
@@ -65,8 +54,9 @@ class Adoption:
         self._gives_cache_back = unused_host_bytes() < store_bytes + mapped
         self._made = self._freed_bytes = 0
 
-    def unit(self, name: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> HostUnit:
-        """The next unit, with the parameters' values. The caller makes them show the store's."""
+    @contextlib.contextmanager
+    def of_unit(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[None]:
+        """The next unit, of these parameters, takes over their values in the body. They show the store's behind it."""
         if self._freed_bytes >= TRIM_BYTES:
             trim_heap()
             self._freed_bytes = 0
@@ -74,12 +64,11 @@ class Adoption:
             read_ahead(pages)
         if self._meta_weights is not None:
             self._meta_weights.fill_unit(self._made, (parameter for _, parameter in parameters))
-        unit = self._make_unit(name, parameters, [self._dtypes[id(parameter)] for _, parameter in parameters])
+        yield
         if self._gives_cache_back:
             page_out(self._pages[self._made])
         self._made += 1
         self._freed_bytes += sum(parameter.nbytes for _, parameter in parameters if not parameter.is_meta)
-        return unit
 
     def __enter__(self) -> Adoption:
         return self
@@ -88,15 +77,6 @@ class Adoption:
         trim_heap()
         if kind is None and self._meta_weights is not None:
             self._meta_weights.finish()
-
-
-def adopt_experts(specs: Iterable[ExpertsSpec], adoption: Adoption, layers: Sequence[StreamedLayer]) -> None:
-    """Makes the units of the last layer's experts that stream in parts."""
-    for spec in specs:
-        unit = adoption.unit(spec.name, list(spec.module.named_parameters()))
-        first = sum(len(experts.parts) for layer in layers for experts in layer.experts)
-        at = (spec.layer, spec.name, spec.module, unit)
-        layers[-1].leave_to(StreamedExperts(*at, parts=spec.parts, first_part=first))
 
 
 def compute_dtypes(model: nn.Module, bf16: bool) -> dict[int, torch.dtype]:
@@ -159,7 +139,7 @@ def _own_precision(model: nn.Module) -> set[int]:
         head: Any = model.get_output_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
         head = None
-    if "forward" in getattr(head, "__dict__", {}):
+    if "forward" in getattr(head, "__dict__", {}) and not is_proxy(head):
         found |= {id(parameter) for parameter in head.parameters()}
     # In a model that was loaded in bf16, the parameters that aren't: somebody cast a head or a router to fp32 on purpose.
     in_bf16 = sum(p.numel() for p in parameters.values() if _loaded_dtype(p) == torch.bfloat16)

@@ -81,16 +81,14 @@ class DevicePlan:
         """For each way of running a step, one that was measured: its estimate, and its measured outline."""
         self._smallest_budget_bytes: int | None = None
         """Of several ranks, while they plan together."""
-        self._displaced: Placement | None = None
-        self._is_interrupted = False
+        self._is_displaced = False
+        """Whether an evaluation needed the room of what lives on the device."""
         self.evaluation_weights = EvaluationWeights(runtime, config.evaluation_weights)
         """Which layers stay on the device from one forward without gradients to the next."""
         self._foreseen: dict[Hashable, StepOutline] = {}
         self._expected: tuple[int | None, bool | None] = (None, None)
-        self._compiles_after_a_step = False
-        """Whether the first step of a training is under way, and layers are compiled from the second on."""
-        self._versions_planned = 0
-        """What :attr:`_versions` was at the last plan."""
+        self._compiles_after: int | None = None
+        """While the first step of a training is under way and layers are compiled from the second on, the steps before it."""
         self._resumed: dict[str, Any] | None = None
         """The record of an interrupted training, until its plan is taken over."""
         self.record: dict[str, Any] | None = None
@@ -164,7 +162,7 @@ class DevicePlan:
     def make_room(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Before a forward without gradients: what lives on the device leaves it until the next training forward if this one
         wouldn't fit beside it. Where there is room to spare, layers that stream are held (:mod:`.evaluation_weights`)."""
-        moves = self.placement.on_device and self._device.type == "cuda"
+        moves = self.placement.on_device and not self._is_displaced and self._device.type == "cuda"
         holds = self.evaluation_weights.may_be_held
         if self._runtime.open_forwards or not (moves or holds):
             return
@@ -175,9 +173,8 @@ class DevicePlan:
             needed_bytes = self.evaluation_weights.needed_bytes(model, inputs)
             if moves and needed_bytes > USABLE_SHARE_OF_DEVICE * free_bytes(self._device):
                 logger.info("megatrain: layers leave the GPU for an evaluation of %.1f GiB", needed_bytes / GIB)
-                self._displaced = self.placement
-                self._place(self.placement.with_states_on_host())
-                torch.cuda.empty_cache()
+                self._is_displaced = True
+                self._runtime.place((), groups_on_device=False)
 
     def follow(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Plans for a training forward on ``inputs``, keyword arguments of the model, if no plan covers it. A forward that
@@ -191,13 +188,12 @@ class DevicePlan:
             recomputed = dataclasses.replace(self.placement, kept=nothing, offloaded=nothing, attention_kept=nothing)
             self._runtime.calls.policy = recomputed
             return
-        if self._compiles_after_a_step and self._versions != self._versions_planned:
+        if self._compiles_after is not None and self._runtime.steps_taken > self._compiles_after:
             self._run_layers(compiled=True)
-        self._apply_policy()
-        if self._displaced is not None:
-            placement, self._displaced = self._displaced, None
-            torch.cuda.empty_cache()
-            self._place(placement)
+        self._runtime.calls.policy = self.placement
+        if self._is_displaced:
+            self._place(self.placement)
+            self._is_displaced = False
         if self._resumed is not None:
             record, self._resumed = PlanRecord.of_data(self._resumed), None
             self._take_over(model, record)
@@ -212,21 +208,18 @@ class DevicePlan:
         extents, budgets = zip(*ranks.gather((extent, self._budget_bytes())), strict=True)
         planner = max(range(ranks.size), key=lambda rank: (extents[rank].elements, extents[rank].length))
         extent, self._smallest_budget_bytes = functools.reduce(BatchExtent.union, extents), min(budgets)
-        plans_before, pays, compiles = self._made.plans, self._runtime.compiled.pays, self._compiles_after_a_step
+        plans_before = self._made.plans
         try:
             if ranks.rank == planner:
                 self._plan_for(model, inputs, extent)
         finally:
             self._smallest_budget_bytes = None
-        of_planner = self._made, self.placement, self.record, self._runtime.compiled.pays, self._compiles_after_a_step
-        found = ranks.broadcast(of_planner, planner)
-        if ranks.rank != planner and found != (self._made, self.placement, self.record, pays, compiles):
-            self._made, placement, self.record, pays, compiles = found
-            if (pays, compiles) != (self._runtime.compiled.pays, self._compiles_after_a_step):
-                self._runtime.compiled.pays, self._compiles_after_a_step = pays, compiles
+        own = self._made, self.placement, self.record, self._runtime.compiled.pays, self._compiles_after
+        found = ranks.broadcast(own, planner)
+        if found != own:
+            self._made, placement, self.record, self._runtime.compiled.pays, self._compiles_after = found
             if self._made.plans != plans_before:
                 take_way_of(self._runtime, self._made)
-            self._versions_planned = self._versions
             self._place(placement)
 
     def _plan_for(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent) -> None:
@@ -248,7 +241,6 @@ class DevicePlan:
             logger.log(logging.WARNING if budget_bytes else logging.INFO, _NOT_PREDICTED, type(error).__name__, error)
             self._place(self._settled())
             self._note(planned=seen)
-            self._versions_planned = self._versions
             return
         self._foreseen.clear()
         take_way_of(self._runtime, outline)
@@ -264,8 +256,7 @@ class DevicePlan:
             samples=outline.samples,
             token_tile=outline.token_tile,
         )
-        self._versions_planned = self._versions
-        is_recorded = self.predicted_time is not None and not self._compiles_after_a_step
+        is_recorded = self.predicted_time is not None and self._compiles_after is None
         self.record = self._made.as_data() if is_recorded else None
 
     def _note(self, **changes: Any) -> None:
@@ -329,15 +320,10 @@ class DevicePlan:
             self._run_layers(compiles if compiled.is_optional else None)
         self._resumed = record
 
-    @property
-    def _versions(self) -> int:
-        """Grows with each step of a unit, and where one moves or is written."""
-        return sum(unit.version for unit in self._runtime.units)
-
     def _run_layers(self, compiled: bool | None) -> None:
         """From now on layers run compiled (True) or not (False); None: the next outline decides. What was measured and planned
         before counts no more."""
-        self._runtime.compiled.pays, self._compiles_after_a_step = compiled, False
+        self._runtime.compiled.pays, self._compiles_after = compiled, None
         self._measured_steps.clear()
         self._foreseen.clear()
         self.forget()
@@ -345,7 +331,7 @@ class DevicePlan:
     @property
     def expected(self) -> tuple[int | None, bool | None]:
         """Steps of the training in progress, and whether it compiles layers; None for what isn't known."""
-        return self._expected[0], self._compiles_after_a_step or self._runtime.compiled.pays
+        return self._expected[0], self._compiles_after is not None or self._runtime.compiled.pays
 
     def forget(self) -> None:
         """The next batch is planned for as if it were the first: steps are to run in another way from now on."""
@@ -379,9 +365,10 @@ class DevicePlan:
                 try:
                     measured = ways.measured(outline, lambda made: self._measured(model, inputs, made))
                 except torch.OutOfMemoryError:
-                    if not self._compiles_after_a_step:
+                    if self._compiles_after is None:
                         raise
-                if measured is None or (self._compiles_after_a_step and not self.search_for(measured[1]).something_fits):
+                compiles = self._compiles_after is not None
+                if measured is None or (compiles and not self.search_for(measured[1]).something_fits):
                     self._run_layers(compiled=True)  # which takes less memory, so that the first step is compiled too
                     return self.foresee(model, inputs)
                 self._measured_steps[self._way_of(inputs)] = measured
@@ -417,7 +404,7 @@ class DevicePlan:
             # Whether micro-batches are joined is decided once, by the times of layers as they will run.
             is_plain = self.micro_batches == 1 and self._runtime.batch_cut.asked is None
             if compiled.pays and is_plain and not compiled.compilations:
-                self._compiles_after_a_step, compiled.pays = True, False
+                self._compiles_after, compiled.pays = self._runtime.steps_taken, False
             elif not compiled.pays:
                 text = "megatrain: %d steps don't pay for compiling the layers (compile_layers: true compiles them)"
                 logger.info(text, steps)
@@ -488,7 +475,7 @@ class DevicePlan:
             offloaded_bytes=sum(sent_bytes(outline, found.placement)),
         )
         self._place(found.placement)
-        if self.show and not self._compiles_after_a_step:
+        if self.show and self._compiles_after is None:
             say(plan_table(self._made, self._runtime, budget_bytes, outline), file=sys.stderr)
         if self.predicted_bytes > budget_bytes:
             held = {**self._fixed_bytes_by_kind(outline), "step": found.peak_bytes}
@@ -507,17 +494,9 @@ class DevicePlan:
         return host_bytes - sum(self._unit_sizes(unit).host_bytes for unit in self._runtime.units if unit.is_on_device)
 
     def _place(self, placement: Placement) -> None:
-        before, self.placement = self.placement, placement
-        self._apply_policy()
-        were, where = ((at.on_device, at.groups_on_device) for at in (before, placement))
-        if self._is_interrupted or where != were:
-            self._is_interrupted = True  # until all have moved
-            self._runtime.place(*where)
-            self._is_interrupted = False
-
-    def _apply_policy(self) -> None:
-        self._runtime.calls.policy = self.placement
-        self._runtime.activations.spacing = self.placement.offload_spacing
+        self.placement = self._runtime.calls.policy = placement
+        self._runtime.activations.spacing = placement.offload_spacing
+        self._runtime.place(placement.on_device, placement.groups_on_device)
 
     def _settled(self) -> Placement:
         """What the settings ask for and nothing more, as far as the optimizers allow it."""
@@ -525,7 +504,6 @@ class DevicePlan:
 
     def _keep_states_on_host(self) -> None:
         """An optimizer works there from now on."""
-        self._displaced = None if self._displaced is None else self._displaced.with_states_on_host()
         self._place(self.placement.with_states_on_host())
 
     def model_sizes(self) -> Model:

@@ -341,11 +341,11 @@ class _Measurement:
         views = self._slot.views(self._layer.unit.layout)
         weights = [self._weight(view.data, flag) for view, flag in zip(views, self._layer.trained_now(), strict=True)]
         wanted = [tensor for tensor in [*tensors_in(arguments), *weights] if tensor.requires_grad]
-        with self._layer.bound(weights), torch.enable_grad():
+        with self._slot.read_by(self), self._layer.bound(weights), torch.enable_grad():
             yield arguments, wanted
 
     def _saving(self) -> saved_tensors_hooks:
-        return SavedTensors(lambda address: self if address == self._slot.address else None).recording()
+        return SavedTensors({self._slot.address: self._slot}).recording()
 
     def _recomputing_round(self, chooses_kernels: bool = False) -> None:
         with self._bound() as (arguments, wanted):

@@ -7,6 +7,7 @@ kept, or run in other pieces, and compiled layers would give other bits.
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import torch
@@ -59,11 +60,7 @@ class PlanRecord:
 
     def as_data(self) -> dict[str, Any]:
         """Numbers, texts, lists and dicts alone, as JSON has them."""
-        data = dataclasses.asdict(self)
-        data["placement"] = {
-            key: sorted(value) if isinstance(value, frozenset) else list(value) if isinstance(value, tuple) else value
-            for key, value in data["placement"].items()
-        }
+        data: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), default=sorted))  # of sets
         return data
 
     @classmethod
@@ -73,9 +70,7 @@ class PlanRecord:
         pairs = [(cls, data), *((kind, data.get(name, {})) for name, kind in kinds.items())]
         if any({field.name for field in dataclasses.fields(kind)} != found.keys() for kind, found in pairs):
             return None
-        placement: dict[str, Any] = {
-            key: frozenset(value) if isinstance(value, list) else value for key, value in data["placement"].items()
-        }
-        placement["budgets"] = tuple(data["placement"]["budgets"])
-        made = {name: kind(**data[name]) for name, kind in kinds.items() if kind is not Placement}
-        return cls(**{**data, **made, "placement": Placement(**placement)})
+        at = data["placement"]
+        sets = {key: frozenset(value) for key, value in at.items() if isinstance(value, list)}
+        data = {**data, "placement": {**at, **sets, "budgets": tuple(at["budgets"])}}
+        return cls(**{**data, **{name: kind(**data[name]) for name, kind in kinds.items()}})

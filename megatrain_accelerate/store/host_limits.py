@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -25,24 +25,17 @@ _MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "int8": 2.06}
 """Of AdamW's moments, a parameter."""
 
 
-class Promising(Protocol):
-    """Who will take host memory later that is counted as taken already."""
-
-    @property
-    def promised_bytes(self) -> int:
-        """What is still to be made."""
+_promising: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Who will take ``promised_bytes`` of host memory later, which count as taken already."""
 
 
-_promising: weakref.WeakSet[Promising] = weakref.WeakSet()
-
-
-def count_promises_of(who: Promising) -> None:
-    """What ``who`` promises by now, as long as it is alive, isn't available to others."""
-    _promising.add(who)
+def count_promises_of(runtime: Any) -> None:
+    """The ``promised_bytes`` of an engine's runtime, as long as it is alive, aren't available to others."""
+    _promising.add(runtime)
 
 
 def _promised_bytes() -> int:
-    return sum(who.promised_bytes for who in _promising)
+    return sum(runtime.promised_bytes for runtime in _promising)
 
 
 def _read(path: Path) -> str:

@@ -44,15 +44,17 @@ class SharedUnit:
         self.ranks = store.ranks
         self.run = layout.run_of(self.ranks.rank, self.ranks.size)
         self._store, self._index = store, index
-        self._places = {kind: (store.file.reserve(size), round_up(max(size, 1), mmap.PAGESIZE)) for kind, size in sizes.items()}
+        self._places = {
+            kind: (store.file.reserve(size), round_up(max(size, 1), mmap.PAGESIZE)) for kind, size in sizes.items()
+        }
         self._steps = 0
 
     def refuse_written(self, name: str) -> None:
         """Raises an ``UnsupportedError`` for weights that a script wrote to, unless that was ``load_state_dict``."""
         if not self._store.is_loading:
             raise UnsupportedError(
-                f"the weights of layer {name} were written to, which several processes share: each would write to what another "
-                "one has written to before. Change weights before accelerator.prepare(), or by load_state_dict(), or set "
+                f"the weights of layer {name} were written to, which several processes share: each would write over what another "
+                "one has written. Change weights before accelerator.prepare(), or by load_state_dict(), or set "
                 "num_processes: 1"
             )
 

@@ -23,7 +23,7 @@ class Prefetcher:
     step only when the layer itself is next.
 
     Args:
-        layers: all streamed layers, by index.
+        layers: all that are streamed, by index; maybe none.
         slots: number of shared slots, at least 2.
         streams, meter: the engine's; the meter counts bytes and stalls.
     """
@@ -32,7 +32,7 @@ class Prefetcher:
         self._layers = layers
         self._streams = streams
         self._meter = meter
-        self._largest = max(layer.unit.layout.weight_bytes for layer in layers)
+        self._largest = max((layer.unit.layout.weight_bytes for layer in layers), default=0)
         self.slot_count = slots
         self.slots: list[WeightSlot] = []
         self.own_slots: dict[int, WeightSlot] = {}

@@ -16,10 +16,12 @@ order its reuse, so ``record_stream`` isn't needed.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.store.layout import FlatLayout
 
 
@@ -112,12 +114,32 @@ class WeightSlot(_Slot):
         again within a recompute. Nothing else may be copied into it meanwhile."""
         self.late_ms = 0.0
         """How much earlier the copy would have been issued but for the layer's step; for the counters."""
+        self.reader: Any = None
+        """The call of its layer that computes with it now, see :meth:`read_by`."""
         self.leaves: list[torch.Tensor] = []
         """The weights that are bound to the layer while it has a lease of the slot (:meth:`.prefetch.Prefetcher.lease`)."""
         self.until_lease_ends = contextlib.ExitStack()
         self.params_copied_event = streams.event()
         self.compute_finished_event = streams.event()
         self._at: dict[tuple[torch.dtype, torch.Size, tuple[int, ...], int], torch.Tensor] = {}
+
+    @contextlib.contextmanager
+    def read_by(self, call: Any) -> Iterator[None]:
+        """A call of its layer computes with it while the body runs."""
+        before, self.reader = self.reader, call
+        try:
+            yield
+        finally:
+            self.reader = before
+
+    def require_reader(self) -> Any:
+        """The call that computes with it. Raises a StateError if none does: another layer's weights may soon lie there."""
+        if self.reader is None:
+            raise StateError(
+                "a weight of a streamed layer is used outside the layer's forward, where another layer's may lie in its "
+                "place; use the parameter itself, or set megatrain_config.layer_classes to larger blocks"
+            )
+        return self.reader
 
     def uses_with(self, layout: FlatLayout) -> int:
         """How many tensors refer to the buffer, the layout's own views among them; those of :meth:`view` don't count."""

@@ -43,7 +43,8 @@ class Layer(nn.Module):
 def make() -> tuple[Layer, list[Any], Any]:
     layer = Layer()
     calls: list[Any] = []
-    forward = install_proxy(layer, lambda args, kwargs: calls.append((args, kwargs)) or "ran", lambda: calls.append("copied"))
+    runner = lambda *args, **kwargs: calls.append((args, kwargs)) or "ran"  # noqa: E731
+    forward = install_proxy(layer, runner, lambda: calls.append("copied"))
     return layer, calls, forward
 
 
@@ -100,7 +101,7 @@ def test_a_forward_that_somebody_patched_in_before_is_run_and_given_back() -> No
     layer = Layer()
     patched = lambda x: x + 1000  # noqa: E731
     layer.forward = patched
-    forward = install_proxy(layer, lambda args, kwargs: forward(*args, **kwargs), lambda: None)
+    forward = install_proxy(layer, lambda *args, **kwargs: forward(*args, **kwargs), lambda: None)
     assert layer(torch.zeros(1)).item() == 1000
     remove_proxy(layer, forward)
     assert layer.forward is patched
@@ -188,7 +189,7 @@ def test_a_copy_of_a_streaming_model_is_plain_independent_and_equal(how: str, bf
 def test_a_layer_that_keeps_gradient_checkpointing_in_itself_has_it_off_in_a_proxy_and_back_after() -> None:
     layer = Layer()
     layer.gradient_checkpointing = True
-    forward = install_proxy(layer, lambda args, kwargs: None, lambda: None)
+    forward = install_proxy(layer, lambda *args, **kwargs: None, lambda: None)
     assert layer.gradient_checkpointing is False
     assert copy.deepcopy(layer).gradient_checkpointing is True
     remove_proxy(layer, forward)
