@@ -50,8 +50,8 @@ class Exchange:
         self._found.difference_update(state.row for state in states if state.parameter.grad is None)
 
     def tell(self, accumulated: Iterable[int | None]) -> tuple[set[int], set[int]]:
-        """Called by all ranks when a backward is over. Returns the rows in which any rank's autograd ``accumulated`` itself, and
-        those of which any has found a gradient since they last had none."""
+        """Called by all ranks when a backward is over. Returns the rows in which any rank's autograd ``accumulated`` itself,
+        and those of which any has found a gradient since they last had none."""
         self._order.enter("the end of a backward")
         told = self._ranks.gather((set(accumulated), self._found))
         return set().union(*(own for own, _ in told)), set().union(*(found for _, found in told))

@@ -221,7 +221,7 @@ class Fp32Sums:
             Variable._execution_engine.queue_callback(functools.partial(self._put_back, state))
 
     def lay_aside(self, state: ParameterState) -> bool:
-        """Takes the gradient that is there out of the way of a fresh one, until :meth:`take_up`; says whether there was one."""
+        """Takes the gradient that is there out of the way of a fresh one, until :meth:`take_up`; says whether there is one."""
         earlier = state.parameter.grad
         if earlier is None:
             return False

@@ -177,8 +177,8 @@ def _refuse_unsupported(arguments: Any, written: Any, file: str | None) -> None:
     machines = _count(arguments, written, "num_machines")
     if machines > 1:
         raise UnsupportedError(
-            f"num_machines is {machines}, and megatrain trains on the GPUs of one machine: set num_machines: 1 in the yaml, or "
-            "give --num_machines 1"
+            f"num_machines is {machines}, and megatrain trains on the GPUs of one machine: set num_machines: 1 in the yaml, "
+            "or give --num_machines 1"
         )
 
 

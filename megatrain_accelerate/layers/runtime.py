@@ -341,8 +341,8 @@ class StreamingRuntime:
                 self.watch.begin()
 
     def _exchange_what_stays(self, exchange: Exchange) -> None:
-        """What autograd itself accumulated in this backward becomes the mean of the ranks', in one order on all of them, and is
-        added to what was there. Zeros stand for this rank's if only others have some."""
+        """What autograd itself accumulated in this backward becomes the mean of the ranks', in one order on all of them, and
+        is added to what was there. Zeros stand for this rank's if only others have some."""
         found = {state.row: state for state in self.sums.fresh.values() if state.parameter.grad is not None}
         self.sums.fresh.clear()
         exchange.note_found(found.values())

@@ -151,8 +151,8 @@ class MasterStep(HostStep):
         name = type(optimizer).__name__
         if runtime.ranks is not None:
             raise UnsupportedError(
-                f"{name} has no fused host kernel, and its own step can't be shared by several processes; use AdamW or Adam, or "
-                "set num_processes: 1"
+                f"{name} has no fused host kernel, and its own step can't be shared by several processes; use AdamW or Adam, "
+                "or set num_processes: 1"
             )
         if runtime.config.passes_gradients:
             raise UnsupportedError(

@@ -14,7 +14,7 @@ _LENGTH = 1024
 
 
 class OrderCheck:
-    """A list of what each rank has exchanged last, in memory that all ranks map. Each compares itself with those ahead of it."""
+    """A list of what each rank has exchanged last, in memory that all map. Each compares itself with those ahead of it."""
 
     def __init__(self, mapping: mmap.mmap, ranks: Ranks) -> None:
         self._rank, self._count = ranks.rank, 0
@@ -38,6 +38,6 @@ class OrderCheck:
             if number == self._count and other != code:
                 raise RankError(
                     f"rank {self._rank} has gradients of {name} where rank {rank} has those of "
-                    f"{self._names.get(other, 'another layer')}: the ranks run other layers, or in another order. Layers that are "
-                    "left out at random (layerdrop) must be left out on all ranks alike; set their probability to 0"
+                    f"{self._names.get(other, 'another layer')}: the ranks run other layers, or in another order. Layers that "
+                    "are left out at random (layerdrop) must be left out on all ranks alike; set their probability to 0"
                 )

@@ -19,7 +19,7 @@ _LENGTH = 1 << 44
 
 
 class SharedFile:
-    """Owner of one file of all ranks, and of what is where in it. Every rank makes it, and reserves the same, in the same order.
+    """Owner of one file of all ranks, and of what is where in it. Every rank makes it, and reserves the same, in one order.
 
     Raises:
         HostMemoryError: the kernel refused the file, or the ranks can't see each other's.

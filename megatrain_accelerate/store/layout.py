@@ -131,7 +131,7 @@ class FlatLayout:
 
 @dataclasses.dataclass(frozen=True)
 class FlatRun:
-    """A run of a unit's flat states: elements ``begin`` to ``end - 1``, whose gradients are the bytes from ``begin_byte`` on."""
+    """A run of a unit's flat states: elements ``begin`` to ``end - 1``, whose gradients begin at ``begin_byte``."""
 
     begin: int
     end: int
