@@ -6,7 +6,7 @@ once. It costs the bytes of a reduce-scatter in bf16.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ import torch.distributed as dist
 from megatrain_accelerate.store.layout import FlatLayout
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.shared_store import SharedStore
+from megatrain_accelerate.transfer.meter import named_range
+from megatrain_accelerate.transfer.streams import Streams
 from megatrain_accelerate.units import MIB
 
 _BUCKET_BYTES = 64 * MIB
@@ -27,19 +29,21 @@ class Exchange:
         largest_bytes: of the gradients of one layer.
     """
 
-    def __init__(self, shared: SharedStore, device: torch.device, largest_bytes: int) -> None:
-        self._ranks, self._order = shared.ranks, shared.order
-        ranks = shared.ranks
+    def __init__(self, shared: SharedStore, streams: Streams, largest_bytes: int) -> None:
+        self._ranks, self._order, self._streams = shared.ranks, shared.order, streams
         self._found: set[int] = set()
         """Rows of the parameters of which this rank has found a gradient since they last had none."""
         self._in_parts: set[int] = set()
         """Rows whose norm is that of this rank's run alone."""
-        self._received = torch.empty(largest_bytes + ranks.size * 1024, dtype=torch.uint8, device=device)
+        slack = 1024 * shared.ranks.size  # runs are rounded up
+        sizes = _BUCKET_BYTES + slack, max(_BUCKET_BYTES, largest_bytes) + slack
+        self._sent, self._received = (torch.zeros(size, dtype=torch.uint8, device=streams.device) for size in sizes)
+        self._made_event, self._means_event = streams.event(), streams.event()
 
     @property
     def device_bytes(self) -> int:
-        """Of the buffer for what the other ranks send."""
-        return self._received.numel()
+        """Of the buffers for what this rank sends at a time, and gets."""
+        return self._sent.numel() + self._received.numel()
 
     def note_found(self, states: Iterable[ParameterState]) -> None:
         """A backward found gradients of these on this rank."""
@@ -88,28 +92,50 @@ class Exchange:
                 target[place].view(dtype).copy_(_mean([part[place].view(dtype) for part in parts]))
 
     def make_means(self, gradients: Sequence[torch.Tensor], name: str) -> None:
-        """Each of these contiguous gradients becomes the mean of all ranks', in place, on each rank."""
-        self._order.enter(name)
-        bucket: list[torch.Tensor] = []
-        for gradient in gradients:
-            is_full = sum(other.nbytes for other in bucket) + gradient.nbytes > _BUCKET_BYTES
-            if bucket and (is_full or gradient.dtype != bucket[0].dtype):
-                self._make_means(bucket)
-                bucket = []
-            bucket.append(gradient)
-        if bucket:
-            self._make_means(bucket)
+        """Each of these contiguous gradients becomes the mean of all ranks', in place, on each rank.
 
-    def _make_means(self, gradients: Sequence[torch.Tensor]) -> None:
-        ranks, flat = self._ranks, torch.cat([gradient.reshape(-1) for gradient in gradients])
-        sizes = [flat.numel() * (rank + 1) // ranks.size - flat.numel() * rank // ranks.size for rank in range(ranks.size)]
-        own = sizes[ranks.rank]
-        received = flat.new_empty(own * ranks.size)
-        dist.all_to_all_single(received, flat, [own] * ranks.size, sizes)
-        mean = _mean(list(received.view(ranks.size, own))).to(flat.dtype)
-        dist.all_to_all_single(flat, mean.repeat(ranks.size), sizes, [own] * ranks.size)
-        for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-            gradient.copy_(total.view(gradient.shape))
+        It runs beside what the compute stream does next; :meth:`wait_for_means` before anybody reads them, or lets go of them.
+        """
+        streams = self._streams
+        self._order.enter(name)
+        # RAW: the other ranks must see finished gradients.
+        self._made_event.record(streams.compute_stream)
+        with streams.on(streams.d2h_stream), named_range(f"megatrain::exchange_gradients ({name})"):
+            streams.d2h_stream.wait_event(self._made_event)
+            for bucket in _buckets(gradients):
+                self._make_means(bucket)
+            self._means_event.record(streams.d2h_stream)
+
+    def wait_for_means(self) -> None:
+        """What is issued to the compute stream from now on sees all means."""
+        self._streams.compute_stream.wait_event(self._means_event)
+
+    def _make_means(self, pieces: Sequence[torch.Tensor]) -> None:
+        ranks, dtype = self._ranks, pieces[0].dtype
+        count = sum(piece.numel() for piece in pieces)
+        of_rank = -(-count // ranks.size)
+        sent, received = (
+            buffer[: ranks.size * of_rank * dtype.itemsize].view(dtype) for buffer in (self._sent, self._received)
+        )
+        torch.cat(list(pieces), out=sent[:count])
+        dist.all_to_all_single(received, sent)
+        mean = _mean(list(received.view(ranks.size, of_rank))).to(dtype)
+        dist.all_gather_into_tensor(sent, mean)
+        torch._foreach_copy_(list(pieces), list(sent[:count].split([piece.numel() for piece in pieces])))
+
+
+def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """All of them as flat pieces, of one dtype and together at most :data:`_BUCKET_BYTES` at a time."""
+    bucket: list[torch.Tensor] = []
+    for gradient in gradients:
+        for piece in gradient.view(-1).split(_BUCKET_BYTES // gradient.itemsize):
+            is_full = sum(other.nbytes for other in bucket) + piece.nbytes > _BUCKET_BYTES
+            if bucket and (is_full or piece.dtype != bucket[0].dtype):
+                yield bucket
+                bucket = []
+            bucket.append(piece)
+    if bucket:
+        yield bucket
 
 
 def _mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:

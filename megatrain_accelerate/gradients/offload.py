@@ -90,7 +90,7 @@ class GradientOffloader:
         self._most_parameters = max(len(layout.trainable_entries) for layout in at_once)
         self._slot_count = GRADIENT_SLOTS if self._largest else 0
         self._passes = passes and self._largest > 0
-        self.exchange = None if shared is None else Exchange(shared, streams.device, self._largest)
+        self.exchange = None if shared is None else Exchange(shared, streams, self._largest)
         """What makes gradients the means of several ranks'."""
         self.slots: collections.deque[GradientSlot] = collections.deque()
         """In the order in which they are next written."""
@@ -193,6 +193,8 @@ class GradientOffloader:
         gradients = of_their_own([found[row] for row in taken.rows])
         if self.exchange is not None:
             self.exchange.make_means(gradients, layer.name)
+            if any(state.parameter.grad is not None for state in taken.states):
+                self.exchange.wait_for_means()  # they are added to what is there
         for state, gradient in zip(taken.states, gradients, strict=True):
             self.add_in_place(state, gradient)
             state.normed = None
@@ -258,14 +260,14 @@ class GradientOffloader:
             state.handle.note_fp32_sum()
 
     def send(
-        self, slot: GradientSlot, name: str, size: int, pieces: Sequence[tuple[torch.Tensor, ...]], norms: torch.Tensor | None
+        self, slot: GradientSlot, name: str, pieces: Sequence[tuple[torch.Tensor, ...]], norms: torch.Tensor | None
     ) -> Any:
-        """Issues the copies of a slot's gradients, ``size`` bytes: ``pieces`` are views of the host's memory, and those of the
-        slot's that go there; the slot's norms go to ``norms``.
+        """Issues the copies of a slot's gradients: ``pieces`` are views of the host's memory, and those of the slot's that go
+        there; the slot's norms go to ``norms``.
 
         Returns an event of its own, since the slot's may be recorded again before it is waited for.
         """
-        d2h_stream = self.streams.d2h_stream
+        d2h_stream, size = self.streams.d2h_stream, sum(target.nbytes for target, _ in pieces)
         with self.streams.on(d2h_stream), named_range(f"megatrain::copy_gradients ({name})"):
             # RAW: the copy must see the finished gradients.
             d2h_stream.wait_event(slot.grads_ready_event)
@@ -399,7 +401,7 @@ class UnitGradients:
 
     def _copy_to_place(self, part: Fetched, slot: GradientSlot) -> Callable[[], None]:
         """Sends what the slot holds to its place; returns what blocks until it is there."""
-        offloader, unit, size = self._offloader, self._layer.unit, part.unit.layout.gradient_bytes
+        offloader, unit = self._offloader, self._layer.unit
         if self._target is None:
             if offloader.passing is not None:
                 if any(state.parameter.grad is not None for state in unit.states):
@@ -411,7 +413,7 @@ class UnitGradients:
             self._target = unit.gradients
         pieces = part.unit.pieces(self._target, slot.buffer, trainable_only=True)
         norms = None if self._left else offloader.norms.of_unit(unit)
-        wait: Callable[[], None] = offloader.send(slot, part.name, size, pieces, norms).synchronize
+        wait: Callable[[], None] = offloader.send(slot, part.name, pieces, norms).synchronize
         return wait
 
     def _add_on_host(self, part: Fetched, slot: GradientSlot | None) -> Callable[[], None]:
@@ -425,7 +427,7 @@ class UnitGradients:
             assert buffers is not None
             staging = buffers.take(reader)
             place = slice(0, size) if unit.shared is None else unit.shared.run.bytes
-            copied_event = offloader.send(slot, part.name, size, [(staging[place], slot.buffer[place])], None)
+            copied_event = offloader.send(slot, part.name, [(staging[place], slot.buffer[place])], None)
             views = part.unit.layout.views(staging, trainable_only=True)
             if unit.shared is not None:
                 entries = unit.layout.trainable_entries

@@ -356,6 +356,7 @@ class StreamingRuntime:
                     state.handle.set_gradient(torch.zeros_like(state.parameter))
             gradients = [state.parameter.grad for state in states]
             exchange.make_means([gradient for gradient in gradients if gradient is not None], "parameters outside the layers")
+            exchange.wait_for_means()
             for state in states:
                 self.sums.take_up(state)
                 state.normed = None

@@ -131,7 +131,19 @@ class HostUnit:
     def _make(self, kind: str, touch: bool = True) -> HostMemory | DeviceMemory:
         memory = self._memory[kind] = self._allocate(kind, touch)
         self._bind(kind)
+        if self.shared is not None and self.device is None:
+            self._touch_run(kind)
         return memory
+
+    def _touch_run(self, kind: str) -> None:
+        """Makes the pages of what this rank alone writes to, on all its threads: zero, as they are."""
+        assert self.shared is not None
+        run = self.shared.run
+        if kind == "gradients" and self.gradients is not None:
+            self._host_kernels.zero(self.gradients[run.bytes])
+        elif kind == "moments" and self.moments is not None:
+            for part in self.moments.run(run.begin, run.end - run.begin):
+                self._host_kernels.zero(part)
 
     def _bind(self, kind: str) -> None:
         """Makes the unit's views of one kind of its memory, and its parameters'."""

@@ -1,4 +1,4 @@
-"""When a rank dies, raises, hangs back or does something else, all of them end within seconds, and the cause is on the screen."""
+"""When a rank dies, raises or does something else, all of them end within seconds, and the cause is on the screen."""
 
 from __future__ import annotations
 
