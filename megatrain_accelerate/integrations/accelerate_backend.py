@@ -50,7 +50,7 @@ def require_servable(accelerator: Any) -> None:
 
     Raises:
         ConfigError: there is no GPU and the CPU wasn't asked for.
-        UnsupportedError: fp16, fp8, whole-model compilation, or several processes.
+        UnsupportedError: fp16, fp8, or whole-model compilation.
     """
     if accelerator.device.type not in ("cuda", "cpu"):
         raise UnsupportedError(

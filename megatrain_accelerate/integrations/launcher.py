@@ -134,7 +134,7 @@ def _prepare_launch(arguments: Any) -> None:
     sys.excepthook = _report
     # accelerate copies sections of the yaml over arguments that are None.
     arguments.megatrain = True
-    if arguments.num_processes is None and written is None:
+    if arguments.num_processes is None and written is None and not arguments.multi_gpu:
         arguments.num_processes = 1  # Accelerate would start a process for each GPU.
     _exported.update({ENV_ACTIVE: "1", ENV_CONFIG: config.to_json()})
     processes = _count(arguments, written, "num_processes")
