@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.errors import StateError, StepWorkerError
+from megatrain_accelerate.errors import StateError, StepWorkerError, UnsupportedError
 from megatrain_accelerate.gradients.fp32_sums import BF16_REMEDY
 from megatrain_accelerate.hooks import ModelHook, by_name, remove_hook, run_pre_hooks
 from megatrain_accelerate.kernels.host import HostKernels
@@ -35,6 +35,7 @@ from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.token_tiles import TokenTiles
 from megatrain_accelerate.loss.lazy_logits import TiledHead, find_head
 from megatrain_accelerate.optim.host_step import ENGINE_CLOSED, HostStep
+from megatrain_accelerate.parallel.this_run import ranks_of_run
 from megatrain_accelerate.plan.adoption import Adoption, compute_dtypes
 from megatrain_accelerate.plan.device_plan import DevicePlan
 from megatrain_accelerate.plan.evaluation_weights import is_next_token
@@ -48,6 +49,7 @@ from megatrain_accelerate.store.host_limits import (
     settings_that_take_less,
 )
 from megatrain_accelerate.store.layout import FlatLayout, ParameterSpec
+from megatrain_accelerate.store.shared_store import SharedStore
 from megatrain_accelerate.store.step_worker import StepWorker
 from megatrain_accelerate.store.unit import HostUnit, planned_host_bytes
 from megatrain_accelerate.transfer.meter import Meter
@@ -56,6 +58,11 @@ from megatrain_accelerate.transfer.streams import Streams
 logger = logging.getLogger(__name__)
 
 _MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+EXPERTS_IN_PARTS = (
+    "the model has experts that are fetched in parts, which several processes can't do yet; set num_processes: 1, or take a "
+    "GPU whose slots have room for a whole layer"
+)
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 _attached: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
@@ -133,6 +140,12 @@ class Engine:
         streams = Streams(device)
         meter = Meter(streams)
         self.kernels = HostKernels(config.host_threads)
+        ranks = ranks_of_run()
+        self._shared_store: SharedStore | None = None
+        if ranks is not None:
+            if discovery.experts:
+                raise UnsupportedError(EXPERTS_IN_PARTS)
+            self._shared_store = SharedStore(ranks, len(discovery.parameter_groups()))
         layers: list[StreamedLayer] = []
         groups: list[ResidentGroup] = []
         self.training = False
@@ -157,6 +170,7 @@ class Engine:
                         register=register,
                         holds_masters=self._holds_masters,
                         moments_dtype=_MOMENTS[config.moments_dtype],
+                        store=self._shared_store,
                     )
                 progress.update(unit.layout.parameter_count)
                 return unit
@@ -186,7 +200,12 @@ class Engine:
                 worker=StepWorker(),
                 config=config,
                 register=register,
+                shared=self._shared_store,
             )
+            if ranks is not None:
+                ranks.meet("adopting the model")  # the first rank's values are there
+                for group in groups:
+                    group.show_device_weights()
             if device.type != "meta":
                 count_promises_of(self.runtime)
             for layer in layers:
@@ -294,7 +313,10 @@ class Engine:
         own = anonymous_bytes(p for group in groups for _, p in group if p.device.type == "cpu")
         remedy = BF16_REMEDY if fp32_sums else ""
         remedy += settings_that_take_less(self.config, accumulates=fp32_sums) if training else ""
-        require_host_bytes(sum(parts.values()), own + self._freed_bytes, parts, self.config.host_memory_gib, remedy)
+        ranks = ranks_of_run()
+        share = 1 if ranks is None else ranks.size  # of what the machine has each rank may take as much
+        freed_bytes = own + self._freed_bytes
+        require_host_bytes(sum(parts.values()) // share, freed_bytes, parts, self.config.host_memory_gib, remedy)
         self.parameter_count = sum(layout.parameter_count for layout in layouts)
         return sum(parts.values())
 
@@ -311,7 +333,7 @@ class Engine:
         for module in model.modules():
             # Whoever reads the weights as a whole sees all steps that were taken.
             self._handles.append(module.register_state_dict_pre_hook(ModelHook(self.runtime.drain)))
-            self._handles.append(module.register_load_state_dict_pre_hook(ModelHook(self.runtime.drain)))
+            self._handles.append(module.register_load_state_dict_pre_hook(ModelHook(self.runtime.begin_loading)))
         for layer in self.runtime.layers:
             owner, _, key = layer.name.rpartition(".")
             if key:
@@ -366,6 +388,9 @@ class Engine:
         self._begin_forward(model, args, kwargs)
         if not torch.is_grad_enabled():
             return None
+        if self._shared_store is not None and self._shared_store.is_loading:
+            self.runtime.refresh_if_written()
+            self._shared_store.is_loading = False
         if self.training and model.training:
             began = time.perf_counter()
             self.device_plan.follow(model, by_name(model, args, kwargs))

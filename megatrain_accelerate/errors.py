@@ -41,3 +41,7 @@ class PatchError(MegatrainError, RuntimeError):
 
 class KernelError(MegatrainError, RuntimeError):
     """The compiled host kernels are missing, can't be loaded, or were called with tensors that don't fit them."""
+
+
+class RankError(MegatrainError, RuntimeError):
+    """The processes that train together don't do the same, or one of them has ended."""

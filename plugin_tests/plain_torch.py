@@ -80,10 +80,12 @@ def train_bf16_with_masters(
     learning_rate: Callable[[int], float] = lambda step: 1e-3,
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     fp32_sums: bool = True,
+    ranks: int = 1,
 ) -> PlainRun:
     """bf16 weights and gradients, fp32 masters, ``torch.optim.AdamW``: the loop that the engine must equal bit by bit.
 
-    Gradients of several micro-batches are summed in fp32; with ``fp32_sums=False`` as autograd does it, in bf16.
+    Gradients of several micro-batches are summed in fp32; with ``fp32_sums=False`` as autograd does it, in bf16. With
+    ``ranks`` so many batches at a time are one micro-batch, whose gradient is the mean of theirs.
     """
     model = copy.deepcopy(model)
     masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in model.named_parameters()}
@@ -96,13 +98,24 @@ def train_bf16_with_masters(
     else:
         optimizer = make_optimizer(list(masters.values()))
     losses, norms = [], []
-    for step in range(len(batches) // accumulation):
+    micro_batches = [batches[first : first + ranks] for first in range(0, len(batches), ranks)]
+    for step in range(len(micro_batches) // accumulation):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step)
-        for ids in batches[step * accumulation : (step + 1) * accumulation]:
-            loss = model(input_ids=ids, labels=ids).loss / accumulation
-            loss.backward()
-            losses.append(loss.item())
+        for of_ranks in micro_batches[step * accumulation : (step + 1) * accumulation]:
+            parts: list[dict[str, torch.Tensor]] = []
+            for ids in of_ranks:
+                loss = model(input_ids=ids, labels=ids).loss / accumulation
+                loss.backward()
+                losses.append(loss.item())
+                if ranks > 1:
+                    parts.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+                    model.zero_grad()
+            for name, parameter in model.named_parameters() if parts else ():
+                total = parts[0][name].float()
+                for part in parts[1:]:
+                    total += part[name]
+                parameter.grad = (total * (1 / ranks)).to(parameter.dtype)
             if fp32_sums:
                 _add_to_masters(model, masters)
         if not fp32_sums:

@@ -241,18 +241,19 @@ def _first_rate(value: Any, conversion: Conversion) -> Remark:
     )
 
 
-def _processes(value: Any, conversion: Conversion) -> Remark | None:
+def _processes(value: Any, conversion: Conversion) -> None:
+    if str(value).isdigit():
+        conversion.settings["num_processes"] = int(value)
+
+
+def _machines(value: Any, conversion: Conversion) -> Remark | None:
     if str(value) == "1":
         return None
     return Remark(
         Kind.DO,
-        f"one GPU in one process is used, not {value}. For the same batch multiply the script's "
-        "per_device_train_batch_size by that: a large batch takes no more copies of the weights than a small one",
+        f"one machine is used, not {value}, and num_processes counts the GPUs of all: set it to this one's. For the same "
+        f"batch multiply the script's per_device_train_batch_size by {value}",
     )
-
-
-def _machines(value: Any, conversion: Conversion) -> Remark | None:
-    return None if str(value) == "1" else _nothing("num_processes counted the GPUs of all machines; one is used")
 
 
 def _argument(name: str, default: int | None = None) -> Handler:
@@ -266,9 +267,8 @@ def _cpu(value: Any, conversion: Conversion) -> None:
 
 
 def _gpu(value: Any, conversion: Conversion) -> None:
-    first = str(value).partition(",")[0].strip()
-    if first.isdigit():
-        conversion.settings["gpu_ids"] = first
+    if all(number.strip().isdigit() for number in str(value).split(",")):
+        conversion.settings["gpu_ids"] = str(value)
 
 
 def _replaced(value: Any, conversion: Conversion) -> None:
@@ -430,7 +430,7 @@ _ROWS: tuple[tuple[Remark | Handler, str], ...] = (
     (_machines, "num_machines"),
     (_replaced, "compute_environment distributed_type deepspeed_config.deepspeed_config_file"),
     (
-        _nothing("there is one process, on one machine, with one GPU"),
+        _nothing("there is one machine"),
         "commands command_file ipex_config mpirun_config tpu_name tpu_zone "
         "machine_rank main_process_ip main_process_port rdzv_backend same_network main_training_function downcast_bf16 debug "
         "enable_cpu_affinity tpu_env tpu_use_cluster tpu_use_sudo deepspeed_config.deepspeed_hostfile "

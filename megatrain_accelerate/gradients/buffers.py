@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -16,7 +17,9 @@ from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.gradients.fp32_sums import Fp32Sums, RunningSum
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.store.host_memory import HostMemory
+from megatrain_accelerate.store.layout import FlatEntry
 from megatrain_accelerate.store.parameter import ParameterState
+from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.meter import Meter, UpdateGate
 from megatrain_accelerate.transfer.parts import Stepped
 
@@ -78,9 +81,12 @@ class Addition:
     running: RunningSum | None
     """The same where it is summed in fp32."""
 
-    def add(self, new: torch.Tensor | None, kernels: HostKernels, of_part: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Adds a gradient (None: zeros) to what ``of_part`` returns of the whole tensor."""
+    def add(
+        self, new: torch.Tensor | None, kernels: HostKernels, of: Callable[[FlatEntry, torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Adds a gradient (None: zeros) to the part of the whole tensor that ``of`` returns."""
         own, running = self.state.gradient, self.running
+        of_part = functools.partial(of, self.state.entry)
         assert own is not None
         if self.earlier is None:
             target = of_part(own.data)  # unseen by the version that the launching thread takes
@@ -98,11 +104,12 @@ class Addition:
         else:  # somebody assigned a tensor of their own
             of_part(self.earlier).add_(new)
 
-    def total_and_norm(self, sums: Fp32Sums) -> tuple[torch.Tensor, float]:
-        """The whole gradient when all is added, and its norm."""
+    def total_and_norm(self, sums: Fp32Sums, unit: HostUnit) -> tuple[torch.Tensor, float]:
+        """The whole gradient when all is added, and the norm of what of it this process steps."""
         total = self.state.gradient if self.earlier is None else self.earlier
         assert total is not None
-        return total, sums.host_norm(total, None if self.running is None else self.running.residual)
+        residual = None if self.running is None else unit.of(self.state.entry, self.running.residual)
+        return total, sums.host_norm(unit.of(self.state.entry, total), residual)
 
 
 def not_stepped(layer: Stepped) -> StateError:

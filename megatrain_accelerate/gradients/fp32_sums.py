@@ -77,7 +77,13 @@ class Fp32Sums:
         """Whether the residuals' memory was counted before the model was adopted."""
         self._device_kernels: DeviceKernels | None = None
         self._is_prepared = False
-        self._set_aside: dict[int, RunningSum] = {}
+        self.holds_fresh = False
+        """Of several ranks: whether what a backward accumulates stays in ``parameter.grad``, apart from what was there, until
+        all ranks have made the mean of it and :meth:`take_up` is called."""
+        self.fresh: dict[int, ParameterState] = {}
+        """Those that autograd was about to accumulate in this backward, by ``id``, where it :attr:`holds_fresh`."""
+        self._set_aside: dict[int, tuple[torch.Tensor, RunningSum | None]] = {}
+        """The gradient that was there, by the ``id`` of the state, and as the fp32 sum that it is to be."""
         self._takes_up: dict[int, Any] = {}
         """For gradients of layers that were set aside, by the ``id`` of the state: the handle of the hook that calls
         :meth:`take_up`."""
@@ -130,9 +136,16 @@ class Fp32Sums:
         assert state.parameter.grad is not None
         if others_follow:
             self.prepare()
+        gradient = state.parameter.grad
         running = self.running(state) if others_follow or state.handle.has_fp32_sum else None
+        if state.run is not None and state.gradient is not None and gradient.data_ptr() == state.gradient.data_ptr():
+            # Each rank scales what it steps of a gradient that all of them share.
+            gradient = state.run.of(state.entry, gradient)
+            if running is not None:
+                residual = state.run.of(state.entry, running.residual)
+                running = dataclasses.replace(running, gradient=gradient, residual=residual)
         if running is None:
-            state.parameter.grad.mul_(factor)
+            gradient.mul_(factor)
         else:
             running.scale(factor)
             state.handle.note_fp32_sum()
@@ -167,14 +180,14 @@ class Fp32Sums:
     def watch(self, states: Iterable[ParameterState]) -> list[Any]:
         """Hooks (returned) on trained residents: :meth:`take_up` is to be called after each gradient."""
         # Autograd would add it in bf16 to the one that is there, so that is out of the way meanwhile.
-        if not self.is_wanted:
+        if not self.is_wanted and not self.holds_fresh:
             return []
         hook = weakly(self._take_aside)
         return [state.parameter.register_hook(functools.partial(hook, weakref.ref(state), False)) for state in states]
 
     def before_accumulation(self, found: weakref.ref[ParameterState], arrived: tuple[torch.Tensor | None, ...]) -> None:
         """A hook of the node by which autograd adds to a parameter's gradient: they are summed in fp32."""
-        if self.is_wanted and arrived[0] is not None:
+        if (self.is_wanted or self.holds_fresh) and arrived[0] is not None:
             self._take_aside(found, True, arrived[0])
 
     def _take_aside(self, found: weakref.ref[ParameterState], takes_up: bool, fresh: torch.Tensor) -> None:
@@ -183,6 +196,11 @@ class Fp32Sums:
             return
         self._pop(state)  # of a backward that failed
         earlier = state.parameter.grad
+        if self.holds_fresh:
+            self.fresh[id(state)] = state
+            if self.lay_aside(state):
+                Variable._execution_engine.queue_callback(functools.partial(self._put_back, state))
+            return
         if earlier is None or earlier.dtype != torch.bfloat16 or fresh.dtype != torch.bfloat16 or not _is_plain(earlier):
             return
         if fresh.layout != torch.strided or fresh.requires_grad:
@@ -198,11 +216,22 @@ class Fp32Sums:
                     )
                 added = functools.partial(weakly(self._added), weakref.ref(state))
                 self._takes_up[id(state)] = state.parameter.register_post_accumulate_grad_hook(added)
-            self._set_aside[id(state)] = running
+            self._set_aside[id(state)] = earlier, running
             state.handle.set_gradient(None, keeps_sum=True)
             Variable._execution_engine.queue_callback(functools.partial(self._put_back, state))
 
-    def _pop(self, state: ParameterState) -> RunningSum | None:
+    def lay_aside(self, state: ParameterState) -> bool:
+        """Takes the gradient that is there out of the way of a fresh one, until :meth:`take_up`; says whether there is one."""
+        earlier = state.parameter.grad
+        if earlier is None:
+            return False
+        if self.is_wanted:
+            self.prepare()
+        self._set_aside[id(state)] = earlier, self.running(state)
+        state.handle.set_gradient(None, keeps_sum=True)
+        return True
+
+    def _pop(self, state: ParameterState) -> tuple[torch.Tensor, RunningSum | None] | None:
         if (handle := self._takes_up.pop(id(state), None)) is not None:
             handle.remove()
         return self._set_aside.pop(id(state), None)
@@ -214,20 +243,27 @@ class Fp32Sums:
 
     def take_up(self, state: ParameterState) -> None:
         """autograd accumulated into ``parameter.grad``: adds it to what was set aside, which takes its place again."""
-        running = self._pop(state)
+        aside = self._pop(state)
         fresh = state.parameter.grad
-        if running is None or fresh is None:
+        if aside is None or fresh is None:
             return
+        earlier, running = aside
         with torch.no_grad():
-            running.add(fresh)
-        state.handle.set_gradient(running.gradient)
-        state.handle.note_fp32_sum()
+            if running is None:
+                earlier.add_(fresh)
+            else:
+                running.add(fresh)
+        state.handle.set_gradient(earlier)
+        if running is not None:
+            state.handle.note_fp32_sum()
 
     def _put_back(self, state: ParameterState) -> None:
         """The backward is over: a gradient to which nothing was added (``torch.autograd.grad``) takes its place again."""
-        running = self._pop(state)
-        if running is not None and state.parameter.grad is None:
-            state.handle.set_gradient(running.gradient, keeps_sum=True)
+        if self.holds_fresh and state.parameter.grad is not None:
+            return
+        aside = self._pop(state)
+        if aside is not None and state.parameter.grad is None:
+            state.handle.set_gradient(aside[0], keeps_sum=True)
 
 
 BF16_REMEDY = (

@@ -17,10 +17,12 @@ import torch
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.buffers import Addition, HostBuffers, not_stepped, of_their_own
 from megatrain_accelerate.gradients.clipping import NormTable
+from megatrain_accelerate.gradients.exchange import Exchange
 from megatrain_accelerate.gradients.fp32_sums import Fp32Sums, gradient_norms
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.store.layout import FlatLayout
 from megatrain_accelerate.store.parameter import ParameterState
+from megatrain_accelerate.store.shared_store import SharedStore
 from megatrain_accelerate.store.step_worker import StepWorker, Ticket
 from megatrain_accelerate.store.unit import PASSING_BUFFERS, HostUnit
 from megatrain_accelerate.transfer.meter import Cause, Meter, UpdateGate, named_range
@@ -77,6 +79,7 @@ class GradientOffloader:
         steppers: Sequence[UnitStepper],
         register: bool,
         passes: bool,
+        shared: SharedStore | None = None,
     ) -> None:
         self.streams, self.worker, self.kernels, self.meter = streams, worker, kernels, meter
         self.norms, self.sums, self.steppers = norms, sums, steppers
@@ -87,6 +90,8 @@ class GradientOffloader:
         self._most_parameters = max(len(layout.trainable_entries) for layout in at_once)
         self._slot_count = GRADIENT_SLOTS if self._largest else 0
         self._passes = passes and self._largest > 0
+        self.exchange = None if shared is None else Exchange(shared, streams, self._largest)
+        """What makes gradients the means of several ranks'."""
         self.slots: collections.deque[GradientSlot] = collections.deque()
         """In the order in which they are next written."""
         self.takes_gradients = False
@@ -141,6 +146,10 @@ class GradientOffloader:
         # One that was frozen since the forward takes no gradient.
         every = [row for row, state in enumerate(layer.trainable) if state.parameter.requires_grad]
         rows = [row for row in every if found is None or row in found]
+        if self.exchange is not None:
+            self.exchange.begin(layer.trainable)
+            self.exchange.note_found(layer.trainable[row] for row in rows)
+            rows = every  # zeros where only other ranks have something
         if rows and not self.takes_gradients:
             raise StateError(
                 f"{layer.kind} {layer.name} got a gradient but the model was prepared for evaluation only; prepare it with "
@@ -174,16 +183,22 @@ class GradientOffloader:
         taken = self.begin(layer, found)
         if taken is None:
             return
-        gradients = [found[row] for row in taken.rows]
         if not layer.unit.is_on_device:
-            taken.take(layer, gradients)
+            taken.take(layer, [found.get(row) for row in taken.rows])
             return
         # They stay where they are; their norms go to the host.
         _refuse_hooked(layer, taken.states)
-        for state, gradient in zip(taken.states, of_their_own(gradients), strict=True):
+        if self.exchange is not None:
+            found |= {row: torch.zeros_like(layer.trainable[row].weight) for row in taken.rows if row not in found}
+        gradients = of_their_own([found[row] for row in taken.rows])
+        if self.exchange is not None:
+            self.exchange.make_means(gradients, layer.name)
+            if any(state.parameter.grad is not None for state in taken.states):
+                self.exchange.wait_for_means()  # they are added to what is there
+        for state, gradient in zip(taken.states, gradients, strict=True):
             self.add_in_place(state, gradient)
             state.normed = None
-        if self.gradients_complete():
+        if self.gradients_complete() and self.exchange is None:
             self._send_from_device(layer.name, taken.states, [])
 
     def fetch(self, group: Stepped, only: torch.Tensor | None = None) -> None:
@@ -195,10 +210,12 @@ class GradientOffloader:
             # WAR: a step that is still to be applied reads the gradients of the pass before.
             self.meter.wait_for_step(group.name, group.gate)
             self.make_places([group.unit])
-            copies = [] if state.gradient is None else [(state.gradient, parameter.grad)]
+            copies: list[tuple[torch.Tensor, ...]] = [] if state.gradient is None else [(state.gradient, parameter.grad)]
             residual = state.gradient_residual
             if copies and state.handle.has_fp32_sum and residual is not None and state.sum_residual is not None:
                 copies.append((residual, state.sum_residual))
+            if group.unit.shared is not None:
+                copies = [tuple(group.unit.of(state.entry, tensor) for tensor in pair) for pair in copies]
             self._send_from_device(group.name, [state], copies)
 
     def send_norms(self, states: list[ParameterState]) -> None:
@@ -206,9 +223,7 @@ class GradientOffloader:
         if states:
             self._send_from_device("norms", states, [])
 
-    def _send_from_device(
-        self, name: str, states: list[ParameterState], copies: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
+    def _send_from_device(self, name: str, states: list[ParameterState], copies: Sequence[tuple[torch.Tensor, ...]]) -> None:
         """Issues these copies to the host, and those of the norms of the parameters' gradients."""
         norms = torch.stack(self.sums.norms(states))
         if self._fetched_event.query():
@@ -245,14 +260,14 @@ class GradientOffloader:
             state.handle.note_fp32_sum()
 
     def send(
-        self, slot: GradientSlot, name: str, size: int, pieces: Sequence[tuple[torch.Tensor, ...]], norms: torch.Tensor | None
+        self, slot: GradientSlot, name: str, pieces: Sequence[tuple[torch.Tensor, ...]], norms: torch.Tensor | None
     ) -> Any:
-        """Issues the copies of a slot's gradients, ``size`` bytes: ``pieces`` are views of the host's memory, and those of the
-        slot's that go there; the slot's norms go to ``norms``.
+        """Issues the copies of a slot's gradients: ``pieces`` are views of the host's memory, and those of the slot's that go
+        there; the slot's norms go to ``norms``.
 
         Returns an event of its own, since the slot's may be recorded again before it is waited for.
         """
-        d2h_stream = self.streams.d2h_stream
+        d2h_stream, size = self.streams.d2h_stream, sum(target.nbytes for target, _ in pieces)
         with self.streams.on(d2h_stream), named_range(f"megatrain::copy_gradients ({name})"):
             # RAW: the copy must see the finished gradients.
             d2h_stream.wait_event(slot.grads_ready_event)
@@ -333,12 +348,27 @@ class UnitGradients:
                 torch._foreach_copy_([views[row] for row in arrived], list(arrived.values()))
             for row in set(self.rows) - arrived.keys():
                 views[row].zero_()
-            if self._is_fresh:
+            if self._is_fresh and offloader.exchange is None:
                 norms = torch.stack(gradient_norms(views))
                 self._norms = norms if self._norms is None else torch.hypot(self._norms, norms)
                 slot.norms[: len(views)].copy_(self._norms)
             slot.grads_ready_event.record(offloader.streams.compute_stream)
+        if offloader.exchange is not None:
+            self._exchange(offloader.exchange, slot, part)
         self._show(self._copy_to_place(part, slot) if self._is_fresh else self._add_on_host(part, slot))
+
+    def _exchange(self, exchange: Exchange, slot: GradientSlot, part: Fetched) -> None:
+        """This rank's run of what the slot holds becomes the mean of all ranks'; of that the norms are taken."""
+        offloader, unit = self._offloader, self._layer.unit
+        d2h_stream = offloader.streams.d2h_stream
+        with offloader.streams.on(d2h_stream), named_range(f"megatrain::exchange_gradients ({part.name})"):
+            # RAW: the other ranks must see finished gradients.
+            d2h_stream.wait_event(slot.grads_ready_event)
+            exchange.mean_of_run(slot.buffer, unit.layout, part.name)
+            if self._is_fresh:
+                views = zip(unit.layout.trainable_entries, slot.views(unit.layout), strict=True)
+                norms = torch.stack(gradient_norms([unit.of(entry, view) for entry, view in views]))
+                slot.norms[: len(norms)].copy_(norms)
 
     def _show(self, wait: Callable[[], None]) -> None:
         """Behind the last part ``parameter.grad`` is the host's view; steps in backward may begin.
@@ -360,6 +390,8 @@ class UnitGradients:
                 state.handle.set_gradient(gradient)
             if has_norms:
                 state.note_norm(gradient)
+                if offloader.exchange is not None:
+                    offloader.exchange.note_part_of_norm(state)
             else:
                 state.normed = None
         if self._is_last:
@@ -369,7 +401,7 @@ class UnitGradients:
 
     def _copy_to_place(self, part: Fetched, slot: GradientSlot) -> Callable[[], None]:
         """Sends what the slot holds to its place; returns what blocks until it is there."""
-        offloader, unit, size = self._offloader, self._layer.unit, part.unit.layout.gradient_bytes
+        offloader, unit = self._offloader, self._layer.unit
         if self._target is None:
             if offloader.passing is not None:
                 if any(state.parameter.grad is not None for state in unit.states):
@@ -381,7 +413,7 @@ class UnitGradients:
             self._target = unit.gradients
         pieces = part.unit.pieces(self._target, slot.buffer, trainable_only=True)
         norms = None if self._left else offloader.norms.of_unit(unit)
-        wait: Callable[[], None] = offloader.send(slot, part.name, size, pieces, norms).synchronize
+        wait: Callable[[], None] = offloader.send(slot, part.name, pieces, norms).synchronize
         return wait
 
     def _add_on_host(self, part: Fetched, slot: GradientSlot | None) -> Callable[[], None]:
@@ -394,8 +426,12 @@ class UnitGradients:
         if slot is not None:
             assert buffers is not None
             staging = buffers.take(reader)
-            copied_event = offloader.send(slot, part.name, size, [(staging[:size], slot.buffer[:size])], None)
+            place = slice(0, size) if unit.shared is None else unit.shared.run.bytes
+            copied_event = offloader.send(slot, part.name, [(staging[place], slot.buffer[place])], None)
             views = part.unit.layout.views(staging, trainable_only=True)
+            if unit.shared is not None:
+                entries = unit.layout.trainable_entries
+                views = [unit.of(entry, view) for entry, view in zip(entries, views, strict=True)]
         if not self._additions:
             self._additions = [Addition(s, s.parameter.grad, offloader.sums.running(s)) for s in self.states]
         for addition in () if self._left else self._additions:
@@ -409,7 +445,7 @@ class UnitGradients:
             for addition, row in zip(self._additions, self.rows, strict=True):
                 addition.add(views[row], offloader.kernels, part.unit.of)
                 if takes_norms:
-                    total, norms[row] = addition.total_and_norm(offloader.sums)
+                    total, norms[row] = addition.total_and_norm(offloader.sums, unit)
                     addition.state.note_norm(total)
 
         ticket = offloader.worker.submit(f"accumulate ({part.name})", add)

@@ -80,6 +80,11 @@ class OutsideGradients:
         unit, state, gradient = of_unit(), of_state(), arrived[0]
         if unit is None or state is None or gradient is None or gradient.requires_grad:  # of ``create_graph``: autograd's
             return None
+        if self._offloader.exchange is not None:
+            raise StateError(
+                f"{unit.name}.{state.name} got a gradient from outside its layer (a penalty on the weights), which several "
+                "processes can't add up; set num_processes: 1"
+            )
         if self._offloader.passes:
             raise StateError(
                 f"{unit.name}.{state.name} got a gradient from outside its layer (a penalty on the weights), and "

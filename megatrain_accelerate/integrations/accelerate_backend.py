@@ -51,7 +51,7 @@ def require_servable(accelerator: Any) -> None:
 
     Raises:
         ConfigError: there is no GPU and the CPU wasn't asked for.
-        UnsupportedError: fp16, fp8, whole-model compilation, or several processes.
+        UnsupportedError: fp16, fp8, or whole-model compilation.
     """
     if accelerator.device.type not in ("cuda", "cpu"):
         raise UnsupportedError(
@@ -70,11 +70,6 @@ def require_servable(accelerator: Any) -> None:
         raise UnsupportedError(
             f"mixed_precision={accelerator.mixed_precision!r} can't be used with megatrain: its gradients need loss "
             "scaling, which the deferred step doesn't do. Use mixed_precision: bf16 (masters and moments are fp32 in any case)"
-        )
-    if accelerator.num_processes > 1:
-        raise UnsupportedError(
-            f"megatrain trains on one GPU in one process so far, and this run has {accelerator.num_processes}; set "
-            "num_processes: 1"
         )
     plugin = getattr(accelerator.state, "dynamo_plugin", None)
     if plugin is not None and str(getattr(plugin.backend, "value", plugin.backend)).upper() != "NO":
@@ -295,6 +290,11 @@ def _refuse_two_models(optimizer: torch.optim.Optimizer, model: nn.Module) -> No
 
 def _adopt(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
     schedule = engine.config.step_schedule
+    if engine.runtime.ranks is not None and (schedule == "backward" or engine.config.passes_gradients):
+        raise ConfigError(
+            "megatrain_config.step_schedule: backward and host_gradients: passing step layers in backward, which several "
+            "processes can't do; leave both out, or set num_processes: 1"
+        )
     if schedule == "auto":
         schedule = "backward" if engine.config.passes_gradients else "deferred"
     ids = {id(parameter) for parameter in _parameters(optimizer) if engine.runtime.trains(parameter)}
@@ -353,7 +353,8 @@ def begin_training(engine: Engine, *, steps_in_backward: bool) -> None:
             continue
         if engine.config.step_schedule == "auto" and not engine.config.passes_gradients:
             # The first backward shows which layers' weights get gradients from elsewhere too.
-            driver.set_schedule("deferred", then="backward" if steps_in_backward else None)
+            may = steps_in_backward and engine.runtime.ranks is None
+            driver.set_schedule("deferred", then="backward" if may else None)
         if stepped := driver.forget_backward():
             logger.warning(
                 "megatrain: the training before this one broke off in or after a backward in which %d parameters were stepped "

@@ -229,6 +229,8 @@ def _joiner_of(trainer: Any, engine: Engine | None) -> Joiner | None:
     """That of the training in progress; None where nothing is to be joined."""
     if engine is None or not engine.config.join_micro_batches or trainer.args.gradient_accumulation_steps < 2:
         return None
+    if engine.runtime.ranks is not None:
+        return None  # each rank would decide for itself, and they have to run as many backwards
     joiner = _joiners.get(trainer.model)
     if joiner is None or joiner.training is not trainer.state:
         if joiner is not None and joiner.has_joined:

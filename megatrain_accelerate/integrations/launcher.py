@@ -134,9 +134,16 @@ def _prepare_launch(arguments: Any) -> None:
     sys.excepthook = _report
     # accelerate copies sections of the yaml over arguments that are None.
     arguments.megatrain = True
-    if arguments.num_processes is None and written is None:
+    if arguments.num_processes is None and written is None and not arguments.multi_gpu:
         arguments.num_processes = 1  # Accelerate would start a process for each GPU.
     _exported.update({ENV_ACTIVE: "1", ENV_CONFIG: config.to_json()})
+    processes = _count(arguments, written, "num_processes")
+    if processes > 1:
+        # accelerate starts several processes only for what it takes for several GPUs.
+        if arguments.cpu or getattr(arguments, "use_cpu", False) or getattr(written, "use_cpu", False):
+            _exported["ACCELERATE_USE_CPU"] = "true"
+            arguments.cpu = False
+        arguments.multi_gpu = True
     if "OMP_NUM_THREADS" not in os.environ and arguments.num_cpu_threads_per_process is None:
         # Accelerate exports 1, fatal for work on the host.
         _exported["OMP_NUM_THREADS"] = str(usable_cpu_count())
@@ -167,18 +174,19 @@ def _refuse_unsupported(arguments: Any, written: Any, file: str | None) -> None:
             f"mixed_precision: {precision} can't be used with megatrain: its gradients need loss scaling, which the deferred "
             "step doesn't do. Use mixed_precision: bf16 (masters and moments are fp32 in any case)"
         )
-    if arguments.multi_gpu:
+    machines = _count(arguments, written, "num_machines")
+    if machines > 1:
         raise UnsupportedError(
-            "--multi_gpu starts several processes, and megatrain trains in one process on one GPU so far: leave the flag out"
+            f"num_machines is {machines}, and megatrain trains on the GPUs of one machine: set num_machines: 1 in the yaml, "
+            "or give --num_machines 1"
         )
-    for name in ("num_processes", "num_machines"):
-        given = getattr(arguments, name)
-        count = getattr(written, name, None) if given is None else given
-        if isinstance(count, int) and count > 1:
-            raise UnsupportedError(
-                f"{name} is {count}, and megatrain trains in one process on one GPU so far: set {name}: 1 in the yaml, or "
-                f"give --{name} 1"
-            )
+
+
+def _count(arguments: Any, written: Any, name: str) -> int:
+    """A number of the command line, else of the yaml; 1 where neither has it."""
+    given = getattr(arguments, name)
+    count = getattr(written, name, None) if given is None else given
+    return count if isinstance(count, int) else 1
 
 
 def _report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

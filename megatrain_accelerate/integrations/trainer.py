@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerState
 
 from megatrain_accelerate.checkpoint.checkpoints import require_saving_possible
 from megatrain_accelerate.engine import engine_of
+from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.hooks import ModelHook
 from megatrain_accelerate.integrations.accelerate_backend import begin_training, require_steps_in_backward_possible
 from megatrain_accelerate.integrations.shared_parts import engines_with, new_holder
@@ -172,6 +173,11 @@ class MegatrainCallback(TrainerCallback):
             clips = bool(args.max_grad_norm and args.max_grad_norm > 0)
             tries_again = bool(args.auto_find_batch_size)
             require_steps_in_backward_possible(engine.config, args.gradient_accumulation_steps, clips, tries_again)
+            if tries_again and engine.runtime.ranks is not None:
+                raise ConfigError(
+                    "auto_find_batch_size tries a batch again on the process that ran out of memory, and the others would "
+                    "wait for it; leave it off (megatrain_config.micro_batch_size runs a large batch in pieces)"
+                )
             engine.expect_accumulation(args.gradient_accumulation_steps)
             recorded = (recorded_choice(state, choice) for choice in ("compiles", "plan"))
             engine.device_plan.expect_steps(state.max_steps, *recorded)

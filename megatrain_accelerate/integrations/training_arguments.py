@@ -85,8 +85,8 @@ def _refuse_unsupported(arguments: Any) -> None:
     parallelism = getattr(arguments, "parallelism_config", None)
     if parallelism is not None and parallelism.total_size > 1:
         raise UnsupportedError(
-            f"parallelism_config asks for {parallelism.total_size} processes, and megatrain trains on one GPU in one "
-            "process so far; remove it"
+            f"parallelism_config asks for {parallelism.total_size} processes that divide the model or the sequence, and "
+            "megatrain divides data among GPUs only; remove it, and set num_processes"
         )
     for name in ("deepspeed", "fsdp"):
         if getattr(arguments, name, None) or os.environ.get(f"ACCELERATE_USE_{name.upper()}", "").lower() in ("1", "true"):

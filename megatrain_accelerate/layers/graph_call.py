@@ -404,8 +404,8 @@ class GraphCall:
 
     def settle(self) -> None:
         """Sends gradients that no hook has told of: of a tensor, say, that depends on weights alone and wasn't returned."""
-        if self.state is CallState.WAITING:
-            self.calls.offloader.offload(self.layer, self._take_gradients())
+        if self.state is CallState.WAITING and (found := self._take_gradients()):
+            self.calls.offloader.offload(self.layer, found)
 
 
 def _call_if_alive(method: Callable[[GraphCall], None], call: weakref.ref[GraphCall], _: torch.Tensor) -> None:

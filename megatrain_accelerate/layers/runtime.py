@@ -14,6 +14,7 @@ from torch import nn
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.gradients.call_gradients import GradientSums
 from megatrain_accelerate.gradients.clipping import Clipping, NormTable
+from megatrain_accelerate.gradients.exchange import Exchange
 from megatrain_accelerate.gradients.fp32_sums import Fp32Sums
 from megatrain_accelerate.gradients.offload import GradientOffloader, UnitStepper
 from megatrain_accelerate.gradients.outside import OutsideGradients
@@ -34,6 +35,7 @@ from megatrain_accelerate.layers.watched_parameters import Watch, unwatched
 from megatrain_accelerate.store.host_pool import HostPool
 from megatrain_accelerate.store.layout import ExpertRange
 from megatrain_accelerate.store.parameter import ParameterState, written_among
+from megatrain_accelerate.store.shared_store import SharedStore
 from megatrain_accelerate.store.step_worker import StepWorker
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.activation_offload import ActivationOffloader
@@ -84,7 +86,10 @@ class StreamingRuntime:
         worker: StepWorker,
         config: MegatrainConfig,
         register: bool,
+        shared: SharedStore | None = None,
     ) -> None:
+        self.shared, self.ranks = shared, None if shared is None else shared.ranks
+        """Those that train the model together; None with one process."""
         self.layers, self.groups = list(layers), list(groups)
         self.experts = [experts for layer in self.layers for experts in layer.experts]
         self.parts: list[Part] = [*self.layers, *self.experts, *self.groups]
@@ -110,6 +115,7 @@ class StreamingRuntime:
             steppers=self.steppers,
             register=register,
             passes=config.passes_gradients,
+            shared=shared,
         )
         self.outside_tiles = TokenTiles(())  # of norms outside the layers
         # The stand-in's memory costs no registering, and its models are tiny.
@@ -143,6 +149,7 @@ class StreamingRuntime:
         hook = weakly(self.resident_gradient_ready)
         residents = [state for group in self.groups for state in group.unit.states if state.entry.spec.trainable]
         self._handles: list[Any] = [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
+        self.sums.holds_fresh = shared is not None
         self._handles += self.sums.watch(residents)
         self.outside = OutsideGradients([part.unit for part in (*self.layers, *self.experts)], self.offloader)
         self.steps_taken = 0
@@ -326,6 +333,8 @@ class StreamingRuntime:
     def resident_gradient_ready(self, parameter: torch.Tensor) -> None:
         """A resident's gradient is complete: its copy to the host begins under the layers' backward."""
         self.passes.backward_begins()
+        if self.offloader.exchange is not None:
+            return  # the ranks' gradients are exchanged at the end, in one order on all of them
         state = self._states[id(parameter)]
         self.sums.take_up(state)
         state.normed = None
@@ -343,6 +352,8 @@ class StreamingRuntime:
         self.activations.settle()
         self.worker.raise_if_failed()
         self.meter.harvest()  # while the GPU is at work; without logs its events would pile up over the steps
+        if self.offloader.exchange is not None:
+            self._exchange_what_stays(self.offloader.exchange)
         if not self.offloader.gradients_complete():
             self.watch.begin()
         else:
@@ -352,8 +363,39 @@ class StreamingRuntime:
             if not self._nothing_streams:
                 with self.meter.blocked_by(Cause.BACKWARD_END), named_range("megatrain::wait_for_gradients"):
                     self.offloader.wait()
+            if self.offloader.exchange is not None:
+                self.offloader.exchange.add_up_norms(self.norms.norms)
             if not self.worker.is_idle:  # layers are stepped in this backward
                 self.watch.begin()
+
+    def _exchange_what_stays(self, exchange: Exchange) -> None:
+        """What autograd itself accumulated in this backward becomes the mean of the ranks', in one order on all of them, and
+        is added to what was there. Zeros stand for this rank's if only others have some."""
+        found = {state.row: state for state in self.sums.fresh.values() if state.parameter.grad is not None}
+        self.sums.fresh.clear()
+        exchange.note_found(found.values())
+        trained = [state for unit in self.units for state in unit.states if state.row is not None]
+        accumulated, found_by_any = exchange.tell(found)
+        states = [state for state in trained if state.row in accumulated]
+        with torch.no_grad():
+            for state in states:
+                if state.row not in found:
+                    self.sums.lay_aside(state)
+                    state.handle.set_gradient(torch.zeros_like(state.parameter))
+            gradients = [state.parameter.grad for state in states]
+            exchange.make_means([gradient for gradient in gradients if gradient is not None], "parameters outside the layers")
+            exchange.wait_for_means()
+            for state in states:
+                self.sums.take_up(state)
+                state.normed = None
+        if self.offloader.gradients_complete():
+            for state in trained:
+                if state.row not in found_by_any:
+                    state.handle.set_gradient(None)
+            for group in self.groups:
+                self.offloader.fetch(group)
+            on_device = [state for layer in self.layers if layer.unit.is_on_device for state in layer.trainable]
+            self.offloader.send_norms([s for s in on_device if s.parameter.grad is not None and not s.has_norm])
 
     def may_step_in_backward(self, layer: Streamed) -> bool:
         """Whether no other gradient of this layer can still follow before the step."""
@@ -469,6 +511,15 @@ class StreamingRuntime:
         self.worker.drain()
         for group in self.groups:
             group.wait_for_step()
+        if self.ranks is not None:
+            for part in self.parts:
+                part.gate.wait()
+
+    def begin_loading(self) -> None:
+        """``load_state_dict`` is about to write to weights."""
+        self.drain()
+        if self.shared is not None:
+            self.shared.is_loading = True
 
     def refresh_if_written(self) -> None:
         """Takes over weights that somebody wrote to any parameter since they were last seen."""

@@ -12,7 +12,7 @@ from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.gradients.buffers import refuse_unstepped
 from megatrain_accelerate.kernels.host import AdamArguments
 from megatrain_accelerate.layers.resident import ResidentGroup
-from megatrain_accelerate.layers.runtime import StreamingRuntime
+from megatrain_accelerate.layers.runtime import StreamingRuntime, UnitInOrder
 from megatrain_accelerate.optim.host_step import HostStep, narrowed_to
 from megatrain_accelerate.optim.moment_states import (
     RESIDUAL_KEY,
@@ -27,7 +27,14 @@ from megatrain_accelerate.optim.moment_states import (
 )
 from megatrain_accelerate.store.layout import ExpertRange
 from megatrain_accelerate.store.parameter import ParameterState
-from megatrain_accelerate.store.segments import apply_segments, plan_segments, segments_of_experts, step_on_device
+from megatrain_accelerate.store.segments import (
+    apply_segments,
+    plan_segments,
+    segments_of_experts,
+    segments_of_run,
+    step_on_device,
+)
+from megatrain_accelerate.store.shared_store import StepOfAll
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.meter import Cause
 from megatrain_accelerate.transfer.parts import Streamed
@@ -277,6 +284,9 @@ class FusedStep(HostStep):
         if experts is not None:
             segments = segments_of_experts(segments, unit, experts)
             parameters = sum(segment.elements for segment in segments)
+        if (shared := unit.shared) is not None:
+            segments = segments_of_run(segments, shared.run)
+            parameters = sum(segment.elements for segment in segments)
         kernels, meter = self.runtime.kernels, self.runtime.meter
         readers_finished_event = group.announce_push() if group is not None else None
         # In backward gradients may still be added up by the worker; step() checks those.
@@ -289,12 +299,18 @@ class FusedStep(HostStep):
             with meter.stepping(parameters):
                 apply_segments(unit, segments, kernels)
             _refuse_written(unit, versions)
+            if shared is not None:
+                shared.note_applied()
             if group is not None:
+                if of_all is not None:
+                    of_all.wait()
                 group.push_weights(readers_finished_event)
 
         # Device copies are stale from now on, whether or not the worker has got to it.
         unit.version += 1
-        return self.runtime.worker.submit(f"step ({unit.name})", work)
+        of_all = None if shared is None else shared.next_step(unit.name)
+        own = self.runtime.worker.submit(f"step ({unit.name})", work)
+        return own if of_all is None else StepOfAll(own, of_all)
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> None:
@@ -310,6 +326,8 @@ class FusedStep(HostStep):
         """
         runtime = self.runtime
         self.begin_step()
+        if runtime.ranks is not None:
+            runtime.ranks.meet("optimizer.step()")  # WAR: none of them reads weights of before any more
         refuse_unfused(optimizer.param_groups)
         if self._then is not None:
             self.set_schedule(self._then)
@@ -331,7 +349,14 @@ class FusedStep(HostStep):
         def steps_of(unit: HostUnit) -> list[Step]:
             return [step for state in unit.states if (step := all_steps.get(id(state))) is not None]
 
-        # The device's part first, since the device is idle until then; the worker has until the next forward.
+        def submit(units: Sequence[UnitInOrder]) -> None:
+            for unit, resident, pieces in units:
+                for gate, experts in pieces:
+                    gate.close_until(self._submit(unit, resident, steps_of(unit), experts=experts))
+
+        on_host = [found for found in runtime.in_forward_order() if not found[0].is_on_device and steps_of(found[0])]
+        # The worker has something to do while the launches for the device are prepared, which wait for nothing else.
+        submit(on_host[:1])
         try:
             on_device = [(unit, steps) for unit in runtime.units if unit.is_on_device and (steps := steps_of(unit))]
             if on_device:
@@ -341,10 +366,7 @@ class FusedStep(HostStep):
         except BaseException as error:
             runtime.worker.fail(error)
             raise
-        for unit, resident, pieces in runtime.in_forward_order():
-            if not unit.is_on_device and (steps := steps_of(unit)):
-                for gate, experts in pieces:
-                    gate.close_until(self._submit(unit, resident, steps, experts=experts))
+        submit(on_host[1:])
         _count_up(entries)
         if outside:
             with narrowed_to(optimizer, outside):

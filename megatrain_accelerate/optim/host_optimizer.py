@@ -149,6 +149,11 @@ class MasterStep(HostStep):
 
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime) -> None:
         name = type(optimizer).__name__
+        if runtime.ranks is not None:
+            raise UnsupportedError(
+                f"{name} has no fused host kernel, and its own step can't be shared by several processes; use AdamW or Adam, "
+                "or set num_processes: 1"
+            )
         if runtime.config.passes_gradients:
             raise UnsupportedError(
                 f"{name} has no fused host kernel, so that it can't consume gradients in backward; set "

@@ -17,6 +17,7 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.kernels.device import can_step_on
 from megatrain_accelerate.layers.micro_batches import rows_of
 from megatrain_accelerate.layers.runtime import StreamingRuntime
+from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.plan.evaluation_weights import EvaluationWeights, has_cache
 from megatrain_accelerate.plan.layer_measurement import CERTAIN_SHARE, measure_layers
 from megatrain_accelerate.plan.machine import (
@@ -85,6 +86,8 @@ class DevicePlan:
         """The last plan, and the batches that it covers."""
         self._measured_steps: dict[Hashable, tuple[StepOutline, StepOutline]] = {}
         """For each way of running a step, one that was measured: its estimate, and its measured outline."""
+        self._smallest_budget_bytes: int | None = None
+        """Of several ranks, while they plan together."""
         self._is_displaced = False
         """Whether an evaluation needed the room of what lives on the device."""
         self.evaluation_weights = EvaluationWeights(runtime, config.evaluation_weights)
@@ -143,12 +146,13 @@ class DevicePlan:
     def _fixed_bytes_by_kind(self, outline: StepOutline | None = None) -> dict[str, int]:
         """Those under any placement: now, or when a step of this outline is under way."""
         runtime, sums = self._runtime, self._runtime.gradient_sums
-        part_slots = runtime.expert_streams.slot_bytes
+        part_slots, exchange = runtime.expert_streams.slot_bytes, runtime.offloader.exchange
         has_sums = sums.is_made or (outline is not None and self._is_cut(outline))
         return {
             **({"expert_slots": part_slots} if part_slots else {}),
             "resident": sum(group.device_bytes for group in runtime.groups),
             **({"gradient_sums": sums.planned_bytes} if has_sums else {}),
+            **({"exchange": exchange.device_bytes} if exchange is not None else {}),
         }
 
     def _is_cut(self, outline: StepOutline) -> bool:
@@ -205,6 +209,32 @@ class DevicePlan:
             self._take_over(model, record)
         self._note_rows(inputs)
         extent = BatchExtent.of(inputs)
+        if self._runtime.ranks is None:
+            self._plan_for(model, inputs, extent)
+        else:
+            self._plan_together(self._runtime.ranks, model, inputs, extent)
+
+    def _plan_together(self, ranks: Ranks, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent) -> None:
+        """One plan for all ranks, by that with the largest batch, in the smallest budget."""
+        extents, budgets = zip(*ranks.gather((extent, self._budget_bytes())), strict=True)
+        planner = max(range(ranks.size), key=lambda rank: (extents[rank].elements, extents[rank].length))
+        extent, self._smallest_budget_bytes = functools.reduce(BatchExtent.union, extents), min(budgets)
+        plans_before = self._made.plans
+        try:
+            if ranks.rank == planner:
+                self._plan_for(model, inputs, extent)
+        finally:
+            self._smallest_budget_bytes = None
+        own = self._made, self.placement, self.record, self._runtime.compiled.pays, self._compiles_after
+        found = ranks.broadcast(own, planner)
+        if found != own:
+            self._made, placement, self.record, self._runtime.compiled.pays, self._compiles_after = found
+            if self._made.plans != plans_before:
+                take_way_of(self._runtime, self._made)
+            self._place(placement)
+
+    def _plan_for(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent) -> None:
+        """The part of :meth:`follow` that makes a plan where none covers a batch of this extent."""
         planned = self._made.planned
         if planned.covers(extent):
             return
@@ -528,6 +558,8 @@ class DevicePlan:
 
     def _budget_bytes(self) -> int:
         """Bytes of the device that a step may take, what the engine holds included; 0 without a GPU."""
+        if self._smallest_budget_bytes is not None:
+            return self._smallest_budget_bytes
         if self._config.gpu_memory_bytes is not None:
             return self._config.gpu_memory_bytes
         if self._device.type != "cuda":

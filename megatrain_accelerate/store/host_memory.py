@@ -24,7 +24,7 @@ def _unregister(address: int, mapping: mmap.mmap) -> None:
 
 
 class HostMemory:
-    """One anonymous mapping of host memory.
+    """One mapping of host memory: anonymous, or of memory that several ranks share.
 
     Ownership: the :class:`~megatrain_accelerate.store.unit.HostUnit` that made it. Tensors made by
     :meth:`tensor` keep the mapping alive; after :meth:`close` they are ordinary pageable memory.
@@ -32,15 +32,17 @@ class HostMemory:
     Args:
         size_bytes: rounded up to whole pages.
         register: page-lock it for the current CUDA device's copies.
+        shared: a mapping of as many whole pages that other processes have, too, instead of one of its own.
 
     Raises:
         HostMemoryError: the kernel or the driver refused; the message has the size and the remedy.
     """
 
-    def __init__(self, size_bytes: int, *, register: bool) -> None:
+    def __init__(self, size_bytes: int, *, register: bool, shared: mmap.mmap | None = None) -> None:
         self.size_bytes = round_up(max(size_bytes, 1), mmap.PAGESIZE)
         try:
-            self._mapping = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._mapping = mmap.mmap(-1, self.size_bytes, flags=private) if shared is None else shared
         except (OSError, ValueError) as error:
             raise HostMemoryError(
                 f"the kernel refused {format_bytes(self.size_bytes)} of host memory ({error}); "

@@ -108,6 +108,17 @@ class FlatLayout:
         """Parameters without padding."""
         return sum(entry.spec.numel for entry in self.entries)
 
+    def run_of(self, rank: int, ranks: int) -> FlatRun:
+        """What of the trained parameters one of several ranks steps: runs of whole 128-element blocks, as equal as they go."""
+        blocks = self.state_elements // ALIGNMENT_ELEMENTS
+        begin, end = (ALIGNMENT_ELEMENTS * (place * blocks // ranks) for place in (rank, rank + 1))
+        return FlatRun(begin, end, self._gradient_bytes_before(begin), self._gradient_bytes_before(end))
+
+    def _gradient_bytes_before(self, element: int) -> int:
+        """Bytes of the gradients before an element of the states: those in bf16 come first."""
+        in_bf16 = min(element, self.split_elements)
+        return 2 * in_bf16 + 4 * (element - in_bf16)
+
     def views(self, buffer: torch.Tensor, trainable_only: bool = False) -> list[torch.Tensor]:
         """Views of ``buffer`` (uint8, one dimension, at least ``weight_bytes`` long) as the entries' tensors."""
         views = []
@@ -116,6 +127,28 @@ class FlatLayout:
             flat = buffer[entry.weight_offset : entry.weight_offset + size].view(entry.spec.dtype)
             views.append(flat.view(entry.spec.shape))
         return views
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatRun:
+    """A run of a unit's flat states: elements ``begin`` to ``end - 1``, whose gradients begin at ``begin_byte``."""
+
+    begin: int
+    end: int
+    begin_byte: int
+    end_byte: int
+
+    @property
+    def bytes(self) -> slice:
+        """Its gradients' place in the unit's gradients, and in a gradient slot."""
+        return slice(self.begin_byte, self.end_byte)
+
+    def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
+        """Its part, of one dimension and maybe empty, of a parameter's contiguous tensor, a gradient or a residual."""
+        first = entry.state_offset
+        assert first is not None, "a frozen parameter has no states"
+        begin, end = (min(max(place - first, 0), entry.spec.numel) for place in (self.begin, self.end))
+        return tensor.reshape(-1)[begin:end]
 
 
 @dataclasses.dataclass(frozen=True)

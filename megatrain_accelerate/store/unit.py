@@ -18,8 +18,11 @@ from megatrain_accelerate.kernels.device import StepKernels
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.kernels.moments import Moments, moment_bytes, moments_within
 from megatrain_accelerate.store.host_memory import DeviceMemory, HostMemory
-from megatrain_accelerate.store.layout import ExpertRange, FlatLayout, ParameterSpec
+from megatrain_accelerate.store.layout import ExpertRange, FlatEntry, FlatLayout, ParameterSpec
 from megatrain_accelerate.store.parameter import ParameterState, ParamHandle
+from megatrain_accelerate.store.shared_store import SharedStore
+
+_KINDS = ("weights", "residuals", "gradients", "gradient_residuals", "moments")
 
 PASSING_BUFFERS = 3
 """Host buffers for gradients that pass (``host_gradients``): one is filled, one stepped from, one between the two."""
@@ -41,6 +44,7 @@ class HostUnit:
         register: see :class:`HostMemory`.
         holds_masters: False if the weights are all there is of them: loaded in bf16, and not to be trained so far.
         moments_dtype: fp32, bf16, or int8 for codes and scales.
+        store: what several ranks share; the first one's values count.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class HostUnit:
         register: bool,
         holds_masters: bool = True,
         moments_dtype: torch.dtype = torch.float32,
+        store: SharedStore | None = None,
     ) -> None:
         self.name = name
         self._host_kernels = kernels
@@ -71,6 +76,8 @@ class HostUnit:
             ParameterSpec(key, tuple(parameter.shape), dtype, parameter.requires_grad)
             for (key, parameter), dtype in zip(parameters, dtypes, strict=True)
         )
+        self.shared = None if store is None else store.add(self.layout, {kind: self._size_of(kind) for kind in _KINDS})
+        """Its places in memory that several ranks share, and the run that this one steps."""
         self.version = 0
         self.weights = torch.empty(0)
         """Flat weights, uint8: what one copy moves to a slot."""
@@ -85,7 +92,7 @@ class HostUnit:
         self.passes_gradients = False
         """Whether gradients have no memory here: :attr:`gradients` is then the buffer that they came in last."""
         self.states = [
-            ParameterState(ParamHandle(parameter), entry, parameter.data)
+            ParameterState(ParamHandle(parameter), entry, parameter.data, run=None if self.shared is None else self.shared.run)
             for (_, parameter), entry in zip(parameters, self.layout.entries, strict=True)
         ]
         from_device = any(parameter.device.type != "cpu" for _, parameter in parameters)
@@ -94,8 +101,9 @@ class HostUnit:
             weight_memory.register()  # values come by copies over the link
         if holds_masters:
             self.allocate_masters()
-        for state in self.states:
-            self._adopt(state)
+        if self.shared is None or self.shared.ranks.rank == 0:
+            for state in self.states:
+                self._adopt(state)
 
     def _size_of(self, kind: str) -> int:
         if kind == "moments":
@@ -114,15 +122,28 @@ class HostUnit:
         if self.device is not None:
             return DeviceMemory(size_bytes, self.device)
         register = self._register and kind in self._registered_kinds and size_bytes > 0
-        memory = HostMemory(size_bytes, register=register)
-        if touch:
+        shared = None if self.shared is None else self.shared.map(kind)
+        memory = HostMemory(size_bytes, register=register, shared=shared)
+        if touch and shared is None:  # what others may have written to isn't zeroed
             self._host_kernels.zero(memory.tensor(0, (memory.size_bytes,), torch.uint8))
         return memory
 
     def _make(self, kind: str, touch: bool = True) -> HostMemory | DeviceMemory:
         memory = self._memory[kind] = self._allocate(kind, touch)
         self._bind(kind)
+        if self.shared is not None and self.device is None:
+            self._touch_run(kind)
         return memory
+
+    def _touch_run(self, kind: str) -> None:
+        """Makes the pages of what this rank alone writes to, on all its threads: zero, as they are."""
+        assert self.shared is not None
+        run = self.shared.run
+        if kind == "gradients" and self.gradients is not None:
+            self._host_kernels.zero(self.gradients[run.bytes])
+        elif kind == "moments" and self.moments is not None:
+            for part in self.moments.run(run.begin, run.end - run.begin):
+                self._host_kernels.zero(part)
 
     def _bind(self, kind: str) -> None:
         """Makes the unit's views of one kind of its memory, and its parameters'."""
@@ -206,8 +227,11 @@ class HostUnit:
 
     @property
     def promised_bytes(self) -> int:
-        """Host memory that was promised and isn't made yet; none of a unit that lives on the device."""
-        return 0 if self.is_on_device else sum(map(self._size_of, self._promised - self._memory.keys()))
+        """Host memory that was promised and isn't made yet; none of a unit that lives on the device. Of several ranks each
+        counts its share."""
+        if self.is_on_device:
+            return 0
+        return sum(map(self._size_of, self._promised - self._memory.keys())) // (self.shared.ranks.size if self.shared else 1)
 
     def allocate_gradients(self) -> None:
         """Makes the gradients' memory, registered, if it was promised. Does nothing if it exists, or on the device."""
@@ -248,11 +272,12 @@ class HostUnit:
     def pieces(self, of_unit: torch.Tensor, of_slot: torch.Tensor, trainable_only: bool) -> list[tuple[torch.Tensor, ...]]:
         """What one copy moves: views of the unit's flat weights or gradients, and of a slot's buffer; all uint8."""
         size = self.layout.gradient_bytes if trainable_only else self.layout.weight_bytes
-        return [(of_unit[:size], of_slot[:size])]
+        place = self.shared.run.bytes if self.shared is not None and trainable_only else slice(0, size)
+        return [(of_unit[place], of_slot[place])]
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See :meth:`UnitRange.of`."""
-        return tensor
+    def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a parameter's tensor, or of a gradient's, that this process steps: all of it unless it is shared."""
+        return tensor if self.shared is None else self.shared.run.of(entry, tensor)
 
     def note_stepped(self, states: Sequence[ParameterState]) -> None:
         """These of its weights, which live on the device, have been stepped by a kernel of which autograd knows nothing."""
@@ -372,7 +397,7 @@ class UnitRange:
             if trainable or not trainable_only
         ]
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
         """The range's part of a parameter's tensor, or of a gradient's."""
         return self.experts.of(tensor)
 

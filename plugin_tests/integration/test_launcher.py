@@ -170,17 +170,26 @@ class TestYaml:
 
 class TestProcesses:
     @pytest.mark.parametrize("use_cpu", [False, True])
-    @pytest.mark.parametrize("name", ["num_processes", "num_machines"])
-    def test_more_than_one_is_refused(self, refused: Refused, tmp_path: Path, name: str, use_cpu: bool) -> None:
-        remedy = f"{name} is 2, .*set {name}: 1 in the yaml, or give --{name} 1"
+    def test_several_machines_are_refused(self, refused: Refused, tmp_path: Path, use_cpu: bool) -> None:
+        remedy = "num_machines is 2, .*set num_machines: 1 in the yaml, or give --num_machines 1"
         with refused(remedy):
-            parse("--config", write(tmp_path, use_cpu=use_cpu, **{name: 2}))
+            parse("--config", write(tmp_path, use_cpu=use_cpu, num_machines=2))
         with refused(remedy):
-            parse("--config", write(tmp_path, use_cpu=use_cpu), f"--{name}", "2")
+            parse("--config", write(tmp_path, use_cpu=use_cpu), "--num_machines", "2")
         with refused(remedy):
-            parse("--megatrain", f"--{name}", "2")
-        arguments = parse("--config", write(tmp_path, use_cpu=use_cpu, **{name: 2}), f"--{name}", "1")
-        assert (arguments.megatrain, arguments.multi_gpu) == (True, False)
+            parse("--megatrain", "--num_machines", "2")
+
+    @pytest.mark.parametrize("use_cpu", [False, True])
+    def test_several_are_started_as_accelerate_starts_those_of_several_gpus(self, tmp_path: Path, use_cpu: bool) -> None:
+        one = write(tmp_path, use_cpu=use_cpu)
+        two = write(tmp_path, "two.yaml", use_cpu=use_cpu, num_processes=2)
+        for arguments in (("--config", two), ("--config", one, "--num_processes", "2")):
+            parsed = parse(*arguments)
+            assert (parsed.megatrain, parsed.multi_gpu) == (True, True)
+            assert os.environ.get("ACCELERATE_USE_CPU") == ("true" if use_cpu else None)
+        parsed = parse("--config", two, "--num_processes", "1")
+        assert (parsed.megatrain, parsed.multi_gpu) == (True, False)
+        assert "ACCELERATE_USE_CPU" not in os.environ
 
     @pytest.mark.parametrize("use_cpu", [False, True])
     def test_the_type_becomes_one_that_the_world_knows(self, tmp_path: Path, use_cpu: bool) -> None:
@@ -229,7 +238,7 @@ class TestFlags:
         with refused(r"default\.yaml has distributed_type: FSDP"):
             parse("--megatrain")
 
-    @pytest.mark.parametrize("flag", ["--use_deepspeed", "--use_fsdp", "--use_megatron_lm", "--tpu", "--multi_gpu"])
+    @pytest.mark.parametrize("flag", ["--use_deepspeed", "--use_fsdp", "--use_megatron_lm", "--tpu"])
     def test_a_contradicting_flag_is_named(self, refused: Refused, flag: str) -> None:
         with refused(flag):
             parse("--megatrain", flag)

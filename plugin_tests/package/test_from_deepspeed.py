@@ -102,13 +102,12 @@ def test_offloading_needs_nothing_and_the_rest_is_for_the_script(tmp_path: Path)
     assert not [keys for _, keys in conversion.remarks if any(key.startswith("fp16") for key in keys)], "it is off"
 
 
-def test_accelerates_yaml_keeps_precision_and_one_gpu(tmp_path: Path) -> None:
+def test_accelerates_yaml_keeps_precision_and_gpus(tmp_path: Path) -> None:
     path = tmp_path / "default_config.yaml"
     path.write_text(yaml.safe_dump(ACCELERATE))
     conversion = convert(path)
-    assert conversion.settings == {"mixed_precision": "bf16", "gpu_ids": "2"}
-    assert "not 2" in said(conversion, "num_processes").text
-    assert kinds(conversion, Kind.DO) == ["deepspeed", "num_processes"]
+    assert conversion.settings == {"mixed_precision": "bf16", "gpu_ids": "2,3", "num_processes": 2}
+    assert kinds(conversion, Kind.DO) == ["deepspeed"]
     assert not kinds(conversion, Kind.UNKNOWN)
 
 
@@ -187,10 +186,10 @@ def test_what_would_be_another_training_is_said(tmp_path: Path) -> None:
     assert said(conversion, "train_batch_size").text.startswith("64 sequences a step")
 
 
-def test_processes_of_several_machines_count_once(tmp_path: Path) -> None:
+def test_of_several_machines_one_is_used(tmp_path: Path) -> None:
     conversion = converted(tmp_path, {"num_machines": 2, "num_processes": 8})
-    assert "multiply" in said(conversion, "num_processes").text
-    assert said(conversion, "num_machines").kind is Kind.NOTHING
+    assert "multiply the script's per_device_train_batch_size by 2" in said(conversion, "num_machines").text
+    assert said(conversion, "num_machines").kind is Kind.DO
 
 
 def test_an_unknown_key_is_named_with_the_nearest_one(tmp_path: Path) -> None:

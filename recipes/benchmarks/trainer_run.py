@@ -124,7 +124,8 @@ def main() -> None:
         disable_tqdm=True,
         remove_unused_columns=False,
     )
-    count, vocabulary = args.batch * args.accumulation * args.steps, model.config.vocab_size
+    processes, vocabulary = training.world_size, model.config.vocab_size
+    count = args.batch * args.accumulation * args.steps * processes
     if args.data == "real":
         data, collator = SourceTexts(count, args.length, vocabulary), PaddingCollator()
     else:
@@ -143,6 +144,8 @@ def main() -> None:
     in_a_step = args.batch * args.accumulation
     # Steps of random tokens are alike, so that their median is the speed; of other steps only the sum tells it.
     counted, seconds = (lengths[in_a_step:], sum(later)) if args.data == "real" else (lengths[:in_a_step], step_seconds)
+    if training.process_index:
+        return
     active = active_parameters(model)
     of_weights, with_attention = map(sum, zip(*(step_flops(model.config, active, 1, n) for n in counted), strict=True))
     result = {
@@ -160,15 +163,16 @@ def main() -> None:
         "warmup": args.warmup,
         "weights": args.weights,
         "data": args.data,
-        "tokens": round(sum(counted) * in_a_step / len(counted)),
+        "processes": processes,
+        "tokens": round(sum(counted) * in_a_step / len(counted) * processes),
         "first_step_seconds": round(recorder.ends[0] - called, 3),
         "mean_step_seconds": round(statistics.mean(later), 4) if later else None,
         "late_step_seconds": round(statistics.median(later[-LATE_STEPS:]), 4) if later else None,
         "step_seconds": round(step_seconds, 4),
         "step_seconds_all": [round(seconds, 3) for seconds in times],
-        "tokens_per_second": round(sum(counted) / seconds, 1),
-        "tflops_6n": round(1e-12 * of_weights / seconds, 1),
-        "tflops_with_attention": round(1e-12 * with_attention / seconds, 1),
+        "tokens_per_second": round(processes * sum(counted) / seconds, 1),
+        "tflops_6n": round(1e-12 * processes * of_weights / seconds, 1),
+        "tflops_with_attention": round(1e-12 * processes * with_attention / seconds, 1),
         "losses": [round(entry["loss"], 4) for entry in logs],
         "host_peak_gib": round(resident_bytes("VmHWM") / GIB, 2),
         "host_bytes_per_parameter_limit_gib": round(14.5 * parameter_count / GIB + 4, 2),
@@ -186,7 +190,8 @@ def main() -> None:
     if args.json:
         with open(args.json, "a") as file:
             file.write(json.dumps(result) + "\n")
-    os._exit(0)  # giving back 100 GiB of registered memory takes longer than the benchmark
+    if processes == 1:
+        os._exit(0)  # giving back 100 GiB of registered memory takes longer than the benchmark
 
 
 if __name__ == "__main__":

@@ -1,0 +1,146 @@
+"""Means of the ranks' gradients: each rank gets its run of all parts, and adds them in fp32 in the order of ranks.
+
+So G ranks give the bits that one process gives which adds the same G parts in the same order, and a bf16 gradient is rounded
+once. It costs the bytes of a reduce-scatter in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatrain_accelerate.store.layout import FlatLayout
+from megatrain_accelerate.store.parameter import ParameterState
+from megatrain_accelerate.store.shared_store import SharedStore
+from megatrain_accelerate.transfer.meter import named_range
+from megatrain_accelerate.transfer.streams import Streams
+from megatrain_accelerate.units import MIB
+
+_BUCKET_BYTES = 64 * MIB
+"""Of gradients that are exchanged together, unless one alone is larger."""
+
+
+class Exchange:
+    """The collectives of gradients, which every rank issues in the same order: that of its backward.
+
+    Args:
+        largest_bytes: of the gradients of one layer.
+    """
+
+    def __init__(self, shared: SharedStore, streams: Streams, largest_bytes: int) -> None:
+        self._ranks, self._order, self._streams = shared.ranks, shared.order, streams
+        self._found: set[int] = set()
+        """Rows of the parameters of which this rank has found a gradient since they last had none."""
+        self._in_parts: set[int] = set()
+        """Rows whose norm is that of this rank's run alone."""
+        slack = 1024 * shared.ranks.size  # runs are rounded up
+        sizes = _BUCKET_BYTES + slack, max(_BUCKET_BYTES, largest_bytes) + slack
+        self._sent, self._received = (torch.zeros(size, dtype=torch.uint8, device=streams.device) for size in sizes)
+        self._made_event, self._means_event = streams.event(), streams.event()
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the buffers for what this rank sends at a time, and gets."""
+        return self._sent.numel() + self._received.numel()
+
+    def note_found(self, states: Iterable[ParameterState]) -> None:
+        """A backward found gradients of these on this rank."""
+        self._found.update(row for state in states if (row := state.row) is not None)
+
+    def begin(self, states: Iterable[ParameterState]) -> None:
+        """A backward brings gradients of some of these; those that have none yet were dropped since the last time."""
+        self._found.difference_update(state.row for state in states if state.parameter.grad is None)
+
+    def tell(self, accumulated: Iterable[int | None]) -> tuple[set[int], set[int]]:
+        """Called by all ranks when a backward is over. Returns the rows in which any rank's autograd ``accumulated`` itself,
+        and those of which any has found a gradient since they last had none."""
+        self._order.enter("the end of a backward")
+        told = self._ranks.gather((set(accumulated), self._found))
+        return set().union(*(own for own, _ in told)), set().union(*(found for _, found in told))
+
+    def note_part_of_norm(self, state: ParameterState) -> None:
+        """The table has, or will have, the norm of what this rank steps of a gradient."""
+        assert state.row is not None
+        self._in_parts.add(state.row)
+
+    def add_up_norms(self, norms: torch.Tensor) -> None:
+        """The ranks' parts of norms, which have arrived in the table ``norms``, become whole: the same bits on all ranks."""
+        rows = torch.tensor(sorted(self._in_parts), dtype=torch.long)
+        norms[rows] = self._ranks.sum(norms[rows].double().square()).sqrt().float()
+        self._in_parts.clear()
+
+    def mean_of_run(self, buffer: torch.Tensor, layout: FlatLayout, name: str) -> None:
+        """Of a unit's flat gradients (uint8) this rank's run becomes the mean of all ranks'; the rest stays as it was.
+
+        Issued on the current stream. The received parts are used again by the next call, on the same stream.
+        """
+        self._order.enter(name)
+        ranks = self._ranks
+        runs = [layout.run_of(rank, ranks.size) for rank in range(ranks.size)]
+        own = runs[ranks.rank]
+        size = own.end_byte - own.begin_byte
+        received = self._received[: ranks.size * size]
+        sizes = [run.end_byte - run.begin_byte for run in runs]
+        dist.all_to_all_single(received, buffer[: layout.gradient_bytes], [size] * ranks.size, sizes)
+        parts = received.view(ranks.size, size)
+        in_bf16 = 2 * (min(own.end, layout.split_elements) - min(own.begin, layout.split_elements))
+        target = buffer[own.bytes]
+        for place, dtype in ((slice(0, in_bf16), torch.bfloat16), (slice(in_bf16, size), torch.float32)):
+            if place.start < place.stop:
+                target[place].view(dtype).copy_(_mean([part[place].view(dtype) for part in parts]))
+
+    def make_means(self, gradients: Sequence[torch.Tensor], name: str) -> None:
+        """Each of these contiguous gradients becomes the mean of all ranks', in place, on each rank.
+
+        It runs beside what the compute stream does next; :meth:`wait_for_means` before anybody reads them, or lets go of them.
+        """
+        streams = self._streams
+        self._order.enter(name)
+        # RAW: the other ranks must see finished gradients.
+        self._made_event.record(streams.compute_stream)
+        with streams.on(streams.d2h_stream), named_range(f"megatrain::exchange_gradients ({name})"):
+            streams.d2h_stream.wait_event(self._made_event)
+            for bucket in _buckets(gradients):
+                self._make_means(bucket)
+            self._means_event.record(streams.d2h_stream)
+
+    def wait_for_means(self) -> None:
+        """What is issued to the compute stream from now on sees all means."""
+        self._streams.compute_stream.wait_event(self._means_event)
+
+    def _make_means(self, pieces: Sequence[torch.Tensor]) -> None:
+        ranks, dtype = self._ranks, pieces[0].dtype
+        count = sum(piece.numel() for piece in pieces)
+        of_rank = -(-count // ranks.size)
+        sent, received = (
+            buffer[: ranks.size * of_rank * dtype.itemsize].view(dtype) for buffer in (self._sent, self._received)
+        )
+        torch.cat(list(pieces), out=sent[:count])
+        dist.all_to_all_single(received, sent)
+        mean = _mean(list(received.view(ranks.size, of_rank))).to(dtype)
+        dist.all_gather_into_tensor(sent, mean)
+        torch._foreach_copy_(list(pieces), list(sent[:count].split([piece.numel() for piece in pieces])))
+
+
+def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """All of them as flat pieces, of one dtype and together at most :data:`_BUCKET_BYTES` at a time."""
+    bucket: list[torch.Tensor] = []
+    for gradient in gradients:
+        for piece in gradient.view(-1).split(_BUCKET_BYTES // gradient.itemsize):
+            is_full = sum(other.nbytes for other in bucket) + piece.nbytes > _BUCKET_BYTES
+            if bucket and (is_full or piece.dtype != bucket[0].dtype):
+                yield bucket
+                bucket = []
+            bucket.append(piece)
+    if bucket:
+        yield bucket
+
+
+def _mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """In fp32, added in the order of the parts."""
+    total = parts[0].float() if parts[0].dtype != torch.float32 else parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total.mul_(1 / len(parts))

@@ -1,0 +1,1 @@
+"""Several processes of one machine, each with a GPU of its own, that train one model together."""

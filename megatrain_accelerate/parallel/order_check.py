@@ -1,0 +1,43 @@
+"""Whether the ranks exchange the same things: two layers of one shape could be mixed up, and nobody would see it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import zlib
+
+from megatrain_accelerate.errors import RankError
+from megatrain_accelerate.parallel.ranks import Ranks
+
+_LENGTH = 1024
+"""How far one rank may be ahead of another and still be compared. Ranks meet in every step, so that none is further ahead."""
+
+
+class OrderCheck:
+    """A list of what each rank has exchanged last, in memory that all map. Each compares itself with those ahead of it."""
+
+    def __init__(self, mapping: mmap.mmap, ranks: Ranks) -> None:
+        self._rank, self._count = ranks.rank, 0
+        row = ctypes.c_uint64 * _LENGTH
+        self._rows = [row.from_buffer(mapping, 8 * _LENGTH * rank) for rank in range(ranks.size)]
+        self._names: dict[int, str] = {}
+
+    @staticmethod
+    def size_bytes(ranks: Ranks) -> int:
+        """Of the memory that it takes."""
+        return 8 * _LENGTH * ranks.size
+
+    def enter(self, name: str) -> None:
+        """To be called before each collective. A ``RankError`` where another rank's collective of this number is another's."""
+        self._count += 1
+        code = zlib.crc32(name.encode())
+        self._names.setdefault(code, name)
+        self._rows[self._rank][self._count % _LENGTH] = self._count << 32 | code
+        for rank, row in enumerate(self._rows):
+            number, other = divmod(row[self._count % _LENGTH], 1 << 32)
+            if number == self._count and other != code:
+                raise RankError(
+                    f"rank {self._rank} has gradients of {name} where rank {rank} has those of "
+                    f"{self._names.get(other, 'another layer')}: the ranks run other layers, or in another order. Layers that "
+                    "are left out at random (layerdrop) must be left out on all ranks alike; set their probability to 0"
+                )

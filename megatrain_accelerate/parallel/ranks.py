@@ -1,0 +1,131 @@
+"""The ranks of one machine: who they are, where they meet, what one tells the others.
+
+Everything that must happen in the same order on all ranks goes through here or through
+:mod:`~megatrain_accelerate.gradients.exchange`. With one process there is no :class:`Ranks`, and nothing of this is called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatrain_accelerate.errors import RankError, UnsupportedError
+
+MEETING_SECONDS = 600.0
+"""How long a rank waits for another that is alive; NCCL's own limit for a collective."""
+_POLL_SECONDS = 50e-6
+_POLLS_WITHOUT_SLEEP = 200
+
+
+class Ranks:
+    """This process and those that it trains with, all of one machine.
+
+    Raises:
+        UnsupportedError: the run spans several machines.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        if local != self.size:
+            raise UnsupportedError(
+                f"megatrain trains on the GPUs of one machine, and this run has {self.size} processes of which {local} are "
+                "here; set num_machines: 1"
+            )
+        self._control = dist.new_group(backend="gloo")
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The ``value`` of the rank ``source``, on all ranks. Anything that can be pickled."""
+        box = [value]
+        dist.broadcast_object_list(box, src=source, group=self._control)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The ``value`` of each rank, in their order, on all of them. Anything that can be pickled."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self._control)
+        return found
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' tensors, on the host, added in the order of ranks: the same bits on all of them."""
+        found = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(found, values, group=self._control)
+        total = found[0]
+        for more in found[1:]:
+            total += more
+        return total
+
+    def meet(self, where: str) -> None:
+        """Returns when all ranks are here. ``where`` is told if they aren't all in the same place."""
+        places = self.gather(where)
+        if len(set(places)) > 1:
+            raise RankError(
+                "the ranks do different things: "
+                + ", ".join(f"rank {rank} is at {place!r}" for rank, place in enumerate(places))
+                + "; every process must run the same script on the same model"
+            )
+
+
+class StepCounters:
+    """How many steps of each unit each rank has applied to its share, in memory that all ranks map.
+
+    Writer of a rank's row: its step worker. Readers: everybody. A counter is written after the weights that it tells of;
+    x86 processors show writes to others in their order, and on others :func:`_fence` keeps them so.
+    """
+
+    def __init__(self, mapping: mmap.mmap, ranks: Ranks, units: int) -> None:
+        self._ranks = ranks
+        self._rows = [(ctypes.c_int64 * units).from_buffer(mapping, 8 * units * rank) for rank in range(ranks.size)]
+        self._own = self._rows[ranks.rank]
+
+    @staticmethod
+    def size_bytes(ranks: Ranks, units: int) -> int:
+        """Of the memory that the counters take."""
+        return 8 * units * ranks.size
+
+    def count(self, unit: int) -> None:
+        """This rank has applied one more step to its share of the unit."""
+        _fence()
+        self._own[unit] += 1
+
+    def have_reached(self, unit: int, steps: int) -> bool:
+        """Whether all ranks have applied so many steps to the unit."""
+        reached = all(row[unit] >= steps for row in self._rows)
+        _fence()
+        return reached
+
+    def wait(self, unit: int, steps: int, name: str) -> None:
+        """Blocks until :meth:`have_reached`. A ``RankError`` names the rank that didn't come."""
+        wait_until(lambda: self.have_reached(unit, steps), lambda: self._missing(unit, steps, name))
+
+    def _missing(self, unit: int, steps: int, name: str) -> str:
+        late = [rank for rank, row in enumerate(self._rows) if row[unit] < steps]
+        return f"ranks {late} haven't applied step {steps} of {name}"
+
+
+def wait_until(is_so: Callable[[], bool], what: Callable[[], str]) -> None:
+    """Blocks until ``is_so()``; a ``RankError`` that says ``what`` is missing after :data:`MEETING_SECONDS`."""
+    end, polls = time.monotonic() + MEETING_SECONDS, 0
+    while not is_so():
+        polls += 1
+        if polls > _POLLS_WITHOUT_SLEEP:
+            time.sleep(_POLL_SECONDS)
+            if time.monotonic() > end:
+                raise RankError(f"{what()} after {MEETING_SECONDS:.0f} s; every process must take every step")
+
+
+_barrier = threading.Lock()
+
+
+def _fence() -> None:
+    """Orders this thread's reads and writes of memory before and after it: taking a lock is a full barrier to CPython."""
+    with _barrier:
+        pass

@@ -1,0 +1,56 @@
+"""Memory that the ranks of one machine map together: an anonymous file, without a name in any file system.
+
+Only its mappings and descriptors hold it, so that the kernel gives it back with the last process, however that ends. It isn't
+bound by the size of ``/dev/shm``, which is 64 MiB in many containers.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+
+from megatrain_accelerate.errors import HostMemoryError
+from megatrain_accelerate.parallel.ranks import Ranks
+from megatrain_accelerate.units import round_up
+
+_LENGTH = 1 << 44
+"""16 TiB, more than any host has: the file takes memory only where somebody wrote to it."""
+
+
+class SharedFile:
+    """Owner of one file of all ranks, and of what is where in it. Every rank makes it, and reserves the same, in one order.
+
+    Raises:
+        HostMemoryError: the kernel refused the file, or the ranks can't see each other's.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._end = 0
+        own = os.memfd_create("megatrain", os.MFD_CLOEXEC) if ranks.rank == 0 else -1
+        try:
+            if own >= 0:
+                os.ftruncate(own, _LENGTH)
+            process, descriptor = ranks.broadcast((os.getpid(), own))
+            self._descriptor = own if own >= 0 else os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise HostMemoryError(
+                f"rank {ranks.rank} can't share host memory with the others of this machine ({error}); start all processes as "
+                "one user, in one container, without a limit on the size of files (`ulimit -f unlimited`)"
+            ) from error
+        ranks.meet("sharing host memory")  # before the first rank may close its descriptor
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+
+    def reserve(self, size_bytes: int) -> int:
+        """The offset of ``size_bytes`` that nobody else has, at the beginning of a page."""
+        offset = self._end
+        self._end += round_up(max(size_bytes, 1), mmap.PAGESIZE)
+        return offset
+
+    def map(self, offset: int, size_bytes: int) -> mmap.mmap:
+        """A mapping of whole pages that all ranks write to and read from. It is zero where nobody wrote."""
+        return mmap.mmap(self._descriptor, size_bytes, flags=mmap.MAP_SHARED, offset=offset)
+
+    def close(self) -> None:
+        """Closes the descriptor; mappings stay as long as anybody holds them."""
+        self._close()

@@ -1,0 +1,127 @@
+"""The stock Trainer by several processes beside its own data-parallel training: losses, norms, checkpoints, evaluation."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fresh_process import run_command, script
+from safetensors.torch import load_file
+
+CONFIG = """
+compute_environment: LOCAL_MACHINE
+distributed_type: {kind}
+num_processes: {processes}
+num_machines: 1
+mixed_precision: 'no'
+use_cpu: true
+"""
+STEPS, SAVED = 6, 3
+
+
+def main() -> None:
+    """The script that is launched: it knows nothing of the plugin."""
+    from plain_torch import tiny_model, token_batches
+    from transformers import Trainer, TrainingArguments
+
+    options: dict[str, Any] = json.loads(sys.argv[1])
+    data = [{"input_ids": ids, "labels": ids} for ids in token_batches(48, batch=1, length=16)]
+    data = [{name: value[0] for name, value in row.items()} for row in data]
+    arguments = TrainingArguments(
+        max_steps=STEPS,
+        save_steps=SAVED,
+        eval_steps=SAVED,
+        eval_strategy="steps",
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        use_cpu=True,
+        seed=3,
+        **options["arguments"],
+    )
+    trainer = Trainer(model=tiny_model(), args=arguments, train_dataset=data, eval_dataset=data[:8])
+    trainer.train(resume_from_checkpoint=options.get("resume"))
+    trainer.save_model()
+    trainer.save_state()
+
+
+def train(folder: Path, kind: str, processes: int, resume: Path | None = None, **arguments: Any) -> list[dict[str, float]]:
+    """The log of a training with its output in ``folder``: MEGATRAIN, or MULTI_CPU for the stock way."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "config.yaml"
+    config.write_text(CONFIG.format(kind=kind, processes=processes))
+    options = {"arguments": {"output_dir": str(folder), **arguments}, "resume": resume and str(resume)}
+    paths = {"PYTHONPATH": f"{Path(__file__).parents[1]}:{Path(__file__).parents[2]}"}
+    if kind == "MEGATRAIN":
+        launch = [script("accelerate"), "launch", "--config", config]
+    else:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
+        paths |= {"ACCELERATE_USE_CPU": "true", "MEGATRAIN_DISABLE": "1"}
+    run_command(*launch, __file__, json.dumps(options), **paths)
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    kept = ("step", "loss", "grad_norm", "eval_loss")
+    return [{name: entry[name] for name in kept if name in entry} for entry in history]
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
+    folder = tmp_path_factory.mktemp("ours")
+    return folder, train(folder, "MEGATRAIN", 2, gradient_accumulation_steps=2)
+
+
+def test_a_trainer_by_two_processes_trains_as_the_stock_one_does(
+    ours: tuple[Path, list[dict[str, float]]], tmp_path: Path
+) -> None:
+    folder, log = ours
+    stock = train(tmp_path, "MULTI_CPU", 2, gradient_accumulation_steps=2)
+    assert [entry.keys() for entry in log] == [entry.keys() for entry in stock]
+    for entry, other in zip(log, stock, strict=True):
+        assert entry == pytest.approx(other, rel=1e-5)  # fp32: other orders of sums
+    weights, stock_weights = (load_file(at / "model.safetensors") for at in (folder, tmp_path))
+    for name, weight in stock_weights.items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=2e-5)
+    files = {file.name for file in (folder / f"checkpoint-{SAVED}").iterdir()}
+    assert files >= {"model.safetensors", "optimizer.pt", "rng_state_0.pth", "rng_state_1.pth", "trainer_state.json"}
+
+
+def test_a_resumed_training_by_two_processes_goes_on_with_the_same_bits(
+    ours: tuple[Path, list[dict[str, float]]], tmp_path: Path
+) -> None:
+    folder, log = ours
+    resumed = train(tmp_path, "MEGATRAIN", 2, resume=folder / f"checkpoint-{SAVED}", gradient_accumulation_steps=2)
+    assert resumed == log
+    weights, other_weights = (load_file(at / "model.safetensors") for at in (folder, tmp_path))
+    assert all(torch.equal(weights[name], weight) for name, weight in other_weights.items())
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_two_processes_is_resumed_by_one_by_three_and_by_the_stock_trainer(
+    ours: tuple[Path, list[dict[str, float]]], tmp_path: Path
+) -> None:
+    checkpoint = ours[0] / f"checkpoint-{SAVED}"
+    for kind, processes in (("MEGATRAIN", 1), ("MEGATRAIN", 3), ("MULTI_CPU", 2)):
+        log = train(tmp_path / f"{kind}{processes}", kind, processes, resume=checkpoint)
+        assert log[-1]["step"] == STEPS
+    stock = train(tmp_path / "stock", "MULTI_CPU", 1)
+    of_one = tmp_path / "stock" / f"checkpoint-{SAVED}"
+    assert train(tmp_path / "two", "MEGATRAIN", 2, resume=of_one)[: len(stock) // 2] == stock[: len(stock) // 2]
+
+
+@pytest.mark.long
+def test_the_best_checkpoint_is_loaded_by_all_processes(tmp_path: Path) -> None:
+    train(tmp_path, "MEGATRAIN", 2, load_best_model_at_end=True, save_total_limit=1, metric_for_best_model="eval_loss")
+    state = json.loads((tmp_path / "trainer_state.json").read_text())
+    best = Path(state["best_model_checkpoint"])
+    weights, best_weights = (load_file(at / "model.safetensors") for at in (tmp_path, best))
+    assert all(torch.equal(weights[name], weight) for name, weight in best_weights.items())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Several ranks that share one store train as one process does: bit by bit, over placements, schedules and moments."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import plain_torch
+import pytest
+import torch
+from engine_runs import train_streamed
+from plain_torch import PlainRun, tiny_model, token_batches, train_bf16_with_masters
+from rank_runs import join_ranks, require_success, run_ranks
+
+STEPS = 6
+
+SAME_BATCHES: dict[str, dict[str, Any]] = {
+    "streamed": {},
+    "in fp32": {"bf16": False},
+    "serial, three slots": {"schedule": "serial", "slots": 3},
+    "two layers kept": {"kept_layers": 2},
+    "two layers on the device": {"device_layers": 2},
+    "all on the device": {"device_layers": 4, "kept_layers": 4},
+    "bf16 moments": {"moments_dtype": "bf16"},
+    "8-bit moments": {"moments_dtype": "int8"},
+    "pieces of a batch": {"micro_batch_size": 1},
+    "accumulation": {"accumulation": 3},
+    "accumulation, two layers on the device": {"accumulation": 3, "device_layers": 2},
+    "accumulation in bf16": {"accumulation": 3, "accumulation_dtype": "bf16"},
+    "a part frozen": {"frozen": "mlp"},
+}
+"""How the trainings differ in which all ranks get the same batches: the mean of two equal gradients is the gradient."""
+
+OTHER_BATCHES: dict[str, dict[str, Any]] = {
+    "streamed": {},
+    "two layers on the device": {"device_layers": 2},
+    "all on the device": {"device_layers": 4, "kept_layers": 4},
+    "accumulation": {"accumulation": 2},
+}
+
+
+def train(batches: list[torch.Tensor], settings: dict[str, Any]) -> PlainRun:
+    model, settings = tiny_model(), dict(settings)
+    frozen = settings.pop("frozen", None)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen is None or frozen not in name)
+    return train_streamed(model, batches, **{"max_norm": None, **settings})
+
+
+def main() -> None:
+    """What each rank does."""
+    rank, ranks, folder = join_ranks(), int(sys.argv[2]), sys.argv[1]
+    torch.Tensor.sqrt = plain_torch.ieee_sqrt
+    own = token_batches(STEPS * ranks)[rank::ranks]
+    runs = {f"other, {name}": train(own, how) for name, how in OTHER_BATCHES.items()}
+    runs["clipped"] = train(own, {"max_norm": 0.5})
+    runs["clipped, on the device"] = train(own, {"max_norm": 0.5, "device_layers": 4, "kept_layers": 4})
+    if ranks == 2:
+        runs |= {f"same, {name}": train(token_batches(STEPS), how) for name, how in SAME_BATCHES.items()}
+    torch.save(runs, f"{folder}/{rank}.pt")
+
+
+def runs_of(ranks: int, folder: Path) -> list[dict[str, PlainRun]]:
+    """Of each rank, each training by name."""
+    require_success(run_ranks(__file__, ranks, folder, str(ranks)))
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, PlainRun]]:
+    return runs_of(2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, PlainRun]]:
+    return runs_of(3, tmp_path_factory.mktemp("three"))
+
+
+@pytest.fixture(params=["two", "three"])
+def runs(request: pytest.FixtureRequest) -> list[dict[str, PlainRun]]:
+    found: list[dict[str, PlainRun]] = request.getfixturevalue(request.param)
+    return found
+
+
+def assert_equal(ours: PlainRun, other: PlainRun, but_losses: bool = False) -> None:
+    assert but_losses or ours.losses == other.losses
+    for name, master in other.masters.items():
+        assert torch.equal(ours.masters[name], master), f"{name}: masters differ"
+        assert torch.equal(ours.weights[name], other.weights[name]), f"{name}: weights differ"
+
+
+@pytest.mark.parametrize("how", SAME_BATCHES)
+def test_ranks_with_equal_batches_train_as_one_process(two: list[dict[str, PlainRun]], how: str) -> None:
+    alone = train(token_batches(STEPS), SAME_BATCHES[how])
+    for run in two:
+        assert_equal(run[f"same, {how}"], alone)
+
+
+@pytest.mark.usefixtures("exact_torch_sqrt")
+@pytest.mark.parametrize("how", OTHER_BATCHES)
+def test_ranks_train_on_the_mean_of_their_gradients_bit_by_bit(runs: list[dict[str, PlainRun]], how: str) -> None:
+    batches, accumulation = token_batches(STEPS * len(runs)), OTHER_BATCHES[how].get("accumulation", 1)
+    plain = train_bf16_with_masters(tiny_model(), batches, max_norm=None, accumulation=accumulation, ranks=len(runs))
+    for run in runs:
+        assert_equal(run[f"other, {how}"], plain, but_losses=True)
+
+
+def test_ranks_clip_by_one_norm_on_all_of_them(runs: list[dict[str, PlainRun]]) -> None:
+    plain = train_bf16_with_masters(tiny_model(), token_batches(STEPS * len(runs)), max_norm=0.5, ranks=len(runs))
+    for run in runs:
+        assert run["clipped"].norms == runs[0]["clipped"].norms
+        assert run["clipped"].norms == pytest.approx(plain.norms, rel=1e-5)  # fp32 sums of other parts
+        assert min(plain.norms) > 0.5
+        assert_equal(run["clipped"], runs[0]["clipped"], but_losses=True)
+        for name, master in plain.masters.items():
+            torch.testing.assert_close(run["clipped, on the device"].masters[name], master, rtol=0, atol=2e-5)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Several ranks of one machine, as processes of a test, which talk by gloo."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from fresh_process import clean_environment
+
+TIMEOUT_SECONDS = 240
+
+
+def join_ranks() -> int:
+    """Called by each process that :func:`run_ranks` started: returns its rank when all are there."""
+    place = {name.lower(): int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")}
+    dist.init_process_group("gloo", init_method=f"file://{os.environ['MEETING_FILE']}", **place)
+    return dist.get_rank()
+
+
+def run_ranks(file: str, ranks: int, *args: str | Path, **env: str) -> list[tuple[int, str]]:
+    """Runs a test file as a script in each of several processes; returns the exit status and the output of each, by rank."""
+    folder = tempfile.mkdtemp()
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    shared = {"MEETING_FILE": f"{folder}/meeting", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    shared |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "GLOO_SOCKET_IFNAME": "lo", **env}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, file, *map(str, args)],
+            env=clean_environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank)),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    end = time.monotonic() + TIMEOUT_SECONDS
+    try:
+        outputs = [process.communicate(timeout=max(1.0, end - time.monotonic()))[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def require_success(results: Sequence[tuple[int, str]]) -> None:
+    """All ranks ended in order."""
+    for rank, (status, output) in enumerate(results):
+        assert status == 0, f"rank {rank} ended with {status}:\n{output}"
