@@ -5,6 +5,7 @@ vLLM itself is not run. The stand-in has what TRL calls of it, computes with tra
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,26 +72,32 @@ class StandIn:
         return SimpleNamespace(prompt_token_ids=prompt, outputs=[SimpleNamespace(token_ids=tokens, logprobs=logprobs)])
 
 
+LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""TRL sets them for vLLM, and the next Accelerator of this process would take them for a launcher's."""
+
+
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """TRL finds the stand-in."""
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL finds the stand-in, and what it sets in the environment is taken back."""
+    for name in LAUNCHERS:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
     monkeypatch.setattr(vllm_generation, "LLM", StandIn, raising=False)
     monkeypatch.setattr(vllm_generation, "SamplingParams", SimpleNamespace, raising=False)
-    return monkeypatch
 
 
+@pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("sleeps", [False, True], ids=["awake", "sleeping"])
 @pytest.mark.parametrize("changes", [{}, {"options": {"peft_config": LORA}}, {"kind": "RLOO"}], ids=["full", "lora", "rloo"])
 def test_vllm_beside_the_streamed_model_reads_the_weights_of_each_step(
-    tmp_path: Path, stand_in: pytest.MonkeyPatch, sleeps: bool, changes: dict[str, Any]
+    tmp_path: Path, sleeps: bool, changes: dict[str, Any]
 ) -> None:
     recorders: list[Recorder] = []
 
     def recorder() -> Recorder:
-        # TRL sets them for vLLM, and the next Accelerator of this process would take them for a launcher's.
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            stand_in.delenv(name, raising=False)
+        for name in LAUNCHERS:
+            os.environ.pop(name, None)
         recorders.append(Recorder())
         return recorders[-1]
 
