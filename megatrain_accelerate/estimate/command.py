@@ -84,7 +84,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--host-memory", "host_memory_bytes", parse_size, "SIZE", "for example 1.5TiB"),
         ("--cores", "cores", _count, "N", "of the host; default: usual for the GPU"),
         ("--link", "link_bytes", _speed(GB), "GB/S", "between host and GPU, sustained, each way"),
-        ("--host-gb-per-second", "host_dram_bytes", _speed(GB), "X", "of the host's memory, sustained"),
         ("--host-step", "host_step_parameters", _speed(1e9), "X", "G parameters a second that the host's AdamW steps"),
         ("--tflops", "dense_flops", _speed(1e12), "X", "of bf16 products, sustained"),
         ("--gpu-bandwidth", "device_bytes", _speed(GB), "GB/S", "of the GPU's memory, sustained"),

@@ -16,7 +16,7 @@ from torch import nn
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.estimate.layer_costs import OUTSIDE, WithoutAttentionDropout, between, with_times
-from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine, PositionTable, shortest_table
+from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.token_tiles import AUTO_TILE_TOKENS
 from megatrain_accelerate.loss.products import standing_for_a_gpu
@@ -137,11 +137,6 @@ class Forecaster:
             return False
         with standing_for_a_gpu(), self._attention:
             return self._run(1, _FEW_TOKENS, num_items_in_batch=torch.tensor(_FEW_TOKENS)).sums_loss
-
-    def positions(self) -> PositionTable | None:
-        """The shortest table of positions, which bounds a sequence; None if the model has none."""
-        with standing_for_a_gpu(), self._attention:
-            return shortest_table(self.model, lambda: self._run(1, _FEW_TOKENS))
 
     def least_gpu_bytes(self, batch: int, length: int) -> int:
         """GPU memory of a step on ``batch`` sequences of ``length`` tokens that takes the least."""
