@@ -72,13 +72,12 @@ class _SavedStorages:
         self.leaving_bytes = 0
         self.storages: weakref.WeakSet[Any] = weakref.WeakSet()
         stay = [*inputs, *layer.module.parameters(), *layer.module.buffers()]
-        self._seen = {tensor.untyped_storage()._cdata for tensor in stay}
+        self._others: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in stay)
 
     def count(self, tensor: torch.Tensor) -> torch.Tensor:
         """Adds up what autograd saves, each storage once."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._seen:
-            self._seen.add(storage._cdata)
+        if storage not in self._others and storage not in self.storages:
             self.storages.add(storage)
             if storage.nbytes() >= activation_offload.MIN_OFFLOADED_BYTES:
                 self.leaving_bytes += storage.nbytes()
