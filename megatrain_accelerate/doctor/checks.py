@@ -1,4 +1,4 @@
-"""What a check finds, and the checks: of the software and of the machine; then measurements, and what bounds a step."""
+"""What a check finds, and the checks: of the software and of the machine; then measurements."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ def link(device: torch.device) -> list[Finding]:
         count = len(kept_speeds(path))
         step, _ = measure_host(kernels, _elements(_MOST_ELEMENTS))
     slower = min(speeds[:2])
-    return [link_finding(*speeds), plan_finding(machine, slower, step, str(path), count), bounds_finding(machine)]
+    return [link_finding(*speeds), plan_finding(machine, slower, step, str(path), count)]
 
 
 def link_finding(*speeds: float) -> Finding:
@@ -385,24 +385,6 @@ def plan_finding(machine: Machine, link_bytes: float, step_parameters: float, pa
         return Finding("plan's speeds", "slow", text, remedy, values)
     text = f"medians of {count} in {path}" if count else f"measured now; they can't be kept in {path}"
     return Finding("plan's speeds", "ok", text, values=values)
-
-
-def bounds_finding(machine: Machine) -> Finding:
-    """Below which batch a step of a streamed model is bound by what, by the operations and bytes of a parameter."""
-    # A token's forward takes 2 operations a parameter; under it lie the copy of 2 bytes and, with clipping, AdamW.
-    step_tokens = machine.device_flops / 2 / machine.host_step_parameters
-    link_tokens = 2 / machine.h2d_bytes * machine.device_flops / 2
-    tokens, bound = max((step_tokens, "AdamW on the host"), (link_tokens, "the link to the GPU"))
-    values = {"step_bound_below_tokens": step_tokens, "link_bound_below_tokens": link_tokens}
-    text = (
-        f"for a model that streams whole, {bound} bounds the forward of batches below about {tokens:,.0f} tokens "
-        f"(AdamW {step_tokens:,.0f}, link {link_tokens:,.0f}); above, the GPU computes all the time"
-    )
-    remedy = (
-        "larger batches, or gradient_accumulation_steps; what the plan keeps on the GPU needs neither (megatrain estimate "
-        "MODEL says it for a model)"
-    )
-    return Finding("what limits training", "note", text, remedy, values)
 
 
 def gpu(device: torch.device | None, error: Exception | None) -> list[Finding]:

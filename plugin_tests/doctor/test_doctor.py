@@ -230,14 +230,6 @@ def test_speeds_that_do_not_hold_any_more_are_to_be_measured_anew() -> None:
     assert "AdamW" in both
 
 
-def test_the_batch_is_named_from_which_on_the_gpu_bounds_a_step() -> None:
-    found = only([checks.bounds_finding(MACHINE)])
-    # Forward of a token: 2 operations a parameter; the step: 1 / 6e9 seconds of it.
-    assert found.values["step_bound_below_tokens"] == pytest.approx(7e14 / 2 / 6e9)
-    assert found.values["link_bound_below_tokens"] == pytest.approx(2 / 53e9 * 7e14 / 2)
-    assert "AdamW on the host bounds" in found.text
-
-
 def test_the_hosts_kernels_are_measured_by_what_they_move() -> None:
     kernels = HostKernels(1)
     step_parameters, probe_bytes = checks.measure_host(kernels, 1 << 20)
