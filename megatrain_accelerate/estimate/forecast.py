@@ -1,4 +1,4 @@
-"""The forecast of a training step: the plan's own search on outlines that are run, or extrapolated, without data."""
+"""The forecast of a training step: the plan's own search on outlines that are run without data, or interpolated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES, lean
 
 CPU = torch.device("cpu")
 _FEW_TOKENS = 8
-"""Of a sequence on which the model is run to see what it looks into."""
+"""Of a sequence on which the model is run to see what its loss is."""
 
 _RUN_SEQUENCES, RUN_TOKENS, _RUN_TILES = 4, 8192, 16
 """A batch of so many sequences, or so many tokens or tiles, or less is run, and so is any power of two; what lies between two
@@ -210,7 +210,7 @@ class Forecaster:
         runtime = self.engine.runtime
         most = max(_RUN_SEQUENCES, -(-max(RUN_TOKENS, _RUN_TILES * runtime.token_tile) // length))
         power, pieces = 1 << (batch.bit_length() - 1), runtime.batch_cut.size
-        if batch <= most or batch == power or (pieces is not None and batch > pieces):
+        if batch <= most or batch == power or (pieces is not None and 2 * power > pieces):
             return self._run_once(batch, length)
         few, many, times = self._run_once(power, length), self._run_once(2 * power, length), batch / power
         outline = between(few, many, times)

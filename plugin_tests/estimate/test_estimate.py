@@ -154,6 +154,15 @@ def test_pieces_of_a_batch_take_less_memory_and_no_less_time() -> None:
     assert of_pieces.forward_seconds >= of_whole.forward_seconds  # weights are read for each piece
 
 
+def test_a_batch_that_is_one_piece_is_not_interpolated_from_one_that_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecast_module, "RUN_TOKENS", 256)
+    (of_one_piece,), (whole,) = (
+        forecaster(**settings)._outline(10, 64).profiles.values() for settings in ({"micro_batch_size": 12}, {})
+    )
+    assert of_one_piece.pieces == whole.pieces == 1
+    assert of_one_piece.recomputed_bytes == pytest.approx(whole.recomputed_bytes, rel=0.01)
+
+
 @pytest.mark.parametrize(
     "settings", [{"host_gradients": "passing"}, pytest.param({"step_schedule": "backward"}, marks=pytest.mark.long)]
 )
