@@ -1,4 +1,4 @@
-"""What a check finds, and the checks: of the software and of the machine; then measurements, and what bounds a step."""
+"""What a check finds, and the checks: of the software and of the machine; then measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import resource
 import shutil
 import subprocess
 import sys
@@ -58,7 +57,6 @@ _SAME_SPEED = 0.75
 """Two measurements whose ratio is between this and its inverse don't contradict each other."""
 _COPY_BYTES = 256 * MIB
 _MOST_ELEMENTS = 96 * MIB
-_SWAPPED_BYTES = GIB
 _AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _REINSTALL = "pip install --force-reinstall --no-deps megatrain-accelerate, or `pip install --no-deps .` in a checkout"
 
@@ -93,12 +91,8 @@ def examine(folder: Path, measures: bool) -> Iterator[Finding]:
     yield from found_by("GPU", gpu, device, error)
     yield from found_by("layer compiler", compilers)
     yield from found_by("cores", cores)
-    yield from found_by("NUMA", numa, gpu_numa_node(device))
+    yield from found_by("NUMA", numa)
     yield from found_by("host memory", host_memory)
-    yield from found_by("swap", swap)
-    yield from found_by("huge pages", huge_pages)
-    yield from found_by("locked memory", locked_memory)
-    yield from found_by("overcommit", overcommit)
     yield from found_by("disk", disk, folder)
     if measures:
         yield from found_by("host speed", host_speeds, device is not None)
@@ -257,87 +251,15 @@ def host_memory() -> list[Finding]:
     return [Finding("host memory", "ok", text, values=values)]
 
 
-def swap() -> list[Finding]:
-    """Swap makes a host that is too full crawl instead of saying so."""
-    found = psutil.swap_memory()
-    total, used = found.total / GIB, found.used / GIB
-    values = {"swap_gib": total, "swapped_gib": used}
-    if found.used > _SWAPPED_BYTES:
-        text = f"{used:.1f} GiB are swapped out: the host's memory was too small for what runs on it"
-        return [Finding("swap", "slow", text, "end what else runs, then sudo swapoff -a && sudo swapon -a", values)]
-    if found.total:
-        text = f"{total:.1f} GiB, {used:.1f} in use; moments aren't page-locked and could be swapped out"
-        return [Finding("swap", "note", text, "sudo swapoff -a, where nothing else needs it", values)]
-    return [Finding("swap", "ok", "none", values=values)]
-
-
-def huge_pages(root: Path = Path("/sys/kernel/mm/transparent_hugepage")) -> list[Finding]:
-    """Whether the store's memory can have transparent huge pages."""
-    try:
-        text = (root / "enabled").read_text()
-    except OSError:
-        remedy = "training works with small pages; AdamW on the host is slower by some percent"
-        return [Finding("huge pages", "note", "this kernel has no transparent huge pages", remedy, {"huge_pages": None})]
-    policy = text[text.index("[") + 1 : text.index("]")]
-    if policy == "never":
-        remedy = f"echo madvise | sudo tee {root / 'enabled'}"
-        text = "transparent huge pages are off: AdamW and registering memory are slower"
-        return [Finding("huge pages", "slow", text, remedy, {"huge_pages": policy})]
-    return [Finding("huge pages", "ok", f"transparent huge pages: {policy}", values={"huge_pages": policy})]
-
-
-def locked_memory() -> list[Finding]:
-    """The limit on page-locked memory, which some drivers and virtual machines hold registered memory to."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit == resource.RLIM_INFINITY:
-        return [Finding("locked memory", "ok", "no limit", values={"memlock_bytes": None})]
-    text = f"limited to {limit / GIB:.3f} GiB; most drivers don't count registered memory, and none is refused by this alone"
-    remedy = "if registering memory fails: ulimit -l unlimited, or docker run --ulimit memlock=-1"
-    return [Finding("locked memory", "note", text, remedy, {"memlock_bytes": limit})]
-
-
-def overcommit(path: Path = Path("/proc/sys/vm/overcommit_memory")) -> list[Finding]:
-    """Strict accounting refuses the store's mappings early."""
-    try:
-        mode = path.read_text().strip()
-    except OSError:
-        return []
-    if mode == "2":
-        text = "vm.overcommit_memory is 2: the kernel may refuse the store although memory is free"
-        return [Finding("overcommit", "note", text, "sudo sysctl vm.overcommit_memory=0", {"overcommit_memory": 2})]
-    return [Finding("overcommit", "ok", f"vm.overcommit_memory is {mode}", values={"overcommit_memory": int(mode)})]
-
-
-def numa(gpu_node: int | None = None, root: Path = Path("/sys/devices/system/node")) -> list[Finding]:
-    """Whether the process runs on the GPU's memory node; ``gpu_node`` is None if it isn't known."""
-    nodes = {int(folder.name[4:]): _cpu_list(folder / "cpulist") for folder in root.glob("node[0-9]*")}
-    with_cpus = {node: cpus for node, cpus in nodes.items() if cpus}
-    values = {"numa_nodes": len(with_cpus), "gpu_numa_node": gpu_node}
-    if len(with_cpus) < 2:
+def numa(root: Path = Path("/sys/devices/system/node")) -> list[Finding]:
+    """Whether memory may be far from the GPU."""
+    nodes = [path for path in root.glob("node[0-9]*/cpulist") if path.read_text().strip()]
+    values = {"numa_nodes": len(nodes)}
+    if len(nodes) < 2:
         return [Finding("NUMA", "ok", "one memory node", values=values)]
-    usable = os.sched_getaffinity(0)
-    used = sorted(node for node, cpus in with_cpus.items() if cpus & usable)
-    text = f"{len(with_cpus)} memory nodes, this process may run on {used}"
-    if gpu_node not in with_cpus:
-        return [Finding("NUMA", "note", f"{text}; the GPU's isn't known", values=values)]
-    bound = f"numactl --cpunodebind={gpu_node} --membind={gpu_node}"
-    if gpu_node not in used:
-        remedy = f"{bound} where the node's memory suffices, else without --membind"
-        return [Finding("NUMA", "slow", f"{text}, the GPU is at {gpu_node}: copies cross the sockets", remedy, values)]
-    if len(used) > 1:
-        remedy = f"where one node's memory suffices: {bound} accelerate launch ..."
-        return [Finding("NUMA", "note", f"{text}, the GPU is at {gpu_node}: part of the store is far from it", remedy, values)]
-    return [Finding("NUMA", "ok", f"{text}, the GPU's own", values=values)]
-
-
-def _cpu_list(path: Path) -> set[int]:
-    """Numbers in a list such as ``0-3,8``; none if the file is missing."""
-    found: set[int] = set()
-    with contextlib.suppress(OSError):
-        for part in filter(None, path.read_text().strip().split(",")):
-            first, _, last = part.partition("-")
-            found.update(range(int(first), int(last or first) + 1))
-    return found
+    text = f"{len(nodes)} memory nodes: copies cross the sockets where the process isn't on the GPU's (nvidia-smi topo -m)"
+    remedy = "where one node's memory suffices: numactl --cpunodebind=NODE --membind=NODE accelerate launch ..., else without "
+    return [Finding("NUMA", "note", text, f"{remedy}--membind", values)]
 
 
 def disk(folder: Path) -> list[Finding]:
@@ -398,7 +320,7 @@ def link(device: torch.device) -> list[Finding]:
         count = len(kept_speeds(path))
         step, _ = measure_host(kernels, _elements(_MOST_ELEMENTS))
     slower = min(speeds[:2])
-    return [link_finding(*speeds), plan_finding(machine, slower, step, str(path), count), bounds_finding(machine)]
+    return [link_finding(*speeds), plan_finding(machine, slower, step, str(path), count)]
 
 
 def link_finding(*speeds: float) -> Finding:
@@ -465,24 +387,6 @@ def plan_finding(machine: Machine, link_bytes: float, step_parameters: float, pa
     return Finding("plan's speeds", "ok", text, values=values)
 
 
-def bounds_finding(machine: Machine) -> Finding:
-    """Below which batch a step of a streamed model is bound by what, by the operations and bytes of a parameter."""
-    # A token's forward takes 2 operations a parameter; under it lie the copy of 2 bytes and, with clipping, AdamW.
-    step_tokens = machine.device_flops / 2 / machine.host_step_parameters
-    link_tokens = 2 / machine.h2d_bytes * machine.device_flops / 2
-    tokens, bound = max((step_tokens, "AdamW on the host"), (link_tokens, "the link to the GPU"))
-    values = {"step_bound_below_tokens": step_tokens, "link_bound_below_tokens": link_tokens}
-    text = (
-        f"for a model that streams whole, {bound} bounds the forward of batches below about {tokens:,.0f} tokens "
-        f"(AdamW {step_tokens:,.0f}, link {link_tokens:,.0f}); above, the GPU computes all the time"
-    )
-    remedy = (
-        "larger batches, or gradient_accumulation_steps; what the plan keeps on the GPU needs neither (megatrain estimate "
-        "MODEL says it for a model)"
-    )
-    return Finding("what limits training", "note", text, remedy, values)
-
-
 def gpu(device: torch.device | None, error: Exception | None) -> list[Finding]:
     """The GPU and its free memory; ``error`` says why one that is there can't be used."""
     if error is not None:  # busy in exclusive mode, its fabric down
@@ -505,15 +409,3 @@ def gpu(device: torch.device | None, error: Exception | None) -> list[Finding]:
         remedy = "end what else runs there (nvidia-smi lists it): the plan fills 90% of what is free"
         return [Finding("GPU", "slow", f"{text}: others hold the rest", remedy, values)]
     return [Finding("GPU", "ok", text, values=values)]
-
-
-def gpu_numa_node(device: torch.device | None, root: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """The memory node that the GPU is attached to; None if it isn't known."""
-    if device is None:
-        return None
-    found: Any = torch.cuda.get_device_properties(device)
-    node = -1
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # older versions of torch don't name the place
-        place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-        node = int((root / place / "numa_node").read_text())
-    return node if node >= 0 else None

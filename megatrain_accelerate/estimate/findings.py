@@ -18,7 +18,7 @@ from megatrain_accelerate.errors import ConfigError, MegatrainError
 from megatrain_accelerate.estimate import USUAL_LENGTH
 from megatrain_accelerate.estimate.forecast import Forecast, Forecaster
 from megatrain_accelerate.estimate.machine_description import MachineOptions, describe_machine
-from megatrain_accelerate.estimate.meta_engine import PositionTable, load_config, model_on_meta
+from megatrain_accelerate.estimate.meta_engine import PositionTable, load_config, model_on_meta, position_table
 from megatrain_accelerate.integrations.accelerate_backend import require_steps_in_backward_possible
 from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.plan.plan_table import experts_text
@@ -83,9 +83,7 @@ class Estimate:
         self.stated_positions: int | None = getattr(text, "max_position_embeddings", None)
         """The longest sequence that the configuration names."""
         asked: int | None = options.length
-        with _without_data(model, asked or USUAL_LENGTH):
-            table = self.forecaster.positions()
-        self.table = table
+        self.table = table = position_table(model, self.stated_positions)
         """Of positions, which no sequence can be longer than; None if the model has none."""
         if table is not None and asked is not None and asked > table.positions:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The forecast of a training step: the plan's own search on outlines that are run, or extrapolated, without data."""
+"""The forecast of a training step: the plan's own search on outlines that are run without data, or interpolated."""
 
 from __future__ import annotations
 
@@ -7,53 +7,38 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import logging
 from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.estimate.layer_graph import (
-    OUTSIDE,
-    LayerGraph,
-    WithoutAttentionDropout,
-    compiled_profile,
-    extended,
-    trace_layer,
-    uncompiled_profile,
-)
-from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine, PositionTable, shortest_table
+from megatrain_accelerate.estimate.layer_costs import OUTSIDE, WithoutAttentionDropout, between, with_times
+from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
 from megatrain_accelerate.layers.layer import StreamedLayer
-from megatrain_accelerate.layers.micro_batches import BatchSplit
 from megatrain_accelerate.layers.token_tiles import AUTO_TILE_TOKENS
 from megatrain_accelerate.loss.products import standing_for_a_gpu
-from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.plan.layer_discovery import active_parameters
 from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.other_batches import outside_seconds_of
 from megatrain_accelerate.plan.placement import require_layers, sent_bytes
 from megatrain_accelerate.plan.placement_search import Candidate
 from megatrain_accelerate.plan.step_memory import OpCosts
-from megatrain_accelerate.plan.step_outline import call_kind, outline_step, what_sees_a_batch
-from megatrain_accelerate.plan.step_profile import LayerProfile, StepOutline
+from megatrain_accelerate.plan.step_outline import outline_step, what_sees_a_batch
+from megatrain_accelerate.plan.step_profile import LayerProfile, SavedInForward, StepOutline
 from megatrain_accelerate.plan.step_ways import WayChoice, may_cut, way_put_back
 from megatrain_accelerate.store.host_limits import CONSTANT_OVERHEAD_BYTES, leaner_settings
 
-logger = logging.getLogger(__name__)
-
 CPU = torch.device("cpu")
 _FEW_TOKENS = 8
-"""Of a sequence on which the model is run to see what it looks into."""
+"""Of a sequence on which the model is run to see what its loss is."""
 
-_TRACED_SEQUENCES, TRACED_TOKENS, _TRACED_TILES = 2, 4096, 8
-"""A step is run on so many sequences, or as many as have so many tokens or fill so many tiles, and on twice as many; more take
-more in proportion. Of one sequence, tensors may be laid out otherwise; the loss of few tokens isn't made by tiles; of a few
-tiles, one tile is most of what is alive."""
+_RUN_SEQUENCES, RUN_TOKENS, _RUN_TILES = 4, 8192, 16
+"""A batch of so many sequences, or so many tokens or tiles, or less is run, and so is any power of two; what lies between two
+of these is interpolated. Of one sequence, tensors may be laid out otherwise; the loss of few tokens isn't made by tiles; of a
+few tiles, one tile is most of what is alive."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,25 +82,6 @@ class Forecast:
         return 6e-12 * self.active_parameters * self.tokens_per_second
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A call of a layer: what it costs, without times."""
-
-    dry: LayerProfile
-    """Of the whole call, run as it is written."""
-    graph: LayerGraph | None
-    """Of the call, or of the first piece of it."""
-    compiles: bool
-    split: BatchSplit
-
-
-_FirstCalls = dict[Hashable, tuple[bool, StreamedLayer, Any, Any]]
-"""By kind, the first call of it: whether it runs compiled, the layer and its arguments, on the meta device."""
-
-_Step = tuple[StepOutline, dict[Hashable, _Call]]
-"""A step's outline, and what calls of each kind cost."""
-
-
 class Forecaster:
     """Predicts steps of one model, on the meta device, under one machine's speeds and memories.
 
@@ -151,9 +117,7 @@ class Forecaster:
         """Host memory that the training asks for when it starts."""
         self.host_bytes = self.host_store_bytes if host_bytes is None else host_bytes
         self._attention = WithoutAttentionDropout()
-        self._graphs: dict[Hashable, LayerGraph | None] = {}
-        """By the kind of what runs at once: pieces of batches have the same."""
-        self._steps: dict[Hashable, _Step] = {}
+        self._outlines: dict[Hashable, StepOutline] = {}
 
     def settings_that_fit(self) -> tuple[dict[str, Any], int] | None:
         """The settings that change numbers the least of those with which the states fit the host memory, and what they take;
@@ -172,12 +136,7 @@ class Forecaster:
         if not _accepts_loss_kwargs(self.model) or what_sees_a_batch(self.model) is not None:
             return False
         with standing_for_a_gpu(), self._attention:
-            return self._run(1, _FEW_TOKENS, num_items_in_batch=torch.tensor(_FEW_TOKENS))[0].sums_loss
-
-    def positions(self) -> PositionTable | None:
-        """The shortest table of positions, which bounds a sequence; None if the model has none."""
-        with standing_for_a_gpu(), self._attention:
-            return shortest_table(self.model, lambda: self._run(1, _FEW_TOKENS))
+            return self._run(1, _FEW_TOKENS, num_items_in_batch=torch.tensor(_FEW_TOKENS)).sums_loss
 
     def least_gpu_bytes(self, batch: int, length: int) -> int:
         """GPU memory of a step on ``batch`` sequences of ``length`` tokens that takes the least."""
@@ -247,77 +206,43 @@ class Forecaster:
         return WayChoice(self.engine.runtime, self.config, batch, outline, self.plan.search_for).best()
 
     def _outline(self, batch: int, length: int) -> StepOutline:
-        """By the way that the runtime has now, with reckoned times."""
-        with standing_for_a_gpu(), self._attention:
-            outline, calls = self._step(batch, length)
-        profiles = {kind: self._profile(call) for kind, call in calls.items()}
-        if self._attention.has_dropped:  # then a run doesn't keep its results (layers/attention_results.py)
-            none_kept: dict[str, Any] = {"attention": OpCosts(), "attention_bytes": 0, "attention_seconds": 0.0}
-            profiles = {kind: dataclasses.replace(profile, **none_kept) for kind, profile in profiles.items()}
-        outside_seconds = outside_seconds_of(outline, self.machine) / OUTSIDE
-        return dataclasses.replace(outline, profiles=profiles, outside_seconds=outside_seconds)
-
-    def _step(self, batch: int, length: int) -> _Step:
-        """A step without times: run if its sequences are few, else extrapolated from two smaller batches."""
-        tokens = max(TRACED_TOKENS, _TRACED_TILES * self.engine.runtime.token_tile)
-        fewest = max(_TRACED_SEQUENCES, -(-tokens // length))
-        pieces = self.engine.runtime.batch_cut.size
-        if batch <= 2 * fewest or (pieces is not None and batch > pieces):
-            return self._traced(batch, length)
-        (few, of_few), (many, of_many) = self._traced(fewest, length), self._traced(2 * fewest, length)
-        outline = extended(few, many, batch / fewest)
+        """By the way that the runtime has now, with reckoned times: run, or interpolated between two batches that are run."""
+        runtime = self.engine.runtime
+        most = max(_RUN_SEQUENCES, -(-max(RUN_TOKENS, _RUN_TILES * runtime.token_tile) // length))
+        power, pieces = 1 << (batch.bit_length() - 1), runtime.batch_cut.size
+        if batch <= most or batch == power or (pieces is not None and 2 * power > pieces):
+            return self._run_once(batch, length)
+        few, many, times = self._run_once(power, length), self._run_once(2 * power, length), batch / power
+        outline = between(few, many, times)
         # Kinds are numbers, and each batch has its own.
+        kinds = {like.kind: at.kind for like, at in zip(few.events, many.events, strict=True)}
         events = [dataclasses.replace(at, kind=like.kind) for at, like in zip(outline.events, many.events, strict=True)]
-        kinds = {like.kind: at.kind for at, like in zip(few.events, many.events, strict=True)}
-        calls = {kind: extended(of_few[other], of_many[kind], batch / fewest) for kind, other in kinds.items()}
-        return dataclasses.replace(outline, events=tuple(events)), calls
+        profiles = {at: between(few.profiles[like], many.profiles[at], times) for like, at in kinds.items()}
+        return dataclasses.replace(outline, events=tuple(events), profiles=profiles)
 
-    def _traced(self, batch: int, length: int) -> _Step:
-        """The step, run once for each way."""
+    def _run_once(self, batch: int, length: int) -> StepOutline:
+        """The outline of the step, run once for each way."""
         cut = self.engine.runtime.batch_cut
         key = (batch, length, self.engine.runtime.token_tile, cut.asked, cut.chosen)
-        if key not in self._steps:
-            outline, first_calls = self._run(batch, length)
-            self._steps[key] = outline, {kind: self._call(outline.profiles[kind], *call) for kind, call in first_calls.items()}
-        return self._steps[key]
+        if key not in self._outlines:
+            with standing_for_a_gpu(), self._attention:
+                outline = self._run(batch, length)
+            outside_seconds = outside_seconds_of(outline, self.machine) / OUTSIDE
+            self._outlines[key] = dataclasses.replace(outline, outside_seconds=outside_seconds)
+        return self._outlines[key]
 
-    def _run(self, batch: int, length: int, **more: torch.Tensor) -> tuple[StepOutline, _FirstCalls]:
-        calls: _FirstCalls = {}
-
-        def note(kind: Hashable, layer: StreamedLayer, args: Any, kwargs: Any) -> None:
-            # Asked while the model runs: transformers hangs hooks on routers whose logits the loss wants.
-            compiles = self.engine.runtime.compiled.suits(layer) is not None
-            calls[kind] = (compiles, layer, *_on_meta((args, kwargs)))
-
+    def _run(self, batch: int, length: int, **more: torch.Tensor) -> StepOutline:
         ids = torch.zeros((batch, length), dtype=torch.long)
         inputs = {"input_ids": ids, "labels": ids, **more}
-        return outline_step(self.model, self.engine.runtime, inputs, CPU, note), calls
+        return outline_step(self.model, self.engine.runtime, inputs, CPU, self._with_times)
 
-    def _call(self, dry: LayerProfile, compiles: bool, layer: StreamedLayer, args: Any, kwargs: Any) -> _Call:
-        split = BatchSplit.of_call(layer, args, kwargs, self.engine.runtime.batch_cut)
-        return _Call(dry, self._graph(layer, *split.first_piece(args, kwargs)), compiles, split)
-
-    def _profile(self, call: _Call) -> LayerProfile:
-        dry, graph, split = call.dry, call.graph, call.split
-        share = sum(split.sizes) / split.sizes[0] if split.sizes else 1.0
-        by_tiles = self.engine.runtime.token_tile > 0
-        if graph is None or by_tiles or not call.compiles:
-            return uncompiled_profile(dry, graph, share, by_tiles, self.machine)
-        return compiled_profile(dry, graph, self.machine).of_pieces(split, round(share * graph.output_bytes))
-
-    def _graph(self, layer: StreamedLayer, args: Any, kwargs: Any) -> LayerGraph | None:
-        if layer.experts:
-            return None  # runs as it is, and parts of it run again in backward
-        key = call_kind(layer, args, kwargs)
-        if key not in self._graphs:
-            try:
-                with replaced(layer.tiles, "tile_tokens", 0):
-                    self._graphs[key] = trace_layer(layer, args, kwargs)
-            except Exception as error:  # a layer that looks at its data can't be traced without any
-                name = type(layer.module).__name__
-                logger.warning("megatrain: %s can't be traced, its costs are those of single operations (%s)", name, error)
-                self._graphs[key] = None
-        return self._graphs[key]
+    def _with_times(self, layer: StreamedLayer, profile: LayerProfile, saved: SavedInForward) -> LayerProfile:
+        runtime = self.engine.runtime
+        if self._attention.has_dropped:  # then a run doesn't keep its results (layers/attention_results.py)
+            profile = dataclasses.replace(profile, attention=OpCosts(), attention_bytes=0)
+        # Asked while the model runs: transformers hangs hooks on routers whose logits the loss wants.
+        compiles = not runtime.token_tile and not layer.experts and runtime.compiled.suits(layer) is not None
+        return with_times(profile, saved, compiles, self.machine)
 
 
 def _accepts_loss_kwargs(model: nn.Module) -> bool:
@@ -326,13 +251,3 @@ def _accepts_loss_kwargs(model: nn.Module) -> bool:
         return bool(model.accepts_loss_kwargs)
     parameters = inspect.signature(model.forward).parameters.values()
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-
-
-def _on_meta(tree: Any) -> Any:
-    """The structure with tensors of the meta device in the place of its own."""
-
-    def empty(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
-
-    with _disable_current_modes():  # which count what is made
-        return tree_map_only(torch.Tensor, empty, tree)

@@ -61,8 +61,6 @@ class KnownGpu:
     host_cores: int = 16
     sustained_flops: float | None = None
     """Of large bf16 products in a training, at the GPU's power limit; None where no training was measured."""
-    shares_memory: bool = False
-    """Whether GPU and host have one memory. A quarter of it is the GPU's unless the options say otherwise."""
 
 
 KNOWN_GPUS = (
@@ -70,7 +68,6 @@ KNOWN_GPUS = (
     KnownGpu("H200", 139.8, 989.4e12, 4.8e12, sustained_flops=716e12),
     KnownGpu("H100", 79.2, 989.4e12, 3.35e12),
     KnownGpu("GH200", 94.5, 989.4e12, 4.0e12, NVLINK_C2C, GRACE_DRAM, 72),
-    KnownGpu("GB10", 119.6, 125e12, 0.273e12, 100e9, 200e9, 20, shares_memory=True),
     KnownGpu("A100-80", 79.2, 312e12, 2.039e12, PCIE4),
     KnownGpu("A100-40", 39.4, 312e12, 1.555e12, PCIE4),
     KnownGpu("L40S", 44.4, 362e12, 0.864e12, PCIE4),
@@ -103,7 +100,6 @@ class MachineOptions:
     host_memory_bytes: int | None = None
     cores: int | None = None
     link_bytes: float | None = None
-    host_dram_bytes: float | None = None
     host_step_parameters: float | None = None
     dense_flops: float | None = None
     device_bytes: float | None = None
@@ -152,11 +148,10 @@ def _this_machine(options: MachineOptions, config: MegatrainConfig) -> MachineDe
         raise ConfigError(
             "this machine has no GPU that torch can use; describe one, for example --gpu H200 --host-memory 1.5TiB --cores 64"
         )
-    described = {"--cores": options.cores, "--host-gb-per-second": options.host_dram_bytes}
-    if given := [name for name, value in described.items() if value is not None]:
+    if options.cores is not None:
         raise ConfigError(
-            f"{', '.join(given)} describe another host than this one, whose AdamW was measured; name its speed by "
-            "--host-step, or describe the whole machine (--gpu)"
+            "--cores describes another host than this one, whose AdamW was measured; name its speed by --host-step, or "
+            "describe the whole machine (--gpu)"
         )
     device = torch.device("cuda", torch.cuda.current_device())
     with contextlib.closing(HostKernels(config.host_threads)) as kernels:
@@ -209,17 +204,7 @@ def _described(options: MachineOptions, config: MegatrainConfig) -> MachineDescr
             "--gpu-memory, --tflops, --gpu-bandwidth and --link, without --gpu"
         )
     cores = options.cores or gpu.host_cores
-    dram = options.host_dram_bytes or gpu.host_dram_bytes
-    whole = int(gpu.memory_gib * GIB)
-    total = options.gpu_memory_bytes or (whole // 4 if gpu.shares_memory else whole)
-    host_bytes = options.host_memory_bytes
-    if gpu.shares_memory:
-        host_bytes = host_bytes or whole - total
-        if total + host_bytes > whole:
-            raise ConfigError(
-                f"--gpu-memory {total / GIB:.1f} and --host-memory {host_bytes / GIB:.1f} GiB are more than the "
-                f"{gpu.memory_gib:.1f} GiB that {gpu.name} has for both; lower one of the two"
-            )
+    total = options.gpu_memory_bytes or int(gpu.memory_gib * GIB)
     if total <= CONTEXT_BYTES:
         raise ConfigError(
             f"--gpu-memory {total / GIB:.2f} GiB leaves nothing beside the CUDA context's {CONTEXT_BYTES / GIB:.1f} GiB; "
@@ -228,7 +213,7 @@ def _described(options: MachineOptions, config: MegatrainConfig) -> MachineDescr
     machine = Machine(
         h2d_bytes=H2D_SHARE * gpu.link_bytes,
         d2h_bytes=D2H_SHARE * gpu.link_bytes,
-        host_step_parameters=host_step_parameters(cores, dram, config.host_threads),
+        host_step_parameters=host_step_parameters(cores, gpu.host_dram_bytes, config.host_threads),
         device_bytes=MEMORY_SHARE * gpu.memory_bytes,
         device_flops=DENSE_SHARE * gpu.dense_flops,
         step_overhead=STEP_OVERHEAD,
@@ -241,27 +226,18 @@ def _described(options: MachineOptions, config: MegatrainConfig) -> MachineDescr
         machine=_changed(machine, options),
         gpu_bytes=int(USABLE_SHARE_OF_DEVICE * (total - CONTEXT_BYTES)),
         gpu_total_bytes=total,
-        host_bytes=host_bytes,
-        notes=tuple(_notes(gpu, options, cores, dram, config)),
+        host_bytes=options.host_memory_bytes,
+        notes=tuple(_notes(gpu, options, cores, config)),
     )
 
 
-def _notes(gpu: KnownGpu, options: MachineOptions, cores: int, dram: float, config: MegatrainConfig) -> Iterator[str]:
+def _notes(gpu: KnownGpu, options: MachineOptions, cores: int, config: MegatrainConfig) -> Iterator[str]:
     """Where the speeds are from: those that no option names are reckoned."""
-    speeds = {
-        "products": (options.dense_flops, f"{DENSE_SHARE:.0%} of {gpu.dense_flops / 1e12:.0f} dense bf16 TFLOPS"),
-        "GPU memory": (options.device_bytes, f"{MEMORY_SHARE:.0%} of {gpu.memory_bytes / 1e12:.2f} TB/s"),
-        "link": (options.link_bytes, f"{H2D_SHARE:.0%} of {gpu.link_bytes / GB:.0f} GB/s each way"),
-        "host step": (options.host_step_parameters, ""),  # of which a note of its own says how it is reckoned
-    }
-    named = [name for name, (given, _) in speeds.items() if given is not None]
-    if shares := [share for given, share in speeds.values() if share and given is None]:
-        yield f"sustained speeds reckoned from public figures by what one H200 reaches of its own: {', '.join(shares)}"
-    if named:
-        yield f"{', '.join(named)} as the options say"
+    if None in (options.dense_flops, options.device_bytes, options.link_bytes):
+        yield "speeds that no option names are reckoned from public figures, by what one H200 reaches of its own"
     if options.host_step_parameters is None:
         at_work = "" if config.host_threads is None else f", host_threads {config.host_threads}"
-        yield f"host step reckoned from {cores} cores{at_work} and {dram / GB:.0f} GB/s of DRAM"
+        yield f"host step reckoned from {cores} cores{at_work} and {gpu.host_dram_bytes / GB:.0f} GB/s of DRAM"
 
 
 def _unknown_gpu(options: MachineOptions) -> KnownGpu:

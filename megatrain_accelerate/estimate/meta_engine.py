@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine
@@ -30,10 +27,8 @@ from megatrain_accelerate.store.unit import HostUnit, ParameterState
 from megatrain_accelerate.units import GIB
 
 META = torch.device("meta")
-_TABLE = re.compile("wpe|embed_positions|pos_emb(ed)?|pos(ition(al)?)?_embeddings?|position_embeds_layer|positions_embed")
-"""What models of transformers call tables of positions. Relative ones have other names."""
-_BUFFER = "embed_positions"
-"""What GPT-J and CodeGen call theirs, which aren't learned: sines and cosines in each attention."""
+_MOST_SPARE_ROWS = 8
+"""Of a table of positions: BART and OPT have two before the first."""
 
 
 def load_config(name: str, trust_remote_code: bool = False) -> Any:
@@ -91,29 +86,18 @@ class PositionTable:
     """Tokens of the longest sequence."""
 
 
-def shortest_table(model: nn.Module, run: Callable[[], object]) -> PositionTable | None:
-    """The table with the fewest positions, of embeddings among those that a run looks into: one on tokens leaves out those of
-    towers for images and sounds. None if there is none."""
-    tables = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and _TABLE.fullmatch(name.rpartition(".")[2])
-    }
-    found = [
-        PositionTable(name, len(buffer))
-        for name, buffer in model.named_buffers()
-        if name.rpartition(".")[2] == _BUFFER and buffer.dim() == 2
+def position_table(model: Any, stated: int | None) -> PositionTable | None:
+    """The embedding, or the buffer of sines, with a row for each of the positions that the configuration names; None if there
+    is none. That of the tokens is none, however many they are."""
+    tables: list[tuple[str, Any, int]] = [
+        (name, module, module.num_embeddings) for name, module in model.named_modules() if isinstance(module, nn.Embedding)
     ]
-    if tables:
-        used: set[nn.Module] = set()
-        with register_module_forward_pre_hook(lambda module, _: used.add(module)):
-            run()
-        for name, module in tables.items():
-            # Before the first position lie rows of RoBERTa's padding, or of BART's and OPT's offset.
-            padding, offset = module.padding_idx, getattr(module, "offset", 0)
-            before = padding + 1 if padding is not None else offset if isinstance(offset, int) else 0
-            found += [PositionTable(name, module.num_embeddings - before)] * (module in used)
-    return min(found, key=lambda table: table.positions, default=None)
+    tables += [(name, None, len(buffer)) for name, buffer in model.named_buffers() if buffer.dim() == 2]
+    for name, module, rows in tables:
+        if stated and 0 <= rows - stated <= _MOST_SPARE_ROWS and module is not model.get_input_embeddings():
+            padding = getattr(module, "padding_idx", None)  # RoBERTa counts from behind it
+            return PositionTable(name, stated if padding is None else stated - padding - 1)
+    return None
 
 
 class _MetaMemory(DeviceMemory):

@@ -44,19 +44,22 @@ class OpCosts:
     """Of matrix products, convolutions and attention."""
     traffic_bytes: float = 0.0
     """Read and written by all other operations that make new memory."""
+    attention_flops: float = 0.0
+    """Those of attention's kernels alone."""
 
     def times(self, factor: float) -> OpCosts:
-        return OpCosts(factor * self.flops, factor * self.traffic_bytes)
+        return OpCosts(factor * self.flops, factor * self.traffic_bytes, factor * self.attention_flops)
 
     def seconds(self, machine: Machine) -> float:
         """On the device, where they weren't measured."""
         return self.flops / machine.device_flops + self.traffic_bytes / machine.device_bytes
 
     def __add__(self, other: OpCosts) -> OpCosts:
-        return OpCosts(self.flops + other.flops, self.traffic_bytes + other.traffic_bytes)
+        attention_flops = self.attention_flops + other.attention_flops
+        return OpCosts(self.flops + other.flops, self.traffic_bytes + other.traffic_bytes, attention_flops)
 
     def __sub__(self, other: OpCosts) -> OpCosts:
-        return OpCosts(self.flops - other.flops, self.traffic_bytes - other.traffic_bytes)
+        return self + other.times(-1.0)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -71,6 +74,10 @@ class LiveBytes(TorchDispatchMode):
         self.costs = OpCosts()
         # Their storages come back in views, and aren't new.
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in present)
+        self.operands: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Storages that products and attention have read or made."""
+        self.scores: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Storages that softmax has made."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -103,11 +110,14 @@ class LiveBytes(TorchDispatchMode):
     def _add_costs(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor], is_new: bool) -> None:
         flops, times, name = _flops(func, args, kwargs, result), token_tiles.times(), str(func.__name__)
         if flops is not None:
-            self.costs += OpCosts(flops=times * flops)
+            self.costs += OpCosts(times * flops, attention_flops=times * flops if "attention" in name else 0.0)
+            self.operands.update(tensor.untyped_storage() for tensor in [*tensors_in((args, kwargs)), *made])
         elif is_new or name.split(".")[0].endswith("_"):  # in place, or out of it: no view
             read = tensors_in((args, kwargs))
             moved = sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in [*read, *made])
             self.costs += OpCosts(traffic_bytes=times * moved)
+        if name.startswith("_softmax."):
+            self.scores.update(tensor.untyped_storage() for tensor in made)
         if made and runs_on_gpu(made[0]):
             self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes(name, made))
             if name.startswith(_SOFTMAX_BACKWARD):
@@ -115,6 +125,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 _SOFTMAX_BACKWARD, _FLEX = "_softmax_backward_data", "flex_attention"
+_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def workspace_bytes(name: str, made: Sequence[torch.Tensor]) -> int:
@@ -163,6 +174,9 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
     count = flop_registry.get(func._overloadpacket if isinstance(func, torch._ops.OpOverload) else func)
     if count is None and is_grouped_product(name):
         return grouped_flops(args[0], args[1])
+    if name.startswith(_CPU_ATTENTION) and runs_on_gpu(args[0]):  # stands for a GPU's; a causal one skips half of the pairs
+        is_causal = any(argument is True for argument in [*args, *kwargs.values()])
+        return (attention_flops(name, args) or 0.0) * (0.5 if is_causal else 1.0)
     if count is None and not name.startswith(_FLEX):
         return None
     # Torch's formula refuses grouped-query attention, and knows none of flex attention: as plain attention then.

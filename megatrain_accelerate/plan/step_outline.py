@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,10 +31,10 @@ from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.token_tiles import tokens_of
 from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.plan.step_memory import LiveBytes, OpCosts, dry_model, loss_of
-from megatrain_accelerate.plan.step_profile import Event, LayerProfile, StepOutline
+from megatrain_accelerate.plan.step_profile import Event, LayerProfile, SavedInForward, StepOutline
 from megatrain_accelerate.transfer import activation_offload
 
-FirstCall = Callable[[Hashable, StreamedLayer, tuple[Any, ...], dict[str, Any]], None]
+Reckoning = Callable[[StreamedLayer, LayerProfile, SavedInForward], LayerProfile]
 
 _KNOWN_PACKAGES = ("transformers", "peft")
 _Mode = contextlib.AbstractContextManager[Any]
@@ -60,23 +61,26 @@ def call_kind(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any
     return _kinds.setdefault(key, len(_kinds))
 
 
-class _LeavingStorages:
-    """Counts what :mod:`megatrain_accelerate.transfer.activation_offload` would send to the host of one call."""
+class _SavedStorages:
+    """Counts what autograd saves of one call, and what of it :mod:`megatrain_accelerate.transfer.activation_offload` would
+    send to the host."""
 
     def __init__(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = tensors_in((args, kwargs))
         sent = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in inputs if t.requires_grad}
         self.input_bytes = sum(count for count in sent.values() if count >= activation_offload.MIN_OFFLOADED_BYTES)
-        self.saved_bytes = 0
+        self.leaving_bytes = 0
+        self.storages: weakref.WeakSet[Any] = weakref.WeakSet()
         stay = [*inputs, *layer.module.parameters(), *layer.module.buffers()]
-        self._seen = {tensor.untyped_storage()._cdata for tensor in stay}
+        self._others: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in stay)
 
     def count(self, tensor: torch.Tensor) -> torch.Tensor:
         """Adds up what autograd saves, each storage once."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._seen and storage.nbytes() >= activation_offload.MIN_OFFLOADED_BYTES:
-            self._seen.add(storage._cdata)
-            self.saved_bytes += storage.nbytes()
+        if storage not in self._others and storage not in self.storages:
+            self.storages.add(storage)
+            if storage.nbytes() >= activation_offload.MIN_OFFLOADED_BYTES:
+                self.leaving_bytes += storage.nbytes()
         # A node that saves its own output and that no backward reaches (a branch that nothing needs) would hold itself.
         return tensor if tensor.grad_fn is None else tensor.detach()
 
@@ -103,14 +107,14 @@ class _Outliner:
     """Runs in the place of the layers and notes the events."""
 
     def __init__(
-        self, live: LiveBytes, runtime: StreamingRuntime, device: torch.device, first_call: FirstCall | None = None
+        self, live: LiveBytes, runtime: StreamingRuntime, device: torch.device, reckoning: Reckoning | None = None
     ) -> None:
         self.events: list[Event] = []
         self.profiles: dict[Hashable, LayerProfile] = {}
         self._live = live
         self._anchor = torch.empty((), device=device, requires_grad=True)
         self._cut = runtime.batch_cut
-        self._first_call = first_call
+        self._reckoning = reckoning
         self._costs_before = OpCosts()
         self._outputs: dict[Hashable, tuple[Callable[[Sequence[torch.Tensor]], Any], list[tuple[Any, ...]]]] = {}
         """For each kind of call, what puts its outputs together, and size, stride, dtype and device of each tensor in them."""
@@ -128,8 +132,6 @@ class _Outliner:
         kind = call_kind(layer, args, kwargs)
         self.note(False, layer.index, kind)
         if kind not in self.profiles:
-            if self._first_call is not None:
-                self._first_call(kind, layer, args, kwargs)
             self._profile(layer, kind, args, kwargs)
         put_together, shapes = self._outputs[kind]
         tensors = tensors_in((args, kwargs))
@@ -150,7 +152,7 @@ class _Outliner:
         """Runs the layer itself, without data, and leaves the counters of the outside as they were."""
         live = self._live
         split = BatchSplit.of_call(layer, args, kwargs, self._cut)
-        leaving = _LeavingStorages(layer, args, kwargs)
+        saved = _SavedStorages(layer, args, kwargs)
         needs = tuple(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
         _, length = tokens_of(args, kwargs) or (0, 0)
         args, kwargs = split.first_piece(args, kwargs)
@@ -163,11 +165,24 @@ class _Outliner:
         whole_bytes = sum(leaf.untyped_storage().nbytes() for leaf in made)
         del trial, made
         forward = live.costs - costs
+        costs = costs_until_saved = live.costs
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal costs_until_saved
+            costs_until_saved = live.costs
+            return saved.count(tensor)
+
         with torch.enable_grad():
             cut_args, cut_kwargs = as_leaves(args, kwargs, needs)
-            with saved_tensors_hooks(leaving.count, lambda tensor: tensor):
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
                 trial = self._run(layer, cut_args, cut_kwargs)
         kept_forward_bytes = live.take_peak() - base
+        in_forward = SavedInForward(
+            operand_bytes=sum(kept.nbytes() for kept in saved.storages if kept in live.operands or kept in live.scores),
+            score_bytes=sum(kept.nbytes() for kept in saved.storages if kept in live.operands and kept in live.scores),
+            output_bytes=sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(trial)),
+            costs=costs_until_saved - costs,
+        )
         outputs = [tensor for tensor in tensors_in(trial) if tensor.requires_grad]
         wanted = [tensor for tensor in tensors_in((cut_args, cut_kwargs)) if tensor.requires_grad]
         wanted += [p for p in layer.module.parameters() if p.requires_grad]
@@ -201,12 +216,12 @@ class _Outliner:
         if layer.experts:
             modes = (of_experts.at_work(layer, False), of_experts.at_work(layer, True))
             experts, expert_bytes = self._spared_by(of_experts, modes, run_again)
-        self.profiles[kind] = LayerProfile(
+        profile = LayerProfile(
             forward=forward,
             backward=backward,
             kept_bytes=kept_bytes,
-            offloaded_bytes=min(kept_bytes, leaving.saved_bytes),
-            input_bytes=leaving.input_bytes,
+            offloaded_bytes=min(kept_bytes, saved.leaving_bytes),
+            input_bytes=saved.input_bytes,
             forward_bytes=forward_bytes,
             kept_forward_bytes=kept_forward_bytes,
             kept_backward_bytes=backward_bytes,
@@ -217,7 +232,10 @@ class _Outliner:
             experts=experts,
             expert_bytes=expert_bytes,
             length=length,
-        ).of_pieces(split, whole_bytes)
+        )
+        if self._reckoning is not None:
+            profile = self._reckoning(layer, profile, in_forward)
+        self.profiles[kind] = profile.of_pieces(split, whole_bytes)
         live.take_peak()
         self._costs_before = live.costs
 
@@ -248,20 +266,19 @@ def outline_step(
     runtime: StreamingRuntime,
     inputs: Mapping[str, Any],
     device: torch.device,
-    first_call: FirstCall | None = None,
+    reckoning: Reckoning | None = None,
 ) -> StepOutline:
     """Runs the model's forward and backward once without data, as they will run on the device.
 
     ``inputs`` are the keyword arguments of the real call; without labels among them the loss is the sum over the output.
-    ``first_call`` is told of a call of a new kind before it is profiled: the kind, the layer and its arguments, which have
-    no data.
+    ``reckoning`` makes of a call's profile, or of its first piece's, one with times.
 
     Raises:
         Exception: whatever the model raises when it looks at data (``FakeTensorMode`` has none).
     """
     with dry_model(model, inputs, device) as (dry_inputs, live):
         runtime.batch_cut.begin(dict(inputs))
-        outliner = _Outliner(live, runtime, device, first_call)
+        outliner = _Outliner(live, runtime, device, reckoning)
         with runtime.layers_run_by(outliner), live:
             with _sums_divided_by(dry_inputs.get("num_items_in_batch")) as sums:
                 loss = loss_of(model.forward(**dry_inputs), device)

@@ -13,6 +13,20 @@ from megatrain_accelerate.plan.step_memory import OpCosts
 
 
 @dataclasses.dataclass(frozen=True)
+class SavedInForward:
+    """What a forward that keeps its graph tells of a compiled one."""
+
+    operand_bytes: int
+    """Of what autograd saved, what products and attention read or made, and results of softmax. Inputs and weights don't
+    count."""
+    score_bytes: int
+    """Of it, results of softmax that products read as they are, padding and all."""
+    output_bytes: int
+    costs: OpCosts
+    """Of the forward until the last tensor was saved."""
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerProfile:
     """What one call of a layer costs on the device. Bytes are above what is there when the call begins."""
 

@@ -13,10 +13,9 @@ from transformers import BertConfig, BertForMaskedLM
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import UnsupportedError
-from megatrain_accelerate.estimate import forecast as forecast_module
 from megatrain_accelerate.estimate.forecast import Forecast, Forecaster
 from megatrain_accelerate.layers.layer import StreamedLayer
-from megatrain_accelerate.layers.micro_batches import BatchCut
+from megatrain_accelerate.layers.micro_batches import BatchCut, BatchSplit
 from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.units import GIB
 
@@ -155,9 +154,9 @@ def test_a_batch_that_cannot_be_cut_stays_in_its_micro_batches(monkeypatch: pyte
             raise UnsupportedError("it can't be cut")
         return of_call(layer, args, kwargs, cut)
 
-    of_call = forecast_module.BatchSplit.of_call
+    of_call = BatchSplit.of_call
     apart = forecast(join_micro_batches=False)
-    monkeypatch.setattr(forecast_module.BatchSplit, "of_call", refuses)
+    monkeypatch.setattr(BatchSplit, "of_call", refuses)
     found = forecast()
     assert not found.joined
     assert found.seconds == apart.seconds

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,12 +18,11 @@ from transformers import (
     PretrainedConfig,
 )
 
-from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError
-from megatrain_accelerate.estimate import command, report
+from megatrain_accelerate.estimate import command, findings, report
 from megatrain_accelerate.estimate.findings import MOST_BATCH, MOST_TOKENS, Estimate, Limits, find_limits, longest_context
 from megatrain_accelerate.estimate.forecast import Forecaster
-from megatrain_accelerate.estimate.meta_engine import PositionTable, model_on_meta
+from megatrain_accelerate.estimate.meta_engine import PositionTable, model_on_meta, position_table
 from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.units import GIB
 
@@ -72,8 +70,8 @@ def estimated(folder: Path, shape: dict[str, object], *arguments: str) -> Estima
 
 def table_of(config: PretrainedConfig, kind: type) -> PositionTable | None:
     with torch.device("meta"):
-        model = kind.from_config(config).to(torch.bfloat16)  # type: ignore[attr-defined]
-    return Forecaster(model, MegatrainConfig(), MACHINE, GIB, 4 * GIB).positions()
+        model = kind.from_config(config)  # type: ignore[attr-defined]
+    return position_table(model, config.get_text_config().max_position_embeddings)
 
 
 @pytest.mark.parametrize(
@@ -127,20 +125,6 @@ def test_sequences_are_no_longer_than_the_models_table_of_positions(tmp_path: Pa
         "1,024 tokens, one sequence; the model has 1,024 positions (transformer.wpe)" in line for line in report.table(found)
     )
     assert report.as_json(found)["table_positions"] == 1024
-
-
-def test_looking_for_tables_changes_nothing_of_the_estimate() -> None:
-    config = AutoConfig.for_model("gpt2", **{key: value for key, value in GPT2.items() if key != "model_type"})
-    found = []
-    for looks in (True, False):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-        forecaster = Forecaster(model, MegatrainConfig(token_tile=0), MACHINE, GIB, 4 * GIB)
-        if looks:
-            forecaster.positions()
-        assert not any("forward" in vars(module) for module in model.modules() if isinstance(module, nn.Embedding))
-        found.append(forecaster.forecast(1, 8))
-    assert found[0] == found[1]
 
 
 # ---------------------------------------------------------------- the search
@@ -200,7 +184,7 @@ def test_a_length_that_the_models_code_fails_at_is_one_that_does_not_fit(most_to
 
 
 def test_the_message_names_the_length_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Forecaster, "positions", lambda self: None)
+    monkeypatch.setattr(findings, "position_table", lambda *_: None)
     shape = {**ENCODER, "model_type": "bert", "architectures": ["BertForMaskedLM"]}
     found = estimated(tmp_path, shape, "--length", "130", "--batch", "1", "--no-limits")
     with pytest.raises(ConfigError, match="can't be run without data on token ids of 130 tokens"):

@@ -1,7 +1,7 @@
 """The estimate against trainings that were measured on one H200 (docs/benchmarks.md): memory within 5%, time within 10%.
 
 The speeds are those of the machines that the cases ran on. Five cases were looked at when the shares in
-``layer_graph.py`` were chosen, with the times of single layers (docs/estimate_method.md says which for what); the others
+``layer_costs.py`` were chosen, with the times of single layers (docs/estimate_method.md says which for what); the others
 were kept out. One is known to be missed.
 
 When they were measured compiled layers computed their outputs again in backward, which they don't any more: the estimate is
@@ -18,10 +18,12 @@ import pytest
 from flat_settings import nested
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.estimate import layer_graph
+from megatrain_accelerate.estimate import forecast as forecast_module
+from megatrain_accelerate.estimate import layer_costs
 from megatrain_accelerate.estimate.forecast import Forecaster
 from megatrain_accelerate.estimate.machine_description import at_the_power_limit
 from megatrain_accelerate.plan.machine import Machine
+from megatrain_accelerate.plan.step_profile import LayerProfile, SavedInForward
 from megatrain_accelerate.units import GIB
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes" / "benchmarks"))
@@ -186,7 +188,11 @@ SINCE = [
 @pytest.fixture
 def layers_are_recomputed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they were when most of the cases were measured."""
-    monkeypatch.setattr(layer_graph, "_without_outputs", lambda forward, outputs: forward)
+
+    def with_times(profile: LayerProfile, saved: SavedInForward, compiles: bool, machine: Machine) -> LayerProfile:
+        return layer_costs.with_times(profile, dataclasses.replace(saved, costs=profile.forward), compiles, machine)
+
+    monkeypatch.setattr(forecast_module, "with_times", with_times)
 
 
 def assert_predicted(case: Measured) -> None:

@@ -36,12 +36,12 @@ def test_the_link_is_measured_each_way_and_both_at_once() -> None:
     assert 0.9 * min(h2d, d2h) < both < 1.1 * (h2d + d2h)
 
 
-def test_the_report_names_the_gpu_and_what_limits_training(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_report_names_the_gpu_and_its_speeds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["doctor", "--json", "--folder", str(tmp_path)]) == 0
     found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
     assert found["GPU"]["values"]["gpu"] == torch.cuda.get_device_name()
     assert found["link"]["values"]["both_gb_per_second"] > 0
-    assert found["what limits training"]["values"]["step_bound_below_tokens"] > 0
+    assert found["plan's speeds"]["values"]["plan_device_flops"] > 0
 
 
 def test_an_estimate_for_this_machine_goes_by_its_measured_speeds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.estimate.forecast import Forecaster
-from megatrain_accelerate.estimate.layer_graph import WithoutAttentionDropout
+from megatrain_accelerate.estimate.layer_costs import WithoutAttentionDropout
 from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.units import GIB
 

@@ -1,0 +1,109 @@
+"""What a layer costs that nobody has measured, from what a run without data counts: operations, bytes moved, bytes saved.
+
+Seconds are those of operations at shares of the machine's speeds, fitted to a few measured trainings on one H200
+(docs/estimate_method.md lists them). They say how far a training stays behind what ``plan/machine.py`` measures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from megatrain_accelerate.plan.machine import Machine
+from megatrain_accelerate.plan.step_memory import OpCosts
+from megatrain_accelerate.plan.step_profile import LayerProfile, SavedInForward
+
+PRODUCTS = 0.98
+"""Matrix products of layers, of the speed of a large product that the GPU keeps up."""
+ATTENTION = 0.74
+"""Attention kernels, of the same; counted without the half that a causal one skips."""
+SINGLE = 0.70
+"""What isn't compiled, but for products and attention: of the speed of a copy within device memory. Kernels of one
+operation each reduce, broadcast, or read slices and rows that aren't aligned."""
+FUSED = 0.5
+"""Of the bytes that single operations read and write, what is left to the kernels that a compiler makes of them; these are
+as fast as a copy."""
+OUTSIDE = 0.955
+"""All that runs outside the layers, the loss above all: of that speed, and of a copy's within device memory."""
+_ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+class WithoutAttentionDropout(TorchFunctionMode):
+    """Calls of torch's attention drop nothing out while the body runs.
+
+    A GPU's attention kernels drop out as they go, and keep no scores. The CPU's, which stand for them here, can't: with
+    dropout torch takes products and a softmax there, with the scores of all pairs of tokens in memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_dropped = False
+        """Whether a call would have."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            kwargs = {**dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)), **kwargs}
+            self.has_dropped |= bool(kwargs.get("dropout_p"))
+            return func(**{**kwargs, "dropout_p": 0.0})
+        return func(*args, **kwargs)
+
+
+def with_times(profile: LayerProfile, saved: SavedInForward, compiles: bool, machine: Machine) -> LayerProfile:
+    """The profile of a call with seconds, and, if it ``compiles``, with the memory that it takes then.
+
+    Compiled code saves what products and attention read or made, and makes the rest again from that and from the sum of
+    the residual stream; its forward has two more tensors of the output's size in memory. A recompute ends with what was
+    saved last.
+    """
+
+    def seconds(costs: OpCosts) -> float:
+        products = (costs.flops - costs.attention_flops) / PRODUCTS + costs.attention_flops / ATTENTION
+        moved_bytes = costs.traffic_bytes * (FUSED if compiles else 1 / SINGLE)
+        return products / machine.device_flops + moved_bytes / machine.device_bytes
+
+    forward = seconds(profile.forward)
+    profile = dataclasses.replace(
+        profile,
+        forward_seconds=forward,
+        kept_forward_seconds=forward,
+        backward_seconds=seconds(profile.backward),
+        attention_seconds=seconds(profile.attention),
+    )
+    if not compiles:
+        return profile
+    kept_bytes = saved.operand_bytes + saved.score_bytes + saved.output_bytes
+    forward_bytes = kept_bytes + 2 * saved.output_bytes
+    backward_bytes = profile.kept_backward_bytes + saved.score_bytes
+    return profile.keeping(
+        kept_bytes,
+        forward_bytes=forward_bytes,
+        kept_forward_bytes=forward_bytes,
+        kept_backward_bytes=backward_bytes,
+        recomputed_bytes=max(forward_bytes, kept_bytes + backward_bytes),
+        recompute_seconds=seconds(saved.costs),
+    )
+
+
+def between(once: Any, twice: Any, times: float) -> Any:
+    """What ``times`` the sequences of ``once`` cost, on a line; ``twice`` is of two times as many.
+
+    Both are dataclasses, tuples and numbers of one structure; what is no number is taken from ``twice``.
+    """
+    if dataclasses.is_dataclass(twice) and not isinstance(twice, type):
+        names = [field.name for field in dataclasses.fields(twice) if field.init]
+        return dataclasses.replace(
+            twice, **{name: between(getattr(once, name), getattr(twice, name), times) for name in names}
+        )
+    if isinstance(twice, tuple):
+        return tuple(between(first, second, times) for first, second in zip(once, twice, strict=True))
+    if isinstance(twice, bool) or not isinstance(twice, (int, float)):
+        return twice
+    on_the_line = once + (twice - once) * (times - 1)
+    return round(on_the_line) if isinstance(twice, int) else on_the_line
