@@ -316,23 +316,30 @@ def merged(spans: Sequence[Span], gap_us: float) -> list[Span]:
     return joined
 
 
-def draw(timeline: Timeline, path: Path) -> None:
-    """Writes the picture. Not by pyplot: that would choose a backend, and keep the figure.
+def empty_figure(size: tuple[float, float], needs: str, remedy: str) -> Any:
+    """A figure of matplotlib. Not of pyplot: that would choose a backend, and keep the figure.
 
     Raises:
-        UnsupportedError: matplotlib isn't installed.
+        UnsupportedError: matplotlib isn't installed; names what ``needs`` it, and the other ``remedy``.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
     except ImportError as error:
         raise UnsupportedError(
-            f"the picture needs matplotlib, which can't be imported ({error}): pip install matplotlib, or open the Perfetto "
-            "file at ui.perfetto.dev"
+            f"{needs} needs matplotlib, which can't be imported ({error}): pip install matplotlib, or {remedy}"
         ) from error
-    figure = Figure(figsize=(16, 1.6 + 0.75 * len(timeline.lanes)), layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
+    return figure
+
+
+def draw(timeline: Timeline, path: Path) -> None:
+    """Writes the picture; raises as :func:`empty_figure` does."""
+    size = (16, 1.6 + 0.75 * len(timeline.lanes))
+    figure = empty_figure(size, "the picture", "open the Perfetto file at ui.perfetto.dev")
+    from matplotlib.patches import Patch
+
     axes = figure.add_subplot()
     info, period_us = timeline.info, timeline.period_us
     busy = {lane: length(timeline.busy(lane)) / period_us for lane in timeline.lanes}

@@ -11,6 +11,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatrain_accelerate.errors import MegatrainError
@@ -75,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", type=_setting, **many, default=[], metavar="KEY=VALUE", help="settings of megatrain_config")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the configuration")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw tokens a second against batch, or of all models")
     machine = parser.add_argument_group("machine", "by default this one, as measured; --gpu describes another")
     machine.add_argument("--gpu", metavar="NAME", help="a known GPU: H200, H100, A100-80, GH200, RTX4090, ...")
     for option, name, kind, metavar, text in (
@@ -99,12 +101,14 @@ def run(options: argparse.Namespace) -> int:
         from megatrain_accelerate.estimate.findings import Estimate
 
         if options.model is None:
-            shown, asked = itertools.tee(ladder.estimates(options))
+            shown, drawn, asked = itertools.tee(ladder.estimates(options), 3)
             if options.json:
                 print(json.dumps([report.as_json(found) for found in shown], indent=2))
             else:
                 for line in report.ladder_table(shown):
                     print(line, flush=True)
+            if options.plot is not None:
+                report.ladder_plot(list(drawn), options.plot)
             return 0 if any(found.fits for found in asked) else 1
         found = Estimate(options)
         if options.json:
@@ -112,6 +116,8 @@ def run(options: argparse.Namespace) -> int:
         else:
             for line in report.table(found):
                 print(line, flush=True)
+        if options.plot is not None:
+            report.plot(found, options.plot)
         return 0 if found.fits else 1
     except MegatrainError as error:
         print(f"megatrain estimate: {error}", file=sys.stderr)

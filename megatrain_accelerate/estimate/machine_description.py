@@ -233,8 +233,17 @@ def _described(options: MachineOptions, config: MegatrainConfig) -> MachineDescr
 
 def _notes(gpu: KnownGpu, options: MachineOptions, cores: int, config: MegatrainConfig) -> Iterator[str]:
     """Where the speeds are from: those that no option names are reckoned."""
-    if None in (options.dense_flops, options.device_bytes, options.link_bytes):
-        yield "speeds that no option names are reckoned from public figures, by what one H200 reaches of its own"
+    speeds = {
+        "products": (options.dense_flops, f"{DENSE_SHARE:.0%} of {gpu.dense_flops / 1e12:.0f} dense bf16 TFLOPS"),
+        "GPU memory": (options.device_bytes, f"{MEMORY_SHARE:.0%} of {gpu.memory_bytes / 1e12:.2f} TB/s"),
+        "link": (options.link_bytes, f"{H2D_SHARE:.0%} of {gpu.link_bytes / GB:.0f} GB/s each way"),
+        "host step": (options.host_step_parameters, ""),  # of which a note of its own says how it is reckoned
+    }
+    named = [name for name, (given, _) in speeds.items() if given is not None]
+    if shares := [share for given, share in speeds.values() if share and given is None]:
+        yield f"sustained speeds reckoned from public figures by what one H200 reaches of its own: {', '.join(shares)}"
+    if named:
+        yield f"{', '.join(named)} as the options say"
     if options.host_step_parameters is None:
         at_work = "" if config.host_threads is None else f", host_threads {config.host_threads}"
         yield f"host step reckoned from {cores} cores{at_work} and {gpu.host_dram_bytes / GB:.0f} GB/s of DRAM"

@@ -1,14 +1,17 @@
-"""An estimate as a table for people and as JSON for programs; and those of many models."""
+"""An estimate as a table for people, as JSON for programs, and as a picture; and those of many models."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.estimate.findings import Estimate
 from megatrain_accelerate.estimate.forecast import Forecast
 from megatrain_accelerate.estimate.machine_description import MachineDescription
+from megatrain_accelerate.tracing import empty_figure
 from megatrain_accelerate.units import GB, GIB
 
 STOCK_BYTES = 16
@@ -226,3 +229,66 @@ def _speed_and_memory(row: Forecast) -> str:
 def _stock(estimate: Estimate) -> str:
     needed_bytes = STOCK_BYTES * estimate.forecaster.parameters
     return f"{needed_bytes / GIB:,.1f}" + (", doesn't fit" if needed_bytes > estimate.machine.gpu_bytes else "")
+
+
+def ladder_plot(estimates: Sequence[Estimate], path: Path) -> None:
+    """Draws the table: a coloured cell for each model and batch that fits; raises as :func:`plot` does."""
+    figure = empty_figure((9, 1.2 + 0.4 * len(estimates)), "--plot", "take --json")
+    axes = figure.add_subplot()
+    first, labels = estimates[0], []
+    for line, estimate in enumerate(estimates):
+        fits = estimate.missing_host_bytes <= 0
+        labels.append(f"{estimate.model}: host {estimate.forecaster.host_store_bytes / GIB:,.0f} GiB")
+        for column, row in enumerate(estimate.rows() if fits else ()):
+            if row.fits:
+                axes.barh(line, 0.97, 0.9, left=column - 0.485, color="#9fc9f2")
+                text = f"{row.tokens_per_second:,.0f} tokens/s, GPU {row.gpu_bytes / GIB:.0f} GiB"
+                axes.text(column, line, text, ha="center", va="center", fontsize=8)
+        if not fits:
+            axes.text(-0.45, line, f"{_missing_host(estimate)} are missing", va="center", fontsize=8, color="#8a8a8a")
+        axes.text(len(first.batches) - 0.4, line, _stock(estimate), va="center", fontsize=8)
+    axes.text(len(first.batches) - 0.4, -0.75, "stock Trainer's states, GiB", fontsize=8)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_xticks(range(len(first.batches)), [f"{batch:,} x {first.length:,} tokens a step" for batch in first.batches])
+    axes.xaxis.tick_top()
+    axes.set_xlim(-0.5, len(first.batches) + 0.3)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    host_bytes = first.machine.host_bytes
+    host = "as much host memory as is needed" if host_bytes is None else f"{host_bytes / GIB:,.0f} GiB of host memory"
+    axes.set_title(f"What trains on {first.machine.gpu} with {host}, predicted", fontsize=10)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, labelsize=8)
+    _save(figure, path)
+
+
+def plot(estimate: Estimate, path: Path) -> None:
+    """Draws tokens a second against the batch; the path's suffix names the picture's format.
+
+    Raises:
+        UnsupportedError: matplotlib isn't installed.
+        ConfigError: nothing can be written there, or not in that format.
+    """
+    figure = empty_figure((8, 5), "--plot", "take --json")
+    axes = figure.add_subplot()
+    rows = sorted(estimate.rows(), key=lambda row: row.batch)
+    for place, row in enumerate(rows):
+        axes.bar(place, row.tokens_per_second, color="#9fc9f2" if row.fits else "#e4e4e4")
+        text = f"{row.tokens_per_second:,.0f}\n{row.gpu_bytes / GIB:.0f} GiB\n{row.candidate.time.bound_by}"
+        text += "" if row.fits else "\ndoesn't fit"
+        axes.text(place, row.tokens_per_second, text, ha="center", va="bottom", fontsize=8)
+    axes.set_xticks(range(len(rows)), [f"{row.batch:,}" for row in rows])
+    axes.margins(y=0.2)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel(f"sequences of {estimate.length:,} tokens in a batch")
+    axes.set_ylabel("tokens a second")
+    # Of a model in a folder its name, and no path of this machine.
+    model = Path(estimate.model.removesuffix("/config.json")).name
+    axes.set_title(f"{model} on {estimate.machine.gpu}, predicted: speed, GPU memory, what bounds a step", fontsize=9)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path}: {error}") from error

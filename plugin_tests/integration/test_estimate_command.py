@@ -32,10 +32,25 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("name", ["", "config.json"])
+def test_a_plot_names_the_model_and_no_folder_of_this_machine(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = folder / "speed.svg"
+    quick = ["--length", "64", "--batch", "1", "2", "--no-limits"]
+    assert main(["estimate", str(folder / name), *MACHINE, *quick, "--plot", str(plot)]) == 0
+    drawn = plot.read_text()
+    assert f"{folder.name} on H200" in drawn
+    assert str(folder) not in drawn
+
+
 @pytest.mark.slow
-def test_without_a_model_a_table_says_what_the_machine_trains(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_model_a_table_and_a_picture_say_what_the_machine_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "models.svg"
     machine = ["--gpu", "rtx4090", "--host-memory", "10GiB"]
-    assert main(["estimate", *machine, "--length", "64", "--batch", "1"]) == 0
+    assert main(["estimate", *machine, "--length", "64", "--batch", "1", "--plot", str(plot)]) == 0
     shown = capsys.readouterr().out
     models = [line.split() for line in shown.splitlines() if " G  " in line]
     assert [float(words[1]) for words in models] == [0.49, 1.54, 3.09, 8.03, 14.77, 30.53, 32.76, 70.55, 116.83]
@@ -45,15 +60,18 @@ def test_without_a_model_a_table_says_what_the_machine_trains(capsys: pytest.Cap
     assert "doesn't" not in fits
     assert all("of host memory are missing" in " ".join(words) for words in others)
     assert "23.0, doesn't fit" in " ".join(others[0])
-    assert float(fits[5].replace(",", "")) > 0
+    speed = fits[5]
+    assert f"{speed} tokens/s" in plot.read_text()
 
 
 @pytest.mark.long
-def test_the_table_says_what_fits_and_how_fast(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", str(folder), *MACHINE, "--length", "64"]) == 0
+def test_the_table_says_what_fits_and_how_fast_and_a_plot_shows_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = folder / "speed.png"
+    assert main(["estimate", str(folder), *MACHINE, "--length", "64", "--plot", str(plot)]) == 0
     shown = capsys.readouterr().out
     for text in ("LlamaForCausalLM", "largest batch", "longest context", "names 512", "tokens/s", "host step", "of 4"):
         assert text in shown
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_json_holds_the_numbers_of_a_config_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,6 +239,14 @@ def test_a_configuration_that_is_none_is_said_in_a_line(text: str, tmp_path: Pat
     (tmp_path / "config.json").write_text(text)
     assert main(["estimate", str(tmp_path), *MACHINE]) == 1
     assert "can't be read" in capsys.readouterr().err
+
+
+def test_a_plot_that_cannot_be_drawn_leaves_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quick = ["--length", "64", "--batch", "1", "--no-limits"]
+    assert main(["estimate", str(folder), *MACHINE, *quick, "--plot", str(folder / "speed.foo")]) == 1
+    shown = capsys.readouterr()
+    assert "tokens/s" in shown.out
+    assert "speed.foo" in shown.err
 
 
 def test_gradients_that_pass_take_no_memory_of_their_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
