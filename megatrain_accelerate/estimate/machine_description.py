@@ -61,6 +61,8 @@ class KnownGpu:
     host_cores: int = 16
     sustained_flops: float | None = None
     """Of large bf16 products in a training, at the GPU's power limit; None where no training was measured."""
+    shares_memory: bool = False
+    """Whether GPU and host have one memory. A quarter of it is the GPU's unless the options say otherwise."""
 
 
 KNOWN_GPUS = (
@@ -68,6 +70,7 @@ KNOWN_GPUS = (
     KnownGpu("H200", 139.8, 989.4e12, 4.8e12, sustained_flops=716e12),
     KnownGpu("H100", 79.2, 989.4e12, 3.35e12),
     KnownGpu("GH200", 94.5, 989.4e12, 4.0e12, NVLINK_C2C, GRACE_DRAM, 72),
+    KnownGpu("GB10", 119.6, 125e12, 0.273e12, 100e9, 200e9, 20, shares_memory=True),
     KnownGpu("A100-80", 79.2, 312e12, 2.039e12, PCIE4),
     KnownGpu("A100-40", 39.4, 312e12, 1.555e12, PCIE4),
     KnownGpu("L40S", 44.4, 362e12, 0.864e12, PCIE4),
@@ -204,7 +207,16 @@ def _described(options: MachineOptions, config: MegatrainConfig) -> MachineDescr
             "--gpu-memory, --tflops, --gpu-bandwidth and --link, without --gpu"
         )
     cores = options.cores or gpu.host_cores
-    total = options.gpu_memory_bytes or int(gpu.memory_gib * GIB)
+    whole = int(gpu.memory_gib * GIB)
+    total = options.gpu_memory_bytes or (whole // 4 if gpu.shares_memory else whole)
+    host_bytes = options.host_memory_bytes
+    if gpu.shares_memory:
+        host_bytes = host_bytes or whole - total
+        if total + host_bytes > whole:
+            raise ConfigError(
+                f"--gpu-memory {total / GIB:.1f} and --host-memory {host_bytes / GIB:.1f} GiB are more than the "
+                f"{gpu.memory_gib:.1f} GiB that {gpu.name} has for both; lower one of the two"
+            )
     if total <= CONTEXT_BYTES:
         raise ConfigError(
             f"--gpu-memory {total / GIB:.2f} GiB leaves nothing beside the CUDA context's {CONTEXT_BYTES / GIB:.1f} GiB; "
@@ -226,7 +238,7 @@ def _described(options: MachineOptions, config: MegatrainConfig) -> MachineDescr
         machine=_changed(machine, options),
         gpu_bytes=int(USABLE_SHARE_OF_DEVICE * (total - CONTEXT_BYTES)),
         gpu_total_bytes=total,
-        host_bytes=options.host_memory_bytes,
+        host_bytes=host_bytes,
         notes=tuple(_notes(gpu, options, cores, config)),
     )
 
