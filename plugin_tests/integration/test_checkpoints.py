@@ -33,6 +33,8 @@ from megatrain_accelerate.units import MIB
 WITHOUT_THE_PACKAGE = """
 import sys
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in ("megatrain_accelerate", "_megatrain_autoload"):

@@ -33,6 +33,8 @@ from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.layers import proxy
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 
 def only(arguments: Record) -> str:
     return "-".join(arguments)

@@ -15,6 +15,8 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 from transformers.models.llama.modeling_llama import LlamaMLP
 from versions import OLD_CHECKPOINTING_NAMES, older, require_arguments
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 # ---------------------------------------------------------------- optimizers
 
 
