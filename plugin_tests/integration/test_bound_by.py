@@ -17,6 +17,8 @@ from megatrain_accelerate.plan.device_plan import DevicePlan
 from megatrain_accelerate.plan.placement import Placement
 from megatrain_accelerate.transfer import prefetch
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 KEYS = (
     *(f"gpu_wait_{cause}_ms" for cause in ("h2d", "d2h", "host_step", "backward_end")),
     *(f"bound_share_{name}" for name in ("compute", "h2d", "d2h", "host_step")),
@@ -103,7 +105,7 @@ def test_what_lies_where_is_logged_once_for_each_plan(tmp_path: Path, monkeypatc
         nonlocal steps
         steps += 1
         if steps == 4:
-            plan._place(Placement.of_counts(4, kept=3))
+            plan.place(Placement.of_counts(4, kept=3))
         follow(plan, *args)
 
     monkeypatch.setattr(DevicePlan, "follow", replans)

@@ -6,6 +6,7 @@ code generation, which takes most of the time and is tested in ``test_trainer_co
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import weakref
@@ -24,6 +25,8 @@ from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.layers import compiled_layer
 from megatrain_accelerate.layers.compiled_layer import CompiledLayers
 from megatrain_accelerate.layers.saved_tensors import SavedTensors, SlotPlace
+
+pytestmark = pytest.mark.usefixtures("outlined_once")
 
 LAYERS = 4
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -67,6 +70,12 @@ def one_pass(
     return result
 
 
+@functools.cache
+def reference_pass(compile_layers: bool, **settings: Any) -> tuple[float, dict[str, torch.Tensor], int]:
+    """One that several tests compare with."""
+    return one_pass(compile_layers, **settings)
+
+
 def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     for name, gradient in theirs.items():
@@ -99,11 +108,11 @@ def test_many_lengths_and_batch_sizes_take_three_compilations_of_kept_and_of_rec
     model = tiny_model().train()
     engine = compiled(model, kept_layers=1)
     count = []
-    for batch, length in [(2, 16), (2, 24), (2, 17), (2, 9), (3, 30), (4, 25), (6, 11), (5, 16), (2, 16)]:
+    for batch, length in [(2, 16), (2, 24), (2, 9), (3, 30), (6, 11), (2, 16)]:
         loss_of(model, batch, length).backward()
         count.append(engine.runtime.compiled.compilations)
     # The first shape, then any length, then any length and batch size; each for kept and for recomputed layers.
-    assert count == [2, 4, 4, 4, 6, 6, 6, 6, 6]
+    assert count == [2, 4, 4, 6, 6, 6]
 
 
 def test_a_padding_mask_is_one_more_graph() -> None:
@@ -187,7 +196,7 @@ def test_auto_compiles_large_layers_on_a_gpu_only(monkeypatch: pytest.MonkeyPatc
 def test_the_wait_is_announced_once_in_a_process(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(compiled_layer, "_announced", False)
     for _ in range(2):
-        one_pass(True)
+        one_pass(True, backend=_fails)
     lines = [record.getMessage() for record in caplog.records if "compiling" in record.getMessage()]
     assert len(lines) == 1
     assert "Qwen2DecoderLayer" in lines[0]
@@ -198,7 +207,8 @@ def test_the_wait_is_announced_once_in_a_process(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("bf16", "autocast"), [(False, False), (True, False), (True, True)])
 def test_compiled_gradients_are_close_to_the_layers_own_and_complete(bf16: bool, autocast: bool) -> None:
-    ours, theirs = (one_pass(flag, bf16=bf16, autocast=autocast) for flag in (True, False))
+    settings = {"bf16": bf16, "autocast": autocast} if bf16 else {"kept_layers": 0}
+    ours, theirs = reference_pass(True, **settings), one_pass(False, **settings)
     assert ours[0] == pytest.approx(theirs[0], rel=TOLERANCE[torch.bfloat16 if bf16 or autocast else torch.float32])
     assert len(theirs[1]) == len(list(tiny_model().named_parameters()))
     assert_close(ours[1], theirs[1])
@@ -219,9 +229,9 @@ def test_keeping_compiled_layers_changes_no_bit_with_dropout() -> None:
 @pytest.mark.parametrize("kept", [0, LAYERS])
 def test_backward_doesnt_read_what_forward_left_in_the_slots(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[Any] = []
-    pack = SavedTensors._pack
-    monkeypatch.setattr(SavedTensors, "_pack", lambda self, tensor: packed.append(pack(self, tensor)) or packed[-1])
-    reference = one_pass(True, kept_layers=kept)[1]
+    reference = reference_pass(True, kept_layers=kept)[1]
+    pack = SavedTensors.pack
+    monkeypatch.setattr(SavedTensors, "pack", lambda self, tensor: packed.append(pack(self, tensor)) or packed[-1])
     model = tiny_model().train()
     # A slot for every layer: all would still be there.
     engine = compiled(model, kept_layers=kept, slots=LAYERS)

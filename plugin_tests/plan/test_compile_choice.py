@@ -22,6 +22,8 @@ from megatrain_accelerate.layers.compiled_layer import CompiledLayers
 from megatrain_accelerate.plan import device_plan
 from megatrain_accelerate.plan.machine import Machine
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 
 @pytest.fixture(autouse=True)
 def a_device_whose_layers_are_worth_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +95,7 @@ def test_the_first_step_is_compiled_where_nothing_else_has_room(monkeypatch: pyt
         return outline
 
     monkeypatch.setattr(device_plan, "measure_layers", out_of_memory_unless_compiled)
-    monkeypatch.setattr(device_plan.DevicePlan, "_measures", True)
+    monkeypatch.setattr(device_plan.DevicePlan, "measures", True)
     monkeypatch.setattr(device_plan.DevicePlan, "_surely_fits", lambda *_: False)
     model = tiny_model().train()
     engine = attach(model, gpu_memory_gib=4.0)

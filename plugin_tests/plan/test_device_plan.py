@@ -27,6 +27,8 @@ from megatrain_accelerate.plan.step_profile import StepOutline
 from megatrain_accelerate.transfer import activation_offload
 from megatrain_accelerate.units import GIB, MIB
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 FREE = {"device_layers": None, "offloaded_layers": None}
 MACHINE = Machine(h2d_bytes=5e10, d2h_bytes=5e10, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
 SHAPE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 512}
@@ -53,12 +55,12 @@ def held_tensors(run: Training) -> list[torch.Tensor]:
     """What the engine holds between steps, on the host and on the device."""
     runtime = run.engine.runtime
     found = [*run.model.parameters(), *run.model.buffers(), runtime.norms.norms, runtime.calls.anchor]
-    found += [runtime.gradient_sums._buffer]  # type: ignore[list-item]
+    found += [runtime.gradient_sums.buffer]  # type: ignore[list-item]
     found += [
         slot.buffer for slot in [*runtime.prefetcher.slots, *runtime.offloader.slots, *runtime.prefetcher.own_slots.values()]
     ]
     found += [slot.norms for slot in runtime.offloader.slots]
-    found += runtime.activations.pool._buffers
+    found += runtime.activations.pool.buffers
     for unit in runtime.units:
         found += [unit.weights, unit.residuals, unit.gradients, *(unit.moments or ())]  # type: ignore[list-item]
         for state in unit.states:
@@ -394,7 +396,7 @@ def test_batches_of_all_shapes_have_few_plans_which_all_of_them_fit(
     run = planned(budget_mib)
     plan = run.engine.device_plan
     plan.show = True
-    for _ in range(20):
+    for _ in range(12):
         ids = token_batches(1, batch=shapes.randint(1, 8), length=shapes.randint(16, 256), vocabulary=512)[0]
         inputs = {"input_ids": ids, "labels": ids}
         plan.follow(run.model, inputs)
@@ -419,7 +421,7 @@ def test_layers_are_measured_once_and_other_steps_are_in_proportion(monkeypatch:
         return measured[-1]
 
     monkeypatch.setattr(device_plan, "measure_layers", measures)
-    monkeypatch.setattr(device_plan.DevicePlan, "_measures", True)
+    monkeypatch.setattr(device_plan.DevicePlan, "measures", True)
     monkeypatch.setattr(device_plan, "CERTAIN_SHARE", 0.0)
     # Products alone, so that a layer's time is that of its operations.
     monkeypatch.setattr(
@@ -492,7 +494,7 @@ def test_a_model_that_surely_fits_trains_without_a_measured_layer(
         )
 
     monkeypatch.setattr(device_plan, "measure_layers", measure)
-    monkeypatch.setattr(device_plan.DevicePlan, "_measures", True)
+    monkeypatch.setattr(device_plan.DevicePlan, "measures", True)
     monkeypatch.setattr(device_plan, "LIBRARY_WORKSPACE_BYTES", 0)
     run = planned(room * needed_mib - LIBRARY_WORKSPACE_BYTES / MIB, compile_layers=False)
     run.engine.runtime.compiled._is_on = compile_layers
@@ -628,7 +630,7 @@ def test_measuring_that_runs_out_of_memory_is_tried_again_with_everything_off_th
     run = planned(200)
     run.step(batch())
     plan = run.engine.device_plan
-    plan._place(Placement.of_counts(8, on_device=4, groups_on_device=True))
+    plan.place(Placement.of_counts(8, on_device=4, groups_on_device=True))
     inputs = {"input_ids": batch(), "labels": batch()}
     outline = device_plan.outline_step(run.model, run.engine.runtime, inputs, run.engine.device)
     on_device = []
@@ -656,7 +658,7 @@ def test_forwards_that_wait_take_what_they_take_by_the_tiles_that_were_chosen_af
 
     monkeypatch.setattr(step_ways, "AUTO_TILE_TOKENS", 128)
     monkeypatch.setattr(device_plan, "measure_layers", measures)
-    monkeypatch.setattr(device_plan.DevicePlan, "_measures", True)
+    monkeypatch.setattr(device_plan.DevicePlan, "measures", True)
     ids = long_batch()
     predicted = []
     for tile in ("auto", 128):
