@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.layers.runtime import StreamingRuntime
+from megatrain_accelerate.loss import tiled_cross_entropy
 from megatrain_accelerate.plan.step_profile import StepOutline
+from megatrain_accelerate.transfer import activation_offload
 
 Outlines = dict[Hashable, StepOutline]
 
@@ -51,6 +53,7 @@ def _step_key(model: nn.Module, runtime: StreamingRuntime, inputs: Mapping[str, 
         tuple((key, _tensor_key(at) if isinstance(at, torch.Tensor) else repr(at)) for key, at in sorted(inputs.items())),
         tuple((layer.unit.layout.key, len(layer.experts), layer.has_trainable) for layer in runtime.layers),
         (runtime.token_tile, runtime.batch_cut.asked, runtime.batch_cut.chosen),
+        (activation_offload.MIN_OFFLOADED_BYTES, tiled_cross_entropy.TILE_BYTES),
         (str(device), torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)),
     )
 
