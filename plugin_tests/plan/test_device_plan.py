@@ -433,7 +433,7 @@ def test_layers_are_measured_once_and_other_steps_are_in_proportion(monkeypatch:
     assert measured == [found[0]]
     (profile,), (dry,) = (
         found[1].profiles.values(),
-        plan._ways(run.model, {"input_ids": batch(192), "labels": batch(192)}).best()[0].profiles.values(),
+        outline_of(run, batch(192)).profiles.values(),
     )
     assert profile.kept_bytes == pytest.approx(dry.kept_bytes / 2, rel=0.01)
     assert profile.forward_seconds == pytest.approx(3e-12 * dry.forward.flops, rel=0.01)
@@ -612,38 +612,50 @@ def test_two_forwards_before_one_backward_find_room_and_nothing_moves_between() 
     assert losses[0] == losses[1]
 
 
-def test_layers_that_cannot_be_measured_are_reckoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = planned(64)
-    inputs = {"input_ids": batch(), "labels": batch()}
-    outline = device_plan.outline_step(run.model, run.engine.runtime, inputs, run.engine.device)
+def outline_of(run: Training, ids: torch.Tensor) -> StepOutline:
+    """Of a step, as it runs without being measured."""
+    return device_plan.outline_step(run.model, run.engine.runtime, {"input_ids": ids, "labels": ids}, run.engine.device)
 
+
+@pytest.fixture
+def measured_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., object]], None]:
+    """Layers are measured, as on a GPU, by a function of the test's."""
+
+    def measure_by(measures: Callable[..., object]) -> None:
+        monkeypatch.setattr(device_plan, "measure_layers", measures)
+        monkeypatch.setattr(device_plan.DevicePlan, "measures", True)
+        monkeypatch.setattr(device_plan, "CERTAIN_SHARE", 0.0)
+
+    return measure_by
+
+
+def test_layers_that_cannot_be_measured_are_reckoned(measured_by: Callable[[Callable[..., object]], None]) -> None:
     def fails(*_: object) -> object:
         raise RuntimeError("this layer refuses gradients of ones")
 
-    monkeypatch.setattr(device_plan, "measure_layers", fails)
-    assert run.engine.device_plan._measured(run.model, inputs, outline) is outline
+    measured_by(fails)
+    run = planned(64)
+    assert run.engine.device_plan.foresee(run.model, {"input_ids": batch(), "labels": batch()}) == outline_of(run, batch())
 
 
 def test_measuring_that_runs_out_of_memory_is_tried_again_with_everything_off_the_device(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, measured_by: Callable[[Callable[..., object]], None]
 ) -> None:
     run = planned(200)
     run.step(batch())
     plan = run.engine.device_plan
     plan.place(Placement.of_counts(8, on_device=4, groups_on_device=True))
-    inputs = {"input_ids": batch(), "labels": batch()}
-    outline = device_plan.outline_step(run.model, run.engine.runtime, inputs, run.engine.device)
     on_device = []
 
-    def measures(*_: object) -> object:
+    def measures(model: nn.Module, runtime: object, inputs: object, outline: StepOutline, *_: object) -> StepOutline:
         on_device.append(sum(unit.is_on_device for unit in run.engine.runtime.units))
         if on_device[-1]:
             raise torch.OutOfMemoryError("no room")
         return outline
 
-    monkeypatch.setattr(device_plan, "measure_layers", measures)
+    measured_by(measures)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    plan._measured(run.model, inputs, outline)
+    plan.foresee(run.model, {"input_ids": batch(32), "labels": batch(32)})
     assert on_device[0] > 4
     assert on_device[1] == 0
 
