@@ -200,7 +200,7 @@ class ForecastPlan(DevicePlan):
     def _host_budget_bytes(self) -> int:
         return self._host_bytes - self.store_bytes
 
-    def place(self, placement: Placement) -> None:
+    def _place(self, placement: Placement) -> None:
         self.placement = placement
 
     def leanest(self, outline: StepOutline) -> Candidate:

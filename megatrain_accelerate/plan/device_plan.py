@@ -100,7 +100,7 @@ class DevicePlan:
         runtime.token_tile = 0 if config.token_tile == "auto" else int(config.token_tile)
         self._asked = Placement.of_counts(count, **self._choices.fewest(count))
         runtime.keep_states_on_host = self._keep_states_on_host
-        self.place(self._asked)
+        self._place(self._asked)
 
     @property
     def predicted_bytes(self) -> int:
@@ -172,7 +172,7 @@ class DevicePlan:
             if moves and needed_bytes > USABLE_SHARE_OF_DEVICE * free_bytes(self._device):
                 logger.info("megatrain: layers leave the GPU for an evaluation of %.1f GiB", needed_bytes / GIB)
                 self._displaced = self.placement
-                self.place(self.placement.with_states_on_host())
+                self._place(self.placement.with_states_on_host())
                 torch.cuda.empty_cache()
 
     def follow(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
@@ -193,7 +193,7 @@ class DevicePlan:
         if self._displaced is not None:
             placement, self._displaced = self._displaced, None
             torch.cuda.empty_cache()
-            self.place(placement)
+            self._place(placement)
         if self._resumed is not None:
             record, self._resumed = PlanRecord.of_data(self._resumed), None
             self._take_over(model, record)
@@ -213,7 +213,7 @@ class DevicePlan:
             raise  # and the batch doesn't count: it is tried again smaller
         except Exception as error:  # a model that looks at its data can't be run without any
             logger.log(logging.WARNING if budget_bytes else logging.INFO, _NOT_PREDICTED, type(error).__name__, error)
-            self.place(self._settled())
+            self._place(self._settled())
             self._note(planned=seen)
             self._versions_planned = self._versions
             return
@@ -283,7 +283,7 @@ class DevicePlan:
         elif record.predicted_bytes > budget_bytes or record.offloaded_bytes > room_bytes:
             logger.info("megatrain: there is less memory than the checkpoint's plan was made for")
         else:
-            self.place(record.placement)
+            self._place(record.placement)
             take_way_of(self._runtime, record)
             self._made, self.record = record, record.as_data()
 
@@ -441,7 +441,7 @@ class DevicePlan:
             logger.info("megatrain: layers can't be measured, their costs are reckoned (%s)", error)
             return outline
         # What an earlier plan put on the device for smaller batches makes room.
-        self.place(Placement())
+        self._place(Placement())
         torch.cuda.empty_cache()
         return measure_layers(model, self._runtime, inputs, outline, self._budget_bytes(), is_plain)
 
@@ -454,7 +454,7 @@ class DevicePlan:
             predicted_time=None if outline.surely_fits else found.time,
             offloaded_bytes=sum(sent_bytes(outline, found.placement)),
         )
-        self.place(found.placement)
+        self._place(found.placement)
         if self.show and not self._compiles_after_a_step:
             say(plan_table(self._made, self._runtime, budget_bytes, outline), file=sys.stderr)
         if self.predicted_bytes > budget_bytes:
@@ -473,8 +473,7 @@ class DevicePlan:
         host_bytes = available_host_bytes(self._config.host_memory_gib) - CONSTANT_OVERHEAD_BYTES
         return host_bytes - sum(self._unit_sizes(unit).host_bytes for unit in self._runtime.units if unit.is_on_device)
 
-    def place(self, placement: Placement) -> None:
-        """Layers run by this placement from now on, and units move to where it says."""
+    def _place(self, placement: Placement) -> None:
         before, self.placement = self.placement, placement
         self._apply_policy()
         were, where = ((at.on_device, at.groups_on_device) for at in (before, placement))
@@ -494,7 +493,7 @@ class DevicePlan:
     def _keep_states_on_host(self) -> None:
         """An optimizer works there from now on."""
         self._displaced = None if self._displaced is None else self._displaced.with_states_on_host()
-        self.place(self.placement.with_states_on_host())
+        self._place(self.placement.with_states_on_host())
 
     def model_sizes(self) -> Model:
         runtime, config, sizes = self._runtime, self._config, self._unit_sizes

@@ -108,11 +108,11 @@ def test_many_lengths_and_batch_sizes_take_three_compilations_of_kept_and_of_rec
     model = tiny_model().train()
     engine = compiled(model, kept_layers=1)
     count = []
-    for batch, length in [(2, 16), (2, 24), (2, 9), (3, 30), (6, 11), (2, 16)]:
+    for batch, length in [(2, 16), (2, 24), (2, 17), (2, 9), (3, 30), (4, 25), (6, 11), (5, 16), (2, 16)]:
         loss_of(model, batch, length).backward()
         count.append(engine.runtime.compiled.compilations)
     # The first shape, then any length, then any length and batch size; each for kept and for recomputed layers.
-    assert count == [2, 4, 4, 6, 6, 6]
+    assert count == [2, 4, 4, 4, 6, 6, 6, 6, 6]
 
 
 def test_a_padding_mask_is_one_more_graph() -> None:

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from engine_runs import Training, assert_equal_states, attach
+from engine_runs import Training, assert_equal_states, attach, place
 from plain_torch import tiny_model, token_batches
 from torch import nn
 
@@ -93,12 +93,12 @@ def test_a_move_that_finds_no_room_leaves_every_unit_whole_and_can_be_tried_agai
 
     monkeypatch.setattr(host_store.DeviceMemory, "__init__", fails_once)
     with pytest.raises(torch.OutOfMemoryError):
-        plan.place(target)
+        place(plan, target)
     run.step(batches[1])
-    plan.place(target)
+    place(plan, target)
     assert [layer.unit.is_on_device for layer in run.engine.runtime.layers] == [True, True, True, False]
     run.step(batches[2])
-    plan.place(Placement())
+    place(plan, Placement())
     for ids in batches[1:3]:
         still.step(ids)
     assert_equal_states(run.state(), still.state())

@@ -37,6 +37,11 @@ def a_device_whose_layers_are_worth_compiling(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(CompiledLayers, "__init__", on_a_gpu)
 
 
+@pytest.fixture
+def a_torch_that_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_layer, "_missing_in_torch", lambda: "nothing is compiled here")
+
+
 def would_compile(engine: Engine) -> bool:
     """Whether the next step runs compiled layers."""
     return engine.runtime.compiled.wants(engine.runtime.layers[0]) is not None
@@ -143,8 +148,8 @@ def test_a_loop_whose_number_of_steps_is_not_known_compiles() -> None:
     engine.close()
 
 
+@pytest.mark.usefixtures("a_torch_that_compiles_nothing")
 def test_a_training_that_is_resumed_goes_on_with_what_it_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_layer, "_missing_in_torch", lambda: "nothing is compiled here")
     arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     run_trainer(tiny_llama, tmp_path, streamed=True, **arguments)
     # It would choose otherwise by now.
@@ -159,11 +164,11 @@ def test_a_training_that_is_resumed_goes_on_with_what_it_chose(tmp_path: Path, m
     assert chosen == {"resumed": False, "anew": True}
 
 
+@pytest.mark.usefixtures("a_torch_that_compiles_nothing")
 def test_a_training_that_is_resumed_goes_on_by_its_plan_whatever_the_machine_measures_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    monkeypatch.setattr(compiled_layer, "_missing_in_torch", lambda: "nothing is compiled here")
 
     def plan_of(name: str, link: float, checkpoint: str | None) -> Any:
         speeds = Machine(device_flops=1e12, device_bytes=1e12, h2d_bytes=link, d2h_bytes=link, host_step_parameters=link)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import Training, attach
+from engine_runs import Training, attach, place
 from pairs import pairwise
 from plain_torch import tiny_model, token_batches
 from torch import nn
@@ -644,7 +644,7 @@ def test_measuring_that_runs_out_of_memory_is_tried_again_with_everything_off_th
     run = planned(200)
     run.step(batch())
     plan = run.engine.device_plan
-    plan.place(Placement.of_counts(8, on_device=4, groups_on_device=True))
+    place(plan, Placement.of_counts(8, on_device=4, groups_on_device=True))
     on_device = []
 
     def measures(model: nn.Module, runtime: object, inputs: object, outline: StepOutline, *_: object) -> StepOutline:
