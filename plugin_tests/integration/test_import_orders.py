@@ -114,6 +114,11 @@ def run_forked(imports: str, cases: dict[str, str], **env: str) -> str:
     return run_python(f"{imports}\nCASES = {cases!r}\n{FORKED}", **env)
 
 
+INACTIVE = """
+import os
+del os.environ["MEGATRAIN_ACTIVE"]
+"""
+
 NOTHING_BEHIND = """
 import sys
 from transformers import Trainer, TrainingArguments
@@ -170,7 +175,6 @@ assert active_config() is None
 """
 
 STOPPED = """
-os.environ["MEGATRAIN_ACTIVE"] = "1"
 try:
     import_hook.install()
 except PatchError:
@@ -183,12 +187,12 @@ def test_a_process_that_begins_without_the_plugin() -> None:
     plugin is asked for, and stops a process that the launcher activated."""
     cases = {
         "nothing is left behind": NOTHING_BEHIND,
-        "late enable()": PROBE + LATE_ENABLE,
-        "an unknown shape is reported when active": MISSING + REPORTED,
+        "late enable()": INACTIVE + PROBE + LATE_ENABLE,
+        "an unknown shape is reported when active": INACTIVE + MISSING + REPORTED,
         "an unknown shape stops an activated process": MISSING + STOPPED,
     }
     imports = "import torch, accelerate.commands.launch\nfrom transformers import Trainer"
-    output = run_forked(imports, cases, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    output = run_forked(imports, cases, TORCH_DEVICE_BACKEND_AUTOLOAD="0", MEGATRAIN_ACTIVE="1")
     assert "accelerate.accelerator:Accelerator.clip_grad_norm_" in output
     assert "no attribute clip_grad_norm_" in output
     assert "tested with: accelerate" in output
