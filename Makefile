@@ -9,8 +9,8 @@ NIGHTLY_TORCH ?= $(TORCH)
 TORCH_INDEX ?=
 OUTPUT ?= outputs/demo
 DEMO_ARGS ?=
-# Each process tests one model at a time on one thread.
-TEST_ARGS ?= -n auto --maxprocesses 4
+# Each process tests one model at a time on one thread, and all of a file, whose tests share models, runs and outlines.
+TEST_ARGS ?= -n auto --maxprocesses 4 --dist loadfile
 BENCH_OUTPUT ?= outputs/bench
 # For example: make bench BENCH_ARGS="--cases 3b-8x4096 --peers FOLDER"
 BENCH_ARGS ?=

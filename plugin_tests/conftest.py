@@ -8,7 +8,9 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 
@@ -32,6 +34,25 @@ os.environ["OMP_NUM_THREADS"] = "1"
 pytest.register_assert_rewrite("checkpoint_runs", "engine_runs", "loop_runs", "refusals", "trainer_runs")
 
 
+SLOW_COLLECTION_SECONDS = 0.02
+
+_began = 0.0
+_is_slow = False
+
+
+def _time_collection(phase: str, info: dict[str, int]) -> None:
+    """Notes that a full collection went through many objects."""
+    global _began, _is_slow
+    if info["generation"] == 2:
+        if phase == "start":
+            _began = time.thread_time()
+        elif time.thread_time() - _began > SLOW_COLLECTION_SECONDS:
+            _is_slow = True
+
+
+gc.callbacks.append(_time_collection)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What tests import is no garbage: each training collects, and would go through all of it for 0.3 s."""
@@ -43,6 +64,19 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """What tests leave in caches and import later (torch's compiler) is none either, as soon as it is much."""
+    global _is_slow
+    try:
+        return (yield)
+    finally:
+        if _is_slow:
+            gc.collect()
+            gc.freeze()
+            _is_slow = False
+
+
 @pytest.fixture(autouse=True)
 def no_engine_outlives_its_test() -> Iterator[None]:
     """A model that a traceback keeps alive would be drained by the next test's ``drain()``, with its failure."""
@@ -50,6 +84,22 @@ def no_engine_outlives_its_test() -> Iterator[None]:
     engine = sys.modules.get("megatrain_accelerate.engine")
     for left in engine.all_engines() if engine is not None else []:
         left.close()
+
+
+@pytest.fixture(scope="module")
+def outlines_of_the_file() -> dict[Any, Any]:
+    """Those that :func:`outlined_once` made."""
+    return {}
+
+
+@pytest.fixture
+def outlined_once(monkeypatch: pytest.MonkeyPatch, outlines_of_the_file: dict[Any, Any]) -> None:
+    """Equal steps are outlined once in a test file."""
+    from outline_cache import remembering
+
+    from megatrain_accelerate.plan import device_plan
+
+    monkeypatch.setattr(device_plan, "outline_step", remembering(device_plan.outline_step, outlines_of_the_file))
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.engine import Engine
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.optim.host_step import HostStep
+from megatrain_accelerate.plan.device_plan import DevicePlan
+from megatrain_accelerate.plan.placement import Placement
 
 
 def attach(model: nn.Module, *, bf16: bool = True, device: str = "cpu", training: bool = True, **settings: object) -> Engine:
@@ -22,6 +24,11 @@ def attach(model: nn.Module, *, bf16: bool = True, device: str = "cpu", training
     streamed = {"device_layers": 0, "offloaded_layers": 0}
     config = MegatrainConfig.from_mapping(nested({**streamed, **settings}))
     return Engine(model, torch.device(device), config, bf16=bf16, training=training, show_progress=False)
+
+
+def place(plan: DevicePlan, placement: Placement) -> None:
+    """Has layers run, and units lie, as no search chose."""
+    plan._place(placement)
 
 
 def train_streamed(

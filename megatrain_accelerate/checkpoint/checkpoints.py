@@ -265,7 +265,7 @@ def publish(staging: Path) -> list[Path]:
         for path in (folder, *folder.rglob("*")):
             if path.is_dir() and not path.is_symlink():
                 flush_folder(path)
-        if not (target.exists() and _exchange(folder, target)):
+        if not (target.exists() and exchange(folder, target)):
             if target.exists():
                 os.rename(target, staging / f"{folder.name}{REPLACED}")
             os.rename(folder, target)
@@ -297,7 +297,7 @@ def _keep_files_of_others(target: Path, folder: Path) -> None:
                     flush_file(kept)
 
 
-def _exchange(first: Path, second: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Swaps two folders' names in one move; False where the system or the file system can't."""
     try:
         rename: Any = ctypes.CDLL(None).renameat2

@@ -81,8 +81,9 @@ class GradientSums:
     def __init__(self, device: torch.device, layouts: Iterable[FlatLayout]) -> None:
         self._device = device
         self._elements = max((layout.state_elements for layout in layouts), default=0)
-        self._buffer: torch.Tensor | None = None
-        self._user: weakref.ref[LayerSums] | None = None
+        self.buffer: torch.Tensor | None = None
+        """None before the first call that is cut."""
+        self.user: weakref.ref[LayerSums] | None = None
         """The sums in the buffer."""
 
     @property
@@ -91,15 +92,15 @@ class GradientSums:
 
     @property
     def is_made(self) -> bool:
-        return self._buffer is not None
+        return self.buffer is not None
 
     def begin(self, layout: FlatLayout) -> LayerSums:
-        if self._buffer is None:
-            self._buffer = torch.empty(self._elements, dtype=torch.float32, device=self._device)
-        if self._user is not None and self._user() is not None:
+        if self.buffer is None:
+            self.buffer = torch.empty(self._elements, dtype=torch.float32, device=self._device)
+        if self.user is not None and self.user() is not None:
             return LayerSums(layout, torch.empty(layout.state_elements, dtype=torch.float32, device=self._device))
-        sums = LayerSums(layout, self._buffer)
-        self._user = weakref.ref(sums)
+        sums = LayerSums(layout, self.buffer)
+        self.user = weakref.ref(sums)
         return sums
 
 

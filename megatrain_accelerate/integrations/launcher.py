@@ -118,7 +118,7 @@ def _prepare_launch(arguments: Any) -> None:
     """Checks the settings before anything is started, and exports them to the processes."""
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 
-    _withdraw_exports()
+    withdraw_exports()
     file = arguments.config_file  # which accelerate is going to read
     if file is None and not arguments.cpu and os.path.isfile(default_config_file):
         file = default_config_file
@@ -150,7 +150,8 @@ def _prepare_launch(arguments: Any) -> None:
     os.environ.update(_exported)
 
 
-def _withdraw_exports() -> None:
+def withdraw_exports() -> None:
+    """Takes back what was set in the environment for the training process."""
     for name, value in _exported.items():
         if os.environ.get(name) == value:
             del os.environ[name]

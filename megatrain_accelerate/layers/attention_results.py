@@ -63,13 +63,13 @@ class AttentionResults:
     """
 
     def __init__(self, leaving: Recording | None = None) -> None:
-        self._results: list[Any] = []
+        self.results: list[Any] = []
         self._leaving = leaving
 
     @property
     def size_bytes(self) -> int:
         """Bytes of those that stay."""
-        return sum(tensor.nbytes for tensor in tensors_in(self._results))
+        return sum(tensor.nbytes for tensor in tensors_in(self.results))
 
     def recording(self) -> TorchDispatchMode:
         """Notes what attention gives in the body. The operations run as they do without."""
@@ -77,7 +77,7 @@ class AttentionResults:
 
     def replaying(self) -> TorchDispatchMode:
         """Attention in the body, which must be the recorded one again, gives what was noted, to the bit, and doesn't run."""
-        following = iter(self._results)
+        following = iter(self.results)
 
         def replay(func: Any, args: Any, kwargs: Any) -> Any:
             found = next(following, None)
@@ -93,7 +93,7 @@ class AttentionResults:
         kept = None if _drops(func, args, kwargs) else _cut(result)
         if leaving is not None:
             kept = tree_map_only(torch.Tensor, lambda tensor: leaving.place(tensor) or tensor, kept)
-        self._results.append(None if kept is None else (func, kept))
+        self.results.append(None if kept is None else (func, kept))
         return result
 
 

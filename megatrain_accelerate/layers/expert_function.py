@@ -334,7 +334,7 @@ class _Call:
                 for context in (without_saving(), without_autocast_cache(), torch.enable_grad()):
                     stack.enter_context(context)
             with named_range(f"megatrain::forward ({part.name})"):
-                return _run_part(part, weights, rows_nD, rows.index_n1, weights_n1).detach()
+                return run_part(part, weights, rows_nD, rows.index_n1, weights_n1).detach()
 
     def _leaves(self, weights: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """All of a part's weights, and those that are trained, as leaves."""
@@ -383,7 +383,7 @@ class _Call:
             cut, leaves = self._leaves(weights)
             wanted = [tensor for tensor in (rows_nD, weights_n1) if tensor.requires_grad]
             with self.autocast(), torch.enable_grad(), named_range(f"megatrain::recompute ({part.name})"):
-                made_nD = _run_part(part, cut, rows_nD, rows.index_n1, weights_n1)
+                made_nD = run_part(part, cut, rows_nD, rows.index_n1, weights_n1)
             with named_range(f"megatrain::backward ({part.name})"):
                 of_rows_nD = gradient_TD[rows.tokens_n].to(made_nD.dtype)
                 found = torch.autograd.grad(made_nD, [*wanted, *leaves], of_rows_nD, allow_unused=True)
@@ -436,7 +436,7 @@ def run_experts(streams: ExpertStreams, experts: StreamedExperts, _: nn.Module, 
     return _ExpertsFunction.apply(call, anchor, hidden_TD, weights_TK)
 
 
-def _run_part(
+def run_part(
     part: ExpertPart, weights: Sequence[torch.Tensor], rows_nD: torch.Tensor, index_n1: torch.Tensor, weights_n1: torch.Tensor
 ) -> torch.Tensor:
     """The module's own forward, as if it had the part's experts alone, times the weights: (n, D), in the wider dtype."""

@@ -42,13 +42,13 @@ class _NoCheckpointing:
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
-    """Once a process."""
+def warn_once(message: str) -> None:
+    """Warns of it once a process."""
     logger.warning("megatrain: %s", message)
 
 
 def _note_checkpointing_ignored() -> None:
-    _warn_once(
+    warn_once(
         "layers are recomputed by the streaming engine; activation_checkpointing (gradient_checkpointing) is left off in them"
     )
 
@@ -71,7 +71,7 @@ def _note_cast_ignored(module: nn.Module, fn: Callable[[torch.Tensor], torch.Ten
     first = next(module.parameters(), None)
     # fn is any of to(), half(), cuda(), ...: what it does to an empty tensor tells.
     if first is not None and fn(first.new_empty(0)).dtype != first.dtype:
-        _warn_once(
+        warn_once(
             "the dtype of a prepared model's layers isn't changed by to(), half() and the like; "
             "cast the model before accelerator.prepare()"
         )

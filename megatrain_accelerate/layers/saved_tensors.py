@@ -87,11 +87,12 @@ class SavedTensors:
         """Autograd saves what the body computes. To be entered anew for each body: only the innermost hooks act."""
         self._outer = _innermost()
         if self._outer is None:
-            return saved_tensors_hooks(self._pack, _unpack)
+            return saved_tensors_hooks(self.pack, _unpack)
         outer_unpack = self._outer[1]
-        return saved_tensors_hooks(self._pack, lambda at: at.tensor() if type(at) is SlotPlace else outer_unpack(at))
+        return saved_tensors_hooks(self.pack, lambda at: at.tensor() if type(at) is SlotPlace else outer_unpack(at))
 
-    def _pack(self, tensor: torch.Tensor) -> Any:  # called several dozen times a layer
+    def pack(self, tensor: torch.Tensor) -> Any:  # called several dozen times a layer
+        """What is saved in the tensor's place."""
         try:
             address = tensor.untyped_storage().data_ptr()
         except (RuntimeError, NotImplementedError):  # sparse ones and wrappers around others have no memory of their own

@@ -27,7 +27,7 @@ AUTO_TILE_TOKENS = 8192
 """Tokens of a tile that the plan chooses: products of as many rows run at full speed, and the widest tensors of a layer of
 several billion parameters take a few hundred MiB."""
 
-_verdicts: dict[Hashable, str | None] = {}
+verdicts: dict[Hashable, str | None] = {}
 """Why modules run whole, or None; of all engines of the process, by kind of module."""
 
 _PLAIN = (bool, int, float, str, types.NoneType, types.EllipsisType)
@@ -171,9 +171,9 @@ class TokenTiles:
             reason = "its experts stream in parts"
         else:
             kind = kind_of(part, call.signature(dim))  # anew each time: a rate of dropout may have been set since
-            if kind not in _verdicts:
-                _verdicts[kind] = examine(part, call.run, call.tensors, dim)
-            reason = _verdicts[kind]
+            if kind not in verdicts:
+                verdicts[kind] = examine(part, call.run, call.tensors, dim)
+            reason = verdicts[kind]
         self.found[self._parts[part]] = reason
         return reason
 

@@ -105,6 +105,11 @@ class LazyLogits(torch.Tensor):
         made._call, made._parent, made._operation, made._cell = call, parent, operation, [None]
         return made
 
+    @property
+    def is_made(self) -> bool:
+        """Whether the values were made."""
+        return self._cell[0] is not None
+
     def _lineage(self) -> list[LazyLogits]:
         """The head's output and all that was recorded on it up to this one, in order."""
         nodes = [self]

@@ -22,7 +22,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @functools.cache
-def _product_form(device_type: str, dtype: torch.dtype) -> str:
+def product_form(device_type: str, dtype: torch.dtype) -> str:
     """How this torch adds a half-precision product to an fp32 matrix on the device.
 
     ``addmm``: in one kernel; ``mm``: fp32 product, then a sum; ``rounded``: the product is rounded first; ``converted``: the
@@ -46,7 +46,7 @@ def _product_form(device_type: str, dtype: torch.dtype) -> str:
 def prepare_products(device: torch.device, dtype: torch.dtype) -> None:
     """Finds out, once, what this torch offers; waits for the device, so that no step has to."""
     if accumulator_dtype(dtype) != dtype:
-        _product_form(device.type, dtype)
+        product_form(device.type, dtype)
 
 
 _stands_for_gpu = False
@@ -73,7 +73,7 @@ def _form(total: torch.Tensor, dtype: torch.dtype) -> str:
         return "same"
     if _stands_for_gpu and isinstance(total, FakeTensor):
         return "rounded"
-    form = _product_form(total.device.type, dtype)
+    form = product_form(total.device.type, dtype)
     # Not every torch knows the shapes of `out_dtype` without data; a part's temporary is small in the prediction.
     return "rounded" if isinstance(total, FakeTensor) and form in ("addmm", "mm") else form
 

@@ -94,7 +94,7 @@ class TiledCrossEntropy(torch.autograd.Function):
                         torch.mm(hidden[tile], weight.t(), out=logits)
                     else:
                         torch.addmm(bias, hidden[tile], weight.t(), out=logits)
-                loss_dtype = _loss_to_gradient(logits, target[tile], total, chain, options, wanted)
+                loss_dtype = loss_to_gradient(logits, target[tile], total, chain, options, wanted)
                 with torch.autocast(hidden.device.type, enabled=False):
                     tile_grad_hidden = grad_hidden[tile] if grad_hidden is not None else None
                     _add_gradients(logits, hidden[tile], weight, tile_grad_hidden, grad_weight, grad_bias)
@@ -120,7 +120,7 @@ class TiledCrossEntropy(torch.autograd.Function):
             return (*scaled, None, None, None)
 
 
-def _loss_to_gradient(
+def loss_to_gradient(
     logits: torch.Tensor,
     target: torch.Tensor,
     total: torch.Tensor,

@@ -160,7 +160,7 @@ class DevicePlan:
         return (outline.samples or self._runtime.batch_cut.asked) is not None
 
     @property
-    def _measures(self) -> bool:
+    def measures(self) -> bool:
         """Whether layers are measured: elsewhere their costs are reckoned."""
         return self._device.type == "cuda"
 
@@ -436,7 +436,7 @@ class DevicePlan:
 
     def _in_proportion(self, inputs: Mapping[str, Any], outline: StepOutline) -> StepOutline | None:
         """The outline scaled from the measured step, None if there is none to scale it from; itself where none is measured."""
-        if not self._measures:
+        if not self.measures:
             return outline
         steps = self._measured_steps.get(self._way_of(inputs))
         if steps is None:

@@ -112,17 +112,17 @@ def measured_machine(device: torch.device, kernels: HostKernels) -> Machine:
     """The speeds of this machine: medians of what up to :data:`MEASUREMENTS` processes found under the same circumstances,
     each once."""
     path = speeds_path(device, kernels)
-    if path not in _of_this_process:
+    if path not in of_this_process:
         measured = kept_speeds(path)
         if len(measured) < MEASUREMENTS:
-            found = _measure(device, kernels)
+            found = measure(device, kernels)
             measured = [*kept_speeds(path), found]  # others may have measured at the same time
-            _keep(path, measured)
-        _of_this_process[path] = _median(measured)
-    return _of_this_process[path]
+            keep_speeds(path, measured)
+        of_this_process[path] = _median(measured)
+    return of_this_process[path]
 
 
-_of_this_process: dict[Path, Machine] = {}
+of_this_process: dict[Path, Machine] = {}
 
 
 def _median(measured: Sequence[Machine]) -> Machine:
@@ -138,7 +138,8 @@ def _median(measured: Sequence[Machine]) -> Machine:
     )
 
 
-def _keep(path: Path, measured: Sequence[Machine]) -> None:
+def keep_speeds(path: Path, measured: Sequence[Machine]) -> None:
+    """Writes down what processes have measured so far, if that is possible."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Other processes may read it meanwhile.
@@ -163,7 +164,8 @@ def seconds_of(
     return chosen(rounds[1:])
 
 
-def _measure(device: torch.device, kernels: HostKernels) -> Machine:
+def measure(device: torch.device, kernels: HostKernels) -> Machine:
+    """Times copies, the host's step, memory and products now."""
     is_gpu = device.type == "cuda"
     smaller = 1 if is_gpu else 16
     size, elements, side = _COPY_BYTES // smaller, _STEP_ELEMENTS // smaller, 8192 // smaller
@@ -182,7 +184,7 @@ def _measure(device: torch.device, kernels: HostKernels) -> Machine:
         step = seconds_of(torch.device("cpu"), step_work)
         h2d_in_step, d2h_in_step, steps = h2d, d2h, [step]
         if is_gpu:
-            with _repeated(step_work) as steps:
+            with repeated(step_work) as steps:
                 h2d_in_step, d2h_in_step = seconds_of_both(on_device, host)
         within = seconds_of(device, lambda: other.copy_(on_device))
         host_memory.close()
@@ -203,7 +205,7 @@ def _measure(device: torch.device, kernels: HostKernels) -> Machine:
 
 
 @contextlib.contextmanager
-def _repeated(work: Callable[[], object]) -> Iterator[list[float]]:
+def repeated(work: Callable[[], object]) -> Iterator[list[float]]:
     """Does the work again and again on a thread of its own until the body ends; gives the seconds of each round, of which
     the last may end after the body."""
     is_over = threading.Event()

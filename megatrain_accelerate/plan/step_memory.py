@@ -84,7 +84,7 @@ class LiveBytes(TorchDispatchMode):
         # A tensor that only stands for others (lazy logits) has a storage of no bytes, and mustn't be made to fill it.
         with torch._C.DisableTorchFunctionSubclass():
             made = tensors_in(result)
-            is_new = [self._track(tensor.untyped_storage()) for tensor in made]
+            is_new = [self.track(tensor.untyped_storage()) for tensor in made]
             self._add_costs(func, args, kwargs or {}, result, made, any(is_new))
         return result
 
@@ -93,7 +93,8 @@ class LiveBytes(TorchDispatchMode):
         peak, self.peak_bytes = self.peak_bytes, self.live_bytes
         return peak
 
-    def _track(self, storage: torch.UntypedStorage) -> bool:
+    def track(self, storage: torch.UntypedStorage) -> bool:
+        """Counts a storage until it dies; whether it is new."""
         if storage in self._seen:
             return False
         self._seen.add(storage)

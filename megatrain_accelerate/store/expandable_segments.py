@@ -19,7 +19,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables that configure the allocator; who sets one decides about segments too."""
 
 _OURS = "expandable_segments:True"
-_refused: set[torch.device] = set()
+refused: set[torch.device] = set()
 """Devices on which it was tried in vain."""
 
 
@@ -28,13 +28,13 @@ def expand_segments(device: torch.device) -> bool:
 
     It is tried on ``device``. Returns whether it does, by this call or an earlier one.
     """
-    if device.type != "cuda" or sys.platform != "linux" or torch.version.cuda is None or device in _refused:
+    if device.type != "cuda" or sys.platform != "linux" or torch.version.cuda is None or device in refused:
         return False
     if any(os.environ.get(name) for name in ALLOCATOR_VARIABLES) or torch.cuda.get_allocator_backend() != "native":
         return False
-    if settings := _settings():
+    if settings := current_settings():
         return settings == _OURS
-    _configure(_OURS)
+    configure(_OURS)
     try:
         # Of a stream that hardly anything was allocated on, so that a segment must be made.
         with torch.cuda.stream(torch.cuda.Stream(device)):
@@ -42,19 +42,20 @@ def expand_segments(device: torch.device) -> bool:
     except torch.OutOfMemoryError:  # it was asked for, at least
         return True
     except RuntimeError as error:  # a GPU that is a share of another one may have no virtual memory management
-        _configure("expandable_segments:False")
-        _refused.add(device)
+        configure("expandable_segments:False")
+        refused.add(device)
         logger.info("megatrain: the GPU's allocator keeps segments of fixed sizes (%s)", error)
         return False
     return True
 
 
-def _settings() -> str | None:
+def current_settings() -> str | None:
     """As they were set last, in the environment or in code; None where torch (2.11 and before) doesn't tell."""
     settings = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     return None if settings is None else str(settings())
 
 
-def _configure(settings: str) -> None:
+def configure(settings: str) -> None:
+    """Sets the allocator up as an environment variable would."""
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (configure or torch.cuda.memory._set_allocator_settings)(settings)  # torch < 2.10 has only the latter

@@ -57,7 +57,7 @@ class HostPool:
         self._segment_bytes, self._kernels, self._register = segment_bytes, kernels, register
         self._host_memory_gib = host_memory_gib
         self._segments: list[HostMemory] = []
-        self._buffers: list[torch.Tensor] = []
+        self.buffers: list[torch.Tensor] = []
         """Each segment as a whole: blocks are views of it."""
         self._free: list[_Range] = []
         self._pending: collections.deque[tuple[Any, HostBlock]] = collections.deque()
@@ -93,7 +93,7 @@ class HostPool:
             end = min(end_of_free, start + wanted)
             if end < end_of_free:
                 self._free.insert(0, _Range(segment, end, end_of_free))
-            part = self._buffers[segment][start : min(end, start + size_bytes)]
+            part = self.buffers[segment][start : min(end, start + size_bytes)]
             block.ranges.append(_Range(segment, start, end))
             block.parts.append(part)
             size_bytes -= part.numel()
@@ -139,11 +139,11 @@ class HostPool:
         memory.register()
         self._free.append(_Range(len(self._segments), 0, size))
         self._segments.append(memory)
-        self._buffers.append(buffer)
+        self.buffers.append(buffer)
 
     def close(self) -> None:
         """Unregisters the memory; it is unmapped when the last block's views die."""
         self._reclaim(wait=True)
         for segment in self._segments:
             segment.close()
-        self._segments, self._buffers, self._free = [], [], []
+        self._segments, self.buffers, self._free = [], [], []

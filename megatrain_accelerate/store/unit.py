@@ -68,7 +68,7 @@ class HostUnit:
         self._register = register
         self._registered_kinds = {"weights", "gradients"}
         self._moments_dtype = moments_dtype
-        self._memory: dict[str, HostMemory | DeviceMemory] = {}
+        self.memory: dict[str, HostMemory | DeviceMemory] = {}
         """By what it holds."""
         self._promised: set[str] = set()
         """What memory was promised for, whether it has been made or not."""
@@ -129,7 +129,7 @@ class HostUnit:
         return memory
 
     def _make(self, kind: str, touch: bool = True) -> HostMemory | DeviceMemory:
-        memory = self._memory[kind] = self._allocate(kind, touch)
+        memory = self.memory[kind] = self._allocate(kind, touch)
         self._bind(kind)
         if self.shared is not None and self.device is None:
             self._touch_run(kind)
@@ -147,7 +147,7 @@ class HostUnit:
 
     def _bind(self, kind: str) -> None:
         """Makes the unit's views of one kind of its memory, and its parameters'."""
-        tensor, elements, moments_dtype = self._memory[kind].tensor, self.layout.state_elements, self._moments_dtype
+        tensor, elements, moments_dtype = self.memory[kind].tensor, self.layout.state_elements, self._moments_dtype
         if kind == "moments":
             self.moments = moments_within(tensor, elements, 0, (elements,), moments_dtype)
         else:
@@ -209,12 +209,12 @@ class HostUnit:
 
     def allocate_masters(self) -> None:
         """Makes the low halves of the masters, zero, if there are none yet."""
-        if self.layout.split_elements and "residuals" not in self._memory:
+        if self.layout.split_elements and "residuals" not in self.memory:
             self._make("residuals")
 
     def register_weights(self) -> None:
         """Page-locks the weights on the host, for copies that nobody waits for. Does nothing the second time."""
-        self._memory["weights"].register()
+        self.memory["weights"].register()
 
     def promise(self, kind: str) -> None:
         """Gradients or moments will come: their memory counts as taken from now on, see :func:`available_host_bytes`."""
@@ -223,7 +223,7 @@ class HostUnit:
 
     def has(self, kind: str) -> bool:
         """Whether memory of this kind exists or was promised."""
-        return kind in self._memory or kind in self._promised
+        return kind in self.memory or kind in self._promised
 
     @property
     def promised_bytes(self) -> int:
@@ -231,11 +231,11 @@ class HostUnit:
         counts its share."""
         if self.is_on_device:
             return 0
-        return sum(map(self._size_of, self._promised - self._memory.keys())) // (self.shared.ranks.size if self.shared else 1)
+        return sum(map(self._size_of, self._promised - self.memory.keys())) // (self.shared.ranks.size if self.shared else 1)
 
     def allocate_gradients(self) -> None:
         """Makes the gradients' memory, registered, if it was promised. Does nothing if it exists, or on the device."""
-        if "gradients" in self._promised and "gradients" not in self._memory and not self.is_on_device:
+        if "gradients" in self._promised and "gradients" not in self.memory and not self.is_on_device:
             self._make("gradients").register()
 
     def allocate_gradient_residuals(self, register: bool = False) -> None:
@@ -293,7 +293,7 @@ class HostUnit:
         Nothing may be pending on the unit: no step, no copy. The parameters' data and gradients move along. If it doesn't
         fit (``torch.OutOfMemoryError``, ``HostMemoryError``) the unit stays as it was.
         """
-        old_memory = self._memory
+        old_memory = self.memory
         gradients = [state.parameter.grad for state in self.states]
         sum_residuals = [state.sum_residual if state.handle.has_fp32_sum else None for state in self.states]
         kinds = [kind for kind in old_memory if kind != "gradients"]
@@ -312,10 +312,10 @@ class HostUnit:
             for memory in made.values():
                 memory.close()
             raise
-        self._memory, self.kernels = made, kernels
+        self.memory, self.kernels = made, kernels
         for kind in {"weights", "residuals", "moments"} & old_memory.keys():
             everything = (0, (self._size_of(kind),), torch.uint8)
-            self._memory[kind].tensor(*everything).copy_(old_memory[kind].tensor(*everything))
+            self.memory[kind].tensor(*everything).copy_(old_memory[kind].tensor(*everything))
         self.gradients = None
         for state in self.states:
             state.handle.set_gradient(None)
@@ -339,7 +339,7 @@ class HostUnit:
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes that the unit holds now at its home, by what they hold."""
         always = dict.fromkeys(("weights", "gradients", "residuals", "moments"), 0)
-        return {**always, **{kind: self._size_of(kind) for kind in self._memory}}
+        return {**always, **{kind: self._size_of(kind) for kind in self.memory}}
 
     def release(self) -> None:
         """Gives the parameters back to ordinary memory, with their masters' full precision, and lets the store go."""
@@ -349,11 +349,11 @@ class HostUnit:
                 continue  # resized by somebody, in memory of its own
             master = self.read_master(state) if state.residual is not None else state.weight.to("cpu", copy=True)
             state.handle.give_back(master)
-        for memory in self._memory.values():
+        for memory in self.memory.values():
             memory.close()
         self.version += 1
         # The mapping goes with the last view of it.
-        self.states, self._memory, self._promised = [], {}, set()
+        self.states, self.memory, self._promised = [], {}, set()
         self.weights = self.residuals = torch.empty(0)
         self.gradients = self.gradient_residuals = self.moments = None
 

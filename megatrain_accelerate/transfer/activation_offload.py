@@ -177,7 +177,8 @@ class ActivationOffloader:
         self._streams = streams
         self._meter = meter
         self._run = 0
-        self._leaving: collections.deque[_Departure] = collections.deque()
+        self.leaving: collections.deque[_Departure] = collections.deque()
+        """What is on its way to the host, and still held on the device."""
         self._recordings: weakref.WeakKeyDictionary[Tape, dict[int, list[tuple[int, Recording]]]] = weakref.WeakKeyDictionary()
 
     def record(self, label: str, stay: Iterable[torch.Tensor] = ()) -> Recording:
@@ -187,16 +188,17 @@ class ActivationOffloader:
         """A layer is about to run forward: of the runs before it the last one that left may still hold device memory."""
         self._run += 1
         self._drop_strays()
-        while len(self._leaving) > 1 or (self._leaving and self._leaving[0].run < self._run - self.spacing):
-            self._give_up(self._leaving.popleft())
+        while len(self.leaving) > 1 or (self.leaving and self.leaving[0].run < self._run - self.spacing):
+            self.give_up(self.leaving.popleft())
 
     def settle(self) -> None:
         """A backward ended: all device memory whose copy was issued is given up."""
         self._drop_strays()
-        while self._leaving:
-            self._give_up(self._leaving.popleft())
+        while self.leaving:
+            self.give_up(self.leaving.popleft())
 
-    def _give_up(self, departure: _Departure) -> None:
+    def give_up(self, departure: _Departure) -> None:
+        """Gives up the device's memory of what has left."""
         # WAR: the copy out must be over before the allocator hands the memory to other kernels.
         self._meter.compute_waits_for(departure.copied_event, Cause.D2H)
         for parcel in departure.parcels:
@@ -204,10 +206,11 @@ class ActivationOffloader:
 
     def _drop_strays(self) -> None:
         while self.strays:
-            self._wait_for(self.strays[0][0])
+            self.wait_for(self.strays[0][0])
             self.strays.popleft()
 
-    def _wait_for(self, arrival: _Arrival) -> None:
+    def wait_for(self, arrival: _Arrival) -> None:
+        """The compute stream waits until a copy from the host is over."""
         if not arrival.is_waited_for:
             # RAW: kernels must see the whole copy.
             self._meter.compute_waits_for(arrival.event, Cause.H2D)
@@ -235,15 +238,15 @@ class ActivationOffloader:
             for parcel in parcels:
                 assert parcel.block is not None
                 assert parcel.on_device is not None
-                self._copy(parcel.block, parcel.on_device, to_host=True)
+                self.copy(parcel.block, parcel.on_device, to_host=True)
             copied_event.record(d2h_stream)
-        last = self._leaving[-1] if self._leaving else None
+        last = self.leaving[-1] if self.leaving else None
         if last is not None and (last.run, last.tape, last.position) == (self._run, tape, position):
             # More of the same run: the copies are in order, so that this event is the later one.
             last.copied_event = copied_event
             last.parcels += parcels
         else:
-            self._leaving.append(_Departure(self._run, tape, position, copied_event, parcels))
+            self.leaving.append(_Departure(self._run, tape, position, copied_event, parcels))
         self._meter.counters.d2h_bytes += sum(parcel.size_bytes for parcel in parcels)
 
     def bring_back(self, tape: Tape, position: int, run: int) -> None:
@@ -255,9 +258,9 @@ class ActivationOffloader:
             return
         self._drop_strays()
         near = range(position - self.spacing, position + 1)
-        for departure in [d for d in self._leaving if d.tape is not tape or d.position not in near]:
-            self._leaving.remove(departure)
-            self._give_up(departure)
+        for departure in [d for d in self.leaving if d.tape is not tape or d.position not in near]:
+            self.leaving.remove(departure)
+            self.give_up(departure)
         calls = self._recordings.get(tape, {})
         wanted = _of_run(calls.get(position, []), run)
         if run:
@@ -284,7 +287,7 @@ class ActivationOffloader:
         if parcel.on_device is None:
             self._bring_back([parcel])
         if parcel.arrival is not None:
-            self._wait_for(parcel.arrival)
+            self.wait_for(parcel.arrival)
         assert parcel.on_device is not None
         return parcel.on_device
 
@@ -303,11 +306,12 @@ class ActivationOffloader:
             for parcel, storage in zip(parcels, storages, strict=True):
                 assert parcel.block is not None
                 parcel.on_device, parcel.arrival, parcel.last_copy_event = storage, arrival, arrived_event
-                self._copy(parcel.block, storage, to_host=False)
+                self.copy(parcel.block, storage, to_host=False)
             arrived_event.record(h2d_stream)
         self._meter.counters.h2d_bytes += sum(parcel.size_bytes for parcel in parcels)
 
-    def _copy(self, block: HostBlock, storage: torch.UntypedStorage, to_host: bool) -> None:
+    def copy(self, block: HostBlock, storage: torch.UntypedStorage, to_host: bool) -> None:
+        """Issues the copies between a block on the host and memory on the device."""
         flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         offset = 0
         for part in block.parts:

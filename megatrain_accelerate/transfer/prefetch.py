@@ -166,7 +166,7 @@ class Prefetcher:
                 self._refused_at.setdefault(layer.index, time.perf_counter())
             self._meter.wait_for_step(layer.name, layer.gate)
             slot = self._victim(layer, set())
-            self._fill(slot, layer)
+            self.fill(slot, layer)
         slot.users += 1
         slot.last_used = next(self._clock)
         self._upcoming = upcoming
@@ -174,7 +174,7 @@ class Prefetcher:
             if not slot.params_copied_event.query():
                 # RAW: the kernels must see the whole copy.
                 self._meter.compute_waits_for(slot.params_copied_event, Cause.H2D, slot.late_ms)
-            self._prefetch(upcoming)
+            self.prefetch(upcoming)
         except BaseException:
             self.release(slot)
             raise
@@ -208,7 +208,7 @@ class Prefetcher:
     def end_lease(self, index: int) -> None:
         """A layer's backward is over: its slot is free for the layer that is expected next. Does nothing without one."""
         if self._end_lease(index):
-            self._prefetch(self._upcoming)
+            self.prefetch(self._upcoming)
 
     def _end_lease(self, index: int) -> WeightSlot | None:
         slot = self.leases.pop(index, None)
@@ -258,7 +258,8 @@ class Prefetcher:
         self._end_lease(index)
         return found
 
-    def _prefetch(self, upcoming: Sequence[int]) -> None:
+    def prefetch(self, upcoming: Sequence[int]) -> None:
+        """Issues the copies of layers that will run, for as many of them as have room."""
         layers, slot_of, own_slots = self._layers, self._slot_of, self.own_slots
         room = sum([not slot.users for slot in self.slots])
         wanted: set[int] = set()
@@ -280,9 +281,10 @@ class Prefetcher:
                 self._refused_at.setdefault(index, time.perf_counter())
                 break  # its copy is issued when it is next, right after its step
             layer.gate.wait()
-            self._fill(self._victim(layer, wanted), layer)
+            self.fill(self._victim(layer, wanted), layer)
 
-    def _fill(self, slot: WeightSlot, layer: Fetched) -> None:
+    def fill(self, slot: WeightSlot, layer: Fetched) -> None:
+        """Issues the copy of a layer's weights into a slot."""
         if slot.users:
             raise StateError(
                 f"layer {layer.name} would overwrite a weight slot that {slot.users} running layers use, which is a defect of "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -42,8 +43,14 @@ def forecast(**options: object) -> Forecast:
     return forecaster(**options).forecast(SAMPLES, LENGTH)  # type: ignore[arg-type]
 
 
+@functools.cache
+def known(**options: object) -> Forecast:
+    """A forecast that several tests compare with."""
+    return forecast(**options)
+
+
 def test_joined_micro_batches_are_a_batch_in_pieces_with_one_backward() -> None:
-    joined = forecast()
+    joined = known()
     whole = forecaster(micro_batches=1, micro_batch_size=SAMPLES).forecast(MICRO_BATCHES * SAMPLES, LENGTH)
     assert joined.joined
     assert not whole.joined
@@ -62,7 +69,7 @@ def test_a_setting_of_smaller_pieces_holds_for_joined_micro_batches_too() -> Non
 
 
 def test_micro_batches_are_joined_where_that_pays() -> None:
-    apart, joined = forecast(join_micro_batches=False), forecast()
+    apart, joined = known(join_micro_batches=False), known()
     assert not apart.joined
     assert joined.joined
     # Of what a step takes on this link nearly all is fetching layers and sending gradients, once instead of four times.
@@ -178,22 +185,27 @@ def test_what_was_found_for_pieces_is_not_taken_for_whole_batches() -> None:
         assert ours.pieces == 1
 
 
+@functools.cache
+def least_gpu_bytes(joins: bool | str) -> int:
+    return forecaster(join_micro_batches=joins).least_gpu_bytes(1, LENGTH)
+
+
 def test_the_least_memory_is_that_of_the_way_that_takes_less() -> None:
     # Gradients of micro-batches wait to be added up, in memory of their own; those of a joined batch leave at once.
-    apart, joined, free = (forecaster(join_micro_batches=joins).least_gpu_bytes(1, LENGTH) for joins in (False, True, "auto"))
+    apart, joined, free = map(least_gpu_bytes, (False, True, "auto"))
     assert apart != joined
     assert free == min(apart, joined)
 
 
 def test_a_row_that_fits_is_of_a_model_that_fits() -> None:
-    least = forecaster().least_gpu_bytes(1, LENGTH)
+    least = least_gpu_bytes("auto")
     found = forecaster(gpu_bytes=least).forecast(1, LENGTH)
     assert found.fits
     assert not forecaster(gpu_bytes=least - 1).forecast(1, LENGTH).fits
 
 
 def test_joining_must_pay_clearly() -> None:
-    apart, joined = forecast(join_micro_batches=False).candidate, forecast().candidate
+    apart, joined = known(join_micro_batches=False).candidate, known().candidate
     assert joined.is_worth_it(apart)
     assert joined.is_worth_it(None)
     assert not apart.is_worth_it(apart)

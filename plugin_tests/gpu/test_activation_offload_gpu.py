@@ -42,13 +42,13 @@ def small_tensors_leave(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = ActivationOffloader._copy
+    copy = ActivationOffloader.copy
 
     def slow_copy(self: Any, *args: Any, **kwargs: Any) -> None:
         torch.cuda._sleep(SLEEP_CYCLES)  # on the copy's own stream
         copy(self, *args, **kwargs)
 
-    monkeypatch.setattr(ActivationOffloader, "_copy", slow_copy)
+    monkeypatch.setattr(ActivationOffloader, "copy", slow_copy)
 
 
 def trained(count: int = 4, **settings: Any) -> PlainRun:
@@ -76,12 +76,12 @@ def test_kernels_wait_for_slow_copies_and_memory_for_both_ways(
     assert same_bits(trained(**placement), trained(kept_layers=0))
 
 
-@pytest.mark.parametrize("missing", ["_wait_for", "_give_up"])
+@pytest.mark.parametrize("missing", ["wait_for", "give_up"])
 def test_the_race_tests_see_a_missing_wait(
     missing: str, small_tensors_leave: None, slow_copies: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = trained(kept_layers=0)
-    brought_back, copy = [], ActivationOffloader._copy
+    brought_back, copy = [], ActivationOffloader.copy
 
     def copy_and_hold(self: Any, block: Any, storage: Any, to_host: bool) -> None:
         # Memory that is given back too early would take its late copy in the place of token ids, which ends the CUDA context.
@@ -95,8 +95,8 @@ def test_the_race_tests_see_a_missing_wait(
         for parcel in departure.parcels:
             parcel.leave_device()
 
-    monkeypatch.setattr(ActivationOffloader, "_copy", copy_and_hold)
-    monkeypatch.setattr(ActivationOffloader, missing, use_at_once if missing == "_wait_for" else give_up_at_once)
+    monkeypatch.setattr(ActivationOffloader, "copy", copy_and_hold)
+    monkeypatch.setattr(ActivationOffloader, missing, use_at_once if missing == "wait_for" else give_up_at_once)
     assert not same_bits(trained(kept_layers=0, offloaded_layers=4), reference)
 
 

@@ -55,6 +55,6 @@ def test_an_estimate_for_this_machine_goes_by_its_measured_speeds(capsys: pytest
 
 def test_the_shares_that_copies_and_the_hosts_step_have_beside_each_other_are_measured() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    speeds = machine._measure(device, HostKernels())
+    speeds = machine.measure(device, HostKernels())
     for share in (speeds.h2d_share_in_step, speeds.d2h_share_in_step, speeds.step_share_beside_copies):
         assert 0.05 < share <= 1.0

@@ -89,26 +89,26 @@ def test_whole_layers_are_trained_alike(implementation: str, accumulation: int) 
 
 def test_a_part_is_not_overwritten_while_its_slow_kernels_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = in_three_parts()
-    run_part = expert_function._run_part
+    run_part = expert_function.run_part
 
     def slow(*args: Any) -> Any:
         torch.cuda._sleep(SLEEP_CYCLES)
         return run_part(*args)
 
-    monkeypatch.setattr(expert_function, "_run_part", slow)
+    monkeypatch.setattr(expert_function, "run_part", slow)
     assert_same(trained(3), expected)
 
 
 def test_a_part_is_not_read_before_its_slow_copy_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = in_three_parts()
-    fill = Prefetcher._fill
+    fill = Prefetcher.fill
 
     def slow(self: Any, *args: Any) -> None:
         with self._streams.on(self._streams.h2d_stream):
             torch.cuda._sleep(SLEEP_CYCLES)
         fill(self, *args)
 
-    monkeypatch.setattr(Prefetcher, "_fill", slow)
+    monkeypatch.setattr(Prefetcher, "fill", slow)
     assert_same(trained(3), expected)
 
 

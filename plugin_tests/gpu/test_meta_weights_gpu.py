@@ -20,7 +20,7 @@ def test_weights_are_drawn_on_the_gpu_and_live_in_registered_host_memory(dtype: 
             model = Qwen2ForCausalLM(tiny_config()).to(dtype)
         engine = attach(model, device="cuda")
         drawn.append(masters_of(engine, model))
-        assert all(layer.unit._memory["weights"].is_registered for layer in engine.runtime.layers)
+        assert all(layer.unit.memory["weights"].is_registered for layer in engine.runtime.layers)
         ids = torch.randint(0, 128, (2, 32), device="cuda")
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()

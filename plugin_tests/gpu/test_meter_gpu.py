@@ -69,7 +69,7 @@ def last_entries(slow_kernels: bool = False, **settings: Any) -> tuple[str, dict
 
 
 def test_slow_weight_copies_bound_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    sleep_before(monkeypatch, prefetch.Prefetcher, "_fill", "h2d_stream")
+    sleep_before(monkeypatch, prefetch.Prefetcher, "fill", "h2d_stream")
     word, entries = last_entries()
     assert word == "h2d", entries
     # Both are sums of the same events' times, in other groups: half a microsecond each.

@@ -92,14 +92,14 @@ def test_norms_of_accumulated_gradients_are_those_of_plain_pytorch() -> None:
 
 
 def _slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    fill = prefetch.Prefetcher._fill
+    fill = prefetch.Prefetcher.fill
 
     def slow_fill(self: Any, slot: Any, layer: Any) -> None:
         with self._streams.on(self._streams.h2d_stream):
             torch.cuda._sleep(SLEEP_CYCLES)
         fill(self, slot, layer)
 
-    monkeypatch.setattr(prefetch.Prefetcher, "_fill", slow_fill)
+    monkeypatch.setattr(prefetch.Prefetcher, "fill", slow_fill)
 
 
 def test_kernels_wait_for_slow_weight_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,9 +58,9 @@ def test_memory_of_the_loss_doesn_t_grow_with_tokens_beyond_hidden_states() -> N
 def test_loss_and_gradients_are_as_near_to_exact_ones_as_plain_ones(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, labels = leaves(8_192)
     if form != "of_this_torch":
-        if form == "mm" and products._product_form("cuda", torch.bfloat16) == "rounded":
+        if form == "mm" and products.product_form("cuda", torch.bfloat16) == "rounded":
             pytest.skip("this torch has no product of bf16 in fp32")
-        monkeypatch.setattr(products, "_product_form", lambda device_type, dtype: form)
+        monkeypatch.setattr(products, "product_form", lambda device_type, dtype: form)
     exact = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
     truth = torch.zeros((), dtype=torch.float64, device="cuda")
     count = (labels != -100).sum()

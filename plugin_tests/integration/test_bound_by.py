@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_runs import place
 from trainer_runs import TrainerRun, run_trainer, tiny_llama
 
 from megatrain_accelerate.engine import Engine
@@ -16,6 +17,8 @@ from megatrain_accelerate.optim import fused_step
 from megatrain_accelerate.plan.device_plan import DevicePlan
 from megatrain_accelerate.plan.placement import Placement
 from megatrain_accelerate.transfer import prefetch
+
+pytestmark = pytest.mark.usefixtures("outlined_once")
 
 KEYS = (
     *(f"gpu_wait_{cause}_ms" for cause in ("h2d", "d2h", "host_step", "backward_end")),
@@ -103,7 +106,7 @@ def test_what_lies_where_is_logged_once_for_each_plan(tmp_path: Path, monkeypatc
         nonlocal steps
         steps += 1
         if steps == 4:
-            plan._place(Placement.of_counts(4, kept=3))
+            place(plan, Placement.of_counts(4, kept=3))
         follow(plan, *args)
 
     monkeypatch.setattr(DevicePlan, "follow", replans)

@@ -30,6 +30,8 @@ from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.optim.fused_step import RESIDUAL_KEY
 from megatrain_accelerate.units import MIB
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 WITHOUT_THE_PACKAGE = """
 import sys
 
@@ -259,7 +261,7 @@ def stage(staging: Path, content: str) -> None:
 
 
 def test_a_file_system_without_exchange_replaces_by_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatrain_accelerate.checkpoint.checkpoints._exchange", lambda first, second: False)
+    monkeypatch.setattr("megatrain_accelerate.checkpoint.checkpoints.exchange", lambda first, second: False)
     for version in ("old", "new"):
         with checkpoint_staging(tmp_path) as staging:
             stage(staging, version)
@@ -272,7 +274,7 @@ def test_a_file_system_without_exchange_replaces_by_two_renames(tmp_path: Path, 
 def test_a_checkpoint_that_made_room_for_nothing_goes_back_to_its_place(
     killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatrain_accelerate.checkpoint.checkpoints._exchange", lambda first, second: False)
+    monkeypatch.setattr("megatrain_accelerate.checkpoint.checkpoints.exchange", lambda first, second: False)
     rename = os.rename
 
     def fails_after_the_first(source: Path, target: Path) -> None:

@@ -23,6 +23,8 @@ from torch import nn
 from trainer_runs import TrainerRun, examples, make_arguments, plugin, run_trainer, tiny_llama
 from transformers import Trainer, TrainerCallback, ViTConfig, ViTForImageClassification
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 
 def tiny_vit() -> ViTForImageClassification:
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}

@@ -25,10 +25,13 @@ from megatrain_accelerate.plan.step_outline import outline_step
 from megatrain_accelerate.store.unit import HostUnit
 from megatrain_accelerate.transfer.prefetch import Prefetcher
 
-pytestmark = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="torch's baseline CPU kernels have no fused multiply-add and round AdamW differently from its others",
-)
+pytestmark = [
+    pytest.mark.usefixtures("outlined_once"),
+    pytest.mark.skipif(
+        torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+        reason="torch's baseline CPU kernels have no fused multiply-add and round AdamW differently from its others",
+    ),
+]
 FAMILIES = {family.name: family for family in OTHERS}
 TRAINED = [family for family in OTHERS if family.refusal is None]
 WHOLE = [family for family in TRAINED if not family.name.endswith("_frozen")]
@@ -218,13 +221,13 @@ def build_with_bias_cut(stack: str) -> Any:
 )
 def test_both_stacks_stream(name: str, stacks: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     family, fetched = FAMILIES[name], []
-    fill = Prefetcher._fill
+    fill = Prefetcher.fill
 
     def noting_fill(self: Any, slot: Any, layer: Any) -> None:
         fetched.append(layer.name)
         fill(self, slot, layer)
 
-    monkeypatch.setattr(Prefetcher, "_fill", noting_fill)
+    monkeypatch.setattr(Prefetcher, "fill", noting_fill)
     model = family.build().eval()  # BART drops no layers
     engine = attach(model)
     expected = [f"{stack}.{i}" for stack, count in stacks.items() for i in range(count)]

@@ -28,6 +28,8 @@ from transformers import Trainer, TrainerCallback
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import StateError
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 
 class AccidentError(Exception):
     """What breaks off a training."""

@@ -21,6 +21,8 @@ from megatrain_accelerate.errors import NonFiniteGradientError, StepWorkerError
 from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.optim.host_step import MOST_NONFINITE_STEPS
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 SCHEDULES = ("deferred", "serial", "backward")
 
 

@@ -18,6 +18,8 @@ from megatrain_accelerate.optim.fused_step import FusedStep
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.store.host_memory import HostMemory
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 # ---------------------------------------------------------------------------------------- exceptions in a layer
 
 
@@ -179,7 +181,7 @@ def test_memory_is_page_locked_when_it_is_first_needed(monkeypatch: pytest.Monke
     ids = token_batches(1)[0]
 
     def locked(kind: str) -> list[bool]:
-        return [unit._memory[kind].is_registered for unit in engine.runtime.units if kind in unit._memory]
+        return [unit.memory[kind].is_registered for unit in engine.runtime.units if kind in unit.memory]
 
     layers, groups = [True] * len(engine.runtime.layers), [False] * len(engine.runtime.groups)
     assert driver.registered == {}

@@ -13,6 +13,8 @@ from trainer_runs import plugin, tiny_llama
 
 from megatrain_accelerate.errors import UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 
 def batches(count: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)

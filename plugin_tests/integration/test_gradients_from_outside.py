@@ -24,6 +24,8 @@ from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import ConfigError, StateError
 from megatrain_accelerate.gradients.offload import GradientOffloader
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 REMEDY = "step_schedule to 'deferred'"
 
 

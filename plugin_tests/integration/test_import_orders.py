@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -84,16 +83,52 @@ SIMILAR = ("accelerate", "launcher", "arguments", "parser, then arguments", "trl
 
 
 @pytest.mark.parametrize(
-    "order", [pytest.param(order, marks=pytest.mark.long) if order in SIMILAR else order for order in ORDERS]
+    "order",
+    [pytest.param(order, marks=pytest.mark.long) if order in SIMILAR else order for order in ORDERS if order != "torch"],
 )
 def test_every_target_is_patched_right_after_its_import(order: str) -> None:
     run_python(f"{PROBE}\nrun(*{ORDERS[order]!r})")
 
 
-def test_late_enable_patches_what_is_imported_already() -> None:
-    code = """
+FORKED = """
+import gc, os, sys, traceback
+gc.freeze()  # a collection in a child would copy all that it shares with this process
+
+for name, code in CASES.items():
+    child = os.fork()
+    if child == 0:
+        try:
+            exec(code, {})
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, name
+"""
+"""Runs each of ``CASES`` in a fork of one process, which has imported what they begin with."""
+
+
+def run_forked(imports: str, cases: dict[str, str], **env: str) -> str:
+    """What the cases printed; each must end well."""
+    return run_python(f"{imports}\nCASES = {cases!r}\n{FORKED}", **env)
+
+
+INACTIVE = """
+import os
+del os.environ["MEGATRAIN_ACTIVE"]
+"""
+
+NOTHING_BEHIND = """
+import sys
+from transformers import Trainer, TrainingArguments
+assert not [name for name in sys.modules if name.startswith("megatrain")]
+assert not hasattr(TrainingArguments, "megatrain")
+assert not [finder for finder in sys.meta_path if "megatrain" in repr(type(finder))]
+"""
+
+LATE_ENABLE = """
 import dataclasses
-import torch, accelerate.commands.launch
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 from trl import SFTConfig
 
@@ -116,23 +151,57 @@ for cls in (Mine, SFTConfig, TrainingArguments):
     assert not cls(output_dir="x", use_cpu=True, bf16=False).megatrain and active_config() is None
 assert Mine(output_dir="x", own=4).own == 4
 """
-    run_python(PROBE + code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+
+MISSING = """
+import os, sys
+from megatrain_accelerate.errors import PatchError
+import accelerate
+del accelerate.Accelerator.clip_grad_norm_
+accelerate.Accelerator.free_memory = lambda self, things: None
+from megatrain_accelerate.integrations import import_hook
+"""
+
+REPORTED = """
+import_hook.install()
+import accelerate.commands.launch
+accelerate.Accelerator(cpu=True)
+import megatrain_accelerate
+from megatrain_accelerate.activation import active_config
+try:
+    megatrain_accelerate.enable()
+except PatchError as error:
+    print(error, *error.__notes__ if hasattr(error, "__notes__") else "")
+assert active_config() is None
+"""
+
+STOPPED = """
+try:
+    import_hook.install()
+except PatchError:
+    print("stopped")
+"""
 
 
-@pytest.mark.parametrize("switch", [{"MEGATRAIN_DISABLE": "1"}, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}])
-def test_off_switches_leave_nothing_behind(switch: dict[str, str]) -> None:
-    run_python(
-        """
-        import sys
-        import accelerate.commands.launch
-        from transformers import Trainer, TrainingArguments
-        assert not [name for name in sys.modules if name.startswith("megatrain")]
-        assert not hasattr(TrainingArguments, "megatrain")
-        assert not [finder for finder in sys.meta_path if "megatrain" in repr(type(finder))]
-        """,
-        MEGATRAIN_ACTIVE="1",
-        **switch,
-    )
+def test_a_process_that_begins_without_the_plugin() -> None:
+    """Nothing of it is there; late enable() patches what is imported; a class that lacks what is patched is reported where the
+    plugin is asked for, and stops a process that the launcher activated."""
+    cases = {
+        "nothing is left behind": NOTHING_BEHIND,
+        "late enable()": INACTIVE + PROBE + LATE_ENABLE,
+        "an unknown shape is reported when active": INACTIVE + MISSING + REPORTED,
+        "an unknown shape stops an activated process": MISSING + STOPPED,
+    }
+    imports = "import torch, accelerate.commands.launch\nfrom transformers import Trainer"
+    output = run_forked(imports, cases, TORCH_DEVICE_BACKEND_AUTOLOAD="0", MEGATRAIN_ACTIVE="1")
+    assert "accelerate.accelerator:Accelerator.clip_grad_norm_" in output
+    assert "no attribute clip_grad_norm_" in output
+    assert "tested with: accelerate" in output
+    assert f"Installed: accelerate {__import__('accelerate').__version__}" in output
+    assert output.endswith("stopped\n")
+
+
+def test_the_off_switch_leaves_nothing_behind() -> None:
+    run_python(NOTHING_BEHIND, MEGATRAIN_ACTIVE="1", MEGATRAIN_DISABLE="1")
 
 
 def test_enable_reports_the_off_switch() -> None:
@@ -157,7 +226,7 @@ def test_import_torch_costs_less_than_five_milliseconds_more(tmp_path: Path) -> 
             new = {name.partition(".")[0] for name in set(sys.modules) - before}
             assert new <= {"_megatrain_autoload", "megatrain_accelerate"}, new
             assert "megatrain_accelerate.config" not in sys.modules
-            sys.exit()
+            os._exit(0)
 
         for _ in range(4):
             child = os.fork()
@@ -234,75 +303,53 @@ def test_a_broken_package_breaks_only_processes_that_ask_for_it(tmp_path: Path, 
     assert "NoneType" not in output
 
 
-MISSING = """
+ANOTHER_SHAPE = """
 import os, sys
 from megatrain_accelerate.errors import PatchError
-import accelerate
-del accelerate.Accelerator.clip_grad_norm_
-accelerate.Accelerator.free_memory = lambda self, things: None
 from megatrain_accelerate.integrations import import_hook
+needs = {"accelerate_backend:free_memory(self, objects)": "accelerate_backend:free_memory(unknown)"}
+import_hook.PATCHES = [
+    patch._replace(replacement=needs.get(patch.replacement, patch.replacement)) for patch in import_hook.PATCHES
+]
+"""
+
+STOPPED_AT_IMPORT = """
+os.environ["MEGATRAIN_ACTIVE"] = "1"
+try:
+    import accelerate
+except PatchError as error:
+    print(error)
+else:
+    raise AssertionError("imported all the same")
+"""
+
+RELOADED = """
+import importlib, sys
+import accelerate.accelerator
+from megatrain_accelerate.integrations import import_hook
+first = accelerate.accelerator.Accelerator.prepare_model
+import_hook.install()
+assert accelerate.accelerator.Accelerator.prepare_model is first
+assert not hasattr(first.__wrapped__, "__wrapped__")
+assert len([finder for finder in sys.meta_path if type(finder).__name__ == "PatchFinder"]) == 1
+module = importlib.reload(accelerate.accelerator)
+second = module.Accelerator.prepare_model
+assert second is not first and not hasattr(second.__wrapped__, "__wrapped__")
+assert type(module.__loader__).__name__ == "SourceFileLoader"
 """
 
 
-def test_an_unknown_shape_is_reported_only_when_active() -> None:
-    output = run_python(
-        MISSING
-        + """
-import_hook.install()
-import accelerate.commands.launch
-accelerate.Accelerator(cpu=True)
-import megatrain_accelerate
-from megatrain_accelerate.activation import active_config
-try:
-    megatrain_accelerate.enable()
-except PatchError as error:
-    print(error, *error.__notes__ if hasattr(error, "__notes__") else "")
-assert active_config() is None
-""",
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-    )
-    assert "accelerate.accelerator:Accelerator.clip_grad_norm_" in output
-    assert "no attribute clip_grad_norm_" in output
-    assert "tested with: accelerate" in output
-    assert f"Installed: accelerate {__import__('accelerate').__version__}" in output
-
-
-def test_an_unknown_shape_stops_a_process_that_the_launcher_activated() -> None:
-    output = run_python(
-        MISSING + "import_hook.install()", check=False, TORCH_DEVICE_BACKEND_AUTOLOAD="0", MEGATRAIN_ACTIVE="1"
-    )
-    assert "PatchError" in output
-    at_import = """
-        import torch, sys
-        from megatrain_accelerate.integrations import import_hook
-        needs = {"accelerate_backend:free_memory(self, objects)": "accelerate_backend:free_memory(unknown)"}
-        import_hook.PATCHES = [
-            patch._replace(replacement=needs.get(patch.replacement, patch.replacement)) for patch in import_hook.PATCHES
-        ]
-        import accelerate
-        """
-    assert "accelerate.accelerator:Accelerator.free_memory" in run_python(at_import, check=False, MEGATRAIN_ACTIVE="1")
-    run_python(at_import)
-
-
-def test_the_hook_is_installed_once_and_a_reload_is_patched_again() -> None:
-    output = run_python(
-        """
-        import importlib, json, sys
-        import accelerate.accelerator
-        from megatrain_accelerate.integrations import import_hook
-        first = accelerate.accelerator.Accelerator.prepare_model
-        import_hook.install()
-        assert accelerate.accelerator.Accelerator.prepare_model is first
-        assert not hasattr(first.__wrapped__, "__wrapped__")
-        hooks = [finder for finder in sys.meta_path if type(finder).__name__ == "PatchFinder"]
-        module = importlib.reload(accelerate.accelerator)
-        second = module.Accelerator.prepare_model
-        print(json.dumps([len(hooks), second is not first, not hasattr(second.__wrapped__, "__wrapped__")]))
-        assert type(module.__loader__).__name__ == "SourceFileLoader"
-        """
-    )
-    assert json.loads(output.splitlines()[-1]) == [1, True, True]
+def test_a_process_that_torch_has_loaded_the_plugin_into() -> None:
+    """Targets are patched after their import, once, and anew after a reload; a class of another shape stops the import where
+    the launcher activated the process, and no other one."""
+    order = ORDERS["torch"]
+    cases = {
+        "torch first": f"{PROBE}\nrun(*{order!r})",
+        "installed once, and reloaded": RELOADED,
+        "another shape stops an activated process at its import": ANOTHER_SHAPE + STOPPED_AT_IMPORT,
+        "another shape stops no other process": ANOTHER_SHAPE + "import accelerate",
+    }
+    assert "accelerate.accelerator:Accelerator.free_memory" in run_forked(order[0], cases)
 
 
 def test_the_environment_of_these_tests_has_the_plugin_installed() -> None:

@@ -49,6 +49,8 @@ from megatrain_accelerate.integrations.joined_batches import CannotJoinError, Jo
 from megatrain_accelerate.plan import device_plan
 from megatrain_accelerate.plan.machine import Machine
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 TOGETHER: Record = {"join_micro_batches": True}
 APART: Record = {"join_micro_batches": False}
 

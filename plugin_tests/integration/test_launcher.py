@@ -53,7 +53,7 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     yield
-    launcher._withdraw_exports()
+    launcher.withdraw_exports()
     for name in ("MEGATRAIN_ACTIVE", "MEGATRAIN_CONFIG", "OMP_NUM_THREADS"):
         os.environ.pop(name, None)
 

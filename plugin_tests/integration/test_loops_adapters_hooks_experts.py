@@ -17,6 +17,8 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen
 
 from megatrain_accelerate.engine import engine_of
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 # ---------------------------------------------------------------- adapters and frozen parts
 
 

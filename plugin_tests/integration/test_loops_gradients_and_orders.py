@@ -10,6 +10,8 @@ from plain_torch import token_batches
 from torch import nn
 from transformers import DynamicCache
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 # ---------------------------------------------------------------- what p.grad is
 
 

@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from trainer_runs import plugin, tiny_llama
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 # ---------------------------------------------------------------- prepare
 
 

@@ -18,6 +18,8 @@ from megatrain_accelerate.checkpoint import checkpoints
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
 from megatrain_accelerate.units import GIB
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 SMALL_SHARDS = 40_000 / GIB
 
 

@@ -20,6 +20,8 @@ from transformers import Trainer
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 Head = Callable[[], nn.Module]
 
 

@@ -22,6 +22,8 @@ from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import StateError
 from megatrain_accelerate.optim import moment_states
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 # ---------------------------------------------------------------------------------------- the same optimizer goes on
 
 

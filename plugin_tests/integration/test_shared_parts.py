@@ -22,6 +22,8 @@ import megatrain_accelerate
 from megatrain_accelerate.engine import all_engines, engine_of
 from megatrain_accelerate.errors import StateError, UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 LABELS = torch.tensor([0, 1])
 
 

@@ -33,6 +33,8 @@ from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.layers import proxy
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 
 def only(arguments: Record) -> str:
     return "-".join(arguments)
@@ -207,7 +209,7 @@ def masters_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_casting_a_prepared_model_changes_no_layer_and_is_said(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    proxy._warn_once.cache_clear()  # it is said once a process
+    proxy.warn_once.cache_clear()  # it is said once a process
 
     def script(trainer: Trainer) -> None:
         trainer.train()

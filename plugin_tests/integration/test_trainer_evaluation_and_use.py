@@ -24,6 +24,8 @@ from versions import older
 
 from megatrain_accelerate.errors import StateError
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 # ---------------------------------------------------------------- evaluation, prediction, checkpoints
 
 

@@ -35,6 +35,8 @@ from transformers import (
 
 from megatrain_accelerate.engine import engine_of
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 # ---------------------------------------------------------------- generation
 
 

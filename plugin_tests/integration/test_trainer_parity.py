@@ -10,10 +10,13 @@ import pytest
 import torch
 from pairs import pairwise
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from trainer_runs import Padding, Record, TrainerRun, close, examples, ragged_examples, run_both, run_trainer, tiny_llama
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 from versions import OLD_CHECKPOINTING_NAMES, older, require_arguments
+
+pytestmark = pytest.mark.usefixtures("outlined_once")
 
 # ---------------------------------------------------------------- optimizers
 
@@ -109,14 +112,15 @@ def test_clipping_and_accumulation(tmp_path: Path, max_grad_norm: float, accumul
         "gradient_accumulation_steps": accumulation,
         "optim": "sgd",
         "learning_rate": 0.1 if max_grad_norm != 1e-3 else 100.0,
-        "num_train_epochs": 3,
+        "num_train_epochs": 2,
         "max_steps": -1,
     }
     stock, _ = run_both(tiny_llama, tmp_path, max_grad_norm=max_grad_norm, **settings)
     if max_grad_norm or not older("transformers", "5.0"):  # transformers 4 logs no norm without clipping
         assert max(stock.logged("grad_norm")) > 1.0
-    unclipped = run_trainer(tiny_llama, tmp_path, streamed=False, max_grad_norm=0.0, **settings)
-    assert (unclipped.logged("loss") == stock.logged("loss")) == (max_grad_norm == 0.0), "clipping must be at work"
+    if max_grad_norm:
+        unclipped = run_trainer(tiny_llama, tmp_path, streamed=False, max_grad_norm=0.0, **settings)
+        assert unclipped.logged("loss") != stock.logged("loss"), "clipping must be at work"
 
 
 @pytest.mark.parametrize(
@@ -278,7 +282,7 @@ def test_checkpointing_under_either_name_runs_no_layer_more_often(
     runs, own = [], LlamaMLP.forward
 
     def counted(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
-        runs.append(x.device.type)
+        runs.append("dry" if isinstance(x, FakeTensor) else x.device.type)
         return own(self, x)
 
     monkeypatch.setattr(LlamaMLP, "forward", counted)

@@ -30,7 +30,7 @@ from megatrain_accelerate.errors import UnsupportedError
 
 trl = pytest.importorskip("trl", exc_type=ImportError)
 
-pytestmark = [pytest.mark.filterwarnings(warning) for warning in TRL_WARNINGS]
+pytestmark = [pytest.mark.usefixtures("outlined_once"), *map(pytest.mark.filterwarnings, TRL_WARNINGS)]
 
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
 

@@ -21,6 +21,8 @@ from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import HostMemoryError
 from megatrain_accelerate.store import host_limits
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 Make = Callable[[Any], torch.optim.Optimizer]
 
 

@@ -25,6 +25,8 @@ from transformers import Trainer, TrainerCallback
 
 from megatrain_accelerate.engine import engine_of
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 EVENTS = (
     *("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"),
     *("on_step_end", "on_epoch_end", "on_log"),

@@ -11,6 +11,8 @@ from torch import nn
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.plan.layer_discovery import discover_layers
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 WIDTH = 16
 
 

@@ -16,6 +16,8 @@ from megatrain_accelerate.estimate.layer_costs import WithoutAttentionDropout
 from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.units import GIB
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 MACHINE = Machine(h2d_bytes=5e10, d2h_bytes=5e10, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
 
 

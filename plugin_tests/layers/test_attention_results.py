@@ -17,6 +17,8 @@ from megatrain_accelerate.layers.attention_results import AttentionResults, is_a
 from megatrain_accelerate.plan.placement import Placement
 from megatrain_accelerate.transfer import activation_offload
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 
 class Counted(TorchDispatchMode):
     """Counts attention's kernels that run in the body, forward ones."""
@@ -59,7 +61,7 @@ def test_what_is_recorded_holds_no_graph() -> None:
     results = AttentionResults()
     with results.recording():
         attend(*inputs)
-    tensors = [leaf for leaf in tree_flatten(results._results)[0] if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_flatten(results.results)[0] if isinstance(leaf, torch.Tensor)]
     assert tensors
     assert not any(tensor.requires_grad or tensor.grad_fn is not None for tensor in tensors)
 

@@ -41,6 +41,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Of gradients, relative to the largest: sums in another order than eager autograd's, which round to the dtype."""
 
 pytestmark = [
+    pytest.mark.usefixtures("outlined_once"),
     pytest.mark.skipif(not HOOKS_RECORD, reason="transformers records nothing by hooks"),
     # On a CPU transformers asks for torch's version by a cached function.
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
@@ -352,4 +353,4 @@ def test_hooks_are_back_after_a_layer_that_raises_where_torch_compile_is_switche
     with torch.compiler.set_stance("force_eager"), pytest.raises(ValueError, match="after the router"):
         one_pass(model)
     assert model.model.layers[2].mlp.gate._forward_hooks == before
-    assert not output_recorder._handed_out
+    assert not output_recorder.take_handed_out()

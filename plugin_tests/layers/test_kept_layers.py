@@ -19,6 +19,8 @@ from megatrain_accelerate.errors import ConfigError
 from megatrain_accelerate.layers.saved_tensors import SavedTensors, SlotPlace
 from megatrain_accelerate.transfer import activation_offload
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 
 def test_more_kept_layers_than_there_are_is_an_error() -> None:
     with pytest.raises(ConfigError, match="has 4 layers"):
@@ -31,7 +33,7 @@ def test_a_kept_layer_holds_no_weights_and_lets_go_after_backward() -> None:
     ids = token_batches(1)[0]
     buffers = {slot.buffer.untyped_storage().data_ptr() for slot in engine.runtime.prefetcher.slots}
     saved: list[torch.Tensor] = []
-    pack = SavedTensors._pack
+    pack = SavedTensors.pack
     with pytest.MonkeyPatch.context() as patch:
 
         def spy(self: SavedTensors, tensor: torch.Tensor) -> object:
@@ -40,7 +42,7 @@ def test_a_kept_layer_holds_no_weights_and_lets_go_after_backward() -> None:
                 saved.append(packed[0])
             return packed
 
-        patch.setattr(SavedTensors, "_pack", spy)
+        patch.setattr(SavedTensors, "pack", spy)
         loss = model(input_ids=ids, labels=ids).loss
     assert len(saved) > 20
     assert not any(tensor.untyped_storage().data_ptr() in buffers for tensor in saved)

@@ -22,6 +22,8 @@ from megatrain_accelerate.engine import Engine, all_engines
 from megatrain_accelerate.errors import StateError, UnsupportedError
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 
 def prepared(schedule: str = "deferred", **changes: object) -> tuple[nn.Module, Engine, torch.optim.AdamW]:
     model = tiny_model(**changes).train()
@@ -226,9 +228,9 @@ def test_an_interrupt_while_fetching_leaves_the_slots_usable(failing: str, monke
     prefetcher = engine.runtime.prefetcher
     engine.runtime.layers[0].unit.version += 1  # fetched again
     if failing == "prefetch":
-        target, name = prefetcher, "_prefetch"
+        target, name = prefetcher, "prefetch"
     else:
-        target, name = prefetcher._streams.h2d_stream, "wait_event"
+        target, name = engine.runtime.streams.h2d_stream, "wait_event"
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import itertools
 import shutil
@@ -22,6 +23,7 @@ from megatrain_accelerate.layers.compiled_layer import MemoryBudget
 from megatrain_accelerate.layers.saved_tensors import SavedTensors, SlotPlace
 
 pytestmark = [
+    pytest.mark.usefixtures("outlined_once"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++ on the CPU"),
     # On a CPU transformers asks for torch's version by a cached function.
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
@@ -80,6 +82,12 @@ def passes(
     return losses, gradients, compilations
 
 
+@functools.cache
+def passes_of_qwen2(**settings: Any) -> Passes:
+    """Those that several tests compare with."""
+    return passes(qwen2, **settings)
+
+
 def assert_equal(mine: Passes, other: Passes) -> None:
     assert mine[0] == other[0]
     assert mine[1].keys() == other[1].keys()
@@ -109,8 +117,8 @@ def test_a_recomputed_layer_saves_its_inputs_alone(kept: int, monkeypatch: pytes
             saved.append(tensor)
         return packed
 
-    original = SavedTensors._pack
-    monkeypatch.setattr(SavedTensors, "_pack", pack)
+    original = SavedTensors.pack
+    monkeypatch.setattr(SavedTensors, "pack", pack)
     for layer in model.model.layers:
         layer.register_forward_pre_hook(note, with_kwargs=True)
     ids = token_batches(1, 2, 16)[0]
@@ -123,7 +131,7 @@ def test_a_recomputed_layer_saves_its_inputs_alone(kept: int, monkeypatch: pytes
 @pytest.mark.parametrize("bf16", [False, True])
 def test_recomputed_layers_train_as_kept_ones_and_as_their_own_code(bf16: bool) -> None:
     recomputed, kept, plain = (
-        passes(qwen2, bf16=bf16, **settings) for settings in ({}, {"kept_layers": LAYERS}, {"compile_layers": False})
+        passes_of_qwen2(bf16=bf16, **settings) for settings in ({}, {"kept_layers": LAYERS}, {"compile_layers": False})
     )
     assert recomputed[2] == kept[2] == 1
     assert plain[2] == 0
@@ -133,7 +141,7 @@ def test_recomputed_layers_train_as_kept_ones_and_as_their_own_code(bf16: bool) 
 
 @pytest.mark.parametrize("settings", [{"slots": 3}, {"micro_batch_size": 2}], ids=str)
 def test_where_weights_lie_changes_no_bit_of_recomputed_layers(settings: dict[str, Any]) -> None:
-    assert_equal(passes(qwen2, **settings), passes(qwen2))
+    assert_equal(passes(qwen2, **settings), passes_of_qwen2(bf16=True))
 
 
 def test_equal_budgets_give_equal_bits_whether_layers_are_kept_and_another_one_trains_alike() -> None:
@@ -142,7 +150,7 @@ def test_equal_budgets_give_equal_bits_whether_layers_are_kept_and_another_one_t
     assert_equal(lean, kept)
     divided = passes(qwen2, bf16=False, budgets=(0.2, 0.4), kept_layers=1)
     assert divided[2] == 2
-    assert_close(lean, passes(qwen2, bf16=False, compile_layers=False), bf16=False)
+    assert_close(lean, passes_of_qwen2(bf16=False, compile_layers=False), bf16=False)
     assert_close(divided, lean, bf16=False)
 
 
@@ -163,9 +171,9 @@ def saved_bytes(budgets: tuple[float, float], foretold: list[MemoryBudget] | Non
             saved[tensor.data_ptr()] = tensor.nbytes
         return packed
 
-    original = SavedTensors._pack
+    original = SavedTensors.pack
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SavedTensors, "_pack", pack)
+        patch.setattr(SavedTensors, "pack", pack)
         model.model.layers[0].register_forward_pre_hook(note, with_kwargs=True)
         ids = token_batches(1, 2, 16)[0]
         loss = model(input_ids=ids, labels=ids).loss
@@ -200,7 +208,10 @@ DROPPING: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", DROPPING)
+# Both have what hidden states alone have.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name == "of hidden states")) for name in DROPPING]
+)
 def test_backward_drops_what_forward_dropped(name: str) -> None:
     build = DROPPING[name]
     recomputed, partly, kept, plain = (
@@ -222,16 +233,17 @@ def test_later_lengths_compile_one_graph_more() -> None:
 
 def test_a_second_backward_gives_the_same_gradients_again() -> None:
     gradients = []
+    model = qwen2().train()
+    engine = attach(model, bf16=False, compile_layers=True)
+    ids = token_batches(1, 2, 16)[0]
     for backwards in (1, 2):
-        model = qwen2().train()
-        engine = attach(model, bf16=False, compile_layers=True)
-        ids = token_batches(1, 2, 16)[0]
         loss = model(input_ids=ids, labels=ids).loss
         for left in reversed(range(backwards)):
             loss.backward(retain_graph=left > 0)
         gradients.append([parameter.grad / backwards for parameter in model.parameters()])
-        engine.close()
+        model.zero_grad()
     assert all(torch.equal(mine, other) for mine, other in zip(*gradients, strict=True))
+    engine.close()
 
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {

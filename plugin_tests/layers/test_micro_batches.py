@@ -21,6 +21,8 @@ from megatrain_accelerate.plan.step_outline import outline_step
 from megatrain_accelerate.store.layout import FlatLayout, ParameterSpec
 from megatrain_accelerate.transfer import activation_offload
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 B, T, D = 5, 7, 4
 HIDDEN = torch.randn(B, T, D)
 
@@ -300,14 +302,14 @@ def peaks(**settings: object) -> tuple[int, int]:
     engine.device_plan.follow(model, {"input_ids": ids, "labels": ids})  # not while it is measured
     runtime.offloader.make_places(runtime.units)
     runtime.gradient_sums.begin(runtime.layers[0].unit.layout)
-    assert runtime.gradient_sums._buffer is not None
+    assert runtime.gradient_sums.buffer is not None
     present = [slot.buffer for slot in [*runtime.prefetcher.slots, *runtime.offloader.slots]]
     present += [
         *model.parameters(),
         *model.buffers(),
         *(tensor for unit in runtime.units for tensor in (unit.weights, unit.gradients)),
     ]
-    present += [runtime.norms.norms, runtime.gradient_sums._buffer]
+    present += [runtime.norms.norms, runtime.gradient_sums.buffer]
     with LiveBytes(present) as live:
         model(input_ids=ids, labels=ids).loss.backward()
     engine.close()

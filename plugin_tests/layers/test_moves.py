@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from engine_runs import Training, assert_equal_states, attach
+from engine_runs import Training, assert_equal_states, attach, place
 from plain_torch import tiny_model, token_batches
 from torch import nn
 
@@ -17,6 +17,8 @@ from megatrain_accelerate.optim.host_step import TAKEN_OVER
 from megatrain_accelerate.plan import device_plan
 from megatrain_accelerate.plan.placement import Placement
 from megatrain_accelerate.store import unit as host_store
+
+pytestmark = pytest.mark.usefixtures("outlined_once")
 
 
 def training(model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **settings: object) -> Training:
@@ -91,12 +93,12 @@ def test_a_move_that_finds_no_room_leaves_every_unit_whole_and_can_be_tried_agai
 
     monkeypatch.setattr(host_store.DeviceMemory, "__init__", fails_once)
     with pytest.raises(torch.OutOfMemoryError):
-        plan._place(target)
+        place(plan, target)
     run.step(batches[1])
-    plan._place(target)
+    place(plan, target)
     assert [layer.unit.is_on_device for layer in run.engine.runtime.layers] == [True, True, True, False]
     run.step(batches[2])
-    plan._place(Placement())
+    place(plan, Placement())
     for ids in batches[1:3]:
         still.step(ids)
     assert_equal_states(run.state(), still.state())
@@ -121,7 +123,7 @@ def test_a_forward_that_nobody_differentiates_is_not_waited_for() -> None:
     gc.collect()
     assert run.engine.runtime.open_forwards == 0
     run.step(ids)
-    assert run.engine.device_plan._made.forwards_at_once == 1
+    assert run.engine.device_plan.record["forwards_at_once"] == 1
     assert run.engine.runtime.calls.policy.kept == {2, 3}
 
 
@@ -133,7 +135,7 @@ def test_the_loss_of_the_last_step_in_a_variable_does_not_count_as_open() -> Non
         loss.backward()
         run.optimizer.step()
         run.optimizer.zero_grad()
-    assert run.engine.device_plan._made.forwards_at_once == 1
+    assert run.engine.device_plan.record["forwards_at_once"] == 1
 
 
 def test_a_failed_backward_does_not_count_as_open() -> None:
@@ -200,15 +202,15 @@ def test_a_smaller_batch_is_planned_after_one_that_was_too_large_to_plan(monkeyp
     run = training(gpu_memory_gib=1.0)
     large, small = token_batches(1, batch=8)[0], token_batches(1, batch=2)[0]
     outline_step = device_plan.outline_step
-    plan = device_plan.DevicePlan._plan
+    take_way_of = device_plan.take_way_of
 
     def no_room(*_: object) -> object:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(device_plan.DevicePlan, "_plan", no_room)
+    monkeypatch.setattr(device_plan, "take_way_of", no_room)
     with pytest.raises(torch.OutOfMemoryError):
         run.step(large)
-    monkeypatch.setattr(device_plan.DevicePlan, "_plan", plan)
+    monkeypatch.setattr(device_plan, "take_way_of", take_way_of)
     run.step(small)
     assert run.engine.predicted_device_bytes > 0
     assert device_plan.outline_step is outline_step

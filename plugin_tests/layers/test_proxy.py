@@ -132,7 +132,7 @@ def test_copies_and_pickles_are_plain_modules(how: str) -> None:
 
 @pytest.fixture
 def clean_note() -> None:
-    proxy._warn_once.cache_clear()
+    proxy.warn_once.cache_clear()
 
 
 @pytest.mark.usefixtures("clean_note")

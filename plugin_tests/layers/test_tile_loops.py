@@ -72,13 +72,13 @@ def test_few_tiles_cost_what_all_of_them_do(monkeypatch: pytest.MonkeyPatch, len
 @pytest.mark.usefixtures("small_tiles")
 def test_a_longer_sequence_takes_no_more_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
-    count = LiveBytes._track
+    count = LiveBytes.track
 
     def counted(live: LiveBytes, storage: torch.UntypedStorage) -> bool:
         counts[-1] += 1
         return count(live, storage)
 
-    monkeypatch.setattr(LiveBytes, "_track", counted)
+    monkeypatch.setattr(LiveBytes, "track", counted)
     for length in (512, 2048):
         counts.append(0)
         outlined(length)

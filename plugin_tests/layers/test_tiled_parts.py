@@ -55,7 +55,7 @@ def tokens() -> torch.Tensor:
 
 
 def test_trying_a_part_out_leaves_the_forwards_random_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_tiles, "_verdicts", {})
+    monkeypatch.setattr(token_tiles, "verdicts", {})
     model = tiny_model().train()
     parts = [Part(64, rate=0.5) for _ in model.model.layers]
     for layer, part in zip(model.model.layers, parts, strict=True):
@@ -81,7 +81,7 @@ def test_a_part_that_could_write_into_a_list_runs_once_and_whole(
             output = x + self.part(x, losses)
             return output * sum(losses)
 
-    monkeypatch.setattr(token_tiles, "_verdicts", {})
+    monkeypatch.setattr(token_tiles, "verdicts", {})
     layer = Routed(Router())
     plain = layer(tokens)
     tiles = TokenTiles.of_layer(layer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import plain_torch
 import pytest
 import torch
@@ -10,6 +12,7 @@ from plain_torch import PlainRun, tiny_model, token_batches, train_bf16_with_mas
 
 STEPS = 20
 pytestmark = [
+    pytest.mark.usefixtures("outlined_once"),
     pytest.mark.usefixtures("exact_torch_sqrt"),
     pytest.mark.skipif(
         torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
@@ -43,17 +46,20 @@ def test_clipped_bf16_training_is_bit_equal_to_plain_pytorch(plain_clipped: Plai
     assert_bit_equal(streamed, plain_clipped)
 
 
-@pytest.mark.parametrize("schedule", ["deferred", "serial", "backward"])
-@pytest.mark.parametrize("slots", [2, 3])
+@functools.cache
+def plain_unclipped() -> PlainRun:
+    return train_bf16_with_masters(tiny_model(), token_batches(STEPS), max_norm=None)
+
+
+@pytest.mark.parametrize(("schedule", "slots"), [("deferred", 2), ("serial", 3), ("backward", 2), ("backward", 3)])
 def test_unclipped_bf16_training_is_bit_equal_in_every_schedule(schedule: str, slots: int) -> None:
-    batches = token_batches(STEPS)
-    plain = train_bf16_with_masters(tiny_model(), batches, max_norm=None)
-    assert_bit_equal(train_streamed(tiny_model(), batches, max_norm=None, schedule=schedule, slots=slots), plain)
+    streamed = train_streamed(tiny_model(), token_batches(STEPS), max_norm=None, schedule=schedule, slots=slots)
+    assert_bit_equal(streamed, plain_unclipped())
 
 
 @pytest.mark.parametrize(("schedule", "max_norm"), [("deferred", 1.0), ("serial", 1.0), ("backward", None)])
 def test_accumulation_is_bit_equal_to_summing_the_gradients_in_fp32(schedule: str, max_norm: float | None) -> None:
-    batches = token_batches(12)
+    batches = token_batches(9)
     plain = train_bf16_with_masters(tiny_model(), batches, accumulation=3, max_norm=max_norm)
     streamed = train_streamed(tiny_model(), batches, accumulation=3, schedule=schedule, max_norm=max_norm)
     assert_bit_equal(streamed, plain)
@@ -67,12 +73,18 @@ def test_learning_rate_is_read_at_the_step_not_when_the_worker_runs() -> None:
     assert_bit_equal(train_streamed(tiny_model(), token_batches(8), learning_rate=schedule), plain)
 
 
+@functools.cache
+def plain_with_dropout(max_norm: float | None) -> PlainRun:
+    model, batches = tiny_model(attention_dropout=0.2), token_batches(6)
+    torch.manual_seed(3)
+    return train_bf16_with_masters(model, batches, accumulation=3, max_norm=max_norm)
+
+
 @pytest.mark.parametrize("kept", [1, 2, 4])
 @pytest.mark.parametrize(("schedule", "max_norm"), [("deferred", 1.0), ("backward", None)])
 def test_kept_layers_are_bit_equal_to_recomputed_ones(kept: int, schedule: str, max_norm: float | None) -> None:
-    model, batches = tiny_model(attention_dropout=0.2), token_batches(12)
-    torch.manual_seed(3)
-    plain = train_bf16_with_masters(model, batches, accumulation=3, max_norm=max_norm)
+    plain = plain_with_dropout(max_norm)
+    model, batches = tiny_model(attention_dropout=0.2), token_batches(6)
     torch.manual_seed(3)
     streamed = train_streamed(model, batches, accumulation=3, max_norm=max_norm, schedule=schedule, kept_layers=kept, slots=2)
     assert_bit_equal(streamed, plain)

@@ -68,7 +68,7 @@ def spy(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[.
 
 
 def test_parts_of_layers_that_are_tried_for_tiles_take_no_call_of_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_tiles, "_verdicts", {})
+    monkeypatch.setattr(token_tiles, "verdicts", {})
     theirs = tiny_experts()
     engine = attach(ours := copy.deepcopy(theirs), bf16=False, expert_parts=3, token_tile=16)
     ids = token_batches(1)[0]
@@ -268,7 +268,7 @@ class Fault(Exception):
 def test_a_step_after_one_that_failed_in_a_part_is_as_if_it_hadn_t_been(
     place: str, kept_layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_part, batches = expert_function._run_part, token_batches(3)
+    run_part, batches = expert_function.run_part, token_batches(3)
     states = []
     for fails in (False, True):
         model = tiny_experts()
@@ -287,10 +287,10 @@ def test_a_step_after_one_that_failed_in_a_part_is_as_if_it_hadn_t_been(
                     raise Fault
                 return run_part(*args)
 
-            monkeypatch.setattr(expert_function, "_run_part", failing)
+            monkeypatch.setattr(expert_function, "run_part", failing)
             with pytest.raises(Fault):
                 training.step(batches[1])
-            monkeypatch.setattr(expert_function, "_run_part", run_part)
+            monkeypatch.setattr(expert_function, "run_part", run_part)
             optimizer.zero_grad()
         training.step(batches[2])
         states.append(training.state())

@@ -26,6 +26,8 @@ from transformers import Trainer
 
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 BF16, FP32 = torch.bfloat16, torch.float32
 TOLERANCE = {BF16: 2.0**-7, FP32: 2e-5}
 NAMES = ("qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3")

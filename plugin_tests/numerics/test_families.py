@@ -21,10 +21,13 @@ from trainer_runs import plugin
 from megatrain_accelerate.engine import engine_of
 from megatrain_accelerate.errors import UnsupportedError
 
-pytestmark = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="torch's baseline CPU kernels have no fused multiply-add and round AdamW differently from its others",
-)
+pytestmark = [
+    pytest.mark.usefixtures("outlined_once"),
+    pytest.mark.skipif(
+        torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+        reason="torch's baseline CPU kernels have no fused multiply-add and round AdamW differently from its others",
+    ),
+]
 
 BF16, FP32 = torch.bfloat16, torch.float32
 each_family = pytest.mark.parametrize("family", DECODERS, ids=lambda family: family.name)

@@ -17,6 +17,8 @@ from trainer_runs import plugin
 
 from megatrain_accelerate.errors import UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 BY_NAME = {family.name: family for family in DECODERS}
 UNLIKE_LLAMA = ("gemma4", "granite_hybrid", "mamba", "qwen3_next")
 """What they hand on from token to token, or from layer to layer, isn't keys and values of each layer alone."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from engine_runs import Training, attach, train_streamed
 from pairs import pairwise
-from plain_torch import round_to_bf16, tiny_model, token_batches, train_bf16_with_masters
+from plain_torch import PlainRun, round_to_bf16, tiny_model, token_batches, train_bf16_with_masters
 from test_exactness import assert_bit_equal
 from torch import nn
 
@@ -17,6 +19,7 @@ from megatrain_accelerate.gradients.fp32_sums import joined_sum
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 
 pytestmark = [
+    pytest.mark.usefixtures("outlined_once"),
     pytest.mark.usefixtures("exact_torch_sqrt"),
     pytest.mark.skipif(
         torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
@@ -89,45 +92,58 @@ def test_sums_of_five_backwards_are_those_of_fp32_gradients(placement: dict[str,
     assert total == float(torch.linalg.vector_norm(torch.stack([g.norm(2.0) for g in plain.sums.values()]), 2.0))
 
 
+TINY = 16
+"""Gradients, each below half a unit in the last place of nearly every element of the first."""
+
+
 @functools.cache
-def sums_with_64_tiny_gradients() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Plain PyTorch's sums after one backward, and after 64 more."""
+def sums_with_tiny_gradients() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Plain PyTorch's sums after one backward, and after the tiny ones."""
     one, two = token_batches(2)
-    # Each of the 64 is below half a unit in the last place of nearly every element of the first.
     plain = PlainSums()
     plain.add(one)
     first = dict(plain.sums)
-    for _ in range(64):
+    for _ in range(TINY):
         plain.add(two, 2.0**-12)
     return first, plain.sums
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-def test_64_tiny_gradients_that_bf16_loses_are_kept(placement: dict[str, int]) -> None:
+def lost_share(dtype: str, **placement: int) -> float:
+    """Of what the tiny gradients add, the part that is lost."""
     one, two = token_batches(2)
-    first, plain = sums_with_64_tiny_gradients()
-    errors = {}
-    for dtype in ("fp32", "bf16"):
-        run = prepared(accumulation_dtype=dtype, **placement)
-        backward(run.model, one)
-        for _ in range(64):
-            backward(run.model, two, 2.0**-12)
-        found = sums_of(run)
-        kept = torch.stack([(found[name] - plain[name]).norm() for name in first]).norm()
-        added = torch.stack([(plain[name] - first[name]).norm() for name in first]).norm()
-        errors[dtype] = float(kept / added)
-        run.engine.close()
-    assert errors["fp32"] == 0.0
-    assert errors["bf16"] > 0.5, "bf16 was to lose most of what was added"
+    first, plain = sums_with_tiny_gradients()
+    run = prepared(accumulation_dtype=dtype, **placement)
+    backward(run.model, one)
+    for _ in range(TINY):
+        backward(run.model, two, 2.0**-12)
+    found = sums_of(run)
+    run.engine.close()
+    lost = torch.stack([(found[name] - plain[name]).norm() for name in first]).norm()
+    added = torch.stack([(plain[name] - first[name]).norm() for name in first]).norm()
+    return float(lost / added)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_tiny_gradients_that_bf16_loses_are_kept(placement: dict[str, int]) -> None:
+    assert lost_share("fp32", **placement) == 0.0
+
+
+def test_bf16_loses_most_of_the_tiny_gradients() -> None:
+    assert lost_share("bf16") > 0.5, "or the test above shows nothing"
+
+
+@functools.cache
+def plain_run(count: int, tied: bool = False, **how: Any) -> PlainRun:
+    """Plain PyTorch's training on so many batches."""
+    return train_bf16_with_masters(tiny_model(tie_word_embeddings=tied), token_batches(count), **how)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_bf16_accumulation_is_bit_equal_to_that_of_autograd(placement: dict[str, int]) -> None:
     batches = token_batches(8)
-    plain = train_bf16_with_masters(tiny_model(), batches, accumulation=4, fp32_sums=False)
+    plain = plain_run(8, accumulation=4, fp32_sums=False)
     assert_bit_equal(train_streamed(tiny_model(), batches, accumulation=4, accumulation_dtype="bf16", **placement), plain)
-    exact = train_bf16_with_masters(tiny_model(), batches, accumulation=4)
-    assert exact.norms != plain.norms, "or no test here tells one from the other"
+    assert plain_run(8, accumulation=4).norms != plain.norms, "or no test here tells one from the other"
 
 
 @pytest.mark.parametrize(
@@ -139,10 +155,9 @@ def test_training_on_seven_micro_batches_is_bit_equal(
     placement: dict[str, int], step: tuple[str, float | None], tied: bool
 ) -> None:
     schedule, max_norm = step
-    model, batches = tiny_model(tie_word_embeddings=tied), token_batches(21)
-    plain = train_bf16_with_masters(model, batches, accumulation=7, max_norm=max_norm)
-    streamed = train_streamed(model, batches, accumulation=7, schedule=schedule, max_norm=max_norm, **placement)
-    assert_bit_equal(streamed, plain)
+    model, how = tiny_model(tie_word_embeddings=tied), {"accumulation": 7, "max_norm": max_norm}
+    streamed = train_streamed(model, token_batches(14), schedule=schedule, **how, **placement)
+    assert_bit_equal(streamed, plain_run(14, tied, **how))
 
 
 @pytest.mark.filterwarnings("ignore:megatrain")
@@ -171,10 +186,17 @@ def drop(parameter: nn.Parameter) -> None:
     parameter.grad = None
 
 
-@pytest.mark.parametrize("change", [change_in_place, replace, zero, drop])
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+CHANGES = [change_in_place, replace, zero, drop]
+
+
+@pytest.mark.parametrize(
+    ("placement", "changes"),
+    # All gradients in one way where everything streams; each in another way elsewhere.
+    [*(({}, [change]) for change in CHANGES), *((placement, CHANGES) for placement in PLACEMENTS)],
+    ids=lambda value: "-".join(change.__name__ for change in value) if isinstance(value, list) else str(value),
+)
 def test_what_somebody_does_to_a_gradient_goes_on_from_what_they_left(
-    placement: dict[str, int], change: Callable[[nn.Parameter], None]
+    placement: dict[str, int], changes: list[Callable[[nn.Parameter], None]]
 ) -> None:
     run, plain = prepared(**placement), PlainSums()
     batches = token_batches(5)
@@ -184,7 +206,7 @@ def test_what_somebody_does_to_a_gradient_goes_on_from_what_they_left(
         if position != 2:
             continue
         run.engine.drain()
-        for name, parameter in run.model.named_parameters():
+        for (name, parameter), change in zip(run.model.named_parameters(), itertools.cycle(changes)):
             change(parameter)
             shown = nn.Parameter(torch.zeros(parameter.shape, dtype=torch.bfloat16))
             shown.grad = round_to_bf16(plain.sums[name])

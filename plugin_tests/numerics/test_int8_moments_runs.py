@@ -23,6 +23,8 @@ from megatrain_accelerate.optim import moment_states
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.store.segments import apply_segments, plan_segments
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 Optimizer = torch.optim.Optimizer
 
 

@@ -12,6 +12,8 @@ from torch import nn
 
 from megatrain_accelerate.transfer import activation_offload
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 BATCH = 5
 STEPS = 20
 

@@ -13,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain_accelerate.transfer import activation_offload
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 STEPS = 20
 
 

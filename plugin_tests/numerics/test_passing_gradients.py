@@ -18,6 +18,8 @@ from megatrain_accelerate.kernels.host import HostKernels
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.store.unit import PASSING_BUFFERS
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 PASSING: dict[str, Any] = {"host_gradients": "passing", "max_norm": None, "schedule": "backward"}
 LAYERS = 2 * PASSING_BUFFERS
 """So that each buffer is used again within a backward."""

@@ -346,8 +346,8 @@ def test_a_failed_backward_leaves_no_sums(placement: str) -> None:
         assert during == [1], "only of the layer whose pieces are under way"
         failed_backward(model)
         assert not backwards
-        assert sums._user is not None
-        assert sums._user() is None
+        assert sums.user is not None
+        assert sums.user() is None
 
 
 def failed(model: nn.Module) -> None:

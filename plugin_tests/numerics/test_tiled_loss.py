@@ -68,7 +68,7 @@ def test_fp32_loss_and_gradients_equal_the_plain_ones(chain: Chain, bias: bool, 
         inputs.labels[:, ::3] = 3
     lazy = inputs.lazy()
     ours, theirs = inputs.loss(lazy, chain, **options), inputs.loss(inputs.plain(), chain, **options)
-    assert lazy._cell[0] is None, "the logits were made"
+    assert not lazy.is_made, "the logits were made"
     assert ours.dtype == theirs.dtype
     # Sums over tokens in another order: a few units in the last place of fp32.
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
@@ -82,7 +82,7 @@ def test_fp32_loss_and_gradients_equal_the_plain_ones(chain: Chain, bias: bool, 
 def test_bf16_gradients_are_as_near_to_exact_ones_as_plain_ones(
     chain: str, options: dict[str, object], form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "_product_form", lambda device_type, dtype: form)
+    monkeypatch.setattr(products, "product_form", lambda device_type, dtype: form)
     squares = torch.zeros(2, 3, dtype=torch.float64)
     for seed in range(8):
         inputs = Inputs(torch.bfloat16, seed=seed)
@@ -164,7 +164,7 @@ def test_a_loss_without_gradients_is_tiled_too() -> None:
     for ours in (loss, detached):
         assert not ours.requires_grad
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
-    assert lazy._cell[0] is None
+    assert not lazy.is_made
 
 
 def test_labels_out_of_range_raise_as_in_torch() -> None:

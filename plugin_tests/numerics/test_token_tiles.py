@@ -17,6 +17,8 @@ from torch import nn
 
 from megatrain_accelerate.layers.token_tiles import TokenTiles
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 FAMILIES = {family.name: family for family in DECODERS}
 TILE = 15
 """Of 72 tokens, 5 of each of three texts: the last tile has 4."""

@@ -18,6 +18,8 @@ from transformers.optimization import Adafactor
 
 from megatrain_accelerate.optim.moment_states import RESIDUAL_KEY
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 
 class OwnAdamW(optim.AdamW):
     """A subclass, which isn't fused: its step may be another."""

@@ -13,6 +13,8 @@ from optimizer_runs import streamed
 from plain_torch import token_batches
 from torch.optim import AdamW, Optimizer, RMSprop
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from megatrain_accelerate.layers.compiled_layer import CompiledLayers
 from megatrain_accelerate.plan import device_plan
 from megatrain_accelerate.plan.machine import Machine
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 
 @pytest.fixture(autouse=True)
 def a_device_whose_layers_are_worth_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +35,11 @@ def a_device_whose_layers_are_worth_compiling(monkeypatch: pytest.MonkeyPatch) -
         self._device = device
 
     monkeypatch.setattr(CompiledLayers, "__init__", on_a_gpu)
+
+
+@pytest.fixture
+def a_torch_that_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_layer, "_missing_in_torch", lambda: "nothing is compiled here")
 
 
 def would_compile(engine: Engine) -> bool:
@@ -151,8 +158,8 @@ def test_the_first_step_is_compiled_where_nothing_else_has_room(monkeypatch: pyt
         return outline
 
     monkeypatch.setattr(device_plan, "measure_layers", out_of_memory_unless_compiled)
-    monkeypatch.setattr(device_plan.DevicePlan, "_measures", True)
-    monkeypatch.setattr(device_plan.DevicePlan, "_surely_fits", lambda *_: False)
+    monkeypatch.setattr(device_plan.DevicePlan, "measures", True)
+    monkeypatch.setattr(device_plan, "CERTAIN_SHARE", 0.0)
     model = tiny_model().train()
     engine = attach(model, gpu_memory_gib=4.0)
     engine.device_plan.expect_steps(2**40)
@@ -199,8 +206,8 @@ def test_a_loop_whose_number_of_steps_is_not_known_compiles() -> None:
     engine.close()
 
 
+@pytest.mark.usefixtures("a_torch_that_compiles_nothing")
 def test_a_training_that_is_resumed_goes_on_with_what_it_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_layer, "_missing_in_torch", lambda: "nothing is compiled here")
     arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     run_trainer(tiny_llama, tmp_path, streamed=True, **arguments)
     # It would choose otherwise by now.
@@ -215,11 +222,11 @@ def test_a_training_that_is_resumed_goes_on_with_what_it_chose(tmp_path: Path, m
     assert chosen == {"resumed": False, "anew": True}
 
 
+@pytest.mark.usefixtures("a_torch_that_compiles_nothing")
 def test_a_training_that_is_resumed_goes_on_by_its_plan_whatever_the_machine_measures_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    monkeypatch.setattr(compiled_layer, "_missing_in_torch", lambda: "nothing is compiled here")
 
     def plan_of(name: str, link: float, checkpoint: str | None) -> Any:
         speeds = Machine(device_flops=1e12, device_bytes=1e12, h2d_bytes=link, d2h_bytes=link, host_step_parameters=link)

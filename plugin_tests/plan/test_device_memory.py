@@ -78,9 +78,9 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch, "empty", lambda size, device: None)
-    monkeypatch.setattr(expandable_segments, "_configure", told.append)
-    monkeypatch.setattr(expandable_segments, "_settings", lambda: told[-1] if told else "")
-    monkeypatch.setattr(expandable_segments, "_refused", set())
+    monkeypatch.setattr(expandable_segments, "configure", told.append)
+    monkeypatch.setattr(expandable_segments, "current_settings", lambda: told[-1] if told else "")
+    monkeypatch.setattr(expandable_segments, "refused", set())
     return told
 
 
@@ -146,11 +146,11 @@ def test_a_full_gpu_is_no_reason_against_them(settings: list[str], monkeypatch: 
     not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="torch doesn't tell its settings before 2.12"
 )
 def test_the_running_torch_takes_the_setting() -> None:
-    before = expandable_segments._settings()
+    before = expandable_segments.current_settings()
     try:
-        expandable_segments._configure("expandable_segments:True")
-        assert expandable_segments._settings() == "expandable_segments:True"
+        expandable_segments.configure("expandable_segments:True")
+        assert expandable_segments.current_settings() == "expandable_segments:True"
         with pytest.raises((RuntimeError, ValueError)):
-            expandable_segments._configure("expandable_segments:perhaps")
+            expandable_segments.configure("expandable_segments:perhaps")
     finally:
-        expandable_segments._configure(before or "")
+        expandable_segments.configure(before or "")

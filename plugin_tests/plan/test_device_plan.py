@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import Training, attach
+from engine_runs import Training, attach, place
 from pairs import pairwise
 from plain_torch import tiny_model, token_batches
 from torch import nn
@@ -26,6 +26,8 @@ from megatrain_accelerate.plan.step_memory import LiveBytes
 from megatrain_accelerate.plan.step_profile import StepOutline
 from megatrain_accelerate.transfer import activation_offload
 from megatrain_accelerate.units import GIB, MIB
+
+pytestmark = pytest.mark.usefixtures("outlined_once")
 
 FREE = {"device_layers": None, "offloaded_layers": None}
 MACHINE = Machine(h2d_bytes=5e10, d2h_bytes=5e10, host_step_parameters=6e9, device_bytes=4e12, device_flops=7e14)
@@ -53,12 +55,12 @@ def held_tensors(run: Training) -> list[torch.Tensor]:
     """What the engine holds between steps, on the host and on the device."""
     runtime = run.engine.runtime
     found = [*run.model.parameters(), *run.model.buffers(), runtime.norms.norms, runtime.calls.anchor]
-    found += [runtime.gradient_sums._buffer]  # type: ignore[list-item]
+    found += [runtime.gradient_sums.buffer]  # type: ignore[list-item]
     found += [
         slot.buffer for slot in [*runtime.prefetcher.slots, *runtime.offloader.slots, *runtime.prefetcher.own_slots.values()]
     ]
     found += [slot.norms for slot in runtime.offloader.slots]
-    found += runtime.activations.pool._buffers
+    found += runtime.activations.pool.buffers
     for unit in runtime.units:
         found += [unit.weights, unit.residuals, unit.gradients, *(unit.moments or ())]  # type: ignore[list-item]
         for state in unit.states:
@@ -394,7 +396,7 @@ def test_batches_of_all_shapes_have_few_plans_which_all_of_them_fit(
     run = planned(budget_mib)
     plan = run.engine.device_plan
     plan.show = True
-    for _ in range(20):
+    for _ in range(12):
         ids = token_batches(1, batch=shapes.randint(1, 8), length=shapes.randint(16, 256), vocabulary=512)[0]
         inputs = {"input_ids": ids, "labels": ids}
         plan.follow(run.model, inputs)
@@ -419,7 +421,7 @@ def test_layers_are_measured_once_and_other_steps_are_in_proportion(monkeypatch:
         return measured[-1]
 
     monkeypatch.setattr(device_plan, "measure_layers", measures)
-    monkeypatch.setattr(device_plan.DevicePlan, "_measures", True)
+    monkeypatch.setattr(device_plan.DevicePlan, "measures", True)
     monkeypatch.setattr(device_plan, "CERTAIN_SHARE", 0.0)
     # Products alone, so that a layer's time is that of its operations.
     monkeypatch.setattr(
@@ -431,7 +433,7 @@ def test_layers_are_measured_once_and_other_steps_are_in_proportion(monkeypatch:
     assert measured == [found[0]]
     (profile,), (dry,) = (
         found[1].profiles.values(),
-        plan._ways(run.model, {"input_ids": batch(192), "labels": batch(192)}).best()[0].profiles.values(),
+        outline_of(run, batch(192)).profiles.values(),
     )
     assert profile.kept_bytes == pytest.approx(dry.kept_bytes / 2, rel=0.01)
     assert profile.forward_seconds == pytest.approx(3e-12 * dry.forward.flops, rel=0.01)
@@ -492,7 +494,7 @@ def test_a_model_that_surely_fits_trains_without_a_measured_layer(
         )
 
     monkeypatch.setattr(device_plan, "measure_layers", measure)
-    monkeypatch.setattr(device_plan.DevicePlan, "_measures", True)
+    monkeypatch.setattr(device_plan.DevicePlan, "measures", True)
     monkeypatch.setattr(device_plan, "LIBRARY_WORKSPACE_BYTES", 0)
     run = planned(room * needed_mib - LIBRARY_WORKSPACE_BYTES / MIB, compile_layers=False)
     run.engine.runtime.compiled._is_on = compile_layers
@@ -627,38 +629,50 @@ def test_two_forwards_before_one_backward_find_room_and_nothing_moves_between() 
     assert losses[0] == losses[1]
 
 
-def test_layers_that_cannot_be_measured_are_reckoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = planned(64)
-    inputs = {"input_ids": batch(), "labels": batch()}
-    outline = device_plan.outline_step(run.model, run.engine.runtime, inputs, run.engine.device)
+def outline_of(run: Training, ids: torch.Tensor) -> StepOutline:
+    """Of a step, as it runs without being measured."""
+    return device_plan.outline_step(run.model, run.engine.runtime, {"input_ids": ids, "labels": ids}, run.engine.device)
 
+
+@pytest.fixture
+def measured_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., object]], None]:
+    """Layers are measured, as on a GPU, by a function of the test's."""
+
+    def measure_by(measures: Callable[..., object]) -> None:
+        monkeypatch.setattr(device_plan, "measure_layers", measures)
+        monkeypatch.setattr(device_plan.DevicePlan, "measures", True)
+        monkeypatch.setattr(device_plan, "CERTAIN_SHARE", 0.0)
+
+    return measure_by
+
+
+def test_layers_that_cannot_be_measured_are_reckoned(measured_by: Callable[[Callable[..., object]], None]) -> None:
     def fails(*_: object) -> object:
         raise RuntimeError("this layer refuses gradients of ones")
 
-    monkeypatch.setattr(device_plan, "measure_layers", fails)
-    assert run.engine.device_plan._measured(run.model, inputs, outline) is outline
+    measured_by(fails)
+    run = planned(64)
+    assert run.engine.device_plan.foresee(run.model, {"input_ids": batch(), "labels": batch()}) == outline_of(run, batch())
 
 
 def test_measuring_that_runs_out_of_memory_is_tried_again_with_everything_off_the_device(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, measured_by: Callable[[Callable[..., object]], None]
 ) -> None:
     run = planned(200)
     run.step(batch())
     plan = run.engine.device_plan
-    plan._place(Placement.of_counts(8, on_device=4, groups_on_device=True))
-    inputs = {"input_ids": batch(), "labels": batch()}
-    outline = device_plan.outline_step(run.model, run.engine.runtime, inputs, run.engine.device)
+    place(plan, Placement.of_counts(8, on_device=4, groups_on_device=True))
     on_device = []
 
-    def measures(*_: object) -> object:
+    def measures(model: nn.Module, runtime: object, inputs: object, outline: StepOutline, *_: object) -> StepOutline:
         on_device.append(sum(unit.is_on_device for unit in run.engine.runtime.units))
         if on_device[-1]:
             raise torch.OutOfMemoryError("no room")
         return outline
 
-    monkeypatch.setattr(device_plan, "measure_layers", measures)
+    measured_by(measures)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    plan._measured(run.model, inputs, outline)
+    plan.foresee(run.model, {"input_ids": batch(32), "labels": batch(32)})
     assert on_device[0] > 4
     assert on_device[1] == 0
 
@@ -673,7 +687,7 @@ def test_forwards_that_wait_take_what_they_take_by_the_tiles_that_were_chosen_af
 
     monkeypatch.setattr(step_ways, "AUTO_TILE_TOKENS", 128)
     monkeypatch.setattr(device_plan, "measure_layers", measures)
-    monkeypatch.setattr(device_plan.DevicePlan, "_measures", True)
+    monkeypatch.setattr(device_plan.DevicePlan, "measures", True)
     ids = long_batch()
     predicted = []
     for tile in ("auto", 128):

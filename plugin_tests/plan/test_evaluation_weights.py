@@ -21,6 +21,8 @@ from megatrain_accelerate.plan import evaluation_weights
 from megatrain_accelerate.plan.evaluation_weights import cache_bytes, is_next_token
 from megatrain_accelerate.units import GIB, MIB
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 TOKENS = 12
 PROMPT = token_batches(1, batch=2, length=5)[0]
 
@@ -31,7 +33,8 @@ def layer_bytes(engine: Engine) -> int:
 
 def held(engine: Engine) -> int:
     """Layers that are on the device for a while."""
-    return len(engine.runtime.prefetcher._held)
+    runtime = engine.runtime
+    return runtime.prefetcher.held_bytes // runtime.layers[0].unit.layout.weight_bytes
 
 
 def generate(model: nn.Module, tokens: int = TOKENS, **options: Any) -> torch.Tensor:

@@ -24,20 +24,20 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """Grows by one with every real measurement; the cache is an empty folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     count: list[int] = []
-    measure = machine._measure
+    measure = machine.measure
 
     def counted(device: torch.device, kernels: HostKernels) -> machine.Machine:
         count.append(1)
         return measure(device, kernels)
 
-    monkeypatch.setattr(machine, "_measure", counted)
+    monkeypatch.setattr(machine, "measure", counted)
     another_process(monkeypatch)
     return count
 
 
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on nothing was measured or read yet."""
-    monkeypatch.setattr(machine, "_of_this_process", {})
+    monkeypatch.setattr(machine, "of_this_process", {})
 
 
 def test_speeds_are_measured_once_in_a_process_and_kept(measured: list[int], tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_machine_that_was_busy_once_is_not_taken_for_slow(measured: list[int],
     seen = []
     runs = [busy, idle, idle, busy, busy]
     for found in runs:
-        monkeypatch.setattr(machine, "_measure", lambda *_, found=found: found)
+        monkeypatch.setattr(machine, "measure", lambda *_, found=found: found)
         another_process(monkeypatch)
         seen.append(measured_machine(CPU, kernels))
     # After one run its own, of two the faster; what is slow in most of them is slow.
@@ -70,7 +70,7 @@ def test_a_machine_that_was_busy_once_is_not_taken_for_slow(measured: list[int],
     assert [speeds.h2d_bytes * speeds.h2d_share_in_step for speeds in seen] == pytest.approx([19e9, 30e9, 30e9, 30e9, 19e9])
     assert seen[1].h2d_share_in_step == 0.6
     # What has been measured often enough is kept.
-    monkeypatch.setattr(machine, "_measure", lambda *_: idle)
+    monkeypatch.setattr(machine, "measure", lambda *_: idle)
     another_process(monkeypatch)
     assert measured_machine(CPU, kernels) == seen[-1]
     assert len(machine.kept_speeds(machine.speeds_path(CPU, kernels))) == machine.MEASUREMENTS == len(runs)
@@ -81,10 +81,10 @@ def test_what_others_measured_meanwhile_is_kept_too(measured: list[int], monkeyp
     path, speeds = machine.speeds_path(CPU, kernels), machine.Machine(50e9, 52e9, 8e9, 4e12, 7e14)
 
     def slowly(*_: object) -> machine.Machine:
-        machine._keep(path, [speeds, speeds])  # another process'
+        machine.keep_speeds(path, [speeds, speeds])  # another process'
         return speeds
 
-    monkeypatch.setattr(machine, "_measure", slowly)
+    monkeypatch.setattr(machine, "measure", slowly)
     measured_machine(CPU, kernels)
     assert machine.kept_speeds(path) == [speeds] * 3
 
@@ -173,7 +173,7 @@ def test_work_that_is_repeated_beside_a_measurement_ends_with_it_also_where_it_r
     times: list[None] = []
 
     def fails() -> None:
-        with machine._repeated(lambda: times.append(time.sleep(0.001))):
+        with machine.repeated(lambda: times.append(time.sleep(0.001))):
             while len(times) < 3:
                 time.sleep(0.001)
             raise ValueError("no copy")

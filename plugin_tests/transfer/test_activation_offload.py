@@ -26,6 +26,8 @@ from megatrain_accelerate.transfer.meter import Meter
 from megatrain_accelerate.transfer.streams import Streams
 from megatrain_accelerate.units import MIB
 
+pytestmark = pytest.mark.usefixtures("outlined_once")
+
 
 @pytest.fixture
 def offloader() -> Iterator[ActivationOffloader]:
@@ -142,7 +144,7 @@ def test_device_memory_is_given_up_one_run_later(offloader: ActivationOffloader,
         offloader.send(recording, tape, position)
     assert alive == [[], [True], [False, True], [False, False, True]]
     offloader.settle()
-    assert len(offloader._leaving) == 0
+    assert len(offloader.leaving) == 0
     for position in (3, 2, 1, 0):
         offloader.bring_back(tape, position, 0)
         back = [place.parcel.on_device is not None for place, _ in places[: position + 1] if place is not None]
@@ -240,7 +242,7 @@ def test_a_forward_that_fails_half_way_leaves_nothing_behind(small_tensors_leave
     handle.remove()
     loss_of(model, ids).backward()
     gc.collect()
-    assert activations.pool.used_bytes == len(activations._leaving) == 0
+    assert activations.pool.used_bytes == len(activations.leaving) == 0
     after = gradients(model)
     engine.close()
     model, engine, _ = prepared(offloaded_layers=4)
@@ -268,7 +270,7 @@ def test_forwards_evaluations_and_backwards_in_any_order_give_the_gradients_of_r
         results.append([*losses, *gradients(model), *gradients(other)])
         for each in (engine, other_engine):
             gc.collect()
-            assert each.runtime.activations.pool.used_bytes == len(each.runtime.activations._leaving) == 0
+            assert each.runtime.activations.pool.used_bytes == len(each.runtime.activations.leaving) == 0
             each.close()
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -305,7 +307,7 @@ def test_a_backward_that_fails_half_way_leaves_nothing_behind(settings: dict[str
     model.zero_grad()
     loss_of(model, token_batches(1)[0]).backward()
     gc.collect()
-    assert activations.pool.used_bytes == len(activations._leaving) == len(activations.strays) == 0
+    assert activations.pool.used_bytes == len(activations.leaving) == len(activations.strays) == 0
     engine.close()
 
 

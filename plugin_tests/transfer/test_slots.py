@@ -164,7 +164,7 @@ def test_a_failed_prefetch_leaves_no_slot_in_use(bench: Bench, monkeypatch: pyte
     def fail(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench.prefetcher, "_prefetch", fail)
+    monkeypatch.setattr(bench.prefetcher, "prefetch", fail)
     for _ in range(10):
         with pytest.raises(KeyboardInterrupt):
             bench.prefetcher.acquire(bench.layers[0], [1])

@@ -1,0 +1,71 @@
+"""The outlines that tests share are those that each would have made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import attach
+from outline_cache import Outlines, remembering
+from torch import nn
+from trainer_runs import examples, tiny_llama
+
+from megatrain_accelerate.plan.step_outline import outline_step
+
+CPU = torch.device("cpu")
+
+
+def batch(length: int = 16) -> dict[str, torch.Tensor]:
+    ids = torch.stack([row["input_ids"] for row in examples(2, length=length)])
+    return {"input_ids": ids, "labels": ids}
+
+
+def frozen() -> nn.Module:
+    model = tiny_llama()
+    model.model.layers[0].requires_grad_(False)
+    return model
+
+
+def with_another_loss() -> nn.Module:
+    model = tiny_llama()
+
+    def halved(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
+        return 0.5 * nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    model.loss_function = halved
+    return model
+
+
+def test_an_equal_step_has_the_outline_of_the_first() -> None:
+    outline = remembering(outline_step, {})
+    models = [tiny_llama() for _ in range(3)]
+    runtimes = [attach(model).runtime for model in models]
+    first, second = (outline(model, runtime, batch(), CPU) for model, runtime in zip(models[:2], runtimes[:2], strict=True))
+    assert first is second
+    assert first == outline_step(models[2], runtimes[2], batch(), CPU)
+
+
+@pytest.mark.parametrize("make", [frozen, with_another_loss, lambda: tiny_llama(attention_dropout=0.1)])
+def test_another_model_has_an_outline_of_its_own(make: Callable[[], nn.Module]) -> None:
+    made: Outlines = {}
+    for build in (tiny_llama, make):
+        model = build()
+        remembering(outline_step, made)(model, attach(model).runtime, batch(), CPU)
+    assert len(made) == 2
+
+
+def test_another_batch_and_another_way_have_outlines_of_their_own() -> None:
+    made: Outlines = {}
+    model = tiny_llama()
+    runtime = attach(model).runtime
+    outline = remembering(outline_step, made)
+    outline(model, runtime, batch(), CPU)
+    outline(model, runtime, batch(8), CPU)
+    outline(model, runtime, {**batch(), "labels": batch()["labels"].masked_fill(batch()["labels"] < 9, -100)}, CPU)
+    runtime.batch_cut.chosen = 1
+    outline(model, runtime, batch(), CPU)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outline(model, runtime, batch(), CPU)
+    assert len(made) == 5
