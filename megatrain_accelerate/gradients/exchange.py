@@ -1,4 +1,4 @@
-"""Means of the ranks' gradients: each rank gets its run of all parts, and adds them in fp32 in the order of ranks.
+"""Means of the ranks' gradients: each rank gets its share from all of them, and adds that in fp32, in the order of ranks.
 
 So G ranks give the bits that one process gives which adds the same G parts in the same order, and a bf16 gradient is rounded
 once. It costs the bytes of a reduce-scatter in bf16.
@@ -19,26 +19,31 @@ from megatrain_accelerate.transfer.streams import Streams
 from megatrain_accelerate.units import MIB
 
 _BUCKET_BYTES = 64 * MIB
-"""Of gradients that are exchanged together, unless one alone is larger."""
+"""Of gradients that stay on the device and are exchanged together; larger ones go in pieces."""
 
 
 class Exchange:
     """The collectives of gradients, which every rank issues in the same order: that of its backward.
 
     Args:
-        largest_bytes: of the gradients of one layer.
+        layouts: of what has gradients in a slot.
     """
 
-    def __init__(self, shared: SharedStore, streams: Streams, largest_bytes: int) -> None:
+    def __init__(self, shared: SharedStore, streams: Streams, layouts: Iterable[FlatLayout]) -> None:
         self._ranks, self._order, self._streams = shared.ranks, shared.order, streams
         self._found: set[int] = set()
         """Rows of the parameters of which this rank has found a gradient since they last had none."""
         self._in_parts: set[int] = set()
-        """Rows whose norm is that of this rank's run alone."""
-        slack = 1024 * shared.ranks.size  # runs are rounded up
-        sizes = _BUCKET_BYTES + slack, max(_BUCKET_BYTES, largest_bytes) + slack
+        """Rows whose norm is that of this rank's share alone."""
+        of_buckets = _BUCKET_BYTES + 4 * shared.ranks.size  # each rank's part has as many elements
+        sizes = of_buckets, max(of_buckets, *(self._received_bytes(layout) for layout in layouts))
         self._sent, self._received = (torch.zeros(size, dtype=torch.uint8, device=streams.device) for size in sizes)
         self._made_event, self._means_event = streams.event(), streams.event()
+
+    def _received_bytes(self, layout: FlatLayout) -> int:
+        """What this rank gets of a layer's gradients: its share from each rank."""
+        share = layout.share_of(self._ranks.rank, self._ranks.size)
+        return self._ranks.size * (share.end_byte - share.begin_byte)
 
     @property
     def device_bytes(self) -> int:
@@ -50,13 +55,13 @@ class Exchange:
         self._found.update(row for state in states if (row := state.row) is not None)
 
     def begin(self, states: Iterable[ParameterState]) -> None:
-        """A backward brings gradients of some of these; those that have none yet were dropped since the last time."""
+        """Before the gradients of a backward are noted: forgets those of these parameters that were dropped."""
         self._found.difference_update(state.row for state in states if state.parameter.grad is None)
 
-    def tell(self, accumulated: Iterable[int | None]) -> tuple[set[int], set[int]]:
+    def gather_found(self, accumulated: Iterable[int | None]) -> tuple[set[int], set[int]]:
         """Called by all ranks when a backward is over. Returns the rows in which any rank's autograd ``accumulated`` itself,
         and those of which any has found a gradient since they last had none."""
-        self._order.enter("the end of a backward")
+        self._order.enter("a whole backward")
         told = self._ranks.gather((set(accumulated), self._found))
         return set().union(*(own for own, _ in told)), set().union(*(found for _, found in told))
 
@@ -67,22 +72,23 @@ class Exchange:
 
     def add_up_norms(self, norms: torch.Tensor) -> None:
         """The ranks' parts of norms, which have arrived in the table ``norms``, become whole: the same bits on all ranks."""
+        self._order.enter("a whole backward, their norms")
         rows = torch.tensor(sorted(self._in_parts), dtype=torch.long)
         norms[rows] = self._ranks.sum(norms[rows].double().square()).sqrt().float()
         self._in_parts.clear()
 
-    def mean_of_run(self, buffer: torch.Tensor, layout: FlatLayout, name: str) -> None:
-        """Of a unit's flat gradients (uint8) this rank's run becomes the mean of all ranks'; the rest stays as it was.
+    def mean_of_share(self, buffer: torch.Tensor, layout: FlatLayout, name: str) -> None:
+        """Of a unit's flat gradients (uint8) this rank's share becomes the mean of all ranks'; the rest stays as it was.
 
-        Issued on the current stream. The received parts are used again by the next call, on the same stream.
+        Issued on the current stream, which must be the d2h stream: what is received lies where the next call receives.
         """
         self._order.enter(name)
         ranks = self._ranks
-        runs = [layout.run_of(rank, ranks.size) for rank in range(ranks.size)]
-        own = runs[ranks.rank]
+        shares = [layout.share_of(rank, ranks.size) for rank in range(ranks.size)]
+        own = shares[ranks.rank]
         size = own.end_byte - own.begin_byte
         received = self._received[: ranks.size * size]
-        sizes = [run.end_byte - run.begin_byte for run in runs]
+        sizes = [share.end_byte - share.begin_byte for share in shares]
         dist.all_to_all_single(received, buffer[: layout.gradient_bytes], [size] * ranks.size, sizes)
         parts = received.view(ranks.size, size)
         in_bf16 = 2 * (min(own.end, layout.split_elements) - min(own.begin, layout.split_elements))

@@ -138,11 +138,11 @@ class Fp32Sums:
             self.prepare()
         gradient = state.parameter.grad
         running = self.running(state) if others_follow or state.handle.has_fp32_sum else None
-        if state.run is not None and state.gradient is not None and gradient.data_ptr() == state.gradient.data_ptr():
+        if state.share is not None and state.gradient is not None and gradient.data_ptr() == state.gradient.data_ptr():
             # Each rank scales what it steps of a gradient that all of them share.
-            gradient = state.run.of(state.entry, gradient)
+            gradient = state.share.of(state.entry, gradient)
             if running is not None:
-                residual = state.run.of(state.entry, running.residual)
+                residual = state.share.of(state.entry, running.residual)
                 running = dataclasses.replace(running, gradient=gradient, residual=residual)
         if running is None:
             gradient.mul_(factor)

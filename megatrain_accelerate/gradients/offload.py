@@ -90,7 +90,7 @@ class GradientOffloader:
         self._most_parameters = max(len(layout.trainable_entries) for layout in at_once)
         self._slot_count = GRADIENT_SLOTS if self._largest else 0
         self._passes = passes and self._largest > 0
-        self.exchange = None if shared is None else Exchange(shared, streams, self._largest)
+        self.exchange = None if shared is None else Exchange(shared, streams, at_once)
         """What makes gradients the means of several ranks'."""
         self.slots: collections.deque[GradientSlot] = collections.deque()
         """In the order in which they are next written."""
@@ -358,13 +358,13 @@ class UnitGradients:
         self._show(self._copy_to_place(part, slot) if self._is_fresh else self._add_on_host(part, slot))
 
     def _exchange(self, exchange: Exchange, slot: GradientSlot, part: Fetched) -> None:
-        """This rank's run of what the slot holds becomes the mean of all ranks'; of that the norms are taken."""
+        """This rank's share of what the slot holds becomes the mean of all ranks'; of that the norms are taken."""
         offloader, unit = self._offloader, self._layer.unit
         d2h_stream = offloader.streams.d2h_stream
         with offloader.streams.on(d2h_stream), named_range(f"megatrain::exchange_gradients ({part.name})"):
             # RAW: the other ranks must see finished gradients.
             d2h_stream.wait_event(slot.grads_ready_event)
-            exchange.mean_of_run(slot.buffer, unit.layout, part.name)
+            exchange.mean_of_share(slot.buffer, unit.layout, part.name)
             if self._is_fresh:
                 views = zip(unit.layout.trainable_entries, slot.views(unit.layout), strict=True)
                 norms = torch.stack(gradient_norms([unit.of(entry, view) for entry, view in views]))
@@ -426,7 +426,7 @@ class UnitGradients:
         if slot is not None:
             assert buffers is not None
             staging = buffers.take(reader)
-            place = slice(0, size) if unit.shared is None else unit.shared.run.bytes
+            place = slice(0, size) if unit.shared is None else unit.shared.share.bytes
             copied_event = offloader.send(slot, part.name, [(staging[place], slot.buffer[place])], None)
             views = part.unit.layout.views(staging, trainable_only=True)
             if unit.shared is not None:

@@ -41,7 +41,7 @@ from megatrain_accelerate.kernels.moments import BLOCK_ELEMENTS, Int8Moments, Mo
 LIBRARY_PATH = pathlib.Path(__file__).with_name("_host_kernels.so")
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
-_INTERFACE_VERSION = 8
+_INTERFACE_VERSION = 9
 _REBUILD = "build it with `pip install --force-reinstall --no-deps .` in a checkout of this package (needs a C++ compiler)"
 
 
@@ -310,6 +310,17 @@ class HostKernels:
         return first
 
 
+def memory_fence() -> None:
+    """What this thread has written before is seen by whoever sees what it writes after, in other processes too; and what it
+    reads after isn't older than what it has read before."""
+    _library().megatrain_fence()
+
+
+@functools.cache
+def _library() -> Any:
+    return _load_library()
+
+
 def _load_library() -> Any:
     """Opens the library and declares its functions; the loader keeps one copy a process.
 
@@ -331,6 +342,7 @@ def _load_library() -> Any:
     pointer, count, number, bits = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint32
     arguments: dict[str, list[Any]] = {
         "best_instruction_set": [],
+        "fence": [],
         "create": [number, number],
         "destroy": [pointer],
         # The kernels, tensors, their length and other arguments.

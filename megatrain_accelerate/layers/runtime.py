@@ -375,7 +375,7 @@ class StreamingRuntime:
         self.sums.fresh.clear()
         exchange.note_found(found.values())
         trained = [state for unit in self.units for state in unit.states if state.row is not None]
-        accumulated, found_by_any = exchange.tell(found)
+        accumulated, found_by_any = exchange.gather_found(found)
         states = [state for state in trained if state.row in accumulated]
         with torch.no_grad():
             for state in states:

@@ -31,7 +31,7 @@ from megatrain_accelerate.store.segments import (
     apply_segments,
     plan_segments,
     segments_of_experts,
-    segments_of_run,
+    segments_of_share,
     step_on_device,
 )
 from megatrain_accelerate.store.shared_store import StepOfAll
@@ -285,7 +285,7 @@ class FusedStep(HostStep):
             segments = segments_of_experts(segments, unit, experts)
             parameters = sum(segment.elements for segment in segments)
         if (shared := unit.shared) is not None:
-            segments = segments_of_run(segments, shared.run)
+            segments = segments_of_share(segments, shared.share)
             parameters = sum(segment.elements for segment in segments)
         kernels, meter = self.runtime.kernels, self.runtime.meter
         readers_finished_event = group.announce_push() if group is not None else None

@@ -1,4 +1,4 @@
-"""What ends a rank when another has ended: it would wait for minutes in a collective, and the cause would be buried.
+"""What ends a rank when another has died: it would wait for minutes in a collective, and the cause would be buried.
 
 A thread watches the other ranks' processes by descriptors of the kernel's (``pidfd_open``), which forked data loaders don't
 keep open as they do sockets. A rank that fails writes its cause where the others read it.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import mmap
 import os
 import select
 import sys
@@ -18,7 +17,6 @@ from types import TracebackType
 
 from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.parallel.shared_file import SharedFile
-from megatrain_accelerate.units import round_up
 
 _CAUSE_BYTES = 1000
 _SAME = "Every process must run the same script, and take as many steps"
@@ -34,23 +32,25 @@ class _Notice(ctypes.Structure):
 
 
 class Lifeline:
-    """Ends this process within milliseconds when another rank ends before its time, and prints which one and why."""
+    """Ends this process within a second when another rank has died or raised, and prints which one and why."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._rank = ranks.rank
-        self._file = SharedFile(ranks)
-        size = round_up(ctypes.sizeof(_Notice) * ranks.size, mmap.PAGESIZE)
-        self._notices = (_Notice * ranks.size).from_buffer(self._file.map(self._file.reserve(size), size))
-        processes = ranks.gather(os.getpid())
-        self._watched = {os.pidfd_open(process): rank for rank, process in enumerate(processes) if rank != ranks.rank}
-        self._processes = processes
+        notices = _Notice * ranks.size
+        file = SharedFile(ranks)
+        self._notices = notices.from_buffer(file.new(ctypes.sizeof(notices)))
+        file.close()
+        self._processes = ranks.gather(os.getpid())
+        others = [rank for rank in range(ranks.size) if rank != ranks.rank]
+        self._watched = {os.pidfd_open(self._processes[rank]): rank for rank in others}
         self._hook_before, sys.excepthook = sys.excepthook, self._report
         atexit.register(self._leave)
         threading.Thread(target=self._watch, name="megatrain-lifeline", daemon=True).start()
 
     def _leave(self) -> None:
-        """At the end of the interpreter: whoever has raised has told so before."""
-        self._notices[self._rank].left_in_order = not self._notices[self._rank].cause
+        """At the end of the interpreter, of this process and not of a copy: whoever has raised has told so before."""
+        if os.getpid() == self._processes[self._rank]:
+            self._notices[self._rank].left_in_order = not self._notices[self._rank].cause
 
     def _report(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """The interpreter's ``sys.excepthook``: an exception ends this rank."""
@@ -58,8 +58,14 @@ class Lifeline:
             time.sleep(_GRACE_SECONDS)  # a collective whose other end is gone: the thread tells why, and ends this process
             if gone := [rank for rank, notice in enumerate(self._notices) if notice.left_in_order]:
                 print(f"megatrain: ranks {gone} ended before, without an error. {_SAME}", file=sys.stderr, flush=True)
-        self._notices[self._rank].cause = f"{kind.__name__}: {error}".encode()[:_CAUSE_BYTES]
+        self._tell(f"{self._name(self._rank)} has ended: {kind.__name__}: {error}")
         self._hook_before(kind, error, traceback)
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} (process {self._processes[rank]})"
+
+    def _tell(self, cause: str) -> None:
+        self._notices[self._rank].cause = cause.encode()[:_CAUSE_BYTES]
 
     def _watch(self) -> None:
         poll = select.poll()
@@ -76,11 +82,8 @@ class Lifeline:
                 del self._watched[descriptor]
 
     def _end(self, rank: int) -> None:
-        cause = self._notices[rank].cause.decode(errors="replace") or "it was killed, perhaps for the memory that it took"
-        print(
-            f"megatrain: rank {rank} (process {self._processes[rank]}) has ended: {cause}. Rank {self._rank} ends with it; "
-            "resume from the last checkpoint",
-            file=sys.stderr,
-            flush=True,
-        )
+        cause = self._notices[rank].cause.decode(errors="replace")
+        cause = cause or f"{self._name(rank)} has ended without an error: it was killed, perhaps for the memory that it took"
+        print(f"megatrain: {cause}. Rank {self._rank} ends, too; resume from the last checkpoint", file=sys.stderr, flush=True)
+        self._tell(cause)  # for those who learn of this rank's end first
         os._exit(1)

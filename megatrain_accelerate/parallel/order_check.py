@@ -24,11 +24,11 @@ class OrderCheck:
 
     @staticmethod
     def size_bytes(ranks: Ranks) -> int:
-        """Of the memory that it takes."""
+        """What it takes."""
         return 8 * _LENGTH * ranks.size
 
     def enter(self, name: str) -> None:
-        """To be called before each collective. A ``RankError`` where another rank's collective of this number is another's."""
+        """Called before each collective. A ``RankError`` where another rank's collective of this number has another name."""
         self._count += 1
         code = zlib.crc32(name.encode())
         self._names.setdefault(code, name)
@@ -37,7 +37,7 @@ class OrderCheck:
             number, other = divmod(row[self._count % _LENGTH], 1 << 32)
             if number == self._count and other != code:
                 raise RankError(
-                    f"rank {self._rank} has gradients of {name} where rank {rank} has those of "
+                    f"rank {self._rank} exchanges gradients of {name} where rank {rank} exchanges those of "
                     f"{self._names.get(other, 'another layer')}: the ranks run other layers, or in another order. Layers that "
                     "are left out at random (layerdrop) must be left out on all ranks alike; set their probability to 0"
                 )

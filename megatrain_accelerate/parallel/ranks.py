@@ -7,20 +7,21 @@ Everything that must happen in the same order on all ranks goes through here or 
 from __future__ import annotations
 
 import ctypes
+import datetime
 import mmap
-import os
-import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatrain_accelerate.errors import RankError, UnsupportedError
+from megatrain_accelerate.kernels.host import memory_fence
 
-MEETING_SECONDS = 600.0
-"""How long a rank waits for another that is alive; NCCL's own limit for a collective."""
+MEETING_SECONDS = 1800.0
+"""How long a rank waits for another that is alive, which may be saving: ``ddp_timeout`` of the Trainer's arguments."""
 _POLL_SECONDS = 50e-6
 _POLLS_WITHOUT_SLEEP = 200
 
@@ -29,18 +30,18 @@ class Ranks:
     """This process and those that it trains with, all of one machine.
 
     Raises:
-        UnsupportedError: the run spans several machines.
+        UnsupportedError: they aren't all of one machine.
     """
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
-        if local != self.size:
+        self._control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=MEETING_SECONDS))
+        machines = len(set(self.gather(Path("/proc/sys/kernel/random/boot_id").read_text())))
+        if machines > 1:
             raise UnsupportedError(
-                f"megatrain trains on the GPUs of one machine, and this run has {self.size} processes of which {local} are "
-                "here; set num_machines: 1"
+                f"megatrain trains on the GPUs of one machine, and the {self.size} processes of this training are on "
+                f"{machines}; set num_machines: 1"
             )
-        self._control = dist.new_group(backend="gloo")
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The ``value`` of the rank ``source``, on all ranks. Anything that can be pickled."""
@@ -64,7 +65,7 @@ class Ranks:
         return total
 
     def meet(self, where: str) -> None:
-        """Returns when all ranks are here. ``where`` is told if they aren't all in the same place."""
+        """Returns when all ranks are here. ``where`` names the caller's place: a ``RankError`` lists places that differ."""
         places = self.gather(where)
         if len(set(places)) > 1:
             raise RankError(
@@ -77,8 +78,8 @@ class Ranks:
 class StepCounters:
     """How many steps of each unit each rank has applied to its share, in memory that all ranks map.
 
-    Writer of a rank's row: its step worker. Readers: everybody. A counter is written after the weights that it tells of;
-    x86 processors show writes to others in their order, and on others :func:`_fence` keeps them so.
+    Writer of a rank's row: its step worker. Readers: everybody. A counter is written after the weights that it tells of, and
+    fences keep others from seeing that the other way round.
     """
 
     def __init__(self, mapping: mmap.mmap, ranks: Ranks, units: int) -> None:
@@ -88,18 +89,18 @@ class StepCounters:
 
     @staticmethod
     def size_bytes(ranks: Ranks, units: int) -> int:
-        """Of the memory that the counters take."""
+        """What the counters take."""
         return 8 * units * ranks.size
 
     def count(self, unit: int) -> None:
         """This rank has applied one more step to its share of the unit."""
-        _fence()
+        memory_fence()
         self._own[unit] += 1
 
     def have_reached(self, unit: int, steps: int) -> bool:
         """Whether all ranks have applied so many steps to the unit."""
         reached = all(row[unit] >= steps for row in self._rows)
-        _fence()
+        memory_fence()
         return reached
 
     def wait(self, unit: int, steps: int, name: str) -> None:
@@ -111,21 +112,12 @@ class StepCounters:
         return f"ranks {late} haven't applied step {steps} of {name}"
 
 
-def wait_until(is_so: Callable[[], bool], what: Callable[[], str]) -> None:
-    """Blocks until ``is_so()``; a ``RankError`` that says ``what`` is missing after :data:`MEETING_SECONDS`."""
+def wait_until(is_so: Callable[[], bool], missing: Callable[[], str]) -> None:
+    """Blocks until ``is_so()``; a ``RankError`` that says what is ``missing`` after :data:`MEETING_SECONDS`."""
     end, polls = time.monotonic() + MEETING_SECONDS, 0
     while not is_so():
         polls += 1
         if polls > _POLLS_WITHOUT_SLEEP:
             time.sleep(_POLL_SECONDS)
             if time.monotonic() > end:
-                raise RankError(f"{what()} after {MEETING_SECONDS:.0f} s; every process must take every step")
-
-
-_barrier = threading.Lock()
-
-
-def _fence() -> None:
-    """Orders this thread's reads and writes of memory before and after it: taking a lock is a full barrier to CPython."""
-    with _barrier:
-        pass
+                raise RankError(f"{missing()} after {MEETING_SECONDS:.0f} s; every process must take every step")

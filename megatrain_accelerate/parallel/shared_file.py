@@ -19,7 +19,9 @@ _LENGTH = 1 << 44
 
 
 class SharedFile:
-    """Owner of one file of all ranks, and of what is where in it. Every rank makes it, and reserves the same, in one order.
+    """Owner of one file of all ranks, and of what is where in it.
+
+    All ranks make it together, and reserve the same sizes in the same order.
 
     Raises:
         HostMemoryError: the kernel refused the file, or the ranks can't see each other's.
@@ -27,8 +29,10 @@ class SharedFile:
 
     def __init__(self, ranks: Ranks) -> None:
         self._end = 0
-        own = os.memfd_create("megatrain", os.MFD_CLOEXEC) if ranks.rank == 0 else -1
+        own = -1
         try:
+            if ranks.rank == 0:
+                own = os.memfd_create("megatrain", os.MFD_CLOEXEC)
             if own >= 0:
                 os.ftruncate(own, _LENGTH)
             process, descriptor = ranks.broadcast((os.getpid(), own))
@@ -47,9 +51,14 @@ class SharedFile:
         self._end += round_up(max(size_bytes, 1), mmap.PAGESIZE)
         return offset
 
+    def new(self, size_bytes: int) -> mmap.mmap:
+        """Reserves ``size_bytes`` and maps them."""
+        return self.map(self.reserve(size_bytes), size_bytes)
+
     def map(self, offset: int, size_bytes: int) -> mmap.mmap:
-        """A mapping of whole pages that all ranks write to and read from. It is zero where nobody wrote."""
-        return mmap.mmap(self._descriptor, size_bytes, flags=mmap.MAP_SHARED, offset=offset)
+        """A mapping, of whole pages, that all ranks write to and read from. It is zero where nobody wrote."""
+        whole_pages = round_up(max(size_bytes, 1), mmap.PAGESIZE)
+        return mmap.mmap(self._descriptor, whole_pages, flags=mmap.MAP_SHARED, offset=offset)
 
     def close(self) -> None:
         """Closes the descriptor; mappings stay as long as anybody holds them."""

@@ -1,4 +1,4 @@
-"""The ranks of the run that this process is part of."""
+"""The ranks of the training that this process is part of."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from megatrain_accelerate.parallel.ranks import Ranks
 
 
 def ranks_of_run() -> Ranks | None:
-    """Those of this run; None with one process. The first call is one that all ranks make."""
+    """Those of this training, or None with one process. The first call is one that all ranks make together."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
-    return _made()
+    return _made(dist.group.WORLD)
 
 
-@functools.cache
-def _made() -> Ranks:
+@functools.lru_cache(maxsize=1)
+def _made(world: dist.ProcessGroup) -> Ranks:
+    """``world``: the group of all, which a script may end and make anew."""
     ranks = Ranks()
-    Lifeline(ranks)
+    Lifeline(ranks)  # its thread keeps it alive
     return ranks

@@ -108,11 +108,11 @@ class FlatLayout:
         """Parameters without padding."""
         return sum(entry.spec.numel for entry in self.entries)
 
-    def run_of(self, rank: int, ranks: int) -> FlatRun:
-        """What of the trained parameters one of several ranks steps: runs of whole 128-element blocks, as equal as they go."""
+    def share_of(self, rank: int, ranks: int) -> Share:
+        """What of the trained parameters one of several ranks steps: whole 128-element blocks, as equally as they go."""
         blocks = self.state_elements // ALIGNMENT_ELEMENTS
         begin, end = (ALIGNMENT_ELEMENTS * (place * blocks // ranks) for place in (rank, rank + 1))
-        return FlatRun(begin, end, self._gradient_bytes_before(begin), self._gradient_bytes_before(end))
+        return Share(begin, end, self._gradient_bytes_before(begin), self._gradient_bytes_before(end))
 
     def _gradient_bytes_before(self, element: int) -> int:
         """Bytes of the gradients before an element of the states: those in bf16 come first."""
@@ -130,8 +130,8 @@ class FlatLayout:
 
 
 @dataclasses.dataclass(frozen=True)
-class FlatRun:
-    """A run of a unit's flat states: elements ``begin`` to ``end - 1``, whose gradients begin at ``begin_byte``."""
+class Share:
+    """A rank's share of a unit's flat states: elements ``begin`` to ``end - 1``, whose gradients begin at ``begin_byte``."""
 
     begin: int
     end: int

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from megatrain_accelerate.kernels.moments import Moments
-from megatrain_accelerate.store.layout import FlatEntry, FlatRun
+from megatrain_accelerate.store.layout import FlatEntry, Share
 
 
 class NotedTensor:
@@ -159,7 +159,7 @@ class ParameterState:
     sum_residual: torch.Tensor | None = None
     """The same beside ``parameter.grad``, where the sum is made: ``gradient_residual`` itself, but for a resident parameter
     whose states are on the host. It counts while the handle :attr:`~ParamHandle.has_fp32_sum`."""
-    run: FlatRun | None = None
+    share: Share | None = None
     """What of the unit this rank steps, where several share it."""
     row: int | None = None
     """Its place in tables of all trained parameters of a model; None of a frozen one."""

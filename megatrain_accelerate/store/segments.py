@@ -10,7 +10,7 @@ import torch
 from megatrain_accelerate.kernels.device import ParameterStep, StepKernels
 from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
 from megatrain_accelerate.kernels.moments import Int8Moments
-from megatrain_accelerate.store.layout import ALIGNMENT_ELEMENTS, ExpertRange, FlatRun
+from megatrain_accelerate.store.layout import ALIGNMENT_ELEMENTS, ExpertRange, Share
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.unit import HostUnit
 
@@ -76,12 +76,12 @@ def segments_of_experts(segments: Sequence[Segment], unit: HostUnit, experts: Ex
     return of_part
 
 
-def segments_of_run(segments: Sequence[Segment], run: FlatRun) -> list[Segment]:
-    """What of a unit's segments lies in a run of it; those of all runs are the whole."""
+def segments_of_share(segments: Sequence[Segment], share: Share) -> list[Segment]:
+    """What of a unit's segments lies in a rank's share of it; those of all shares are the whole."""
     parts = []
     for segment in segments:
-        first = max(run.begin, segment.state_offset)
-        elements = min(run.end, segment.state_offset + segment.elements) - first
+        first = max(share.begin, segment.state_offset)
+        elements = min(share.end, segment.state_offset + segment.elements) - first
         if elements > 0:
             offset = segment.weight_offset + segment.dtype.itemsize * (first - segment.state_offset)
             parts.append(dataclasses.replace(segment, weight_offset=offset, state_offset=first, elements=elements))

@@ -1,4 +1,4 @@
-"""The store of several ranks: one for all of a machine, of which each rank steps its runs."""
+"""The store of several ranks: one for all of a machine, of which each rank steps its share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from megatrain_accelerate.parallel.ranks import Ranks, StepCounters
 from megatrain_accelerate.parallel.shared_file import SharedFile
 from megatrain_accelerate.store.layout import FlatLayout
 from megatrain_accelerate.store.step_worker import Ticket
-from megatrain_accelerate.units import round_up
 
 
 class SharedStore:
@@ -20,16 +19,12 @@ class SharedStore:
     def __init__(self, ranks: Ranks, units: int) -> None:
         self.ranks = ranks
         self.file = SharedFile(ranks)
-        self.counters = StepCounters(self._map(StepCounters.size_bytes(ranks, units)), ranks, units)
-        self.order = OrderCheck(self._map(OrderCheck.size_bytes(ranks)), ranks)
+        self.counters = StepCounters(self.file.new(StepCounters.size_bytes(ranks, units)), ranks, units)
+        self.order = OrderCheck(self.file.new(OrderCheck.size_bytes(ranks)), ranks)
         self._units = 0
         self.is_loading = False
-        """Whether weights may have been written to by ``load_state_dict`` since the last training forward: the only write that
-        ranks may make to what they share, since each writes the same values."""
-
-    def _map(self, size_bytes: int) -> mmap.mmap:
-        size = round_up(size_bytes, mmap.PAGESIZE)
-        return self.file.map(self.file.reserve(size), size)
+        """Whether ``load_state_dict`` may have written to weights since the last training forward: the only write that ranks
+        may make to what they share, since each writes the same values."""
 
     def add(self, layout: FlatLayout, sizes: Mapping[str, int]) -> SharedUnit:
         """The next unit, with room for each kind of its memory."""
@@ -38,15 +33,13 @@ class SharedStore:
 
 
 class SharedUnit:
-    """One unit's places in the shared memory, and the run of it that this rank steps."""
+    """One unit's places in the shared memory, and the share of it that this rank steps."""
 
     def __init__(self, store: SharedStore, index: int, layout: FlatLayout, sizes: Mapping[str, int]) -> None:
         self.ranks = store.ranks
-        self.run = layout.run_of(self.ranks.rank, self.ranks.size)
+        self.share = layout.share_of(self.ranks.rank, self.ranks.size)
         self._store, self._index = store, index
-        self._places = {
-            kind: (store.file.reserve(size), round_up(max(size, 1), mmap.PAGESIZE)) for kind, size in sizes.items()
-        }
+        self._places = {kind: (store.file.reserve(size), size) for kind, size in sizes.items()}
         self._steps = 0
 
     def refuse_written(self, name: str) -> None:
@@ -63,17 +56,17 @@ class SharedUnit:
         return self._store.file.map(*self._places[kind])
 
     def note_applied(self) -> None:
-        """Called by the step worker when this rank's run has been stepped."""
+        """Called by the step worker when this rank's share has been stepped."""
         self._store.counters.count(self._index)
 
-    def next_step(self, name: str) -> RunsOfAll:
+    def next_step(self, name: str) -> SharesOfAll:
         """The step of the unit that is about to be taken; called once for each, on every rank."""
         self._steps += 1
-        return RunsOfAll(self._store.counters, self._index, self._steps, name)
+        return SharesOfAll(self._store.counters, self._index, self._steps, name)
 
 
-class RunsOfAll:
-    """A step of a unit of which every rank applies its run."""
+class SharesOfAll:
+    """A step of a unit, of which every rank applies its share."""
 
     def __init__(self, counters: StepCounters, unit: int, steps: int, name: str) -> None:
         self._counters, self._unit, self._steps, self._name = counters, unit, steps, name
@@ -89,9 +82,9 @@ class RunsOfAll:
 
 
 class StepOfAll(Ticket):
-    """What the readers of a unit wait for: this rank's run (``own``), then the others'."""
+    """What the readers of a unit wait for: the step of this rank's share (``own``), then the others'."""
 
-    def __init__(self, own: Ticket, of_all: RunsOfAll) -> None:
+    def __init__(self, own: Ticket, of_all: SharesOfAll) -> None:
         super().__init__(own.name)
         self._own, self._of_all = own, of_all
 
@@ -100,7 +93,7 @@ class StepOfAll(Ticket):
         return self._own.is_done and self._of_all.are_applied
 
     def wait(self) -> None:
-        """Blocks until the step is over. Raises ``StepWorkerError`` where this rank's run failed, ``RankError`` where another
-        one isn't applied."""
+        """Blocks until the step is over. Raises ``StepWorkerError`` where that of this rank's share failed, ``RankError`` where
+        another rank doesn't step its own."""
         self._own.wait()
         self._of_all.wait()

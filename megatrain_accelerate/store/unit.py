@@ -77,7 +77,7 @@ class HostUnit:
             for (key, parameter), dtype in zip(parameters, dtypes, strict=True)
         )
         self.shared = None if store is None else store.add(self.layout, {kind: self._size_of(kind) for kind in _KINDS})
-        """Its places in memory that several ranks share, and the run that this one steps."""
+        """Its places in memory that several ranks share, and this one's share."""
         self.version = 0
         self.weights = torch.empty(0)
         """Flat weights, uint8: what one copy moves to a slot."""
@@ -92,7 +92,9 @@ class HostUnit:
         self.passes_gradients = False
         """Whether gradients have no memory here: :attr:`gradients` is then the buffer that they came in last."""
         self.states = [
-            ParameterState(ParamHandle(parameter), entry, parameter.data, run=None if self.shared is None else self.shared.run)
+            ParameterState(
+                ParamHandle(parameter), entry, parameter.data, share=None if self.shared is None else self.shared.share
+            )
             for (_, parameter), entry in zip(parameters, self.layout.entries, strict=True)
         ]
         from_device = any(parameter.device.type != "cpu" for _, parameter in parameters)
@@ -132,17 +134,17 @@ class HostUnit:
         memory = self.memory[kind] = self._allocate(kind, touch)
         self._bind(kind)
         if self.shared is not None and self.device is None:
-            self._touch_run(kind)
+            self._touch_share(kind)
         return memory
 
-    def _touch_run(self, kind: str) -> None:
+    def _touch_share(self, kind: str) -> None:
         """Makes the pages of what this rank alone writes to, on all its threads: zero, as they are."""
         assert self.shared is not None
-        run = self.shared.run
+        share = self.shared.share
         if kind == "gradients" and self.gradients is not None:
-            self._host_kernels.zero(self.gradients[run.bytes])
+            self._host_kernels.zero(self.gradients[share.bytes])
         elif kind == "moments" and self.moments is not None:
-            for part in self.moments.run(run.begin, run.end - run.begin):
+            for part in self.moments.run(share.begin, share.end - share.begin):
                 self._host_kernels.zero(part)
 
     def _bind(self, kind: str) -> None:
@@ -272,12 +274,12 @@ class HostUnit:
     def pieces(self, of_unit: torch.Tensor, of_slot: torch.Tensor, trainable_only: bool) -> list[tuple[torch.Tensor, ...]]:
         """What one copy moves: views of the unit's flat weights or gradients, and of a slot's buffer; all uint8."""
         size = self.layout.gradient_bytes if trainable_only else self.layout.weight_bytes
-        place = self.shared.run.bytes if self.shared is not None and trainable_only else slice(0, size)
+        place = self.shared.share.bytes if self.shared is not None and trainable_only else slice(0, size)
         return [(of_unit[place], of_slot[place])]
 
     def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a parameter's tensor, or of a gradient's, that this process steps: all of it unless it is shared."""
-        return tensor if self.shared is None else self.shared.run.of(entry, tensor)
+        return tensor if self.shared is None else self.shared.share.of(entry, tensor)
 
     def note_stepped(self, states: Sequence[ParameterState]) -> None:
         """These of its weights, which live on the device, have been stepped by a kernel of which autograd knows nothing."""

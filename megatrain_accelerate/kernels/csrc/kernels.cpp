@@ -1,5 +1,6 @@
 // The C interface of the host kernels, called by kernel.py through ctypes. Pointers are to contiguous host memory that
 // doesn't overlap, counts are elements; kernel.py has checked both.
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <exception>
@@ -12,7 +13,7 @@ namespace megatrain {
 namespace {
 
 // Raised whenever a signature or AdamConstants changes, so that a stale library is noticed and not called.
-constexpr int kInterfaceVersion = 8;
+constexpr int kInterfaceVersion = 9;
 
 // Elements a chunk: small enough to balance the threads, large enough to forget the counter. A multiple of 64, so that
 // no two chunks share a cache line of an aligned array.
@@ -100,6 +101,9 @@ using namespace megatrain;
 #define MEGATRAIN_EXPORT extern "C" __attribute__((visibility("default")))
 
 MEGATRAIN_EXPORT int megatrain_interface_version() { return kInterfaceVersion; }
+
+// What this thread has written before is seen by whoever sees what it writes after; the same of what it reads.
+MEGATRAIN_EXPORT void megatrain_fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
 // The largest instruction set that this machine has: 0 baseline, 1 AVX2 and FMA, 2 AVX-512.
 MEGATRAIN_EXPORT int megatrain_best_instruction_set() { return best_instruction_set(); }
