@@ -93,7 +93,7 @@ class StepOfAll(Ticket):
         return self._own.is_done and self._of_all.are_applied
 
     def wait(self) -> None:
-        """Blocks until the step is over. Raises ``StepWorkerError`` where that of this rank's share failed, ``RankError`` where
-        another rank doesn't step its own."""
+        """Blocks until the step is over. Raises ``StepWorkerError`` where that of this rank's share failed, ``RankError``
+        where another rank doesn't step its own."""
         self._own.wait()
         self._of_all.wait()
