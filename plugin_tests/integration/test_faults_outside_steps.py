@@ -173,7 +173,7 @@ def test_memory_is_page_locked_when_it_is_first_needed(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     from megatrain_accelerate.store import unit as host_store
 
-    monkeypatch.setattr(host_store, "HostMemory", lambda size, register: HostMemory(size, register=True))
+    monkeypatch.setattr(host_store, "HostMemory", lambda size, register, shared: HostMemory(size, register=True))
     model = tiny_model().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine = attach(model)
@@ -207,7 +207,7 @@ def test_a_refused_registration_leaves_the_plain_model(when: str, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     from megatrain_accelerate.store import unit as host_store
 
-    def registered(size: int, register: bool) -> HostMemory:
+    def registered(size: int, register: bool, shared: None) -> HostMemory:
         memory = HostMemory(size, register=True)
         if when == "adopting":
             memory.register()

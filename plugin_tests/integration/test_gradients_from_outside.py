@@ -60,9 +60,7 @@ def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """Gradients arrive on the host so."""
     with ThreadPoolExecutor(1) as stream:
 
-        def send(
-            offloader: GradientOffloader, slot: Any, name: str, size: int, pieces: Any, norms: torch.Tensor | None
-        ) -> Landing:
+        def send(offloader: GradientOffloader, slot: Any, name: str, pieces: Any, norms: torch.Tensor | None) -> Landing:
             copies = [(target, source.clone()) for target, source in pieces]
             copies += [(norms, slot.norms[: norms.numel()].clone())] if norms is not None else []
             offloader.last_copied_event = Landing(stream, copies)

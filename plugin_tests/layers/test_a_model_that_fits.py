@@ -145,7 +145,7 @@ def test_what_training_adds_is_never_made_on_the_host(
 ) -> None:
     made: list[HostMemory] = []
 
-    def note(size: int, register: bool) -> HostMemory:
+    def note(size: int, register: bool, shared: None = None) -> HostMemory:
         made.append(HostMemory(size, register=register))
         return made[-1]
 

@@ -162,7 +162,7 @@ class LateCopies:
         self.may_go = threading.Event()
         self.thread = ThreadPoolExecutor(1)
 
-    def send(self, offloader: GradientOffloader, slot: Any, name: str, size: int, pieces: Any, norms: Any) -> Any:
+    def send(self, offloader: GradientOffloader, slot: Any, name: str, pieces: Any, norms: Any) -> Any:
         held, held_norms = [(target, source.clone()) for target, source in pieces], slot.norms.clone()
 
         def copy_now() -> None:
