@@ -253,7 +253,8 @@ class Engine:
             more = {kind: parts[kind] for kind in ("gradients", "moments")}
             more["residuals"] = parts["residuals"] - sum(unit.residuals.nbytes for unit in self.runtime.units)
             remedy = settings_that_take_less(self.config, accumulates=False)
-            require_host_bytes(sum(more.values()), 0, more, self.config.host_memory_gib, remedy)
+            ranks = 1 if self.runtime.ranks is None else self.runtime.ranks.size
+            require_host_bytes(more, self.config.host_memory_gib, remedy=remedy, ranks=ranks)
             self._begin_training()
 
     def _begin_training(self) -> None:
@@ -314,9 +315,9 @@ class Engine:
         remedy = BF16_REMEDY if fp32_sums else ""
         remedy += settings_that_take_less(self.config, accumulates=fp32_sums) if training else ""
         ranks = ranks_of_run()
-        share = 1 if ranks is None else ranks.size  # of what the machine has each rank may take as much
-        freed_bytes = own + self._freed_bytes
-        require_host_bytes(sum(parts.values()) // share, freed_bytes, parts, self.config.host_memory_gib, remedy)
+        size = 1 if ranks is None else ranks.size
+        freed = own + self._freed_bytes
+        require_host_bytes(parts, self.config.host_memory_gib, freed=freed, remedy=remedy, ranks=size)
         self.parameter_count = sum(layout.parameter_count for layout in layouts)
         return sum(parts.values())
 
@@ -456,6 +457,8 @@ class Engine:
         for unit in self.runtime.units:
             if not unit.is_on_device:
                 held.update(unit.bytes_by_kind())
+            elif unit.shared is not None:  # what was filled at adoption stays in the file that all ranks map
+                held.update({kind: size for kind, size in unit.bytes_by_kind().items() if kind in ("weights", "residuals")})
         if self.runtime.activations.pool.size_bytes:
             held["activations"] = self.runtime.activations.pool.size_bytes
         return dict(held)
@@ -483,12 +486,14 @@ class Engine:
         if self.is_closed:
             return
         self.is_closed = True
-        with contextlib.suppress(StepWorkerError, StateError):
+        with contextlib.suppress(StepWorkerError, StateError, UnsupportedError):
             self.runtime.watch.settle()
         for driver in self.optimizer_drivers:
             driver.retire(ENGINE_CLOSED)
         for part in self.runtime.parts:
-            with contextlib.suppress(StepWorkerError, StateError):  # a parameter of another shape stays as it is
+            with contextlib.suppress(
+                StepWorkerError, StateError, UnsupportedError
+            ):  # a parameter of another shape stays as it is
                 part.refresh_if_written()
         self._detach((*self.runtime.layers, *self.runtime.experts))
         self.runtime.close()

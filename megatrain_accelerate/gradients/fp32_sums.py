@@ -77,6 +77,8 @@ class Fp32Sums:
         """Whether the residuals' memory was counted before the model was adopted."""
         self._device_kernels: DeviceKernels | None = None
         self._is_prepared = False
+        self.ranks = 1
+        """How many train the model together."""
         self.holds_fresh = False
         """Of several ranks: whether what a backward accumulates stays in ``parameter.grad``, apart from what was there, until
         all ranks have made the mean of it and :meth:`take_up` is called."""
@@ -115,7 +117,7 @@ class Fp32Sums:
                 "gradient_residuals": sum(2 * u.layout.split_elements for u in units if u.gradient_residuals is None),
                 "staging": staging_bytes,
             }
-            require_host_bytes(sum(parts.values()), 0, parts, self._host_memory_gib, remedy=BF16_REMEDY)
+            require_host_bytes(parts, self._host_memory_gib, remedy=BF16_REMEDY, ranks=self.ranks)
         for part in self._parts:
             part.allocate_gradient_residuals()
         self._is_prepared = True

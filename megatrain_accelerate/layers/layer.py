@@ -167,7 +167,7 @@ class StreamedLayer:
         with unwatched():
             written = written_among(self._handles)
         if written:
-            if self.unit.shared is not None and not self.unit.is_on_device:
+            if self.unit.shared is not None:
                 self.unit.shared.refuse_written(self.name)
             self.gate.wait()
             for state in [self.unit.states[place] for place in written]:

@@ -105,6 +105,8 @@ class ResidentGroup:
         for state in self.unit.states:
             weight, handle = self._device_weights[id(state)], state.handle
             if handle.is_written:
+                if self.unit.shared is not None:
+                    self.unit.shared.refuse_written(self.name)
                 self.wait_for_step()
                 self.unit.write_master(state, state.parameter.detach())
                 if not handle.is_shown and not self.unit.is_on_device:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.gradients.call_gradients import GradientSums
 from megatrain_accelerate.gradients.clipping import Clipping, NormTable
 from megatrain_accelerate.gradients.exchange import Exchange
@@ -150,6 +151,7 @@ class StreamingRuntime:
         residents = [state for group in self.groups for state in group.unit.states if state.entry.spec.trainable]
         self._handles: list[Any] = [state.parameter.register_post_accumulate_grad_hook(hook) for state in residents]
         self.sums.holds_fresh = shared is not None
+        self.sums.ranks = 1 if shared is None else shared.ranks.size
         self._handles += self.sums.watch(residents)
         self.outside = OutsideGradients([part.unit for part in (*self.layers, *self.experts)], self.offloader)
         self.steps_taken = 0
@@ -457,7 +459,10 @@ class StreamingRuntime:
     # ------------------------------------------------------------------ gradients as a whole
 
     def collect_gradients(self) -> None:
-        """Brings every gradient that is still on the device to the host store, and waits for it."""
+        """Brings every gradient that is still on the device to the host store, and waits for it.
+
+        With several ranks an ``UnsupportedError`` for gradients of layers on the host that a script wrote to or assigned.
+        """
         self.watch.end()
         self.calls.settle()
         self.offloader.wait()
@@ -469,6 +474,28 @@ class StreamingRuntime:
             self.offloader.fetch(group)
         self._send_norms()
         self.offloader.wait()
+        if self.ranks is not None:
+            self._refuse_rewritten_gradients()
+
+    def _refuse_rewritten_gradients(self) -> None:
+        for layer in self.layers:
+            for state in () if layer.unit.is_on_device else layer.trainable:
+                is_rewritten = state.normed is not None and not state.has_norm
+                if state.parameter.grad is not None and (is_rewritten or state.has_foreign_gradient):
+                    raise UnsupportedError(
+                        f"the gradient of {layer.name}.{state.name} was written to or assigned by the script, and several "
+                        "processes share it: each would change what another one has changed. Clip by "
+                        "accelerator.clip_grad_norm_() (torch.nn.utils' own writes to gradients), scale the loss instead of "
+                        "gradients, or set num_processes: 1"
+                    )
+
+    def require_equal(self, norm: float) -> None:
+        """For a norm with gradients of other modules: raises an ``UnsupportedError`` where the ranks have different ones."""
+        if self.ranks is not None and len(found := set(map(repr, self.ranks.gather(norm)))) > 1:
+            raise UnsupportedError(
+                f"the gradients' norm differs from process to process ({', '.join(sorted(found))}): the optimizer holds parameters "
+                "outside the model whose gradients nobody has averaged. Give their module to accelerator.prepare()"
+            )
 
     def _send_norms(self) -> None:
         """Sends the norms of gradients that autograd accumulated in layers' own parameters, where they aren't known."""
@@ -482,6 +509,10 @@ class StreamingRuntime:
         Gradients of parameters of other modules are scaled in place, as torch does it. Returns the norm before, on the host.
         """
         self.collect_gradients()
+        parameters = list(parameters)
+        outside = any(self.state_of(p) is None and p.grad is not None for p in parameters)
+        if outside and self.ranks is not None:
+            self.require_equal(float(self.clipping.total_norm(parameters)))
         norm = self.clipping.clip(parameters, max_norm)
         if self.open_forwards:
             self.clipping.settle(others_follow=True)  # by their backward

@@ -172,7 +172,10 @@ class HostStep(UnitStepper):
         self, optimizer: Optimizer, states: Sequence[ParameterState], outside: Iterable[torch.Tensor]
     ) -> tuple[float, dict[int, float]]:
         """The norm of all these gradients, and the clip factors by the ``id`` of parameters; both count for one step."""
+        outside = list(outside)
         norm = float(self.runtime.clipping.total_norm([*(state.parameter for state in states), *outside]))
+        if outside:
+            self.runtime.require_equal(norm)
         factors = self.runtime.clipping.take_factors(set(map(id, self.parameters(optimizer))))
         for state in states:
             state.normed = None

@@ -13,6 +13,7 @@ import select
 import sys
 import threading
 import time
+from multiprocessing.util import Finalize
 from types import TracebackType
 
 from megatrain_accelerate.parallel.ranks import Ranks
@@ -45,6 +46,7 @@ class Lifeline:
         self._watched = {os.pidfd_open(self._processes[rank]): rank for rank in others}
         self._hook_before, sys.excepthook = sys.excepthook, self._report
         atexit.register(self._leave)
+        Finalize(None, self._leave, exitpriority=0)  # of a process that multiprocessing has forked
         threading.Thread(target=self._watch, name="megatrain-lifeline", daemon=True).start()
 
     def _leave(self) -> None:

@@ -86,6 +86,8 @@ class DevicePlan:
         """The last plan, and the batches that it covers."""
         self._measured_steps: dict[Hashable, tuple[StepOutline, StepOutline]] = {}
         """For each way of running a step, one that was measured: its estimate, and its measured outline."""
+        self._table: str | None = None
+        """That of a plan that was just made, until it is shown."""
         self._smallest_budget_bytes: int | None = None
         """Of several ranks, while they plan together."""
         self._is_displaced = False
@@ -204,33 +206,45 @@ class DevicePlan:
         if self._is_displaced:
             self._place(self.placement)
             self._is_displaced = False
+        if self._runtime.ranks is None:
+            self._resume(model)
+            self._note_rows(inputs)
+            self._plan_for(model, inputs, BatchExtent.of(inputs))
+        else:
+            self._note_rows(inputs)
+            self._plan_together(self._runtime.ranks, model, inputs)
+        if self.show and self._table is not None:
+            say(self._table, file=sys.stderr)
+        self._table = None
+
+    def _resume(self, model: nn.Module) -> None:
+        """Goes on by the plan of an interrupted training, if there is one."""
         if self._resumed is not None:
             record, self._resumed = PlanRecord.of_data(self._resumed), None
             self._take_over(model, record)
-        self._note_rows(inputs)
-        extent = BatchExtent.of(inputs)
-        if self._runtime.ranks is None:
-            self._plan_for(model, inputs, extent)
-        else:
-            self._plan_together(self._runtime.ranks, model, inputs, extent)
 
-    def _plan_together(self, ranks: Ranks, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent) -> None:
-        """One plan for all ranks, by that with the largest batch, in the smallest budget."""
-        extents, budgets = zip(*ranks.gather((extent, self._budget_bytes())), strict=True)
+    def _plan_together(self, ranks: Ranks, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        """One plan for all ranks, by that with the largest batch, in the smallest budget. All decide alike whether to plan."""
+        told = ranks.gather((BatchExtent.of(inputs), self._made.planned, self._resumed is not None))
+        extents = [extent for extent, _, _ in told]
+        extent = functools.reduce(BatchExtent.union, extents)
+        if all(planned.covers(extent) and not resumes for _, planned, resumes in told):
+            return
         planner = max(range(ranks.size), key=lambda rank: (extents[rank].elements, extents[rank].length))
-        extent, self._smallest_budget_bytes = functools.reduce(BatchExtent.union, extents), min(budgets)
-        plans_before = self._made.plans
+        self._smallest_budget_bytes = min(ranks.gather(self._budget_bytes()))
         try:
             if ranks.rank == planner:
+                self._resume(model)
                 self._plan_for(model, inputs, extent)
         finally:
             self._smallest_budget_bytes = None
-        own = self._made, self.placement, self.record, self._runtime.compiled.pays, self._compiles_after
-        found = ranks.broadcast(own, planner)
-        if found != own:
-            self._made, placement, self.record, self._runtime.compiled.pays, self._compiles_after = found
-            if self._made.plans != plans_before:
-                take_way_of(self._runtime, self._made)
+        compiled, rows = self._runtime.compiled, self._made.rows
+        own = self._made, self.placement, self.record, compiled.pays, self._compiles_after, self._table
+        made, placement, self.record, compiled.pays, self._compiles_after, self._table = ranks.broadcast(own, planner)
+        if ranks.rank != planner:
+            self._resumed = None
+            self._made = dataclasses.replace(made, rows=rows)
+            take_way_of(self._runtime, made)
             self._place(placement)
 
     def _plan_for(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent) -> None:
@@ -496,8 +510,8 @@ class DevicePlan:
             offloaded_bytes=sum(sent_bytes(outline, found.placement)),
         )
         self._place(found.placement)
-        if self.show and self._compiles_after is None:
-            say(plan_table(self._made, self._runtime, budget_bytes, outline), file=sys.stderr)
+        if (self.show or self._runtime.ranks is not None) and self._compiles_after is None:
+            self._table = plan_table(self._made, self._runtime, budget_bytes, outline)
         if self.predicted_bytes > budget_bytes:
             held = {**self._fixed_bytes_by_kind(outline), "step": found.peak_bytes}
             logger.warning(

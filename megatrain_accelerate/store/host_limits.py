@@ -142,20 +142,23 @@ def settings_that_take_less(config: MegatrainConfig, *, accumulates: bool) -> st
 
 
 def require_host_bytes(
-    required: int, freed: int, parts: dict[str, int], host_memory_gib: float | None, remedy: str = ""
+    parts: dict[str, int], host_memory_gib: float | None, *, freed: int = 0, remedy: str = "", ranks: int = 1
 ) -> None:
     """Refuses a run that doesn't fit, before anything is allocated.
 
     Args:
-        required, parts: bytes that the host store will take, and what they are made of.
+        parts: bytes that the host store will take, by what they are for.
         freed: bytes of the model's own memory that adopting it gives back, see :func:`anonymous_bytes`.
         host_memory_gib: see :func:`available_host_bytes`.
         remedy: a sentence of what helps in this case, before what helps in any.
+        ranks: how many share the store; each may take as much of it as of the machine.
 
     Raises:
         HostMemoryError: with the numbers and the remedy.
     """
     available = available_host_bytes(host_memory_gib)
+    parts = {name: count // ranks for name, count in parts.items()}
+    required = sum(parts.values())
     if required + CONSTANT_OVERHEAD_BYTES <= available + freed:
         return
     split = ", ".join(f"{name} {count / GIB:.2f} GiB" for name, count in parts.items() if count)
@@ -166,7 +169,7 @@ def require_host_bytes(
         source = "the machine or its cgroup"
         figure = "set megatrain_config.host_memory_gib if the machine has more than it reports"
     raise HostMemoryError(
-        f"the model's weights and optimizer states take {required / GIB:.2f} GiB of host memory ({split}) and "
+        f"the model's weights and optimizer states{f', of which each of {ranks} processes has its share,' if ranks > 1 else ''} take {required / GIB:.2f} GiB of host memory ({split}) and "
         f"{CONSTANT_OVERHEAD_BYTES / GIB:.0f} GiB are kept for everything else, but {source} leaves "
         f"{(available + freed) / GIB:.2f} GiB (of which {freed / GIB:.2f} GiB are the loaded model's own). "
         f"{remedy}Take a machine or a limit with more memory, freeze a part of the model (2 bytes a parameter), train LoRA "
