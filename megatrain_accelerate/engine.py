@@ -491,9 +491,8 @@ class Engine:
         for driver in self.optimizer_drivers:
             driver.retire(ENGINE_CLOSED)
         for part in self.runtime.parts:
-            with contextlib.suppress(
-                StepWorkerError, StateError, UnsupportedError
-            ):  # a parameter of another shape stays as it is
+            # A parameter of another shape stays as it is.
+            with contextlib.suppress(StepWorkerError, StateError, UnsupportedError):
                 part.refresh_if_written()
         self._detach((*self.runtime.layers, *self.runtime.experts))
         self.runtime.close()

@@ -493,8 +493,8 @@ class StreamingRuntime:
         """For a norm with gradients of other modules: raises an ``UnsupportedError`` where the ranks have different ones."""
         if self.ranks is not None and len(found := set(map(repr, self.ranks.gather(norm)))) > 1:
             raise UnsupportedError(
-                f"the gradients' norm differs from process to process ({', '.join(sorted(found))}): the optimizer holds parameters "
-                "outside the model whose gradients nobody has averaged. Give their module to accelerator.prepare()"
+                f"the gradients' norm differs from process to process ({', '.join(sorted(found))}): the optimizer holds "
+                "parameters outside the model whose gradients nobody has averaged. Give their module to accelerator.prepare()"
             )
 
     def _send_norms(self) -> None:

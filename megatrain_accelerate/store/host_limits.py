@@ -168,8 +168,9 @@ def require_host_bytes(
     else:
         source = "the machine or its cgroup"
         figure = "set megatrain_config.host_memory_gib if the machine has more than it reports"
+    whose = "model's" if ranks == 1 else f"share of each of {ranks} processes in the model's"
     raise HostMemoryError(
-        f"the model's weights and optimizer states{f', of which each of {ranks} processes has its share,' if ranks > 1 else ''} take {required / GIB:.2f} GiB of host memory ({split}) and "
+        f"the {whose} weights and optimizer states take {required / GIB:.2f} GiB of host memory ({split}) and "
         f"{CONSTANT_OVERHEAD_BYTES / GIB:.0f} GiB are kept for everything else, but {source} leaves "
         f"{(available + freed) / GIB:.2f} GiB (of which {freed / GIB:.2f} GiB are the loaded model's own). "
         f"{remedy}Take a machine or a limit with more memory, freeze a part of the model (2 bytes a parameter), train LoRA "

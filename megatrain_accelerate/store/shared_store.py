@@ -46,8 +46,8 @@ class SharedUnit:
         """Raises an ``UnsupportedError`` for weights that a script wrote to, unless that was ``load_state_dict``."""
         if not self._store.is_loading:
             raise UnsupportedError(
-                f"weights of {name} were written to, which several processes share: each would write over what another one has "
-                "written. Change weights before accelerator.prepare(), or by load_state_dict(), or set num_processes: 1"
+                f"weights of {name} were written to, which several processes share: each would write over what another one "
+                "has written. Change weights before accelerator.prepare(), or by load_state_dict(), or set num_processes: 1"
             )
 
     def map(self, kind: str) -> mmap.mmap:

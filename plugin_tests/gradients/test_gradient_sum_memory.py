@@ -76,9 +76,7 @@ def test_a_run_that_will_accumulate_counts_the_sums_before_anything_is_allocated
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned: list[dict[str, int]] = []
-    monkeypatch.setattr(
-        "megatrain_accelerate.engine.require_host_bytes", lambda required, freed, parts, *_: planned.append(parts)
-    )
+    monkeypatch.setattr("megatrain_accelerate.engine.require_host_bytes", lambda parts, *_, **__: planned.append(parts))
     config = MegatrainConfig.from_mapping({"placement": {"device_layers": 0}})
     engine = Engine(model, torch.device("cpu"), config, bf16=True, training=True, accumulates=True, show_progress=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -97,9 +95,7 @@ def test_accelerate_says_before_adoption_that_gradients_accumulate(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch, dtype: str, expected: bool
 ) -> None:
     planned: list[dict[str, int]] = []
-    monkeypatch.setattr(
-        "megatrain_accelerate.engine.require_host_bytes", lambda required, freed, parts, *_: planned.append(parts)
-    )
+    monkeypatch.setattr("megatrain_accelerate.engine.require_host_bytes", lambda parts, *_, **__: planned.append(parts))
     megatrain_accelerate.enable({"accumulation_dtype": dtype})
     Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=4).prepare(model)
     assert ("gradient_residuals" in planned[0]) == expected

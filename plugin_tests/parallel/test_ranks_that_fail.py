@@ -108,7 +108,7 @@ def test_a_rank_that_takes_fewer_steps_is_named(tmp_path: Path) -> None:
 
 def test_weights_that_several_processes_share_are_not_written_to(tmp_path: Path) -> None:
     output = outputs_of("writes to weights", tmp_path)[CULPRIT]
-    assert "the weights of layer model.layers.1 were written to, which several processes share" in output
+    assert "weights of model.layers.1 were written to, which several processes share" in output
 
 
 if __name__ == "__main__":

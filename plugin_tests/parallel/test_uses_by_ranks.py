@@ -106,6 +106,7 @@ def main() -> None:
         found = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
     if os.environ["RANK"] == "0":
         Path(folder, "found.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
 
 
 def seen(use: str, folder: Path, **env: str) -> list[list[float]]:

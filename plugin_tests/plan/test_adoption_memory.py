@@ -155,9 +155,7 @@ def test_a_frozen_parameter_takes_its_weight_only(bf16: bool, bytes_each: int) -
 @pytest.mark.parametrize("training", [True, False])
 def test_the_store_takes_what_was_planned(bf16: bool, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[dict[str, int]] = []
-    monkeypatch.setattr(
-        "megatrain_accelerate.engine.require_host_bytes", lambda required, freed, parts, *_: planned.append(parts)
-    )
+    monkeypatch.setattr("megatrain_accelerate.engine.require_host_bytes", lambda parts, *_, **__: planned.append(parts))
     model = tiny_model()
     model.model.layers[1].requires_grad_(False)
     engine = attach(model, bf16=bf16, training=training)
@@ -296,9 +294,10 @@ def test_what_a_model_will_take_is_available_to_nobody_else(settings: dict[str, 
 def test_a_run_that_just_fits_is_accepted_and_one_byte_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_limits, "available_host_bytes", lambda figure: 10 * GIB)
     required = 12 * GIB - CONSTANT_OVERHEAD_BYTES
-    require_host_bytes(required, 2 * GIB, {"weights": required}, None)
+    require_host_bytes({"weights": required}, None, freed=2 * GIB)
     with pytest.raises(HostMemoryError) as raised:
-        require_host_bytes(required + 1, 2 * GIB, {"weights": 4 * GIB, "gradients": 0, "moments": 6 * GIB}, None)
+        require_host_bytes({"weights": 4 * GIB, "gradients": 0, "moments": 6 * GIB + 1}, None, freed=2 * GIB)
+    require_host_bytes({"weights": 3 * required}, None, freed=2 * GIB, ranks=3)
     for part in ("take 10.00 GiB", "weights 4.00 GiB, moments 6.00 GiB", "leaves 12.00 GiB", "2.00 GiB are the loaded"):
         assert part in str(raised.value)
     assert "the machine or its cgroup leaves" in str(raised.value)

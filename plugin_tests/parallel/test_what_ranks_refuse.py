@@ -1,0 +1,115 @@
+"""What a script may not do with several ranks: each rank's write would fall upon what all share, or on its own copy alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import Training, attach
+from plain_torch import tiny_model, token_batches
+from rank_runs import join_ranks, require_success, run_ranks
+
+from megatrain_accelerate.errors import HostMemoryError, UnsupportedError
+from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
+from megatrain_accelerate.store import host_limits
+
+
+def training(extra: list[torch.nn.Parameter] | None = None, **settings: Any) -> Training:
+    model = tiny_model()
+    optimizer = torch.optim.AdamW([*model.parameters(), *(extra or [])], lr=1e-3)
+    engine = attach(model, **settings)
+    return Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred"))
+
+
+def refused(act: Callable[[], object], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        act()
+
+
+def gradients_that_are_written_to(rank: int) -> None:
+    run, (ids,) = training(), token_batches(1)
+    run.model(input_ids=ids, labels=ids).loss.backward()
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+    refused(run.optimizer.step, "the gradient of model.layers.0.*accelerator.clip_grad_norm_")
+
+
+def gradients_that_are_assigned(rank: int) -> None:
+    run, (ids,) = training(), token_batches(1)
+    run.model(input_ids=ids, labels=ids).loss.backward()
+    weight = run.model.model.layers[1].mlp.up_proj.weight
+    weight.grad = torch.full_like(weight, float(rank))
+    refused(run.optimizer.step, "the gradient of model.layers.1.mlp.up_proj.weight was written to or assigned")
+
+
+def weights_of_a_layer_on_the_device(rank: int) -> None:
+    run, (ids,) = training(device_layers=4), token_batches(1)
+    run.step(ids)
+    with torch.no_grad():
+        run.model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    refused(lambda: run.model(input_ids=ids), "weights of model.layers.0 were written to")
+
+
+def weights_outside_the_layers(rank: int) -> None:
+    run, (ids,) = training(), token_batches(1)
+    run.step(ids)
+    with torch.no_grad():
+        run.model.model.embed_tokens.weight.mul_(2)
+    refused(lambda: run.model(input_ids=ids), "weights of model.embed_tokens were written to")
+
+
+def parameters_whose_gradients_nobody_averages(rank: int) -> None:
+    temperature = torch.nn.Parameter(torch.ones(3))
+    run, (ids,) = training([temperature]), token_batches(1)
+    (run.model(input_ids=ids, labels=ids).loss + (temperature * (rank + 1)).sum()).backward()
+    refused(run.optimizer.step, "norm differs from process to process")
+
+
+def loaded_weights_are_taken_over(rank: int) -> None:
+    run, ids = training(), token_batches(1)[0]
+    other = tiny_model(seed=1)
+    run.step(ids)
+    run.model.load_state_dict(other.state_dict())
+    with torch.no_grad():
+        ours, theirs = (model(input_ids=ids, labels=ids).loss.item() for model in (run.model, other.bfloat16()))
+    assert ours == pytest.approx(theirs, abs=2e-2)
+    run.step(ids)
+
+
+def room_for_one_store_is_room_for_its_sums(rank: int) -> None:
+    run = training()
+    store = sum(run.engine.host_bytes_by_kind().values())
+    host_limits.available_host_bytes = lambda figure=None: host_limits.CONSTANT_OVERHEAD_BYTES + store
+    run.engine.expect_accumulation(2)  # takes as much again, of which each rank has half
+    host_limits.available_host_bytes = lambda figure=None: host_limits.CONSTANT_OVERHEAD_BYTES
+    with pytest.raises(HostMemoryError, match="the share of each of 2 processes in the model's weights"):
+        attach(tiny_model())
+
+
+CASES = (
+    gradients_that_are_written_to,
+    gradients_that_are_assigned,
+    weights_of_a_layer_on_the_device,
+    weights_outside_the_layers,
+    parameters_whose_gradients_nobody_averages,
+    loaded_weights_are_taken_over,
+    room_for_one_store_is_room_for_its_sums,
+)
+
+
+def main() -> None:
+    """What each rank does."""
+    rank = join_ranks()
+    for case in CASES:
+        print(case.__name__, flush=True)
+        case(rank)
+        torch.distributed.barrier()
+
+
+def test_ranks_refuse_what_they_cannot_share() -> None:
+    require_success(run_ranks(__file__, 2))
+
+
+if __name__ == "__main__":
+    main()
