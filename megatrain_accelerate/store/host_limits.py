@@ -168,9 +168,9 @@ def require_host_bytes(
     else:
         source = "the machine or its cgroup"
         figure = "set megatrain_config.host_memory_gib if the machine has more than it reports"
-    whose = "model's" if ranks == 1 else f"share of each of {ranks} processes in the model's"
+    shares = f" in each of {ranks} processes" if ranks > 1 else ""
     raise HostMemoryError(
-        f"the {whose} weights and optimizer states take {required / GIB:.2f} GiB of host memory ({split}) and "
+        f"the model's weights and optimizer states take {required / GIB:.2f} GiB of host memory{shares} ({split}) and "
         f"{CONSTANT_OVERHEAD_BYTES / GIB:.0f} GiB are kept for everything else, but {source} leaves "
         f"{(available + freed) / GIB:.2f} GiB (of which {freed / GIB:.2f} GiB are the loaded model's own). "
         f"{remedy}Take a machine or a limit with more memory, freeze a part of the model (2 bytes a parameter), train LoRA "

@@ -83,7 +83,7 @@ def room_for_one_store_is_room_for_its_sums(rank: int) -> None:
     host_limits.available_host_bytes = lambda figure=None: host_limits.CONSTANT_OVERHEAD_BYTES + store
     run.engine.expect_accumulation(2)  # takes as much again, of which each rank has half
     host_limits.available_host_bytes = lambda figure=None: host_limits.CONSTANT_OVERHEAD_BYTES
-    with pytest.raises(HostMemoryError, match="the share of each of 2 processes in the model's weights"):
+    with pytest.raises(HostMemoryError, match="of host memory in each of 2 processes"):
         attach(tiny_model())
 
 
