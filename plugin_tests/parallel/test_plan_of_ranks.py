@@ -1,0 +1,77 @@
+"""All ranks run by one plan: that of the largest batch among them, in the smallest budget, also when a training is resumed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_runs import Training, attach, masters_of
+from plain_torch import tiny_model, token_batches
+from rank_runs import join_ranks, require_success, run_ranks
+
+from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
+
+MIB = 2**20
+BUDGETS = (300.0, 262.0)
+"""MiB, of each rank."""
+LENGTHS = ((16, 16, 40, 16), (24, 16, 16, 96))
+"""Of each rank's batches: the second has the first and the last of the largest, the first one the third."""
+
+
+def training(rank: int, **settings: Any) -> Training:
+    model = tiny_model().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    budget = BUDGETS[rank] / 1024
+    engine = attach(model, gpu_memory_gib=budget, device_layers=None, offloaded_layers=None, **settings)
+    return Training(model, engine, optimizer, adopt_optimizer(optimizer, engine.runtime, "deferred"))
+
+
+def planned(run: Training) -> dict[str, Any]:
+    plan = run.engine.device_plan
+    return {
+        "placement": repr(plan.placement),
+        "predicted": plan.predicted_bytes,
+        "where": [layer.unit.is_on_device for layer in run.engine.runtime.layers],
+        "tile": run.engine.runtime.token_tile,
+        "piece": run.engine.runtime.batch_cut.size,
+    }
+
+
+def main() -> None:
+    """What each rank does: writes down its plans."""
+    rank, found = join_ranks(), []
+    run = training(rank)
+    for length in LENGTHS[rank]:
+        run.step(token_batches(1, length=length)[0])
+        found.append(planned(run))
+    record = run.engine.device_plan.record
+    run.engine.drain()
+    norm = sum(master.double().norm().item() for master in masters_of(run.engine, run.model).values())
+    run.engine.close()
+    again = training(rank)
+    again.engine.device_plan.expect_steps(10, None, record)
+    again.step(token_batches(1, length=8 + rank)[0])  # the rank that made the plan has the larger batch
+    resumed = planned(again)
+    again.engine.close()
+    own = {"plans": found, "norm": norm, "resumed": resumed, "record": record is not None}
+    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(own))
+
+
+def test_ranks_run_by_the_plan_of_the_largest_batch_in_the_smallest_budget(tmp_path: Path) -> None:
+    require_success(run_ranks(__file__, 2, tmp_path))
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    plans = first["plans"]
+    assert all(0 < plan["predicted"] <= min(BUDGETS) * MIB for plan in plans)
+    assert plans[0]["predicted"] < plans[-1]["predicted"], "the longest batch needs more"
+    assert plans[0] == plans[1], "a batch that is covered changes nothing"
+    assert any(plans[0]["where"]), "there is room for some layers"
+    assert first["record"]
+    assert first["resumed"] == plans[-1]
+
+
+if __name__ == "__main__":
+    main()
