@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fresh_process import run_command, script
+from rank_runs import end_of_stock_run
 from safetensors.torch import load_file
 
 CONFIG = """
@@ -50,8 +51,7 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=options.get("resume"))
     trainer.save_model()
     trainer.save_state()
-    if torch.distributed.is_initialized():  # at exit its threads may be ended too late
-        torch.distributed.destroy_process_group()
+    end_of_stock_run()
 
 
 def train(folder: Path, kind: str, processes: int, resume: Path | None = None, **arguments: Any) -> list[dict[str, float]]:

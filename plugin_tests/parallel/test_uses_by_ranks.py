@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fresh_process import run_command
+from rank_runs import end_of_stock_run
 
 USES = ("lora", "tied weights", "no clipping", "sft", "dpo", "a bare loop")
 
@@ -106,7 +107,7 @@ def main() -> None:
         found = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
     if os.environ["RANK"] == "0":
         Path(folder, "found.json").write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
+    end_of_stock_run()
 
 
 def seen(use: str, folder: Path, **env: str) -> list[list[float]]:
