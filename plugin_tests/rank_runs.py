@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 from fresh_process import clean_environment
 
-TIMEOUT_SECONDS = 240
+TIMEOUT_SECONDS = 480
 
 
 def join_ranks() -> int:
