@@ -146,7 +146,7 @@ def _prepare_launch(arguments: Any) -> None:
         arguments.multi_gpu = True
     if "OMP_NUM_THREADS" not in os.environ and arguments.num_cpu_threads_per_process is None:
         # Accelerate exports 1, fatal for work on the host.
-        _exported["OMP_NUM_THREADS"] = str(max(1, usable_cpu_count() // _count(arguments, written, "num_processes")))
+        _exported["OMP_NUM_THREADS"] = str(max(1, usable_cpu_count() // processes))
     os.environ.update(_exported)
 
 

@@ -83,7 +83,6 @@ class StepCounters:
     """
 
     def __init__(self, mapping: mmap.mmap, ranks: Ranks, units: int) -> None:
-        self._ranks = ranks
         self._rows = [(ctypes.c_int64 * units).from_buffer(mapping, 8 * units * rank) for rank in range(ranks.size)]
         self._own = self._rows[ranks.rank]
 

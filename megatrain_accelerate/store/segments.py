@@ -65,23 +65,21 @@ def segments_of_experts(segments: Sequence[Segment], unit: HostUnit, experts: Ex
         begin, end = experts.elements(state.entry)
         if isinstance(state.moments, Int8Moments) and state.entry.spec.numel // experts.count % ALIGNMENT_ELEMENTS:
             begin, end = (0, 0) if experts.first else (0, state.entry.spec.numel)
-        begin, end = begin_of_parameter + begin, begin_of_parameter + end
-        for segment in segments:
-            first = max(begin, segment.state_offset)
-            elements = min(end, segment.state_offset + segment.elements) - first
-            if elements > 0:
-                offset = segment.weight_offset + segment.dtype.itemsize * (first - segment.state_offset)
-                part = dataclasses.replace(segment, weight_offset=offset, state_offset=first, elements=elements)
-                of_part.append(part)
+        of_part += _between(segments, begin_of_parameter + begin, begin_of_parameter + end)
     return of_part
 
 
 def segments_of_share(segments: Sequence[Segment], share: Share) -> list[Segment]:
     """What of a unit's segments lies in a rank's share of it; those of all shares are the whole."""
+    return _between(segments, share.begin, share.end)
+
+
+def _between(segments: Sequence[Segment], begin: int, end: int) -> list[Segment]:
+    """What of the segments lies in the elements ``begin`` to ``end`` of the unit's states."""
     parts = []
     for segment in segments:
-        first = max(share.begin, segment.state_offset)
-        elements = min(share.end, segment.state_offset + segment.elements) - first
+        first = max(begin, segment.state_offset)
+        elements = min(end, segment.state_offset + segment.elements) - first
         if elements > 0:
             offset = segment.weight_offset + segment.dtype.itemsize * (first - segment.state_offset)
             parts.append(dataclasses.replace(segment, weight_offset=offset, state_offset=first, elements=elements))
