@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
@@ -26,6 +27,7 @@ from megatrain_accelerate.plan.machine import (
     Machine,
     free_bytes,
     measured_machine,
+    seconds_of,
     whole_free_bytes,
 )
 from megatrain_accelerate.plan.other_batches import (
@@ -90,6 +92,8 @@ class DevicePlan:
         """That of a plan that was just made, until it is shown."""
         self._smallest_budget_bytes: int | None = None
         """Of several ranks, while they plan together."""
+        self._exchange_bytes = math.inf
+        """Of gradients that several ranks exchange a second."""
         self._is_displaced = False
         """Whether an evaluation needed the room of what lives on the device."""
         self.evaluation_weights = EvaluationWeights(runtime, config.evaluation_weights)
@@ -168,7 +172,12 @@ class DevicePlan:
 
     @functools.cached_property
     def _machine(self) -> Machine:
-        return measured_machine(self._device, self._runtime.kernels)
+        return measured_machine(self._device, self._runtime.kernels, self._ranks)
+
+    @property
+    def _ranks(self) -> int:
+        ranks = self._runtime.ranks
+        return 1 if ranks is None else ranks.size
 
     def make_room(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Before a forward without gradients: what lives on the device leaves it until the next training forward if this one
@@ -207,21 +216,20 @@ class DevicePlan:
             self._place(self.placement)
             self._is_displaced = False
         if self._runtime.ranks is None:
-            self._resume(model)
-            self._note_rows(inputs)
-            self._plan_for(model, inputs, BatchExtent.of(inputs))
+            self._plan_alone(model, inputs, BatchExtent.of(inputs))
         else:
-            self._note_rows(inputs)
             self._plan_together(self._runtime.ranks, model, inputs)
         if self.show and self._table is not None:
             say(self._table, file=sys.stderr)
         self._table = None
 
-    def _resume(self, model: nn.Module) -> None:
-        """Goes on by the plan of an interrupted training, if there is one."""
+    def _plan_alone(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent) -> None:
+        """Goes on by the plan of an interrupted training, if there is one; makes one where none covers the extent."""
         if self._resumed is not None:
             record, self._resumed = PlanRecord.of_data(self._resumed), None
             self._take_over(model, record)
+        self._note_rows(inputs)
+        self._plan_for(model, inputs, extent)
 
     def _plan_together(self, ranks: Ranks, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """One plan for all ranks, by that with the largest batch, in the smallest budget. All decide alike whether to plan."""
@@ -229,23 +237,32 @@ class DevicePlan:
         extents = [extent for extent, _, _ in told]
         extent = functools.reduce(BatchExtent.union, extents)
         if all(planned.covers(extent) and not resumes for _, planned, resumes in told):
+            self._note_rows(inputs)
             return
         planner = max(range(ranks.size), key=lambda rank: (extents[rank].elements, extents[rank].length))
         self._smallest_budget_bytes = min(ranks.gather(self._budget_bytes()))
+        self._measure_together()
         try:
             if ranks.rank == planner:
-                self._resume(model)
-                self._plan_for(model, inputs, extent)
+                self._plan_alone(model, inputs, extent)
         finally:
             self._smallest_budget_bytes = None
-        compiled, rows = self._runtime.compiled, self._made.rows
+        compiled = self._runtime.compiled
         own = self._made, self.placement, self.record, compiled.pays, self._compiles_after, self._table
         made, placement, self.record, compiled.pays, self._compiles_after, self._table = ranks.broadcast(own, planner)
         if ranks.rank != planner:
             self._resumed = None
-            self._made = dataclasses.replace(made, rows=rows)
+            self._made = made
             take_way_of(self._runtime, made)
             self._place(placement)
+            self._note_rows(inputs)
+
+    def _measure_together(self) -> None:
+        """Called by all ranks at once, before one of them plans: each measures the machine, and the exchange."""
+        exchange = self._runtime.offloader.exchange
+        if self._exchange_bytes == math.inf and self.has_budget and exchange is not None:
+            _ = self._machine
+            self._exchange_bytes = exchange.trial() / seconds_of(self._device, exchange.trial)
 
     def _plan_for(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent) -> None:
         """The part of :meth:`follow` that makes a plan where none covers a batch of this extent."""
@@ -526,7 +543,8 @@ class DevicePlan:
     def _host_budget_bytes(self) -> int:
         """Host memory that offloaded activations could take if all units lived on the host."""
         host_bytes = available_host_bytes(self._config.host_memory_gib) - CONSTANT_OVERHEAD_BYTES
-        return host_bytes - sum(self._unit_sizes(unit).host_bytes for unit in self._runtime.units if unit.is_on_device)
+        on_device = (self._unit_sizes(unit).host_bytes for unit in self._runtime.units if unit.is_on_device)
+        return host_bytes - sum(on_device) // self._ranks
 
     def _place(self, placement: Placement) -> None:
         self.placement = self._runtime.calls.policy = placement
@@ -552,6 +570,8 @@ class DevicePlan:
             gradient_slot_bytes=runtime.offloader.slot_bytes,
             steps_in_backward=any(stepper.schedule == "backward" for stepper in runtime.steppers),
             micro_batches=self.micro_batches,
+            ranks=self._ranks,
+            exchange_bytes=self._exchange_bytes,
             parts={
                 layer.index: [sizes(part.owner.unit).of_part(part) for at in layer.experts for part in at.parts]
                 for layer in runtime.layers

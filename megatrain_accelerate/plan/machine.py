@@ -86,10 +86,10 @@ class Machine:
         return STEP_BYTES * self.host_step_parameters
 
 
-def speeds_path(device: torch.device, kernels: HostKernels) -> Path:
+def speeds_path(device: torch.device, kernels: HostKernels, ranks: int = 1) -> Path:
     """Where the speeds are kept that are measured under these circumstances."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-    circumstances: list[object] = [platform.node(), name, os.cpu_count(), kernels.threads, torch.__version__]
+    circumstances: list[object] = [platform.node(), name, os.cpu_count(), kernels.threads, ranks, torch.__version__]
     circumstances += [_ROUNDS, SHARE_IN_A_STEP, STEP_OVERHEAD, [field.name for field in dataclasses.fields(Machine)]]
     key = hashlib.sha256(json.dumps(circumstances).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
@@ -108,10 +108,10 @@ def kept_speeds(path: Path) -> list[Machine]:
     return []
 
 
-def measured_machine(device: torch.device, kernels: HostKernels) -> Machine:
+def measured_machine(device: torch.device, kernels: HostKernels, ranks: int = 1) -> Machine:
     """The speeds of this machine: medians of what up to :data:`MEASUREMENTS` processes found under the same circumstances,
-    each once."""
-    path = speeds_path(device, kernels)
+    each once. Several ``ranks`` measure at the same time, so that each finds what the others leave it."""
+    path = speeds_path(device, kernels, ranks)
     if path not in of_this_process:
         measured = kept_speeds(path)
         if len(measured) < MEASUREMENTS:

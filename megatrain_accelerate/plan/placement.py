@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -160,15 +161,19 @@ class Model:
     """Backwards before a step."""
     parts: Mapping[int, Sequence[UnitSizes]] = dataclasses.field(default_factory=dict)
     """By layer, those of its experts that stream in parts, which :attr:`layers` leaves out."""
+    ranks: int = 1
+    """Processes with a GPU each, of which each fetches layers whole and steps its share."""
+    exchange_bytes: float = math.inf
+    """Bytes of its gradients a second that each rank sends to the others while it adds up what it gets."""
 
     @property
     def groups(self) -> list[UnitSizes]:
         return [*self.groups_before, *self.groups_after]
 
     def moved_bytes(self, placement: Placement) -> int:
-        """Host memory that units give up which the placement moves to the device."""
+        """Host memory that units give up which the placement moves to the device; of several ranks, what each gets of it."""
         moved = [*(self.layers[i] for i in placement.on_device), *(self.groups if placement.groups_on_device else ())]
-        return sum(unit.host_bytes for unit in moved)
+        return sum(unit.host_bytes for unit in moved) // self.ranks
 
 
 def sent_bytes(outline: StepOutline, placement: Placement) -> list[int]:

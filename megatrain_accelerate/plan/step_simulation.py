@@ -6,6 +6,9 @@ optimizer, each a resource that does one thing at a time, over three steps of wh
 The host's optimizer and the copies over the link share the host's memory. While it steps, copies go at a share of their speed.
 The optimizer itself goes at 90% beside copies of weights, and at ``Machine.step_share_beside_copies`` of that while the
 forward above it sends activations to the host.
+
+Of several ranks it is one that is simulated. Gradients are exchanged before they go to the host, in the same order, and a rank
+copies and steps its share of them.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ from megatrain_accelerate.plan.step_profile import Event, LayerProfile, StepOutl
 
 _NORM_BYTES = 2
 """Device memory traffic of a norm, a parameter: on the device it is taken apart from the step."""
+
+_LOST_TO_EXCHANGE = 0.15
+"""Of the device's compute while gradients are exchanged: collectives take some of its multiprocessors."""
 
 _STEPS = 3
 
@@ -197,7 +203,7 @@ class _Pipeline:
         stepped = [unit for layer, unit in enumerate(model.layers) if layer not in placement.on_device]
         stepped += [part for parts in model.parts.values() for part in parts]
         stepped += [] if placement.groups_on_device else model.groups
-        seconds = sum(unit.step_traffic for unit in stepped) / machine.host_step_traffic
+        seconds = sum(unit.step_traffic for unit in stepped) / model.ranks / machine.host_step_traffic
         return 1 - min(1.0, leaving_seconds / seconds if seconds else 0.0) * (1 - machine.step_share_beside_copies)
 
     def _weights_at(self, layer: int) -> float:
@@ -241,7 +247,9 @@ class _Pipeline:
                     self.parts.compute(event, again, ready)
                     again = 0.0
                 end = self.parts.compute(event, again + seconds.backward, ready, is_last)
-                if leaves:
+                if not leaves:
+                    self._make_means(unit, end)
+                else:
                     out = self.send_gradients(unit, end)
                     if is_last and self.model.steps_in_backward:
                         self.applied[event.layer] = self.step_unit(unit, out)
@@ -258,26 +266,40 @@ class _Pipeline:
             if event.is_backward:
                 copies.bring_ahead(event.layer, issued_at)
         self.compute.work(self.outline.tail_costs.seconds(machine))
-        if is_last and not placement.groups_on_device:
-            for unit in [*self.model.groups_after, *self.model.groups_before]:
+        for unit in [*self.model.groups_after, *self.model.groups_before]:
+            self.compute.work(0.0, self._make_means(unit, self.compute.free_at))
+            if is_last and not placement.groups_on_device:
                 sum_bytes = unit.sum_bytes if self.model.micro_batches > 1 else 0
-                self.d2h.copy(unit.gradient_bytes + sum_bytes, self.compute.free_at)
+                self.d2h.copy((unit.gradient_bytes + sum_bytes) // self.model.ranks, self.compute.free_at)
+
+    def _exchange(self, size_bytes: int, computed_at: float) -> float:
+        """All ranks send so many bytes to the others, on the stream of copies to the host; returns when they have arrived."""
+        if self.model.ranks == 1:
+            return computed_at
+        seconds = size_bytes / self.model.exchange_bytes
+        self.compute.work(_LOST_TO_EXCHANGE * seconds)
+        return self.d2h.work(seconds, computed_at)
+
+    def _make_means(self, unit: UnitSizes, computed_at: float) -> float:
+        """Gradients that stay on the device become the ranks' means: they go out in shares, and come back as means."""
+        return self._exchange(2 * unit.gradient_bytes, computed_at)
 
     def send_gradients(self, unit: UnitSizes, computed_at: float, is_added: bool = False) -> float:
         """A unit's gradients go to the host, ``is_added`` to some of the same backward; returns when they are there."""
-        out = self.d2h.copy(unit.gradient_bytes, computed_at)
+        ranks = self.model.ranks
+        out = self.d2h.copy(unit.gradient_bytes // ranks, self._exchange(unit.gradient_bytes, computed_at))
         self.gradients_out.append(out)
         if is_added or self.model.micro_batches > 1:
             # Added to those before: 6 bytes a parameter, 10 with the sums' residuals.
-            self.host.work(unit.parameters * (10 if unit.sum_bytes else 6) / self.machine.host_step_traffic, out)
+            self.host.work(unit.parameters * (10 if unit.sum_bytes else 6) / ranks / self.machine.host_step_traffic, out)
         return out
 
     def gradient_slot_at(self) -> float:
         return self.gradients_out[0] if len(self.gradients_out) == GRADIENT_SLOTS else 0.0
 
     def step_unit(self, unit: UnitSizes, not_before: float) -> float:
-        """The host steps a unit; returns when it has."""
-        return self.host.work(unit.step_traffic / self.step_bytes_per_second, not_before)
+        """The host steps this rank's share of a unit; returns when it has."""
+        return self.host.work(unit.step_traffic / self.model.ranks / self.step_bytes_per_second, not_before)
 
     def step(self) -> None:
         """Called when every gradient is on the host: what ``optimizer.step()`` does."""

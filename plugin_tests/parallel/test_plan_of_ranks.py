@@ -13,6 +13,7 @@ from plain_torch import tiny_model, token_batches
 from rank_runs import join_ranks, require_success, run_ranks
 
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
+from megatrain_accelerate.plan import device_plan
 
 MIB = 2**20
 BUDGETS = (300.0, 262.0)
@@ -42,6 +43,7 @@ def planned(run: Training) -> dict[str, Any]:
 
 def main() -> None:
     """What each rank does: writes down its plans."""
+    device_plan.seconds_of = lambda *_: 1e-6  # between GPUs; on one CPU it is so slow that nothing would live on the device
     rank, found = join_ranks(), []
     run = training(rank)
     for length in LENGTHS[rank]:
@@ -55,6 +57,8 @@ def main() -> None:
     again.engine.device_plan.expect_steps(10, None, record)
     again.step(token_batches(1, length=8 + rank)[0])  # the rank that made the plan has the larger batch
     resumed = planned(again)
+    # Which was learnt before: there was one batch since.
+    resumed["lengths vary"] = again.engine.runtime.compiled.sizes_vary
     again.engine.close()
     own = {"plans": found, "norm": norm, "resumed": resumed, "record": record is not None}
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(own))
@@ -70,7 +74,7 @@ def test_ranks_run_by_the_plan_of_the_largest_batch_in_the_smallest_budget(tmp_p
     assert plans[0] == plans[1], "a batch that is covered changes nothing"
     assert any(plans[0]["where"]), "there is room for some layers"
     assert first["record"]
-    assert first["resumed"] == plans[-1]
+    assert first["resumed"] == plans[-1] | {"lengths vary": True}
 
 
 if __name__ == "__main__":

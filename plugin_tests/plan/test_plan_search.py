@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -527,3 +528,27 @@ def test_settings_that_say_how_many_layers_are_kept_keep_them_whole() -> None:
     assert found is not None
     assert found.placement.budgets == (0.0, 1.0)
     assert len(found.placement.kept) == 3
+
+
+def test_of_several_ranks_each_copies_and_steps_its_share_of_the_gradients_that_all_exchange() -> None:
+    group = dataclasses.replace(GROUP, gradient_bytes=4)  # whole bytes for each
+    one = model(groups_before=[group], groups_after=[group])
+    alone = simulate_step(outline(), one, Placement(), MACHINE)
+    with_others = dataclasses.replace(one, ranks=4, exchange_bytes=math.inf)
+    of_four = simulate_step(outline(), with_others, Placement(), MACHINE)
+    assert of_four.host_step == pytest.approx(alone.host_step / 4)
+    assert of_four.d2h == pytest.approx(alone.d2h / 4)
+    assert (of_four.h2d, of_four.compute) == pytest.approx((alone.h2d, alone.compute)), "layers are fetched whole"
+    rate = 1e9
+    slower = simulate_step(outline(), dataclasses.replace(with_others, exchange_bytes=rate), Placement(), MACHINE)
+    exchanged = sum(unit.gradient_bytes for unit in [*with_others.layers, *with_others.groups, *with_others.groups])
+    assert slower.d2h == pytest.approx(of_four.d2h + exchanged / rate), "those outside the layers come back as means"
+    assert slower.compute > of_four.compute, "collectives take some of the device"
+
+
+def test_gradients_of_layers_that_live_on_the_devices_are_exchanged_and_come_back_as_means() -> None:
+    rate, every = 1e9, Placement.of_counts(LAYERS, on_device=LAYERS, groups_on_device=True)
+    ranks = dataclasses.replace(model(), ranks=2, exchange_bytes=rate)
+    exchanged = sum(unit.gradient_bytes for unit in [*ranks.layers, *ranks.groups])
+    assert simulate_step(outline(), model(), every, MACHINE).d2h == 0
+    assert simulate_step(outline(), ranks, every, MACHINE).d2h == pytest.approx(2 * exchanged / rate)
