@@ -56,7 +56,7 @@ def _add_to_masters(model: nn.Module, masters: dict[str, nn.Parameter]) -> None:
     """Moves the model's bf16 gradients to the masters', in fp32."""
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            new, total = parameter.grad.float(), masters[name].grad
+            new, total = parameter.grad.float().to(masters[name].device), masters[name].grad
             masters[name].grad = new if total is None else total + new
             parameter.grad = None
 
@@ -81,16 +81,19 @@ def train_bf16_with_masters(
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     fp32_sums: bool = True,
     ranks: int = 1,
+    device: str = "cpu",
 ) -> PlainRun:
     """bf16 weights and gradients, fp32 masters, ``torch.optim.AdamW``: the loop that the engine must equal bit by bit.
 
     Gradients of several micro-batches are summed in fp32; with ``fp32_sums=False`` as autograd does it, in bf16. With
-    ``ranks`` so many batches at a time are one micro-batch, whose gradient is the mean of theirs.
+    ``ranks`` so many batches at a time are one micro-batch, whose gradient is the mean of theirs. Forward and backward run on
+    the ``device``; masters and optimizer stay on the CPU, as the engine has them.
     """
     model = copy.deepcopy(model)
     masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.data = round_to_bf16(parameter.data)
+    model.to(device)
     if make_optimizer is None:
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             list(masters.values()), lr=1e-3, weight_decay=0.01, foreach=False, fused=False
@@ -104,7 +107,7 @@ def train_bf16_with_masters(
             group["lr"] = learning_rate(step)
         for of_ranks in micro_batches[step * accumulation : (step + 1) * accumulation]:
             parts: list[dict[str, torch.Tensor]] = []
-            for ids in of_ranks:
+            for ids in (batch.to(device) for batch in of_ranks):
                 loss = model(input_ids=ids, labels=ids).loss / accumulation
                 loss.backward()
                 losses.append(loss.item())
@@ -125,9 +128,9 @@ def train_bf16_with_masters(
         optimizer.step()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter.data = round_to_bf16(masters[name].detach())
+                parameter.data = round_to_bf16(masters[name].detach()).to(device)
                 masters[name].grad = None
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     return PlainRun(losses, norms, {name: master.detach() for name, master in masters.items()}, weights)
 
 

@@ -16,10 +16,10 @@ from fresh_process import clean_environment
 TIMEOUT_SECONDS = 480
 
 
-def join_ranks() -> int:
+def join_ranks(backend: str = "gloo") -> int:
     """Called by each process that :func:`run_ranks` started: returns its rank when all are there."""
     place = {name.lower(): int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")}
-    dist.init_process_group("gloo", init_method=f"file://{os.environ['MEETING_FILE']}", **place)
+    dist.init_process_group(backend, init_method=f"file://{os.environ['MEETING_FILE']}", **place)
     return dist.get_rank()
 
 

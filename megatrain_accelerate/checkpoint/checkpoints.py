@@ -36,6 +36,9 @@ STAGING_PREFIX = ".megatrain-incomplete"
 _TRAINER_STATE = "trainer_state.json"
 """What the Trainer's own checkpoints have, and a folder that a script made for its files hasn't."""
 
+_WRITTEN, _PUBLISHED = "a checkpoint's end", "a complete checkpoint"
+"""Where ranks meet."""
+
 _POLL_SECONDS = 0.5
 
 # Weights and adapters, whole or in shards, and the state of a training: what a resume or from_pretrained() would read beside
@@ -55,24 +58,45 @@ _SPACE_REMEDY = (
 def save_checkpoint(
     original: Callable[..., Any], trainer: Any, model: nn.Module, trial: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Writes a checkpoint aside and renames it when it is complete, so that a kill never leaves a broken one."""
+    """Writes a checkpoint aside and renames it when it is complete, so that a kill never leaves a broken one.
+
+    Of several ranks one makes the folder, all write to it, and it is renamed when all have.
+    """
     engine = engine_of(trainer.model)
-    if engine is None or not trainer.args.should_save:
+    ranks = None if engine is None else engine.runtime.ranks
+    if engine is None or (ranks is None and not trainer.args.should_save):
         original(trainer, model, trial, *args, **kwargs)
         return
     run_dir = Path(trainer._get_output_dir(trial=trial))
     engine.drain()
+    if ranks is not None and not trainer.args.should_save:
+        staging = ranks.broadcast(None)
+        with _saving_to(trainer, staging):
+            original(trainer, model, trial, *args, **kwargs)
+        ranks.meet(_WRITTEN)
+        ranks.meet(_PUBLISHED)
+        _point_best_checkpoint(trainer, staging, run_dir)
+        return
     with checkpoint_staging(run_dir, f"checkpoint-{trainer.state.global_step}") as staging:
         expected = _require_room(run_dir, trainer.model, trainer.optimizer, engine, trainer.args)
+        if ranks is not None:
+            ranks.broadcast(staging)
         with (
             _saving_progress(staging, expected, show=not trainer.args.disable_tqdm),
             _saving_to(trainer, staging),
             _logged_without(staging.name),
         ):
             original(trainer, model, trial, *args, **kwargs)
+        if ranks is not None:
+            ranks.meet(_WRITTEN)
         _point_best_checkpoint(trainer, staging, run_dir)
+        for folder in staging.iterdir():
+            if (folder / _TRAINER_STATE).exists():
+                trainer.state.save_to_json(str(folder / _TRAINER_STATE))
         published = publish(staging)
     _rotate(trainer, run_dir)
+    if ranks is not None:
+        ranks.meet(_PUBLISHED)
     if trainer.args.push_to_hub:  # which reads the output folder, too: nothing lies aside there now
         for folder in published:
             trainer._push_from_checkpoint(str(folder))
@@ -116,9 +140,6 @@ def _point_best_checkpoint(trainer: Any, staging: Path, run_dir: Path) -> None:
         trainer.state.best_model_checkpoint = str(run_dir / best.name)
     elif best_step and (run_dir / f"checkpoint-{best_step}").exists():
         trainer.state.best_model_checkpoint = str(run_dir / f"checkpoint-{best_step}")
-    for folder in staging.iterdir():
-        if (folder / _TRAINER_STATE).exists():
-            trainer.state.save_to_json(str(folder / _TRAINER_STATE))
 
 
 def _rotate(trainer: Any, run_dir: Path) -> None:

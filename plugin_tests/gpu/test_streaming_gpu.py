@@ -23,30 +23,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SLEEP_CYCLES = 20_000_000  # about 10 ms: far longer than the kernels of the tiny models here
 
 
-def plain_on_gpu(model: nn.Module, batches: list[torch.Tensor], **settings: Any) -> plain_torch.PlainRun:
+def plain_on_gpu(model: nn.Module, batches: list[torch.Tensor]) -> plain_torch.PlainRun:
     """Plain bf16 on the GPU; masters and torch.optim.AdamW on the CPU, as the engine has them."""
-    model = copy.deepcopy(model)
-    masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.data = plain_torch.round_to_bf16(parameter.data).cuda()
-    for module in model.modules():
-        for key, buffer in module._buffers.items():
-            module._buffers[key] = None if buffer is None else buffer.cuda()
-    optimizer = torch.optim.AdamW(list(masters.values()), lr=1e-3, weight_decay=0.01, foreach=False)
-    losses = []
-    for ids in batches:
-        loss = model(input_ids=ids.cuda(), labels=ids.cuda()).loss
-        loss.backward()
-        losses.append(loss.item())
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None
-            masters[name].grad = parameter.grad.float().cpu()
-            parameter.grad = None
-        optimizer.step()
-        for name, parameter in model.named_parameters():
-            parameter.data = plain_torch.round_to_bf16(masters[name].detach()).cuda()
-    weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
-    return plain_torch.PlainRun(losses, [], {name: m.detach() for name, m in masters.items()}, weights)
+    return train_bf16_with_masters(model, batches, max_norm=None, device="cuda")
 
 
 def assert_bit_equal(streamed: plain_torch.PlainRun, plain: plain_torch.PlainRun) -> None:

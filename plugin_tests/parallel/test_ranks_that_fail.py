@@ -18,6 +18,7 @@ from rank_runs import join_ranks, run_ranks
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 
 CULPRIT = 1
+LATER = ("in backward", "before a step", "in a step", "while loading")
 SECONDS = 5.0
 """Within which the others end."""
 
@@ -36,12 +37,19 @@ def main() -> None:
     case, rank = sys.argv[1], join_ranks()
     model = tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine = attach(model)
+    has_little = case == "has too little memory" and rank == CULPRIT
+    engine = attach(model, host_memory_gib=0.001 if has_little else None)
     adopt_optimizer(optimizer, engine.runtime, "deferred")
     for step, ids in enumerate(token_batches(4)):
         is_now = step == 1 and rank == CULPRIT
         if is_now and case == "dies in forward":
             model.model.layers[2].mlp.register_forward_pre_hook(die)
+        if is_now and case == "dies in a step":
+            engine.kernels.adamw = die  # type: ignore[method-assign]
+        if is_now and case == "dies while loading":
+            model.model.layers[2].register_load_state_dict_pre_hook(die)
+        if step == 1 and case == "dies while loading":
+            model.load_state_dict(model.state_dict())
         if is_now and case == "leaves a layer out":
             model.config.num_hidden_layers = 3
         if is_now and case == "ends early":
@@ -76,7 +84,7 @@ def outputs_of(case: str, tmp_path: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "case",
-    ["dies in forward", *(pytest.param(f"dies {when}", marks=pytest.mark.long) for when in ("in backward", "before a step"))],
+    ["dies in forward", *(pytest.param(f"dies {when}", marks=pytest.mark.long) for when in LATER)],
 )
 def test_ranks_end_with_one_that_was_killed(case: str, tmp_path: Path) -> None:
     output = outputs_of(case, tmp_path)[1 - CULPRIT]
@@ -88,6 +96,12 @@ def test_ranks_end_with_one_that_was_killed(case: str, tmp_path: Path) -> None:
 def test_ranks_end_with_the_cause_of_one_that_raised(tmp_path: Path) -> None:
     output = outputs_of("raises in backward", tmp_path)[1 - CULPRIT]
     assert "has ended: ValueError: out of luck" in output
+    assert "Traceback" not in output
+
+
+def test_ranks_end_with_one_that_has_too_little_memory(tmp_path: Path) -> None:
+    output = outputs_of("has too little memory", tmp_path)[1 - CULPRIT]
+    assert "has ended: HostMemoryError: the model's weights and optimizer states take" in output
     assert "Traceback" not in output
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,12 @@ mixed_precision: 'no'
 use_cpu: true
 """
 STEPS, SAVED = 6, 3
+
+
+def die_in_the_second_checkpoint(value: object, path: str, save: Any = torch.save) -> None:
+    save(value, path)
+    if f"checkpoint-{2 * SAVED}" in str(path):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
@@ -47,6 +55,8 @@ def main() -> None:
         seed=3,
         **options["arguments"],
     )
+    if os.environ.get("RANK", "0") == options.get("killed"):
+        torch.save = die_in_the_second_checkpoint
     trainer = Trainer(model=tiny_model(), args=arguments, train_dataset=data, eval_dataset=data[:8])
     trainer.train(resume_from_checkpoint=options.get("resume"))
     trainer.save_model()
@@ -54,19 +64,28 @@ def main() -> None:
     end_of_stock_run()
 
 
-def train(folder: Path, kind: str, processes: int, resume: Path | None = None, **arguments: Any) -> list[dict[str, float]]:
-    """The log of a training with its output in ``folder``: MEGATRAIN, or MULTI_CPU for the stock way."""
+def launch(
+    folder: Path, kind: str, processes: int, resume: Path | None = None, killed: int | None = None, **arguments: Any
+) -> str:
+    """What a training with its output in ``folder`` prints: MEGATRAIN, or MULTI_CPU for the stock way. The rank ``killed`` is
+    so while it saves the second checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "config.yaml"
     config.write_text(CONFIG.format(kind=kind, processes=processes))
-    options = {"arguments": {"output_dir": str(folder), **arguments}, "resume": resume and str(resume)}
+    options: dict[str, Any] = {"arguments": {"output_dir": str(folder), **arguments}, "resume": resume and str(resume)}
+    options["killed"] = None if killed is None else str(killed)
     paths = {"PYTHONPATH": f"{Path(__file__).parents[1]}:{Path(__file__).parents[2]}"}
     if kind == "MEGATRAIN":
-        launch = [script("accelerate"), "launch", "--config", config]
+        launcher = [script("accelerate"), "launch", "--config", config]
     else:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
         paths |= {"ACCELERATE_USE_CPU": "true", "MEGATRAIN_DISABLE": "1"}
-    run_command(*launch, __file__, json.dumps(options), **paths)
+    return run_command(*launcher, __file__, json.dumps(options), check=killed is None, **paths)
+
+
+def train(folder: Path, *how: Any, **arguments: Any) -> list[dict[str, float]]:
+    """The log of a training that :func:`launch` runs."""
+    launch(folder, *how, **arguments)
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     kept = ("step", "loss", "grad_norm", "eval_loss")
     return [{name: entry[name] for name in kept if name in entry} for entry in history]
@@ -101,6 +120,18 @@ def test_a_resumed_training_by_two_processes_goes_on_with_the_same_bits(
     assert resumed == log
     weights, other_weights = (load_file(at / "model.safetensors") for at in (folder, tmp_path))
     assert all(torch.equal(weights[name], weight) for name, weight in other_weights.items())
+
+
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_training_goes_on_from_the_checkpoint_before_the_one_that_a_killed_rank_was_saving(
+    killed: int, tmp_path: Path
+) -> None:
+    output = launch(tmp_path, "MEGATRAIN", 2, killed=killed)
+    assert f"rank {killed} (process " in output
+    assert "it was killed" in output
+    assert [at.name for at in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{SAVED}"]
+    log = train(tmp_path, "MEGATRAIN", 2, resume=tmp_path / f"checkpoint-{SAVED}")
+    assert log[-1]["step"] == STEPS
 
 
 @pytest.mark.long

@@ -77,7 +77,12 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, PlainRun]]
     return runs_of(3, tmp_path_factory.mktemp("three"))
 
 
-@pytest.fixture(params=["two", "three"])
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, PlainRun]]:
+    return runs_of(4, tmp_path_factory.mktemp("four"))
+
+
+@pytest.fixture(params=["two", "three", pytest.param("four", marks=pytest.mark.long)])
 def runs(request: pytest.FixtureRequest) -> list[dict[str, PlainRun]]:
     found: list[dict[str, PlainRun]] = request.getfixturevalue(request.param)
     return found

@@ -1,0 +1,117 @@
+"""Several GPUs, a rank on each: the bits of plain PyTorch's mean over placements, and an end for all when one is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import plain_torch
+import pytest
+import torch
+from engine_runs import train_streamed
+from plain_torch import PlainRun, tiny_model, token_batches, train_bf16_with_masters
+from rank_runs import join_ranks, require_success, run_ranks
+from torch import nn
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
+
+STEPS = 6
+ALL_ON_DEVICE = {"device_layers": 4, "kept_layers": 4}
+CASES: dict[str, dict[str, Any]] = {
+    "streamed": {},
+    "serial, three slots": {"schedule": "serial", "slots": 3},
+    "two layers kept": {"kept_layers": 2},
+    "two layers on the devices": {"device_layers": 2},
+    "all on the devices": ALL_ON_DEVICE,
+    "accumulation": {"accumulation": 3},
+    "accumulation, two layers on the devices": {"accumulation": 3, "device_layers": 2},
+    "accumulation, all on the devices": {"accumulation": 3, **ALL_ON_DEVICE},
+    "clipped": {"max_norm": 0.5},
+    "clipped, all on the devices": {"max_norm": 0.5, **ALL_ON_DEVICE},
+}
+SECONDS = 5.0
+"""Within which the others end with a rank that was killed."""
+
+
+def model() -> nn.Module:
+    return tiny_model(hidden_size=256, intermediate_size=704, attn_implementation="eager")
+
+
+def batches(ranks: int) -> list[torch.Tensor]:
+    return token_batches(STEPS * ranks, length=64)
+
+
+def main() -> None:
+    """What each rank does: trains in all ways and writes down what came of it, or is killed."""
+    folder, is_killed = Path(sys.argv[1]), sys.argv[2] == "killed"
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    rank = join_ranks("cpu:gloo,cuda:nccl")
+    torch.Tensor.sqrt = plain_torch.ieee_sqrt
+    torch.use_deterministic_algorithms(True)
+    own = batches(torch.distributed.get_world_size())[rank :: torch.distributed.get_world_size()]
+
+    backwards = []
+
+    def die(*_: Any) -> None:
+        backwards.append(None)
+        if len(backwards) == 3:
+            (folder / "killed").write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if is_killed:
+        mortal: Any = model()
+        if rank == 1:
+            mortal.model.norm.register_forward_hook(lambda module, args, output: output.register_hook(die))
+        train_streamed(mortal, own, device=f"cuda:{rank}")
+        return
+    runs = {
+        name: train_streamed(model(), own, device=f"cuda:{rank}", **{"max_norm": None, **how}) for name, how in CASES.items()
+    }
+    torch.save(runs, folder / f"{rank}.pt")
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, PlainRun]]:
+    ranks, folder = request.param, tmp_path_factory.mktemp("runs")
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    require_success(run_ranks(__file__, ranks, folder, "trains", CUBLAS_WORKSPACE_CONFIG=":4096:8"))
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "clipped" not in name])
+def test_ranks_train_on_the_mean_of_their_gradients_bit_by_bit(runs: list[dict[str, PlainRun]], name: str) -> None:
+    accumulation = CASES[name].get("accumulation", 1)
+    settings: dict[str, Any] = {"max_norm": None, "accumulation": accumulation, "ranks": len(runs), "device": "cuda"}
+    plain = train_bf16_with_masters(model(), batches(len(runs)), **settings)
+    for run in runs:
+        for parameter, master in plain.masters.items():
+            assert torch.equal(run[name].masters[parameter], master), f"{parameter}: masters differ"
+            assert torch.equal(run[name].weights[parameter], plain.weights[parameter]), f"{parameter}: weights differ"
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "clipped" in name])
+def test_ranks_clip_by_one_norm_on_all_of_them(runs: list[dict[str, PlainRun]], name: str) -> None:
+    plain = train_bf16_with_masters(model(), batches(len(runs)), max_norm=0.5, ranks=len(runs), device="cuda")
+    assert min(plain.norms) > 0.5
+    for run in runs:
+        assert run[name].norms == runs[0][name].norms == pytest.approx(plain.norms, rel=1e-5)  # fp32 sums of other parts
+        for parameter, master in plain.masters.items():
+            torch.testing.assert_close(run[name].masters[parameter], master, rtol=0, atol=2e-5)
+
+
+def test_ranks_end_with_one_that_is_killed_while_they_are_in_collectives(tmp_path: Path) -> None:
+    results = run_ranks(__file__, 2, tmp_path, "killed")
+    assert time.time() - float((tmp_path / "killed").read_text()) < SECONDS + 1.0  # and the end of this process's wait
+    status, output = results[0]
+    assert status != 0
+    assert "megatrain: rank 1 (process " in output
+    assert "it was killed" in output
+
+
+if __name__ == "__main__":
+    main()
