@@ -174,7 +174,7 @@ class DevicePlan:
     def _machine(self) -> Machine:
         return measured_machine(self._device, self._runtime.kernels, self._ranks)
 
-    @property
+    @functools.cached_property
     def _ranks(self) -> int:
         ranks = self._runtime.ranks
         return 1 if ranks is None else ranks.size
@@ -588,7 +588,8 @@ class DevicePlan:
 
     def _unit_sizes(self, unit: HostUnit) -> UnitSizes:
         # The first addition makes room for all units' sums.
-        return UnitSizes.of_unit(unit, is_summed=self._runtime.sums.is_wanted and self.adds_on_host)
+        is_summed = self._runtime.sums.is_wanted and self.adds_on_host
+        return UnitSizes.of_unit(unit, is_summed, is_shared=self._ranks > 1)
 
     def _budget_bytes(self) -> int:
         """Bytes of the device that a step may take, what the engine holds included; 0 without a GPU."""

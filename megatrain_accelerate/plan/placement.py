@@ -103,10 +103,12 @@ class UnitSizes:
     """Whether gradients have no place of their own on the host."""
     step_bytes: int = STEP_BYTES
     """Memory traffic of its optimizer step, a parameter."""
+    staying_bytes: int = 0
+    """What stays on the host when the unit moves: of several ranks weights and residuals, in the file that all map."""
 
     @classmethod
-    def of_unit(cls, unit: HostUnit, is_summed: bool) -> UnitSizes:
-        """``is_summed``: whether gradients are added up in fp32."""
+    def of_unit(cls, unit: HostUnit, is_summed: bool, is_shared: bool = False) -> UnitSizes:
+        """``is_summed``: whether gradients are added up in fp32; ``is_shared``: whether several ranks map the unit."""
         layout = unit.layout
         residual_bytes = 2 * layout.split_elements
         moment_bytes = unit.moment_bytes // max(1, layout.state_elements)
@@ -120,12 +122,14 @@ class UnitSizes:
             # Moments are read and written, those of 8 bytes a parameter where the traffic is :data:`STEP_BYTES`. The step with
             # 8-bit ones has 14 bytes of it, but the memory isn't what it waits for: it is no faster.
             step_bytes=STEP_BYTES + (2 * (moment_bytes - 8) if moment_bytes >= 4 else 0),
+            staying_bytes=layout.weight_bytes + residual_bytes if is_shared else 0,
         )
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of a unit that lives there."""
-        return self.state_bytes + (0 if self.gradients_pass else self.gradient_bytes) + self.sum_bytes
+        """Host memory of a unit that lives there, less what it doesn't give back."""
+        gradient_bytes = 0 if self.gradients_pass else self.gradient_bytes
+        return self.state_bytes + gradient_bytes + self.sum_bytes - self.staying_bytes
 
     def of_part(self, part: ExpertPart) -> UnitSizes:
         """The sizes of a part of experts, of which all have these."""
