@@ -35,15 +35,16 @@ class Exchange:
         """Rows of the parameters of which this rank has found a gradient since they last had none."""
         self._in_parts: set[int] = set()
         """Rows whose norm is that of this rank's share alone."""
-        of_buckets = _BUCKET_BYTES + 4 * shared.ranks.size  # each rank's part has as many elements
-        sizes = of_buckets, max(of_buckets, *(self._received_bytes(layout) for layout in layouts))
+        sizes = self.buffer_bytes(layouts, shared.ranks.size, shared.ranks.rank)
         self._sent, self._received = (torch.zeros(size, dtype=torch.uint8, device=streams.device) for size in sizes)
         self._made_event, self._means_event = streams.event(), streams.event()
 
-    def _received_bytes(self, layout: FlatLayout) -> int:
-        """What this rank gets of a layer's gradients: its share from each rank."""
-        share = layout.share_of(self._ranks.rank, self._ranks.size)
-        return self._ranks.size * (share.end_byte - share.begin_byte)
+    @staticmethod
+    def buffer_bytes(layouts: Iterable[FlatLayout], ranks: int, rank: int = 0) -> tuple[int, int]:
+        """Of the buffers for what a rank sends at a time, and gets: of a layer's gradients its share from each rank."""
+        of_buckets = _BUCKET_BYTES + 4 * ranks  # each rank's part has as many elements
+        shares = [layout.share_of(rank, ranks) for layout in layouts]
+        return of_buckets, max(of_buckets, *(ranks * (share.end_byte - share.begin_byte) for share in shares))
 
     @property
     def device_bytes(self) -> int:

@@ -290,11 +290,8 @@ def _refuse_two_models(optimizer: torch.optim.Optimizer, model: nn.Module) -> No
 
 def _adopt(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
     schedule = engine.config.step_schedule
-    if engine.runtime.ranks is not None and (schedule == "backward" or engine.config.passes_gradients):
-        raise ConfigError(
-            "megatrain_config.step_schedule: backward and host_gradients: passing step layers in backward, which several "
-            "processes can't do; leave both out, or set num_processes: 1"
-        )
+    if engine.runtime.ranks is not None:
+        require_steps_after_backward(engine.config)
     if schedule == "auto":
         schedule = "backward" if engine.config.passes_gradients else "deferred"
     ids = {id(parameter) for parameter in _parameters(optimizer) if engine.runtime.trains(parameter)}
@@ -305,6 +302,15 @@ def _adopt(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
             earlier.retire(TAKEN_OVER, copies=earlier.optimizer is not optimizer)
     adopt_optimizer(optimizer, engine.runtime, schedule)
     trace_if_asked(optimizer, engine)
+
+
+def require_steps_after_backward(config: MegatrainConfig) -> None:
+    """Raises ``ConfigError`` where the settings want steps in backward, of several processes."""
+    if config.step_schedule == "backward" or config.passes_gradients:
+        raise ConfigError(
+            "megatrain_config.step_schedule: backward and host_gradients: passing step layers in backward, which several "
+            "processes can't do; leave both out, or set num_processes: 1"
+        )
 
 
 def require_steps_in_backward_possible(
