@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of each sequence; default {USUAL_LENGTH}, or the rows of the model's table of positions if these are fewer",
     )
     many: dict[str, Any] = {"nargs": "+", "action": "extend"}
-    batch_help = "sequences in a batch; default: up to the largest"
+    batch_help = "sequences in a batch, of each GPU (per_device_train_batch_size); default: up to the largest"
     parser.add_argument("--batch", type=_count, **many, metavar="N", help=batch_help)
     parser.add_argument(
         "--no-limits", action="store_true", help="leave out the largest batch and the longest context: faster, with --batch"
@@ -79,12 +79,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw tokens a second against batch, or of all models")
     machine = parser.add_argument_group("machine", "by default this one, as measured; --gpu describes another")
     machine.add_argument("--gpu", metavar="NAME", help="a known GPU: H200, H100, A100-80, GH200, RTX4090, ...")
+    machine.add_argument("--gpus", type=_count, default=1, metavar="G", help="equal GPUs of the machine, of a process each")
     for option, name, kind, metavar, text in (
-        ("--gpu-memory", "gpu_memory_bytes", parse_size, "SIZE", "of the GPU, for example 24GiB"),
-        ("--host-memory", "host_memory_bytes", parse_size, "SIZE", "for example 1.5TiB"),
-        ("--cores", "cores", _count, "N", "of the host; default: usual for the GPU"),
+        ("--gpu-memory", "gpu_memory_bytes", parse_size, "SIZE", "of a GPU, for example 24GiB"),
+        ("--host-memory", "host_memory_bytes", parse_size, "SIZE", "of the machine, for example 1.5TiB"),
+        ("--cores", "cores", _count, "N", "of the machine; default: usual for the GPUs"),
         ("--link", "link_bytes", _speed(GB), "GB/S", "between host and GPU, sustained, each way"),
-        ("--host-step", "host_step_parameters", _speed(1e9), "X", "G parameters a second that the host's AdamW steps"),
+        ("--peer-link", "peer_bytes", _speed(GB), "GB/S", "of gradients that several GPUs exchange, sustained, each way"),
+        ("--host-step", "host_step_parameters", _speed(1e9), "X", "G parameters a second that the machine's AdamW steps"),
         ("--tflops", "dense_flops", _speed(1e12), "X", "of bf16 products, sustained"),
         ("--gpu-bandwidth", "device_bytes", _speed(GB), "GB/S", "of the GPU's memory, sustained"),
     ):

@@ -78,7 +78,15 @@ class Estimate:
         settings = settings or load_config(options.model, options.trust_remote_code)
         model = model_on_meta(settings, options.trust_remote_code)
         sizes = (self.machine.gpu_bytes, self.machine.host_bytes)
-        self.forecaster = Forecaster(model, config, self.machine.machine, *sizes, micro_batches=options.accumulation)
+        self.forecaster = Forecaster(
+            model,
+            config,
+            self.machine.machine,
+            *sizes,
+            micro_batches=options.accumulation,
+            gpus=options.gpus,
+            exchange_bytes=self.machine.exchange_bytes,
+        )
         text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
         self.stated_positions: int | None = getattr(text, "max_position_embeddings", None)
         """The longest sequence that the configuration names."""

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import UnsupportedError
 from megatrain_accelerate.estimate.layer_costs import OUTSIDE, WithoutAttentionDropout, between, with_times
 from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
+from megatrain_accelerate.integrations.accelerate_backend import require_steps_after_backward
 from megatrain_accelerate.layers.layer import StreamedLayer
 from megatrain_accelerate.layers.token_tiles import AUTO_TILE_TOKENS
 from megatrain_accelerate.loss.products import standing_for_a_gpu
@@ -43,7 +45,8 @@ few tiles, one tile is most of what is alive."""
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """A predicted training step: a row of an estimate. Bytes are peaks, rates are of one GPU."""
+    """A predicted training step: a row of an estimate. Bytes are peaks. Tokens a second and host memory are of all GPUs, the
+    rest is of one."""
 
     batch: int
     length: int
@@ -62,6 +65,7 @@ class Forecast:
     """Whether the micro-batches run as one batch (``join_micro_batches``)."""
     samples: int | None
     """Sequences that a layer computes at once; None for all, or as ``micro_batch_size`` says."""
+    gpus: int
 
     @property
     def seconds(self) -> float:
@@ -73,25 +77,27 @@ class Forecast:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole step, the optimizer's included."""
-        return self.tokens / self.seconds
+        """Of the whole step, the optimizer's included, on all GPUs."""
+        return self.gpus * self.tokens / self.seconds
 
     @property
     def tflops(self) -> float:
         """6 x active parameters x tokens: what is recomputed doesn't count, nor does attention."""
-        return 6e-12 * self.active_parameters * self.tokens_per_second
+        return 6e-12 * self.active_parameters * self.tokens_per_second / self.gpus
 
 
 class Forecaster:
     """Predicts steps of one model, on the meta device, under one machine's speeds and memories.
 
     Args:
+        machine: the speeds that one of the GPUs has while all are at work.
         gpu_bytes: that a step may take.
-        host_bytes: that the process may take; None for as much as the model's states need.
+        host_bytes: that all processes may take; None for as much as the model's states need.
+        exchange_bytes: of gradients a second, which several ``gpus`` exchange.
 
     Raises:
-        UnsupportedError: the model can't stream; the message says why.
-        ConfigError: the settings name more layers than the model has.
+        UnsupportedError: the model can't stream, or not on several GPUs; the message says why.
+        ConfigError: the settings name more layers than the model has, or what several GPUs can't do.
     """
 
     def __init__(
@@ -103,17 +109,22 @@ class Forecaster:
         host_bytes: int | None,
         *,
         micro_batches: int = 1,
+        gpus: int = 1,
+        exchange_bytes: float = math.inf,
     ) -> None:
+        if gpus > 1:
+            require_steps_after_backward(config)
         self.model, self.config, self.machine = model.train(), config, machine
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.active_parameters = active_parameters(model, getattr(model, "config", None))
-        self.engine = MetaEngine(model, config, gpu_bytes)
+        self.engine = MetaEngine(model, config, gpu_bytes, gpus)
         require_layers(len(self.engine.runtime.layers), config.placement)
-        for_states = None if host_bytes is None else host_bytes - CONSTANT_OVERHEAD_BYTES
-        self.plan = ForecastPlan(self.engine, config, machine, gpu_bytes, for_states, micro_batches)
+        self._overhead_bytes = gpus * CONSTANT_OVERHEAD_BYTES
+        for_states = None if host_bytes is None else host_bytes - self._overhead_bytes
+        self.plan = ForecastPlan(self.engine, config, machine, gpu_bytes, for_states, micro_batches, exchange_bytes)
         self.engine.device_plan = self.plan
         self.micro_batches = micro_batches
-        self.host_store_bytes = self.plan.store_bytes + CONSTANT_OVERHEAD_BYTES
+        self.host_store_bytes = self.plan.store_bytes + self._overhead_bytes
         """Host memory that the training asks for when it starts."""
         self.host_bytes = self.host_store_bytes if host_bytes is None else host_bytes
         self._attention = WithoutAttentionDropout()
@@ -122,8 +133,9 @@ class Forecaster:
     def settings_that_fit(self) -> tuple[dict[str, Any], int] | None:
         """The settings that change numbers the least of those with which the states fit the host memory, and what they take;
         None if there are none."""
-        for changes in leaner_settings(self.config, accumulates=self.micro_batches > 1):
-            needed = self.engine.store_bytes(self.plan.adds_on_host, **changes) + CONSTANT_OVERHEAD_BYTES
+        keeps_gradients = self.micro_batches > 1 or self.engine.gpus > 1
+        for changes in leaner_settings(self.config, accumulates=keeps_gradients):
+            needed = self.engine.store_bytes(self.plan.adds_on_host, **changes) + self._overhead_bytes
             if needed <= self.host_bytes:
                 return changes, needed
         return None
@@ -133,7 +145,7 @@ class Forecaster:
         """Whether nothing is seen against joining micro-batches (integrations/joined_batches.py)."""
         if self.micro_batches < 2 or not self.config.join_micro_batches or self.engine.runtime.experts:
             return False
-        if not _accepts_loss_kwargs(self.model) or what_sees_a_batch(self.model) is not None:
+        if self.engine.gpus > 1 or not _accepts_loss_kwargs(self.model) or what_sees_a_batch(self.model) is not None:
             return False
         with standing_for_a_gpu(), self._attention:
             return self._run(1, _FEW_TOKENS, num_items_in_batch=torch.tensor(_FEW_TOKENS)).sums_loss
@@ -190,7 +202,7 @@ class Forecaster:
             micro_batches=self.micro_batches,
             candidate=chosen,
             gpu_bytes=self.plan.fixed_bytes(outline) + chosen.peak_bytes,
-            host_bytes=self.host_store_bytes + max(0, sent - moved),
+            host_bytes=self.host_store_bytes + self.engine.gpus * max(0, sent - moved),
             kept_bytes=sum(outline.profiles[kind].kept_bytes for kind in kept),
             offloaded_bytes=sent,
             layers=len(self.engine.runtime.layers),
@@ -198,6 +210,7 @@ class Forecaster:
             fits=found is not None and self.host_store_bytes <= self.host_bytes,
             joined=joined,
             samples=outline.samples,
+            gpus=self.engine.gpus,
         )
 
     def fastest(self, batch: int, length: int) -> tuple[StepOutline, Candidate | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 
@@ -34,6 +35,11 @@ STEP_SHARE_BESIDE_COPIES = 0.85
 """Of the host step's speed, what is left while activations leave: 79 to 93% on a server with 16 cores."""
 STEP_PARAMETERS_PER_THREAD = 0.41e9
 """A second, of the host's AdamW: 5.7 G/s with 14 threads in training, on a server's cores with AVX-512."""
+PEER_SHARE = 0.5
+"""Of the stated speed between GPUs, what an exchange of gradients with its sums in fp32 sustains: assumed. An all-reduce
+among four H100s with NVLink reached 355 of 450 GB/s each way."""
+MOST_SOCKETS = 2
+"""Of a server with several GPUs, each with the memory of the one that a server with one GPU is counted with."""
 CONTEXT_BYTES = GIB // 2
 """Device memory that CUDA's context takes."""
 
@@ -59,20 +65,23 @@ class KnownGpu:
     """A second, each way."""
     host_dram_bytes: float = SERVER_DRAM
     host_cores: int = 16
+    """For each GPU."""
     sustained_flops: float | None = None
     """Of large bf16 products in a training, at the GPU's power limit; None where no training was measured."""
     shares_memory: bool = False
     """Whether GPU and host have one memory. A quarter of it is the GPU's unless the options say otherwise."""
+    peer_bytes: float | None = None
+    """A second each way to other GPUs, by NVLink; None where that goes over the link to the host."""
 
 
 KNOWN_GPUS = (
-    KnownGpu("B200", 178.4, 2250e12, 8.0e12),
-    KnownGpu("H200", 139.8, 989.4e12, 4.8e12, sustained_flops=716e12),
-    KnownGpu("H100", 79.2, 989.4e12, 3.35e12),
-    KnownGpu("GH200", 94.5, 989.4e12, 4.0e12, NVLINK_C2C, GRACE_DRAM, 72),
+    KnownGpu("B200", 178.4, 2250e12, 8.0e12, peer_bytes=900e9),
+    KnownGpu("H200", 139.8, 989.4e12, 4.8e12, sustained_flops=716e12, peer_bytes=450e9),
+    KnownGpu("H100", 79.2, 989.4e12, 3.35e12, peer_bytes=450e9),
+    KnownGpu("GH200", 94.5, 989.4e12, 4.0e12, NVLINK_C2C, GRACE_DRAM, 72, peer_bytes=450e9),
     KnownGpu("GB10", 119.6, 125e12, 0.273e12, 100e9, 200e9, 20, shares_memory=True),
-    KnownGpu("A100-80", 79.2, 312e12, 2.039e12, PCIE4),
-    KnownGpu("A100-40", 39.4, 312e12, 1.555e12, PCIE4),
+    KnownGpu("A100-80", 79.2, 312e12, 2.039e12, PCIE4, peer_bytes=300e9),
+    KnownGpu("A100-40", 39.4, 312e12, 1.555e12, PCIE4, peer_bytes=300e9),
     KnownGpu("L40S", 44.4, 362e12, 0.864e12, PCIE4),
     KnownGpu("A10", 22.5, 125e12, 0.6e12, PCIE4),
     KnownGpu("L4", 22.5, 121e12, 0.3e12, PCIE4),
@@ -99,10 +108,12 @@ class MachineOptions:
     """What the command line says of the machine; None where it says nothing. Memories in bytes, speeds a second."""
 
     gpu: str | None = None
+    gpus: int = 1
     gpu_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
     cores: int | None = None
     link_bytes: float | None = None
+    peer_bytes: float | None = None
     host_step_parameters: float | None = None
     dense_flops: float | None = None
     device_bytes: float | None = None
@@ -114,12 +125,20 @@ class MachineDescription:
 
     gpu: str
     machine: Machine
+    """The speeds that one GPU's process has while those of all GPUs are at work."""
     gpu_bytes: int
     """That a step may take."""
     gpu_total_bytes: int
     host_bytes: int | None
-    """That the process may take; None where nothing was said: as much as the model's states need."""
+    """That all processes may take; None where nothing was said: as much as the model's states need."""
     notes: tuple[str, ...]
+    gpus: int = 1
+    exchange_bytes: float = math.inf
+    """Of gradients a second, which several GPUs exchange."""
+
+    @property
+    def gpus_text(self) -> str:
+        return self.gpu if self.gpus == 1 else f"{self.gpus} x {self.gpu}"
 
 
 def describe_machine(options: MachineOptions, config: MegatrainConfig) -> MachineDescription:
@@ -131,6 +150,8 @@ def describe_machine(options: MachineOptions, config: MegatrainConfig) -> Machin
     """
     is_this_one = options.gpu is None and options.dense_flops is None
     found = _this_machine(options, config) if is_this_one else _described(options, config)
+    if options.gpus > 1:
+        found = _of_one_process(found, options)
     if config.gpu_memory_bytes is not None:
         most = found.gpu_total_bytes - CONTEXT_BYTES
         if config.gpu_memory_bytes > most:
@@ -141,9 +162,25 @@ def describe_machine(options: MachineOptions, config: MegatrainConfig) -> Machin
             )
         found = dataclasses.replace(found, gpu_bytes=config.gpu_memory_bytes)
     if config.host_memory_gib is not None:
-        most = int(config.host_memory_gib * GIB)
+        most = int(config.host_memory_gib * GIB) * options.gpus
         found = dataclasses.replace(found, host_bytes=min(most, options.host_memory_bytes or most))
     return found
+
+
+def _of_one_process(found: MachineDescription, options: MachineOptions) -> MachineDescription:
+    """The description for several GPUs, of one whose host's step is the whole machine's."""
+    gpus, whole = options.gpus, found.machine
+    peer_bytes = getattr(known_gpu(found.gpu), "peer_bytes", None) or whole.h2d_bytes / H2D_SHARE
+    exchange_bytes = options.peer_bytes or PEER_SHARE * peer_bytes
+    source = "as the option says" if options.peer_bytes else f"{PEER_SHARE:.0%} of {peer_bytes / GB:.0f}, assumed"
+    exchange = f"exchange gradients at {exchange_bytes / GB:.0f} GB/s each way ({source})"
+    return dataclasses.replace(
+        found,
+        machine=dataclasses.replace(whole, host_step_parameters=whole.host_step_parameters / gpus),
+        gpus=gpus,
+        exchange_bytes=exchange_bytes,
+        notes=(*found.notes, f"{gpus} processes share the host's step, and {exchange}"),
+    )
 
 
 def _this_machine(options: MachineOptions, config: MegatrainConfig) -> MachineDescription:
@@ -163,7 +200,9 @@ def _this_machine(options: MachineOptions, config: MegatrainConfig) -> MachineDe
     name = torch.cuda.get_device_name(device)
     sustained = at_the_power_limit(machine, name)
     changed = _changed(sustained, options)
-    notes = ["speeds as measured on this machine"] + ["some of them as the options say"] * (changed != sustained)
+    notes = ["speeds as measured on this machine" + ", by one process" * (options.gpus > 1)] + [
+        "some of them as the options say"
+    ] * (changed != sustained)
     if sustained != machine:
         notes.append(
             f"products reached {machine.device_flops / 1e12:.0f} TFLOPS for a few ms, more than a training keeps up at "
@@ -206,7 +245,16 @@ def _described(options: MachineOptions, config: MegatrainConfig) -> MachineDescr
             f"--gpu {options.gpu!r} isn't known; known are {', '.join(gpu.name for gpu in KNOWN_GPUS)}. Describe another by "
             "--gpu-memory, --tflops, --gpu-bandwidth and --link, without --gpu"
         )
-    cores = options.cores or gpu.host_cores
+    gpus = options.gpus
+    if gpu.shares_memory and gpus > 1:
+        raise ConfigError(
+            f"--gpus is {gpus}, and the memory that {gpu.name} shares with its host is that of one GPU; leave it out"
+        )
+    dram_bytes = gpu.host_dram_bytes * (1 if gpu.host_dram_bytes == DESKTOP_DRAM else min(gpus, MOST_SOCKETS))
+    # Copies to all GPUs together are no faster than the memory that they read.
+    link_bytes = min(gpu.link_bytes, dram_bytes / (gpus * H2D_SHARE))
+    gpu = dataclasses.replace(gpu, host_dram_bytes=dram_bytes, link_bytes=link_bytes)
+    cores = options.cores or gpu.host_cores * (gpus if options.gpu else 1)
     whole = int(gpu.memory_gib * GIB)
     total = options.gpu_memory_bytes or (whole // 4 if gpu.shares_memory else whole)
     host_bytes = options.host_memory_bytes
@@ -225,7 +273,7 @@ def _described(options: MachineOptions, config: MegatrainConfig) -> MachineDescr
     machine = Machine(
         h2d_bytes=H2D_SHARE * gpu.link_bytes,
         d2h_bytes=D2H_SHARE * gpu.link_bytes,
-        host_step_parameters=host_step_parameters(cores, gpu.host_dram_bytes, config.host_threads),
+        host_step_parameters=gpus * host_step_parameters(max(1, cores // gpus), dram_bytes / gpus, config.host_threads),
         device_bytes=MEMORY_SHARE * gpu.memory_bytes,
         device_flops=DENSE_SHARE * gpu.dense_flops,
         step_overhead=STEP_OVERHEAD,

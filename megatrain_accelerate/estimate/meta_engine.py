@@ -6,6 +6,7 @@ The engine is the real one, on a model of the meta device; its store is as large
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 
 from megatrain_accelerate.config import MegatrainConfig
-from megatrain_accelerate.engine import Engine
+from megatrain_accelerate.engine import EXPERTS_IN_PARTS, Engine
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
+from megatrain_accelerate.gradients.exchange import Exchange
 from megatrain_accelerate.plan.device_plan import DevicePlan
 from megatrain_accelerate.plan.fake_runs import replaced
 from megatrain_accelerate.plan.layer_discovery import Discovery, wants_whole_layers
@@ -114,7 +116,8 @@ class _MetaUnit(HostUnit):
 
 
 class MetaEngine(Engine):
-    """The engine of a model on the meta device, in training mode, for one process with bf16; raises as the engine does.
+    """The engine of a model on the meta device, in training mode with bf16, for one of ``gpus`` processes; raises as the
+    engine does.
 
     What the settings place is left to :class:`ForecastPlan`. Experts are cut into parts by ``gpu_bytes``, the device memory
     that a step may take; None leaves them whole.
@@ -122,7 +125,8 @@ class MetaEngine(Engine):
 
     unit_class = _MetaUnit
 
-    def __init__(self, model: nn.Module, config: MegatrainConfig, gpu_bytes: int | None = None) -> None:
+    def __init__(self, model: nn.Module, config: MegatrainConfig, gpu_bytes: int | None = None, gpus: int = 1) -> None:
+        self.gpus = gpus
         # What the settings place says whether experts are cut.
         parts = 1 if config.expert_parts == "auto" and wants_whole_layers(config) else config.expert_parts
         others: dict[str, Any] = {"host_threads": 1, "gpu_memory_gib": None if gpu_bytes is None else gpu_bytes / GIB}
@@ -138,23 +142,26 @@ class MetaEngine(Engine):
             self.kernels.close()
 
     def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> int:
+        if self.gpus > 1 and discovery.experts:
+            raise UnsupportedError(EXPERTS_IN_PARTS)
         self.parameter_count = 0  # of the progress bar, which isn't drawn
         self._streamed_units = len(discovery.layers) + len(discovery.experts)
         return 0
 
     def store_bytes(self, adds: bool, **changes: Any) -> int:
         """Host memory of the store if all units live on the host, and, if gradients are added up there, of the buffers in
-        which they wait for that; with these ``changes`` of the settings."""
+        which they wait for that in each process; with these ``changes`` of the settings."""
         runtime = self.runtime
         with replaced(self, "config", dataclasses.replace(self.config, **changes)):
             planned = self._planned_bytes([unit.layout for unit in runtime.units], fp32_sums=adds and runtime.sums.is_wanted)
-        return sum(planned.values()) + runtime.offloader.staging_bytes * adds
+        return sum(planned.values()) + runtime.offloader.staging_bytes * self.gpus * adds
 
 
 class ForecastPlan(DevicePlan):
     """The plan for a machine that needn't be here: it finds placements and moves nothing.
 
     A step may take ``gpu_bytes``; ``host_bytes`` are for the store and offloaded activations, None for the store alone.
+    Several GPUs share them, and exchange ``exchange_bytes`` of gradients a second.
     """
 
     def __init__(
@@ -165,11 +172,12 @@ class ForecastPlan(DevicePlan):
         gpu_bytes: int,
         host_bytes: int | None,
         micro_batches: int = 1,
+        exchange_bytes: float = math.inf,
     ) -> None:
-        self._machine, self._gpu_bytes = machine, gpu_bytes
+        self._machine, self._gpu_bytes, self._ranks = machine, gpu_bytes, engine.gpus
         # Tensors without data say that they are the CPU's: no GPU has to be here.
         super().__init__(engine.runtime, config, torch.device("cpu"))
-        self.micro_batches = micro_batches
+        self.micro_batches, self._exchange_bytes = micro_batches, exchange_bytes
         self.store_bytes = engine.store_bytes(self.adds_on_host)
         self._host_bytes = self.store_bytes if host_bytes is None else host_bytes
 
@@ -182,7 +190,12 @@ class ForecastPlan(DevicePlan):
         return self._gpu_bytes
 
     def _host_budget_bytes(self) -> int:
-        return self._host_bytes - self.store_bytes
+        return (self._host_bytes - self.store_bytes) // self._ranks
+
+    def _fixed_bytes_by_kind(self, outline: StepOutline | None = None) -> dict[str, int]:
+        layouts = [layer.unit.layout for layer in self._runtime.layers]
+        exchange = {"exchange": sum(Exchange.buffer_bytes(layouts, self._ranks))} if self._ranks > 1 else {}
+        return {**super()._fixed_bytes_by_kind(outline), **exchange}
 
     def _place(self, placement: Placement) -> None:
         self.placement = placement

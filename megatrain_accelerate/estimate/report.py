@@ -15,7 +15,10 @@ from megatrain_accelerate.tracing import empty_figure
 from megatrain_accelerate.units import GB, GIB
 
 STOCK_BYTES = 16
-"""Of a parameter on the GPU where the stock Trainer trains it in bf16 autocast: weight, gradient and two moments in fp32."""
+"""Of a parameter on the GPU where the stock Trainer trains it in bf16 autocast: weight, gradient and two moments in fp32.
+FSDP2 divides them among the GPUs."""
+FSDP2_OFFLOAD_BYTES, ZERO3_OFFLOAD_BYTES = 18, 20
+"""Of a parameter in host memory where FSDP2 or DeepSpeed's ZeRO-3 has its states there."""
 
 
 def table(estimate: Estimate) -> Iterator[str]:
@@ -33,6 +36,13 @@ def table(estimate: Estimate) -> Iterator[str]:
     yield _fact(
         "host memory", f"needs {needed_bytes / GIB:,.1f} GiB ({needed_bytes / parameters:.1f} bytes a parameter) {budget}"
     )
+    if others := _other_tools(estimate):
+        fits = "fits" if others["fsdp2_fits"] else "doesn't fit"
+        yield _fact(
+            "other tools",
+            f"FSDP2 takes {others['fsdp2_gpu_gib']:,.1f} GiB of each GPU before activations, which {fits}; its CPU offload "
+            f"{others['fsdp2_host_gib']:,.1f} GiB of host memory, DeepSpeed ZeRO-3's {others['zero3_host_gib']:,.1f}",
+        )
     yield ""
     yield _line(_COLUMNS)
     rows = []
@@ -49,6 +59,8 @@ def table(estimate: Estimate) -> Iterator[str]:
         yield "as one: the stock Trainer's micro-batches run as one batch (join_micro_batches)"
     if any(row.samples for row in rows):
         yield "by N: each layer computes N sequences at once"
+    if machine.gpus > 1:
+        yield f"tokens/s, host: of all {machine.gpus} GPUs; sequences (per_device_train_batch_size) and the rest: of each"
     yield ""
     yield _fact("GPU memory", f"from {estimate.least_gpu_bytes / GIB:.1f} GiB, for one sequence of {estimate.length:,} tokens")
     if limits is not None:
@@ -66,12 +78,13 @@ def table(estimate: Estimate) -> Iterator[str]:
 
 def _machine_facts(machine: MachineDescription) -> Iterator[str]:
     speeds = machine.machine
-    yield _fact("GPU", f"{machine.gpu}, {machine.gpu_total_bytes / GIB:.1f} GiB, planned with {machine.gpu_bytes / GIB:.1f}")
+    sizes = f"{machine.gpu_total_bytes / GIB:.1f} GiB, planned with {machine.gpu_bytes / GIB:.1f}"
+    yield _fact("GPU", f"{machine.gpus_text}, {sizes}" + " each" * (machine.gpus > 1))
     yield _fact(
         "speeds",
         f"products {speeds.device_flops / 1e12:.0f} TFLOPS, GPU memory {speeds.device_bytes / 1e12:.2f} TB/s, link "
         f"{speeds.h2d_bytes / GB:.0f} and {speeds.d2h_bytes / GB:.0f} GB/s, host step "
-        f"{speeds.host_step_parameters / 1e9:.1f} G parameters/s",
+        f"{machine.gpus * speeds.host_step_parameters / 1e9:.1f} G parameters/s",
     )
     yield from (_fact("", note) for note in machine.notes)
 
@@ -143,12 +156,27 @@ def _missing_host(estimate: Estimate) -> str:
     return f"{estimate.missing_host_bytes / GIB:,.1f} GiB of host memory"
 
 
+def _other_tools(estimate: Estimate) -> dict[str, Any]:
+    """What other tools for several GPUs take for the model's states; nothing with one GPU."""
+    machine, parameters = estimate.machine, estimate.forecaster.parameters
+    if machine.gpus == 1:
+        return {}
+    return {
+        "fsdp2_gpu_gib": _stock_bytes(estimate) / GIB,
+        "fsdp2_fits": _stock_bytes(estimate) <= machine.gpu_bytes,
+        "fsdp2_host_gib": FSDP2_OFFLOAD_BYTES * parameters / GIB,
+        "zero3_host_gib": ZERO3_OFFLOAD_BYTES * parameters / GIB,
+    }
+
+
 def as_json(estimate: Estimate) -> dict[str, Any]:
     """The estimate as plain data; units are in the names."""
     machine, limits, token_bytes = estimate.machine, estimate.limits, estimate.token_gpu_bytes
+    others = _other_tools(estimate)
     return {
         **estimate.facts,
         "gpu": machine.gpu,
+        **({"gpus": machine.gpus, "exchange_bytes": machine.exchange_bytes, **others} if others else {}),
         "gpu_memory_gib": machine.gpu_total_bytes / GIB,
         "gpu_planned_gib": machine.gpu_bytes / GIB,
         "speeds": dataclasses.asdict(machine.machine),
@@ -196,6 +224,7 @@ def _row_as_json(row: Forecast) -> dict[str, Any]:
 def ladder_table(estimates: Iterable[Estimate]) -> Iterator[str]:
     """A line for each model, as soon as its batches are known."""
     found: list[list[str]] = []
+    gpus = 1
     for estimate in estimates:
         if not found:
             yield from _machine_facts(estimate.machine)
@@ -203,7 +232,8 @@ def ladder_table(estimates: Iterable[Estimate]) -> Iterator[str]:
             yield _fact("host memory", "as much as is needed" if host_bytes is None else f"{host_bytes / GIB:,.1f} GiB")
             yield ""
             titles = [f"{batch:,} x {estimate.length:,}" for batch in estimate.batches]
-            yield _ladder_line("model", "parameters", "host, GiB", "stock, GPU GiB", titles)
+            gpus = estimate.machine.gpus
+            yield _ladder_line("model", "parameters", "host, GiB", "stock, GPU GiB" if gpus == 1 else "FSDP2, GPU GiB", titles)
         cells = [f"{_missing_host(estimate)} are missing"]
         if estimate.missing_host_bytes <= 0:
             cells = [_speed_and_memory(row) for row in estimate.rows()]
@@ -212,8 +242,13 @@ def ladder_table(estimates: Iterable[Estimate]) -> Iterator[str]:
         host = f"{estimate.forecaster.host_store_bytes / GIB:,.1f}"
         yield _ladder_line(estimate.model, f"{parameters / 1e9:.2f} G", host, _stock(estimate), cells)
     yield ""
-    yield "sequences x tokens: tokens/s, and GiB of the GPU in parentheses"
-    yield f"stock: states of the stock Trainer with bf16=True, {STOCK_BYTES} bytes a parameter; activations come on top"
+    if gpus == 1:
+        yield "sequences x tokens: tokens/s, and GiB of the GPU in parentheses"
+        yield f"stock: states of the stock Trainer with bf16=True, {STOCK_BYTES} bytes a parameter; activations come on top"
+    else:
+        yield f"sequences x tokens of each GPU: tokens/s of all {gpus}, and GiB of each GPU in parentheses"
+        yield "experts are fetched whole (expert_parts=1)"
+        yield f"FSDP2: its part of the states on each GPU, {STOCK_BYTES} bytes a parameter in all; activations come on top"
     if any("missing" in cells[0] for cells in found):
         yield "with a model's name megatrain estimate says which settings take less host memory"
 
@@ -226,8 +261,13 @@ def _speed_and_memory(row: Forecast) -> str:
     return f"{row.tokens_per_second:,.0f} ({row.gpu_bytes / GIB:.1f})" if row.fits else "-"
 
 
+def _stock_bytes(estimate: Estimate) -> float:
+    """Of each GPU where the stock Trainer, or with several FSDP2, has the states there."""
+    return STOCK_BYTES * estimate.forecaster.parameters / estimate.machine.gpus
+
+
 def _stock(estimate: Estimate) -> str:
-    needed_bytes = STOCK_BYTES * estimate.forecaster.parameters
+    needed_bytes = _stock_bytes(estimate)
     return f"{needed_bytes / GIB:,.1f}" + (", doesn't fit" if needed_bytes > estimate.machine.gpu_bytes else "")
 
 
@@ -247,7 +287,8 @@ def ladder_plot(estimates: Sequence[Estimate], path: Path) -> None:
         if not fits:
             axes.text(-0.45, line, f"{_missing_host(estimate)} are missing", va="center", fontsize=8, color="#8a8a8a")
         axes.text(len(first.batches) - 0.4, line, _stock(estimate), va="center", fontsize=8)
-    axes.text(len(first.batches) - 0.4, -0.75, "stock Trainer's states, GiB", fontsize=8)
+    tool = "stock Trainer's states, GiB" if first.machine.gpus == 1 else "FSDP2's states, GiB a GPU"
+    axes.text(len(first.batches) - 0.4, -0.75, tool, fontsize=8)
     axes.set_yticks(range(len(labels)), labels)
     axes.set_xticks(range(len(first.batches)), [f"{batch:,} x {first.length:,} tokens a step" for batch in first.batches])
     axes.xaxis.tick_top()
@@ -255,7 +296,7 @@ def ladder_plot(estimates: Sequence[Estimate], path: Path) -> None:
     axes.set_ylim(len(labels) - 0.5, -0.5)
     host_bytes = first.machine.host_bytes
     host = "as much host memory as is needed" if host_bytes is None else f"{host_bytes / GIB:,.0f} GiB of host memory"
-    axes.set_title(f"What trains on {first.machine.gpu} with {host}, predicted", fontsize=10)
+    axes.set_title(f"What trains on {first.machine.gpus_text} with {host}, predicted", fontsize=10)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, labelsize=8)
     _save(figure, path)
@@ -283,7 +324,7 @@ def plot(estimate: Estimate, path: Path) -> None:
     axes.set_ylabel("tokens a second")
     # Of a model in a folder its name, and no path of this machine.
     model = Path(estimate.model.removesuffix("/config.json")).name
-    axes.set_title(f"{model} on {estimate.machine.gpu}, predicted: speed, GPU memory, what bounds a step", fontsize=9)
+    axes.set_title(f"{model} on {estimate.machine.gpus_text}, predicted: speed, GPU memory, what bounds a step", fontsize=9)
     _save(figure, path)
 
 

@@ -1,7 +1,9 @@
-"""All ranks run by one plan: that of the largest batch among them, in the smallest budget, also when a training is resumed."""
+"""All ranks run by one plan: that of the largest batch among them, in the smallest budget, also when a training is resumed.
+It is made of the sizes that an estimate counts with."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -12,8 +14,12 @@ from engine_runs import Training, attach, masters_of
 from plain_torch import tiny_model, token_batches
 from rank_runs import join_ranks, require_success, run_ranks
 
+from megatrain_accelerate.config import MegatrainConfig
+from megatrain_accelerate.estimate.meta_engine import ForecastPlan, MetaEngine
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.plan import device_plan
+from megatrain_accelerate.plan.machine import Machine
+from megatrain_accelerate.units import GIB
 
 MIB = 2**20
 BUDGETS = (300.0, 262.0)
@@ -60,7 +66,16 @@ def main() -> None:
     # Which was learnt before: there was one batch since.
     resumed["lengths vary"] = again.engine.runtime.compiled.sizes_vary
     again.engine.close()
-    own = {"plans": found, "norm": norm, "resumed": resumed, "record": record is not None}
+    sizes = repr(dataclasses.replace(again.engine.device_plan.model_sizes(), exchange_bytes=1e11))
+    exchange = run.engine.device_plan._fixed_bytes_by_kind()["exchange"]
+    own = {
+        "plans": found,
+        "norm": norm,
+        "resumed": resumed,
+        "record": record is not None,
+        "sizes": sizes,
+        "exchange": exchange,
+    }
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(own))
 
 
@@ -75,6 +90,12 @@ def test_ranks_run_by_the_plan_of_the_largest_batch_in_the_smallest_budget(tmp_p
     assert any(plans[0]["where"]), "there is room for some layers"
     assert first["record"]
     assert first["resumed"] == plans[-1] | {"lengths vary": True}
+    with torch.device("meta"):
+        model = tiny_model().to(torch.bfloat16).train()
+    config, machine = MegatrainConfig(), Machine(1e9, 1e9, 1e9, 1e9, 1e9)
+    estimated = ForecastPlan(MetaEngine(model, config, gpus=2), config, machine, GIB, GIB, exchange_bytes=1e11)
+    assert first["sizes"] == repr(estimated.model_sizes())
+    assert first["exchange"] == estimated._fixed_bytes_by_kind()["exchange"]
 
 
 if __name__ == "__main__":
