@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 
 import pytest
+import torch
 from meta_models import meta_experts, meta_model
 from transformers import Qwen2Config
 
 from megatrain_accelerate.config import MegatrainConfig
 from megatrain_accelerate.errors import ConfigError, UnsupportedError
-from megatrain_accelerate.estimate import command, ladder, report
+from megatrain_accelerate.estimate import command, ladder, machine_description, report
 from megatrain_accelerate.estimate.findings import Estimate
 from megatrain_accelerate.estimate.forecast import Forecaster
 from megatrain_accelerate.estimate.machine_description import (
@@ -103,6 +105,17 @@ def test_gradients_are_exchanged_over_nvlink_where_the_gpu_has_it_and_else_over_
     assert described(2, gpu="RTX4090", link_bytes=H2D_SHARE * 1e10).exchange_bytes == pytest.approx(0.5e10)
     assert described(2, peer_bytes=3e11).exchange_bytes == 3e11
     assert any("at 225 GB/s each way (50% of 450, assumed)" in note for note in described(2).notes)
+
+
+def test_what_one_process_measured_here_is_divided_among_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_description, "measured_machine", lambda *_: MACHINE)
+    for name, value in (("is_available", True), ("current_device", 0), ("mem_get_info", (70 * GIB, 80 * GIB))):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    found = describe_machine(MachineOptions(gpus=2), MegatrainConfig())
+    assert found.machine == dataclasses.replace(MACHINE, host_step_parameters=MACHINE.host_step_parameters / 2)
+    assert found.exchange_bytes == 225e9
+    assert "speeds as measured on this machine, by one process" in found.notes
 
 
 # ---------------------------------------------------------------- memory

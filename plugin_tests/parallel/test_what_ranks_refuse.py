@@ -11,7 +11,8 @@ from engine_runs import Training, attach
 from plain_torch import tiny_model, token_batches
 from rank_runs import join_ranks, require_success, run_ranks
 
-from megatrain_accelerate.errors import HostMemoryError, UnsupportedError
+from megatrain_accelerate.errors import ConfigError, HostMemoryError, UnsupportedError
+from megatrain_accelerate.integrations.accelerate_backend import _adopt
 from megatrain_accelerate.optim.host_optimizer import adopt_optimizer
 from megatrain_accelerate.store import host_limits
 
@@ -77,6 +78,13 @@ def loaded_weights_are_taken_over(rank: int) -> None:
     run.step(ids)
 
 
+def steps_in_backward(rank: int) -> None:
+    for settings in ({"step_schedule": "backward"}, {"host_gradients": "passing"}):
+        run = training(**settings)
+        with pytest.raises(ConfigError, match="step layers in backward, which several processes can't do"):
+            _adopt(run.optimizer, run.engine)
+
+
 def room_for_one_store_is_room_for_its_sums(rank: int) -> None:
     run = training()
     store = sum(run.engine.host_bytes_by_kind().values())
@@ -94,6 +102,7 @@ CASES = (
     weights_outside_the_layers,
     parameters_whose_gradients_nobody_averages,
     loaded_weights_are_taken_over,
+    steps_in_backward,
     room_for_one_store_is_room_for_its_sums,
 )
 
