@@ -1,4 +1,4 @@
-"""Memory that the ranks of one machine map together: an anonymous file, without a name in any file system.
+"""Memory that the ranks of one machine map together: a file without a name, of huge pages where the system allows that.
 
 Only its mappings and descriptors hold it, so that the kernel gives it back with the last process, however that ends. It isn't
 bound by the size of ``/dev/shm``, which is 64 MiB in many containers.
@@ -11,6 +11,7 @@ import os
 import weakref
 
 from megatrain_accelerate.errors import HostMemoryError
+from megatrain_accelerate.parallel.huge_file import open_huge_file
 from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.units import round_up
 
@@ -32,8 +33,8 @@ class SharedFile:
         own = -1
         try:
             if ranks.rank == 0:
-                own = os.memfd_create("megatrain", os.MFD_CLOEXEC)
-            if own >= 0:
+                huge = open_huge_file()
+                own = os.memfd_create("megatrain", os.MFD_CLOEXEC) if huge is None else huge
                 os.ftruncate(own, _LENGTH)
             process, descriptor = ranks.broadcast((os.getpid(), own))
             self._descriptor = own if own >= 0 else os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)

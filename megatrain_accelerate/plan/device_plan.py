@@ -245,6 +245,10 @@ class DevicePlan:
         try:
             if ranks.rank == planner:
                 self._plan_alone(model, inputs, extent)
+            elif self.measures and self._resumed is None and not self._made.plans:
+                # While that one measures and compiles its layers this one does, too. A failure comes again in the forward.
+                with contextlib.suppress(Exception):
+                    self.foresee(model, inputs)
         finally:
             self._smallest_budget_bytes = None
         compiled = self._runtime.compiled

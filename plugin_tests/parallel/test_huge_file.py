@@ -1,0 +1,47 @@
+"""Memory that processes share has huge pages where the system lets a process mount, whatever its switch for it says."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatrain_accelerate.parallel import huge_file
+from megatrain_accelerate.parallel.huge_file import open_huge_file
+
+SIZE = 16 * 2**20
+
+
+def huge_bytes() -> int:
+    """Of this process's shared memory, what lies in huge pages."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("ShmemPmdMapped:"))
+
+
+def test_shared_memory_has_huge_pages_that_others_map_too_and_leaves_no_mount() -> None:
+    mounts, before = Path("/proc/self/mounts").read_text(), huge_bytes()
+    file = open_huge_file()
+    if file is None:
+        pytest.skip("this system lets nobody mount")
+    os.ftruncate(file, 1 << 40)
+    memory = mmap.mmap(file, SIZE, flags=mmap.MAP_SHARED, offset=2**30)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    memory[:] = bytes([7]) * SIZE
+    others = subprocess.run(
+        ["od", "-An", "-tu1", "-j", str(2**30), "-N1", f"/proc/{os.getpid()}/fd/{file}"], capture_output=True
+    )
+    assert others.stdout.split() == [b"7"]
+    assert huge_bytes() - before == SIZE
+    assert Path("/proc/self/mounts").read_text() == mounts
+    memory.close()
+    os.close(file)
+
+
+def test_there_is_no_huge_file_where_nobody_may_mount(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(huge_file, "_HELPER", "raise PermissionError")
+    assert open_huge_file() is None
+    assert len(os.listdir("/proc/self/fd")) == open_before
