@@ -100,9 +100,14 @@ def test_ranks_clip_by_one_norm_on_all_of_them(runs: list[dict[str, PlainRun]], 
     plain = train_bf16_with_masters(model(), batches(len(runs)), max_norm=0.5, ranks=len(runs), device="cuda")
     assert min(plain.norms) > 0.5
     for run in runs:
-        assert run[name].norms == runs[0][name].norms == pytest.approx(plain.norms, rel=1e-5)  # fp32 sums of other parts
+        assert run[name].norms == runs[0][name].norms
+        # The first is of the same gradients, summed in other parts. A factor that differs in its last bit moves bf16 weights
+        # by their last bit (2**-8) here and there, and later gradients with them.
+        assert run[name].norms[0] == pytest.approx(plain.norms[0], rel=1e-5)
+        assert run[name].norms == pytest.approx(plain.norms, rel=2e-3)
         for parameter, master in plain.masters.items():
-            torch.testing.assert_close(run[name].masters[parameter], master, rtol=0, atol=2e-5)
+            assert torch.equal(run[name].masters[parameter], runs[0][name].masters[parameter])
+            assert (run[name].masters[parameter] - master).abs().mean() < 2e-5  # a step moves each by up to 1e-3
 
 
 def test_ranks_end_with_one_that_is_killed_while_they_are_in_collectives(tmp_path: Path) -> None:
