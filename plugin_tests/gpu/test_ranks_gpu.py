@@ -66,7 +66,7 @@ def main() -> None:
     if is_killed:
         mortal: Any = model()
         if rank == 1:
-            mortal.model.norm.register_forward_hook(lambda module, args, output: output.register_hook(die))
+            mortal.model.norm.register_forward_pre_hook(lambda module, args: args[0].register_hook(die) and None)
         train_streamed(mortal, own, device=f"cuda:{rank}")
         return
     runs = {
