@@ -135,12 +135,13 @@ class Engine:
         rounds = any(p.requires_grad and p.dtype != self._dtypes[id(p)] for p in model.parameters())
         self._holds_masters = training or rounds
         counts_sums = training and accumulates and config.accumulation_dtype == "fp32"
+        ranks = ranks_of_run()
+        self._rank_count = 1 if ranks is None else ranks.size
         store_bytes = self._require_memory(discovery, training, counts_sums)
         register = device.type == "cuda"
         streams = Streams(device)
         meter = Meter(streams)
         self.kernels = HostKernels(config.host_threads)
-        ranks = ranks_of_run()
         self._shared_store: SharedStore | None = None
         if ranks is not None:
             if discovery.experts:
@@ -252,9 +253,8 @@ class Engine:
             parts = self._planned_bytes([unit.layout for unit in self.runtime.units])
             more = {kind: parts[kind] for kind in ("gradients", "moments")}
             more["residuals"] = parts["residuals"] - sum(unit.residuals.nbytes for unit in self.runtime.units)
-            remedy = settings_that_take_less(self.config, accumulates=False)
-            ranks = 1 if self.runtime.ranks is None else self.runtime.ranks.size
-            require_host_bytes(more, self.config.host_memory_gib, remedy=remedy, ranks=ranks)
+            remedy = settings_that_take_less(self.config, accumulates=self._rank_count > 1)
+            require_host_bytes(more, self.config.host_memory_gib, remedy=remedy, ranks=self._rank_count)
             self._begin_training()
 
     def _begin_training(self) -> None:
@@ -313,11 +313,9 @@ class Engine:
         parts["residuals"] *= self._holds_masters
         own = anonymous_bytes(p for group in groups for _, p in group if p.device.type == "cpu")
         remedy = BF16_REMEDY if fp32_sums else ""
-        remedy += settings_that_take_less(self.config, accumulates=fp32_sums) if training else ""
-        ranks = ranks_of_run()
-        size = 1 if ranks is None else ranks.size
+        remedy += settings_that_take_less(self.config, accumulates=fp32_sums or self._rank_count > 1) if training else ""
         freed = own + self._freed_bytes
-        require_host_bytes(parts, self.config.host_memory_gib, freed=freed, remedy=remedy, ranks=size)
+        require_host_bytes(parts, self.config.host_memory_gib, freed=freed, remedy=remedy, ranks=self._rank_count)
         self.parameter_count = sum(layout.parameter_count for layout in layouts)
         return sum(parts.values())
 

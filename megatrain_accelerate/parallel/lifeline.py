@@ -37,9 +37,8 @@ class Lifeline:
 
     def __init__(self, ranks: Ranks) -> None:
         self._rank = ranks.rank
-        notices = _Notice * ranks.size
         file = SharedFile(ranks)
-        self._notices = notices.from_buffer(file.new(ctypes.sizeof(notices)))
+        self._notices = file.rows(_Notice)
         file.close()
         self._processes = ranks.gather(os.getpid())
         others = [rank for rank in range(ranks.size) if rank != ranks.rank]

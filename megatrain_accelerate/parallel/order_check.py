@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import zlib
 
 from megatrain_accelerate.errors import RankError
 from megatrain_accelerate.parallel.ranks import Ranks
+from megatrain_accelerate.parallel.shared_file import SharedFile
 
 _LENGTH = 1024
 """How far one rank may be ahead of another and still be compared. Ranks meet in every step, so that none is further ahead."""
@@ -16,16 +16,10 @@ _LENGTH = 1024
 class OrderCheck:
     """A list of what each rank has exchanged last, in memory that all map. Each compares itself with those ahead of it."""
 
-    def __init__(self, mapping: mmap.mmap, ranks: Ranks) -> None:
+    def __init__(self, file: SharedFile, ranks: Ranks) -> None:
         self._rank, self._count = ranks.rank, 0
-        row = ctypes.c_uint64 * _LENGTH
-        self._rows = [row.from_buffer(mapping, 8 * _LENGTH * rank) for rank in range(ranks.size)]
+        self._rows = file.rows(ctypes.c_uint64 * _LENGTH)
         self._names: dict[int, str] = {}
-
-    @staticmethod
-    def size_bytes(ranks: Ranks) -> int:
-        """What it takes."""
-        return 8 * _LENGTH * ranks.size
 
     def enter(self, name: str) -> None:
         """Called before each collective. A ``RankError`` where another rank's collective of this number has another name."""

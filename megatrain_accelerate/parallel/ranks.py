@@ -6,11 +6,9 @@ Everything that must happen in the same order on all ranks goes through here or 
 
 from __future__ import annotations
 
-import ctypes
 import datetime
-import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,18 +76,12 @@ class Ranks:
 class StepCounters:
     """How many steps of each unit each rank has applied to its share, in memory that all ranks map.
 
-    Writer of a rank's row: its step worker. Readers: everybody. A counter is written after the weights that it tells of, and
-    fences keep others from seeing that the other way round.
+    ``rows`` has one of 64-bit integers for each rank. Writer of a rank's row: its step worker. Readers: everybody. A counter
+    is written after the weights that it tells of, and fences keep others from seeing that the other way round.
     """
 
-    def __init__(self, mapping: mmap.mmap, ranks: Ranks, units: int) -> None:
-        self._rows = [(ctypes.c_int64 * units).from_buffer(mapping, 8 * units * rank) for rank in range(ranks.size)]
-        self._own = self._rows[ranks.rank]
-
-    @staticmethod
-    def size_bytes(ranks: Ranks, units: int) -> int:
-        """What the counters take."""
-        return 8 * units * ranks.size
+    def __init__(self, rows: Sequence[MutableSequence[int]], ranks: Ranks) -> None:
+        self._rows, self._own = rows, rows[ranks.rank]
 
     def count(self, unit: int) -> None:
         """This rank has applied one more step to its share of the unit."""

@@ -6,9 +6,11 @@ bound by the size of ``/dev/shm``, which is 64 MiB in many containers.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import weakref
+from typing import Any
 
 from megatrain_accelerate.errors import HostMemoryError
 from megatrain_accelerate.parallel.huge_file import open_huge_file
@@ -29,7 +31,7 @@ class SharedFile:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._end = 0
+        self._end, self._ranks = 0, ranks.size
         own = -1
         try:
             if ranks.rank == 0:
@@ -52,9 +54,11 @@ class SharedFile:
         self._end += round_up(max(size_bytes, 1), mmap.PAGESIZE)
         return offset
 
-    def new(self, size_bytes: int) -> mmap.mmap:
-        """Reserves ``size_bytes`` and maps them."""
-        return self.map(self.reserve(size_bytes), size_bytes)
+    def rows(self, kind: type[Any]) -> Any:
+        """Reserves a row of this ctypes type for each rank, and maps them: an array of rows, zero at first."""
+        rows = kind * self._ranks
+        size_bytes = ctypes.sizeof(rows)
+        return rows.from_buffer(self.map(self.reserve(size_bytes), size_bytes))
 
     def map(self, offset: int, size_bytes: int) -> mmap.mmap:
         """A mapping, of whole pages, that all ranks write to and read from. It is zero where nobody wrote."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Mapping
 
@@ -19,8 +20,8 @@ class SharedStore:
     def __init__(self, ranks: Ranks, units: int) -> None:
         self.ranks = ranks
         self.file = SharedFile(ranks)
-        self.counters = StepCounters(self.file.new(StepCounters.size_bytes(ranks, units)), ranks, units)
-        self.order = OrderCheck(self.file.new(OrderCheck.size_bytes(ranks)), ranks)
+        self.counters = StepCounters(self.file.rows(ctypes.c_int64 * units), ranks)
+        self.order = OrderCheck(self.file, ranks)
         self._units = 0
         self.is_loading = False
         """Whether ``load_state_dict`` may have written to weights since the last training forward: the only write that ranks

@@ -102,6 +102,8 @@ def test_ranks_end_with_the_cause_of_one_that_raised(tmp_path: Path) -> None:
 def test_ranks_end_with_one_that_has_too_little_memory(tmp_path: Path) -> None:
     output = outputs_of("has too little memory", tmp_path)[1 - CULPRIT]
     assert "has ended: HostMemoryError: the model's weights and optimizer states take" in output
+    assert "moments_dtype: bf16" in output
+    assert "passing" not in output, "what several ranks can't do is no remedy"
     assert "Traceback" not in output
 
 
