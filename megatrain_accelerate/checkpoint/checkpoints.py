@@ -36,7 +36,7 @@ STAGING_PREFIX = ".megatrain-incomplete"
 _TRAINER_STATE = "trainer_state.json"
 """What the Trainer's own checkpoints have, and a folder that a script made for its files hasn't."""
 
-_WRITTEN, _PUBLISHED = "a checkpoint's end", "a complete checkpoint"
+_WRITTEN, _PUBLISHED = "a written checkpoint", "a published checkpoint"
 """Where ranks meet."""
 
 _POLL_SECONDS = 0.5
@@ -60,7 +60,7 @@ def save_checkpoint(
 ) -> None:
     """Writes a checkpoint aside and renames it when it is complete, so that a kill never leaves a broken one.
 
-    Of several ranks one makes the folder, all write to it, and it is renamed when all have.
+    Of several ranks the first makes the folder, all write to it, and it is renamed when all have.
     """
     engine = engine_of(trainer.model)
     ranks = None if engine is None else engine.runtime.ranks

@@ -1,7 +1,7 @@
-"""What a layer costs that nobody has measured, from what a run without data counts: operations, bytes moved, bytes saved.
+"""What an unmeasured layer costs, from what a run without data counts: operations, bytes moved, bytes saved.
 
-Seconds are those of operations at shares of the machine's speeds, fitted to a few measured trainings on one H200
-(docs/estimate_method.md lists them). They say how far a training stays behind what ``plan/machine.py`` measures.
+Seconds take shares of the machine's speeds, which were fitted to a few measured trainings on one H200 (docs/estimate_method.md
+lists them). The shares say how far a training stays behind what ``plan/machine.py`` measures.
 """
 
 from __future__ import annotations
@@ -18,31 +18,30 @@ from megatrain_accelerate.plan.step_memory import OpCosts
 from megatrain_accelerate.plan.step_profile import LayerProfile, SavedInForward
 
 PRODUCTS = 0.98
-"""Matrix products of layers, of the speed of a large product that the GPU keeps up."""
+"""What matrix products of layers reach of the speed that the GPU keeps up in a large one."""
 ATTENTION = 0.74
-"""Attention kernels, of the same; counted without the half that a causal one skips."""
+"""What attention kernels reach of it; the half that a causal one skips isn't counted."""
 SINGLE = 0.70
-"""What isn't compiled, but for products and attention: of the speed of a copy within device memory. Kernels of one
+"""What uncompiled operations, except products and attention, reach of the speed of a copy within device memory. Kernels of one
 operation each reduce, broadcast, or read slices and rows that aren't aligned."""
 FUSED = 0.5
-"""Of the bytes that single operations read and write, what is left to the kernels that a compiler makes of them; these are
-as fast as a copy."""
+"""Of the bytes that single operations read and write, what compiled kernels still move, as fast as a copy."""
 OUTSIDE = 0.955
-"""All that runs outside the layers, the loss above all: of that speed, and of a copy's within device memory."""
+"""What all that runs outside the layers reaches, the loss above all: of a large product's speed, and of a copy's."""
 _ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class WithoutAttentionDropout(TorchFunctionMode):
     """Calls of torch's attention drop nothing out while the body runs.
 
-    A GPU's attention kernels drop out as they go, and keep no scores. The CPU's, which stand for them here, can't: with
+    A GPU's attention kernels apply dropout on the fly, and keep no scores. The CPU's, which stand for them here, can't: with
     dropout torch takes products and a softmax there, with the scores of all pairs of tokens in memory.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.has_dropped = False
-        """Whether a call would have."""
+        """Whether a call would have dropped something."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -58,9 +57,8 @@ class WithoutAttentionDropout(TorchFunctionMode):
 def with_times(profile: LayerProfile, saved: SavedInForward, compiles: bool, machine: Machine) -> LayerProfile:
     """The profile of a call with seconds, and, if it ``compiles``, with the memory that it takes then.
 
-    Compiled code saves what products and attention read or made, and makes the rest again from that and from the sum of
-    the residual stream; its forward has two more tensors of the output's size in memory. A recompute ends with what was
-    saved last.
+    Compiled code saves what products and attention read or made, and recomputes the rest from that and from the residual
+    stream; its forward has two more tensors of the output's size in memory. A recompute stops at the last saved tensor.
     """
 
     def seconds(costs: OpCosts) -> float:
@@ -92,7 +90,7 @@ def with_times(profile: LayerProfile, saved: SavedInForward, compiles: bool, mac
 
 
 def between(once: Any, twice: Any, times: float) -> Any:
-    """What ``times`` the sequences of ``once`` cost, on a line; ``twice`` is of two times as many.
+    """What ``times`` the sequences of ``once`` cost: linear, through ``once`` and ``twice``, which is of two times as many.
 
     Both are dataclasses, tuples and numbers of one structure; what is no number is taken from ``twice``.
     """

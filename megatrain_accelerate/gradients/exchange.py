@@ -1,7 +1,7 @@
-"""Means of the ranks' gradients: each rank gets its share from all of them, and adds that in fp32, in the order of ranks.
+"""Means of the ranks' gradients: each rank gets its share of them from all, and adds them in fp32, in the order of ranks.
 
-So G ranks give the bits that one process gives which adds the same G parts in the same order, and a bf16 gradient is rounded
-once. It costs the bytes of a reduce-scatter in bf16.
+So G ranks give the bits of one process that adds the same G parts in the same order, and a mean in bf16 is rounded once. It
+costs the bytes of a reduce-scatter in bf16.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from megatrain_accelerate.transfer.meter import named_range
 from megatrain_accelerate.transfer.streams import Streams
 from megatrain_accelerate.units import MIB
 
+# The name of torch 2.13, which warns of the older one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 _BUCKET_BYTES = 64 * MIB
-"""Of gradients that stay on the device and are exchanged together; larger ones go in pieces."""
+"""At most so much of gradients that stay on the device is exchanged at a time."""
 
 
 class Exchange:
@@ -41,10 +44,10 @@ class Exchange:
 
     @staticmethod
     def buffer_bytes(layouts: Iterable[FlatLayout], ranks: int, rank: int = 0) -> tuple[int, int]:
-        """Of the buffers for what a rank sends at a time, and gets: of a layer's gradients its share from each rank."""
-        of_buckets = _BUCKET_BYTES + 4 * ranks  # each rank's part has as many elements
+        """Of the buffer to send from, for a bucket, and of that to receive in: a bucket, or a layer's share from each rank."""
+        of_bucket = _BUCKET_BYTES + 4 * ranks  # the ranks' parts are equal, the last one padded
         shares = [layout.share_of(rank, ranks) for layout in layouts]
-        return of_buckets, max(of_buckets, *(ranks * (share.end_byte - share.begin_byte) for share in shares))
+        return of_bucket, max([of_bucket, *(ranks * (share.end_byte - share.begin_byte) for share in shares)])
 
     @property
     def device_bytes(self) -> int:
@@ -52,13 +55,10 @@ class Exchange:
         return self._sent.numel() + self._received.numel()
 
     def trial(self) -> int:
-        """Exchanges and adds up zeros, as many as the largest layer has gradients, for who times it; called by all ranks
-        together. Returns their bytes."""
-        size = self._received.numel() // self._ranks.size // 4 * 4
-        received = self._received[: self._ranks.size * size]
-        dist.all_to_all_single(received, torch.zeros_like(received))
-        _mean(list(received.view(self._ranks.size, size).view(torch.bfloat16)))
-        return received.numel()
+        """Makes the means of zeros, to be timed; called by all ranks together. Returns the bytes that were exchanged."""
+        zeros = torch.zeros(_BUCKET_BYTES // 2, dtype=torch.bfloat16, device=self._streams.device)
+        self._make_means([zeros])
+        return 2 * zeros.nbytes  # out in shares, and back as means
 
     def note_found(self, states: Iterable[ParameterState]) -> None:
         """A backward found gradients of these on this rank."""
@@ -136,7 +136,7 @@ class Exchange:
         torch.cat(list(pieces), out=sent[:count])
         dist.all_to_all_single(received, sent)
         mean = _mean(list(received.view(ranks.size, of_rank))).to(dtype)
-        dist.all_gather_into_tensor(sent, mean)
+        _all_gather(sent, mean)
         torch._foreach_copy_(list(pieces), list(sent[:count].split([piece.numel() for piece in pieces])))
 
 

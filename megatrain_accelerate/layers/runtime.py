@@ -396,8 +396,6 @@ class StreamingRuntime:
                     state.handle.set_gradient(None)
             for group in self.groups:
                 self.offloader.fetch(group)
-            on_device = [state for layer in self.layers if layer.unit.is_on_device for state in layer.trainable]
-            self.offloader.send_norms([s for s in on_device if s.parameter.grad is not None and not s.has_norm])
 
     def may_step_in_backward(self, layer: Streamed) -> bool:
         """Whether no other gradient of this layer can still follow before the step."""
@@ -498,9 +496,10 @@ class StreamingRuntime:
             )
 
     def _send_norms(self) -> None:
-        """Sends the norms of gradients that autograd accumulated in layers' own parameters, where they aren't known."""
-        if self._nothing_streams:
-            states = [state for layer in self.layers for state in layer.trainable]
+        """Sends the norms of gradients of layers that live on the device, where they aren't known: autograd accumulated the
+        gradients, or the ranks exchanged them."""
+        if self._nothing_streams or self.ranks is not None:
+            states = [state for layer in self.layers if layer.unit.is_on_device for state in layer.trainable]
             self.offloader.send_norms([s for s in states if s.parameter.grad is not None and not s.has_norm])
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:

@@ -22,12 +22,12 @@ _LENGTH = 1 << 44
 
 
 class SharedFile:
-    """Owner of one file of all ranks, and of what is where in it.
+    """One file of all ranks, and which ranges of it are taken.
 
     All ranks make it together, and reserve the same sizes in the same order.
 
     Raises:
-        HostMemoryError: the kernel refused the file, or the ranks can't see each other's.
+        HostMemoryError: the kernel refused the file, or a rank can't open it.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -45,11 +45,11 @@ class SharedFile:
                 f"rank {ranks.rank} can't share host memory with the others of this machine ({error}); start all processes as "
                 "one user, in one container, without a limit on the size of files (`ulimit -f unlimited`)"
             ) from error
-        ranks.meet("sharing host memory")  # before the first rank may close its descriptor
+        ranks.meet("sharing host memory")  # only then may the first rank close its descriptor
         self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def reserve(self, size_bytes: int) -> int:
-        """The offset of ``size_bytes`` that nobody else has, at the beginning of a page."""
+        """The offset of a new range of ``size_bytes``, at the beginning of a page (of 4 KiB)."""
         offset = self._end
         self._end += round_up(max(size_bytes, 1), mmap.PAGESIZE)
         return offset

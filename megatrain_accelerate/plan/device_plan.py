@@ -224,7 +224,7 @@ class DevicePlan:
         self._table = None
 
     def _plan_alone(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent) -> None:
-        """Goes on by the plan of an interrupted training, if there is one; makes one where none covers the extent."""
+        """Takes over the plan of an interrupted training, if there is one; plans if the extent isn't covered."""
         if self._resumed is not None:
             record, self._resumed = PlanRecord.of_data(self._resumed), None
             self._take_over(model, record)
@@ -232,7 +232,8 @@ class DevicePlan:
         self._plan_for(model, inputs, extent)
 
     def _plan_together(self, ranks: Ranks, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """One plan for all ranks, by that with the largest batch, in the smallest budget. All decide alike whether to plan."""
+        """One plan for all ranks, by the one with the largest batch, within the smallest budget. All decide alike whether to
+        plan, from what all told."""
         told = ranks.gather((BatchExtent.of(inputs), self._made.planned, self._resumed is not None))
         extents = [extent for extent, _, _ in told]
         extent = functools.reduce(BatchExtent.union, extents)
@@ -240,13 +241,13 @@ class DevicePlan:
             self._note_rows(inputs)
             return
         planner = max(range(ranks.size), key=lambda rank: (extents[rank].elements, extents[rank].length))
+        self._measure_together()  # before free memory is asked for: collectives make their buffers when they first run
         self._smallest_budget_bytes = min(ranks.gather(self._budget_bytes()))
-        self._measure_together()
         try:
             if ranks.rank == planner:
                 self._plan_alone(model, inputs, extent)
             elif self.measures and self._resumed is None and not self._made.plans:
-                # While that one measures and compiles its layers this one does, too. A failure comes again in the forward.
+                # It compiles its layers while the planner does. A failure recurs in the forward.
                 with contextlib.suppress(Exception):
                     self.foresee(model, inputs)
         finally:
@@ -265,7 +266,7 @@ class DevicePlan:
         """Called by all ranks at once, before one of them plans: each measures the machine, and the exchange."""
         exchange = self._runtime.offloader.exchange
         if self._exchange_bytes == math.inf and self.has_budget and exchange is not None:
-            _ = self._machine
+            _ = self._machine  # which is measured when it is first asked for
             self._exchange_bytes = exchange.trial() / seconds_of(self._device, exchange.trial)
 
     def _plan_for(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent) -> None:
