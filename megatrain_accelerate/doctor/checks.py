@@ -7,8 +7,10 @@ import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from megatrain_accelerate.integrations import import_hook
 from megatrain_accelerate.integrations.patches import PATCHES, TESTED_VERSIONS
 from megatrain_accelerate.integrations.wrapping import ensure_ready
 from megatrain_accelerate.kernels.host import HostKernels
+from megatrain_accelerate.parallel.huge_file import open_huge_file
 from megatrain_accelerate.plan.machine import (
     SHARE_IN_A_STEP,
     STEP_ARGUMENTS,
@@ -93,6 +96,7 @@ def examine(folder: Path, measures: bool) -> Iterator[Finding]:
     yield from found_by("cores", cores)
     yield from found_by("NUMA", numa)
     yield from found_by("host memory", host_memory)
+    yield from found_by("several GPUs", several_gpus, torch.cuda.device_count())
     yield from found_by("disk", disk, folder)
     if measures:
         yield from found_by("host speed", host_speeds, device is not None)
@@ -260,6 +264,21 @@ def numa(root: Path = Path("/sys/devices/system/node")) -> list[Finding]:
     text = f"{len(nodes)} memory nodes: copies cross the sockets where the process isn't on the GPU's (nvidia-smi topo -m)"
     remedy = "where one node's memory suffices: numactl --cpunodebind=NODE --membind=NODE accelerate launch ..., else without "
     return [Finding("NUMA", "note", text, f"{remedy}--membind", values)]
+
+
+def several_gpus(count: int, modes: Path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")) -> list[Finding]:
+    """Of that many: whether they reach each other's memory, and whether memory that their processes share has huge pages."""
+    if count < 2:
+        return []
+    reach = all(torch.cuda.can_device_access_peer(*pair) for pair in itertools.permutations(range(count), 2))
+    link = f"{count} GPUs, which exchange gradients {'directly' if reach else 'through the host, at the speed of their links'}"
+    file = open_huge_file()
+    if file is not None:
+        os.close(file)
+    elif not (modes.exists() and re.search(r"\[(always|within_size|advise|force)\]", modes.read_text())):
+        remedy = f"echo advise > {modes} on the host, or let processes make user namespaces: the store then lies in huge pages"
+        return [Finding("several GPUs", "slow", f"{link}; memory that processes share has pages of 4 KiB", remedy)]
+    return [Finding("several GPUs", "ok", f"{link}; memory that processes share has huge pages")]
 
 
 def disk(folder: Path) -> list[Finding]:

@@ -6,10 +6,12 @@ bound by the size of ``/dev/shm``, which is 64 MiB in many containers.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from megatrain_accelerate.errors import HostMemoryError
@@ -19,6 +21,17 @@ from megatrain_accelerate.units import round_up
 
 _LENGTH = 1 << 44
 """16 TiB, more than any host has: the file takes memory only where somebody wrote to it."""
+
+
+@contextlib.contextmanager
+def _explained(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise HostMemoryError(
+            f"rank {rank} can't share host memory with the others of this machine ({error}); start all processes as one user, "
+            "in one container, without a limit on the size of files (`ulimit -f unlimited`)"
+        ) from error
 
 
 class SharedFile:
@@ -32,19 +45,18 @@ class SharedFile:
 
     def __init__(self, ranks: Ranks) -> None:
         self._end, self._ranks = 0, ranks.size
-        own = -1
-        try:
-            if ranks.rank == 0:
+        if ranks.rank == 0:
+            with _explained(ranks.rank):
                 huge = open_huge_file()
-                own = os.memfd_create("megatrain", os.MFD_CLOEXEC) if huge is None else huge
-                os.ftruncate(own, _LENGTH)
-            process, descriptor = ranks.broadcast((os.getpid(), own))
-            self._descriptor = own if own >= 0 else os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise HostMemoryError(
-                f"rank {ranks.rank} can't share host memory with the others of this machine ({error}); start all processes as "
-                "one user, in one container, without a limit on the size of files (`ulimit -f unlimited`)"
-            ) from error
+                self._descriptor = os.memfd_create("megatrain", os.MFD_CLOEXEC) if huge is None else huge
+                os.ftruncate(self._descriptor, _LENGTH)
+            ranks.broadcast((os.getpid(), self._descriptor, os.fstat(self._descriptor).st_ino))
+        else:
+            process, descriptor, inode = ranks.broadcast(None)
+            with _explained(ranks.rank):
+                self._descriptor = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+                if os.fstat(self._descriptor).st_ino != inode:
+                    raise OSError(f"process {process} is another one here")
         ranks.meet("sharing host memory")  # only then may the first rank close its descriptor
         self._close = weakref.finalize(self, os.close, self._descriptor)
 

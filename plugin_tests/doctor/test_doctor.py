@@ -51,6 +51,23 @@ def test_few_cores_are_said_to_slow_the_host_step(
     assert found.values == {"usable_cores": usable, "cores": present}
 
 
+@pytest.mark.parametrize("may_mount", [True, False])
+@pytest.mark.parametrize("mode", ["advise", "never"])
+@pytest.mark.parametrize("reach", [True, False])
+def test_several_gpus_want_huge_pages_for_what_their_processes_share(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, may_mount: bool, mode: str, reach: bool
+) -> None:
+    modes = tmp_path / "shmem_enabled"
+    modes.write_text("always within_size advise never deny force".replace(mode, f"[{mode}]"))
+    monkeypatch.setattr(checks, "open_huge_file", lambda: os.open(modes, os.O_RDONLY) if may_mount else None)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: reach or {one, other} != {1, 2})
+    assert checks.several_gpus(1, modes) == []
+    found = only(checks.several_gpus(3, modes))
+    assert ("exchange gradients directly" in found.text) is reach
+    assert found.state == ("ok" if may_mount or mode == "advise" else "slow")
+    assert ("echo advise" in found.remedy) is (found.state == "slow")
+
+
 def test_a_cgroups_limit_is_what_a_model_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "cgroup_available_bytes", lambda: 9 * GIB)
     found = only(checks.host_memory())
