@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from megatrain_accelerate.plan.machine import Machine
@@ -28,7 +28,8 @@ FUSED = 0.5
 """Of the bytes that single operations read and write, what compiled kernels still move, as fast as a copy."""
 OUTSIDE = 0.955
 """What all that runs outside the layers reaches, the loss above all: of a large product's speed, and of a copy's."""
-_ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_DROPOUT_PLACES = {scaled_dot_product_attention: 4, multi_head_attention_forward: 10}
+"""Of the argument ``dropout_p``, for each function of torch's attention."""
 
 
 class WithoutAttentionDropout(TorchFunctionMode):
@@ -46,11 +47,13 @@ class WithoutAttentionDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is scaled_dot_product_attention:
-            kwargs = {**dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)), **kwargs}
+        kwargs, place = dict(kwargs or {}), _DROPOUT_PLACES.get(func)
+        if place is not None and len(args) > place:
+            self.has_dropped |= bool(args[place])
+            args = (*args[:place], 0.0, *args[place + 1 :])
+        elif place is not None:
             self.has_dropped |= bool(kwargs.get("dropout_p"))
-            return func(**{**kwargs, "dropout_p": 0.0})
+            kwargs["dropout_p"] = 0.0
         return func(*args, **kwargs)
 
 

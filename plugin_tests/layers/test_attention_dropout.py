@@ -56,3 +56,14 @@ def test_attention_drops_nothing_out_however_it_is_called() -> None:
         assert mode.has_dropped
         assert not torch.equal(scaled_dot_product_attention(query, query, query, None, 0.9, True), plain)
     assert not torch.equal(scaled_dot_product_attention(query, query, query, dropout_p=0.9), plain)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_attention_within_torchs_own_module_drops_nothing_out(need_weights: bool) -> None:
+    query = torch.randn(2, 8, 16)
+    attention = torch.nn.MultiheadAttention(16, 2, dropout=0.9, batch_first=True)
+    plain, _ = attention.eval()(query, query, query, need_weights=need_weights)
+    attention.train()
+    with WithoutAttentionDropout() as mode:
+        torch.testing.assert_close(attention(query, query, query, need_weights=need_weights)[0], plain)
+    assert mode.has_dropped
