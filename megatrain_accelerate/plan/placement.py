@@ -168,7 +168,11 @@ class Model:
     ranks: int = 1
     """Processes with a GPU each, of which each fetches layers whole and steps its share."""
     exchange_bytes: float = math.inf
-    """Bytes of its gradients a second that each rank sends to the others while it adds up what it gets."""
+    """Bytes of its gradients a second that each rank sends to the others of its machine while it adds up what it gets."""
+    machines: int = 1
+    """That the ranks are on, as many on each; each machine holds all weights."""
+    network_bytes: float = math.inf
+    """A second, each way, between one machine and the others."""
 
     @property
     def groups(self) -> list[UnitSizes]:

@@ -8,7 +8,8 @@ The optimizer itself goes at 90% beside copies of weights, and at ``Machine.step
 forward above it sends activations to the host.
 
 Of several ranks it is one that is simulated. Gradients are exchanged before they go to the host, in the same order, and a rank
-copies and steps its share of them.
+copies and steps its share of them. Of several machines each sends the others their shares of what its ranks have added up, and
+gets as much; weights come back in the same way when they are stepped. Its ranks divide both its network and what goes over it.
 """
 
 from __future__ import annotations
@@ -140,11 +141,13 @@ class StepTime:
     h2d: float
     d2h: float
     host_step: float
+    network: float = 0.0
 
     @property
     def bound_by(self) -> str:
         """The resource that is at work longest."""
         busy = {"compute": self.compute, "H2D": self.h2d, "D2H": self.d2h, "host step": self.host_step}
+        busy["network"] = self.network
         return max(busy, key=busy.__getitem__)
 
 
@@ -184,7 +187,7 @@ class _Pipeline:
         self.model, self.placement, self.machine = model, placement, machine
         self.seconds = {kind: _call_seconds(profile, machine) for kind, profile in self.outline.profiles.items()}
         self.sent = sent_bytes(outline, placement)
-        self.compute, self.host = Resource(), HostOptimizer()
+        self.compute, self.host, self.network = Resource(), HostOptimizer(), Resource()
         self.h2d = Link(machine.h2d_bytes, machine.h2d_share_in_step, self.host)
         self.d2h = Link(machine.d2h_bytes, machine.d2h_share_in_step, self.host)
         self.applied = [0.0] * len(model.layers)
@@ -273,12 +276,20 @@ class _Pipeline:
                 self.d2h.copy((unit.gradient_bytes + sum_bytes) // self.model.ranks, self.compute.free_at)
 
     def _exchange(self, size_bytes: int, computed_at: float) -> float:
-        """All ranks send so many bytes to the others, on the stream of copies to the host; returns when they have arrived."""
+        """All ranks send so many bytes to the others, on the stream of copies to the host, and then over the network; returns
+        when they have arrived."""
         if self.model.ranks == 1:
             return computed_at
         seconds = size_bytes / self.model.exchange_bytes
         self.compute.work(_LOST_TO_EXCHANGE * seconds)
-        return self.d2h.work(seconds, computed_at)
+        return self.d2h.work(0.0, self._over_network(size_bytes, self.d2h.work(seconds, computed_at)))
+
+    def _over_network(self, size_bytes: int, not_before: float) -> float:
+        """A machine sends the others' shares of so many bytes, and gets as many; returns when they have arrived."""
+        model = self.model
+        if model.machines == 1:
+            return not_before
+        return self.network.work(size_bytes * (1 - 1 / model.machines) / model.network_bytes, not_before)
 
     def _make_means(self, unit: UnitSizes, computed_at: float) -> float:
         """Gradients that stay on the device become the ranks' means: they go out in shares, and come back as means."""
@@ -298,8 +309,9 @@ class _Pipeline:
         return self.gradients_out[0] if len(self.gradients_out) == GRADIENT_SLOTS else 0.0
 
     def step_unit(self, unit: UnitSizes, not_before: float) -> float:
-        """The host steps this rank's share of a unit; returns when it has."""
-        return self.host.work(unit.step_traffic / self.model.ranks / self.step_bytes_per_second, not_before)
+        """The host steps this rank's share of a unit; returns when it has, and other machines' shares have come."""
+        stepped = self.host.work(unit.step_traffic / self.model.ranks / self.step_bytes_per_second, not_before)
+        return self._over_network(unit.gradient_bytes, stepped)  # weights have as many bytes
 
     def step(self) -> None:
         """Called when every gradient is on the host: what ``optimizer.step()`` does."""
@@ -416,12 +428,12 @@ class _ActivationCopies:
 def simulate_step(outline: StepOutline, model: Model, placement: Placement, machine: Machine) -> StepTime:
     """The duration of a step in the steady state, and how long each resource is at work in it."""
     pipeline = _Pipeline(outline, model, placement, machine)
-    resources = (pipeline.compute, pipeline.h2d, pipeline.d2h, pipeline.host)
-    start, busy = 0.0, [0.0] * 4
+    resources = (pipeline.compute, pipeline.h2d, pipeline.d2h, pipeline.host, pipeline.network)
+    start, busy = 0.0, [0.0] * len(resources)
     for _ in range(_STEPS):
         start, busy = pipeline.compute.free_at, [resource.busy for resource in resources]
         for micro_batch in range(model.micro_batches):
             pipeline.forward_and_backward(is_last=micro_batch == model.micro_batches - 1)
         pipeline.step()
-    compute, h2d, d2h, host = (after.busy - before for after, before in zip(resources, busy, strict=True))
-    return StepTime(pipeline.compute.free_at - start, compute, h2d, d2h, host)
+    times = (after.busy - before for after, before in zip(resources, busy, strict=True))
+    return StepTime(pipeline.compute.free_at - start, *times)
