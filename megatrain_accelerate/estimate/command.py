@@ -80,12 +80,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("machine", "by default this one, as measured; --gpu describes another")
     machine.add_argument("--gpu", metavar="NAME", help="a known GPU: H200, H100, A100-80, GH200, RTX4090, ...")
     machine.add_argument("--gpus", type=_count, default=1, metavar="G", help="equal GPUs of the machine, of a process each")
+    machines_help = "such machines: a forecast, since training on several is refused"
+    machine.add_argument("--machines", type=_count, default=1, metavar="H", help=machines_help)
     for option, name, kind, metavar, text in (
         ("--gpu-memory", "gpu_memory_bytes", parse_size, "SIZE", "of a GPU, for example 24GiB"),
         ("--host-memory", "host_memory_bytes", parse_size, "SIZE", "of the machine, for example 1.5TiB"),
         ("--cores", "cores", _count, "N", "of the machine; default: usual for the GPUs"),
         ("--link", "link_bytes", _speed(GB), "GB/S", "between host and GPU, sustained, each way"),
         ("--peer-link", "peer_bytes", _speed(GB), "GB/S", "of gradients that several GPUs exchange, sustained, each way"),
+        ("--network", "network_bytes", _speed(GB), "GB/S", "of one of several machines to the others, sustained, each way"),
         ("--host-step", "host_step_parameters", _speed(1e9), "X", "G parameters a second that the machine's AdamW steps"),
         ("--tflops", "dense_flops", _speed(1e12), "X", "of bf16 products, sustained"),
         ("--gpu-bandwidth", "device_bytes", _speed(GB), "GB/S", "of the GPU's memory, sustained"),

@@ -86,6 +86,8 @@ class Estimate:
             micro_batches=options.accumulation,
             gpus=options.gpus,
             exchange_bytes=self.machine.exchange_bytes,
+            machines=options.machines,
+            network_bytes=self.machine.network_bytes,
         )
         text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
         self.stated_positions: int | None = getattr(text, "max_position_embeddings", None)

@@ -45,8 +45,8 @@ few tiles, one tile is most of what is alive."""
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """A predicted training step: a row of an estimate. Bytes are peaks. Tokens a second and host memory are of all GPUs, the
-    rest is of one."""
+    """A predicted training step: a row of an estimate. Bytes are peaks. Tokens a second are of all GPUs, host memory is of one
+    machine, the rest of one GPU."""
 
     batch: int
     length: int
@@ -66,6 +66,7 @@ class Forecast:
     samples: int | None
     """Sequences that a layer computes at once; None for all, or as ``micro_batch_size`` says."""
     gpus: int
+    """Of all machines."""
 
     @property
     def seconds(self) -> float:
@@ -92,8 +93,9 @@ class Forecaster:
     Args:
         machine: the speeds that one of the GPUs has while all are at work.
         gpu_bytes: that a step may take.
-        host_bytes: that all processes may take; None for as much as the model's states need.
-        exchange_bytes: of gradients a second, which several ``gpus`` exchange.
+        host_bytes: that all processes of a machine may take; None for as much as the model's states need.
+        exchange_bytes: of gradients a second, which several ``gpus`` of a machine exchange.
+        network_bytes: a second each way, between one of several ``machines`` and the others.
 
     Raises:
         UnsupportedError: the model can't stream, or not on several GPUs; the message says why.
@@ -111,17 +113,20 @@ class Forecaster:
         micro_batches: int = 1,
         gpus: int = 1,
         exchange_bytes: float = math.inf,
+        machines: int = 1,
+        network_bytes: float = math.inf,
     ) -> None:
-        if gpus > 1:
+        if gpus * machines > 1:
             require_steps_after_backward(config)
         self.model, self.config, self.machine = model.train(), config, machine
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.active_parameters = active_parameters(model, getattr(model, "config", None))
-        self.engine = MetaEngine(model, config, gpu_bytes, gpus)
+        self.engine = MetaEngine(model, config, gpu_bytes, gpus, machines)
         require_layers(len(self.engine.runtime.layers), config.placement)
         self._overhead_bytes = gpus * CONSTANT_OVERHEAD_BYTES
         for_states = None if host_bytes is None else host_bytes - self._overhead_bytes
-        self.plan = ForecastPlan(self.engine, config, machine, gpu_bytes, for_states, micro_batches, exchange_bytes)
+        speeds = (exchange_bytes, network_bytes)
+        self.plan = ForecastPlan(self.engine, config, machine, gpu_bytes, for_states, micro_batches, *speeds)
         self.engine.device_plan = self.plan
         self.micro_batches = micro_batches
         self.host_store_bytes = self.plan.store_bytes + self._overhead_bytes
@@ -133,7 +138,7 @@ class Forecaster:
     def settings_that_fit(self) -> tuple[dict[str, Any], int] | None:
         """The settings that change numbers the least of those with which the states fit the host memory, and what they take;
         None if there are none."""
-        keeps_gradients = self.micro_batches > 1 or self.engine.gpus > 1
+        keeps_gradients = self.micro_batches > 1 or self.engine.ranks > 1
         for changes in leaner_settings(self.config, accumulates=keeps_gradients):
             needed = self.engine.store_bytes(self.plan.adds_on_host, **changes) + self._overhead_bytes
             if needed <= self.host_bytes:
@@ -145,7 +150,7 @@ class Forecaster:
         """Whether nothing is seen against joining micro-batches (integrations/joined_batches.py)."""
         if self.micro_batches < 2 or not self.config.join_micro_batches or self.engine.runtime.experts:
             return False
-        if self.engine.gpus > 1 or not _accepts_loss_kwargs(self.model) or what_sees_a_batch(self.model) is not None:
+        if self.engine.ranks > 1 or not _accepts_loss_kwargs(self.model) or what_sees_a_batch(self.model) is not None:
             return False
         with standing_for_a_gpu(), self._attention:
             return self._run(1, _FEW_TOKENS, num_items_in_batch=torch.tensor(_FEW_TOKENS)).sums_loss
@@ -210,7 +215,7 @@ class Forecaster:
             fits=found is not None and self.host_store_bytes <= self.host_bytes,
             joined=joined,
             samples=outline.samples,
-            gpus=self.engine.gpus,
+            gpus=self.engine.ranks,
         )
 
     def fastest(self, batch: int, length: int) -> tuple[StepOutline, Candidate | None]:

@@ -38,7 +38,7 @@ def estimates(options: argparse.Namespace) -> Iterator[Estimate]:
     for name, (kind, sizes, others) in _SHAPES.items():
         asked = copy.copy(options)
         asked.model, asked.batch, asked.no_limits = name, options.batch or list(BATCHES), True
-        if options.gpus > 1:  # which fetch experts whole
+        if options.gpus * options.machines > 1:  # which fetch experts whole
             asked.set = [("expert_parts", 1), *options.set]
         settings = kind(**dict(zip(_SIZES, sizes, strict=bool(sizes))), max_position_embeddings=131072, **others)
         yield Estimate(asked, settings)

@@ -109,11 +109,13 @@ class MachineOptions:
 
     gpu: str | None = None
     gpus: int = 1
+    machines: int = 1
     gpu_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
     cores: int | None = None
     link_bytes: float | None = None
     peer_bytes: float | None = None
+    network_bytes: float | None = None
     host_step_parameters: float | None = None
     dense_flops: float | None = None
     device_bytes: float | None = None
@@ -121,7 +123,7 @@ class MachineOptions:
 
 @dataclasses.dataclass(frozen=True)
 class MachineDescription:
-    """Speeds and memories, and where they are from."""
+    """Speeds and memories of one machine, or of each of several equal ones, and where they are from."""
 
     gpu: str
     machine: Machine
@@ -135,10 +137,18 @@ class MachineDescription:
     gpus: int = 1
     exchange_bytes: float = math.inf
     """Of gradients a second, which several GPUs exchange."""
+    machines: int = 1
+    network_bytes: float = math.inf
+    """A second each way, between one of several machines and the others."""
+
+    @property
+    def all_gpus(self) -> int:
+        return self.machines * self.gpus
 
     @property
     def gpus_text(self) -> str:
-        return self.gpu if self.gpus == 1 else f"{self.gpus} x {self.gpu}"
+        text = self.gpu if self.gpus == 1 else f"{self.gpus} x {self.gpu}"
+        return text if self.machines == 1 else f"{self.machines} machines with {text}"
 
 
 def describe_machine(options: MachineOptions, config: MegatrainConfig) -> MachineDescription:
@@ -146,12 +156,14 @@ def describe_machine(options: MachineOptions, config: MegatrainConfig) -> Machin
 
     Raises:
         ConfigError: there is no GPU here and none is described, a description isn't complete or is of this machine's
-            host, or a memory is too small or larger than the GPU's.
+            host, a memory is too small or larger than the GPU's, or nothing says how fast several machines' network is.
     """
     is_this_one = options.gpu is None and options.dense_flops is None
     found = _this_machine(options, config) if is_this_one else _described(options, config)
     if options.gpus > 1:
         found = _of_one_process(found, options)
+    if options.machines > 1:
+        found = _of_one_machine(found, options)
     if config.gpu_memory_bytes is not None:
         most = found.gpu_total_bytes - CONTEXT_BYTES
         if config.gpu_memory_bytes > most:
@@ -181,6 +193,21 @@ def _of_one_process(found: MachineDescription, options: MachineOptions) -> Machi
         exchange_bytes=exchange_bytes,
         notes=(*found.notes, f"{gpus} processes share the host's step, and {exchange}"),
     )
+
+
+def _of_one_machine(found: MachineDescription, options: MachineOptions) -> MachineDescription:
+    """The description for several machines, of one of them."""
+    machines, network_bytes = options.machines, options.network_bytes
+    if network_bytes is None:
+        raise ConfigError(
+            f"--machines is {machines}, and nothing says how fast the network between them is: give --network, in GB/s that "
+            "one machine sustains each way"
+        )
+    notes = (
+        f"a forecast of what isn't there: training on several machines is refused. {machines} would exchange gradients and "
+        f"stepped weights at {network_bytes / GB:g} GB/s each way, as the option says; memory and host step are of each",
+    )
+    return dataclasses.replace(found, machines=machines, network_bytes=network_bytes, notes=(*found.notes, *notes))
 
 
 def _this_machine(options: MachineOptions, config: MegatrainConfig) -> MachineDescription:

@@ -116,8 +116,8 @@ class _MetaUnit(HostUnit):
 
 
 class MetaEngine(Engine):
-    """The engine of a model on the meta device, in training mode with bf16, for one of ``gpus`` processes; raises as the
-    engine does.
+    """The engine of a model on the meta device, in training mode with bf16, for one of ``gpus`` processes on each of so many
+    ``machines``; raises as the engine does.
 
     What the settings place is left to :class:`ForecastPlan`. Experts are cut into parts by ``gpu_bytes``, the device memory
     that a step may take; None leaves them whole.
@@ -125,8 +125,10 @@ class MetaEngine(Engine):
 
     unit_class = _MetaUnit
 
-    def __init__(self, model: nn.Module, config: MegatrainConfig, gpu_bytes: int | None = None, gpus: int = 1) -> None:
-        self.gpus = gpus
+    def __init__(
+        self, model: nn.Module, config: MegatrainConfig, gpu_bytes: int | None = None, gpus: int = 1, machines: int = 1
+    ) -> None:
+        self.gpus, self.machines, self.ranks = gpus, machines, gpus * machines
         # What the settings place says whether experts are cut.
         parts = 1 if config.expert_parts == "auto" and wants_whole_layers(config) else config.expert_parts
         others: dict[str, Any] = {"host_threads": 1, "gpu_memory_gib": None if gpu_bytes is None else gpu_bytes / GIB}
@@ -142,26 +144,28 @@ class MetaEngine(Engine):
             self.kernels.close()
 
     def _require_memory(self, discovery: Discovery, training: bool, fp32_sums: bool) -> int:
-        if self.gpus > 1 and discovery.experts:
+        if self.ranks > 1 and discovery.experts:
             raise UnsupportedError(EXPERTS_IN_PARTS)
         self.parameter_count = 0  # of the progress bar, which isn't drawn
         self._streamed_units = len(discovery.layers) + len(discovery.experts)
         return 0
 
     def store_bytes(self, adds: bool, **changes: Any) -> int:
-        """Host memory of the store if all units live on the host, and, if gradients are added up there, of the buffers in
-        which they wait for that in each process; with these ``changes`` of the settings."""
+        """Host memory of a machine's store if all units live on the host, and, if gradients are added up there, of the buffers
+        in which they wait for that in each process; with these ``changes`` of the settings."""
         runtime = self.runtime
         with replaced(self, "config", dataclasses.replace(self.config, **changes)):
             planned = self._planned_bytes([unit.layout for unit in runtime.units], fp32_sums=adds and runtime.sums.is_wanted)
-        return sum(planned.values()) + runtime.offloader.staging_bytes * self.gpus * adds
+        weights = planned.pop("weights")
+        shares = sum(planned.values()) // self.machines
+        return weights + shares + runtime.offloader.staging_bytes * self.gpus * adds
 
 
 class ForecastPlan(DevicePlan):
     """The plan for a machine that needn't be here: it finds placements and moves nothing.
 
     A step may take ``gpu_bytes``; ``host_bytes`` are for the store and offloaded activations, None for the store alone.
-    Several GPUs share them, and exchange ``exchange_bytes`` of gradients a second.
+    The GPUs of a machine share them, and exchange ``exchange_bytes`` of gradients a second; machines ``network_bytes``.
     """
 
     def __init__(
@@ -173,8 +177,10 @@ class ForecastPlan(DevicePlan):
         host_bytes: int | None,
         micro_batches: int = 1,
         exchange_bytes: float = math.inf,
+        network_bytes: float = math.inf,
     ) -> None:
-        self._machine, self._gpu_bytes, self._ranks = machine, gpu_bytes, engine.gpus
+        self._machine, self._gpu_bytes, self._ranks = machine, gpu_bytes, engine.ranks
+        self._gpus, self._machines, self._network_bytes = engine.gpus, engine.machines, network_bytes
         # Tensors without data say that they are the CPU's: no GPU has to be here.
         super().__init__(engine.runtime, config, torch.device("cpu"))
         self.micro_batches, self._exchange_bytes = micro_batches, exchange_bytes
@@ -184,13 +190,18 @@ class ForecastPlan(DevicePlan):
     def model_sizes(self) -> Model:
         """See :meth:`DevicePlan.model_sizes`; here no optimizer says when it steps."""
         in_backward = self._config.passes_gradients or self._config.step_schedule == "backward"
-        return dataclasses.replace(super().model_sizes(), steps_in_backward=in_backward)
+        return dataclasses.replace(
+            super().model_sizes(),
+            steps_in_backward=in_backward,
+            machines=self._machines,
+            network_bytes=self._network_bytes,
+        )
 
     def _budget_bytes(self) -> int:
         return self._gpu_bytes
 
     def _host_budget_bytes(self) -> int:
-        return (self._host_bytes - self.store_bytes) // self._ranks
+        return (self._host_bytes - self.store_bytes) // self._gpus
 
     def _fixed_bytes_by_kind(self, outline: StepOutline | None = None) -> dict[str, int]:
         layouts = [layer.unit.layout for layer in self._runtime.layers]

@@ -34,7 +34,9 @@ def table(estimate: Estimate) -> Iterator[str]:
         yield _fact("experts", model["experts"])
     yield from _machine_facts(machine)
     yield _fact(
-        "host memory", f"needs {needed_bytes / GIB:,.1f} GiB ({needed_bytes / parameters:.1f} bytes a parameter) {budget}"
+        "host memory",
+        f"needs {needed_bytes / GIB:,.1f} GiB{' on each machine' * (machine.machines > 1)} "
+        f"({needed_bytes / parameters:.1f} bytes a parameter) {budget}",
     )
     if others := _other_tools(estimate):
         fits = "fits" if others["fsdp2_fits"] else "doesn't fit"
@@ -59,8 +61,9 @@ def table(estimate: Estimate) -> Iterator[str]:
         yield "as one: the stock Trainer's micro-batches run as one batch (join_micro_batches)"
     if any(row.samples for row in rows):
         yield "by N: each layer computes N sequences at once"
-    if machine.gpus > 1:
-        yield f"tokens/s, host: of all {machine.gpus} GPUs; sequences (per_device_train_batch_size) and the rest: of each"
+    if machine.all_gpus > 1:
+        of_all, each = ("tokens/s, host", "each") if machine.machines == 1 else ("tokens/s", "each GPU; host: of each machine")
+        yield f"{of_all}: of all {machine.all_gpus} GPUs; sequences (per_device_train_batch_size) and the rest: of {each}"
     yield ""
     yield _fact("GPU memory", f"from {estimate.least_gpu_bytes / GIB:.1f} GiB, for one sequence of {estimate.length:,} tokens")
     if limits is not None:
@@ -157,10 +160,11 @@ def _missing_host(estimate: Estimate) -> str:
 
 
 def _other_tools(estimate: Estimate) -> dict[str, Any]:
-    """What other tools for several GPUs take for the model's states; nothing with one GPU."""
-    machine, parameters = estimate.machine, estimate.forecaster.parameters
-    if machine.gpus == 1:
+    """What other tools for several GPUs take for the model's states, on each machine; nothing with one GPU."""
+    machine = estimate.machine
+    if machine.all_gpus == 1:
         return {}
+    parameters = estimate.forecaster.parameters / machine.machines
     return {
         "fsdp2_gpu_gib": _stock_bytes(estimate) / GIB,
         "fsdp2_fits": _stock_bytes(estimate) <= machine.gpu_bytes,
@@ -172,11 +176,12 @@ def _other_tools(estimate: Estimate) -> dict[str, Any]:
 def as_json(estimate: Estimate) -> dict[str, Any]:
     """The estimate as plain data; units are in the names."""
     machine, limits, token_bytes = estimate.machine, estimate.limits, estimate.token_gpu_bytes
-    others = _other_tools(estimate)
     return {
         **estimate.facts,
         "gpu": machine.gpu,
-        **({"gpus": machine.gpus, "exchange_bytes": machine.exchange_bytes, **others} if others else {}),
+        **({"gpus": machine.gpus, "exchange_bytes": machine.exchange_bytes} if machine.gpus > 1 else {}),
+        **({"machines": machine.machines, "network_bytes": machine.network_bytes} if machine.machines > 1 else {}),
+        **_other_tools(estimate),
         "gpu_memory_gib": machine.gpu_total_bytes / GIB,
         "gpu_planned_gib": machine.gpu_bytes / GIB,
         "speeds": dataclasses.asdict(machine.machine),
@@ -217,7 +222,10 @@ def _row_as_json(row: Forecast) -> dict[str, Any]:
         "kept_gib": row.kept_bytes / GIB,
         "offloaded_gib": row.offloaded_bytes / GIB,
         "bound_by": time.bound_by,
-        "busy_seconds": {"compute": time.compute, "h2d": time.h2d, "d2h": time.d2h, "host_step": time.host_step},
+        "busy_seconds": {
+            **{name: getattr(time, name) for name in ("compute", "h2d", "d2h", "host_step")},
+            **({"network": time.network} if time.network else {}),
+        },
     }
 
 
@@ -232,7 +240,7 @@ def ladder_table(estimates: Iterable[Estimate]) -> Iterator[str]:
             yield _fact("host memory", "as much as is needed" if host_bytes is None else f"{host_bytes / GIB:,.1f} GiB")
             yield ""
             titles = [f"{batch:,} x {estimate.length:,}" for batch in estimate.batches]
-            gpus = estimate.machine.gpus
+            gpus = estimate.machine.all_gpus
             yield _ladder_line("model", "parameters", "host, GiB", "stock, GPU GiB" if gpus == 1 else "FSDP2, GPU GiB", titles)
         cells = [f"{_missing_host(estimate)} are missing"]
         if estimate.missing_host_bytes <= 0:
@@ -263,7 +271,7 @@ def _speed_and_memory(row: Forecast) -> str:
 
 def _stock_bytes(estimate: Estimate) -> float:
     """Of each GPU where the stock Trainer, or with several FSDP2, has the states there."""
-    return STOCK_BYTES * estimate.forecaster.parameters / estimate.machine.gpus
+    return STOCK_BYTES * estimate.forecaster.parameters / estimate.machine.all_gpus
 
 
 def _stock(estimate: Estimate) -> str:
@@ -287,7 +295,7 @@ def ladder_plot(estimates: Sequence[Estimate], path: Path) -> None:
         if not fits:
             axes.text(-0.45, line, f"{_missing_host(estimate)} are missing", va="center", fontsize=8, color="#8a8a8a")
         axes.text(len(first.batches) - 0.4, line, _stock(estimate), va="center", fontsize=8)
-    tool = "stock Trainer's states, GiB" if first.machine.gpus == 1 else "FSDP2's states, GiB a GPU"
+    tool = "stock Trainer's states, GiB" if first.machine.all_gpus == 1 else "FSDP2's states, GiB a GPU"
     axes.text(len(first.batches) - 0.4, -0.75, tool, fontsize=8)
     axes.set_yticks(range(len(labels)), labels)
     axes.set_xticks(range(len(first.batches)), [f"{batch:,} x {first.length:,} tokens a step" for batch in first.batches])
