@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 from fresh_process import run_command
 
 STEPS = 3
@@ -48,6 +49,7 @@ def main() -> None:
     debug_launcher(train, (sys.argv[1],), num_processes=2)
 
 
+@pytest.mark.long
 def test_processes_that_a_notebook_forks_train_as_ranks_of_one_training(tmp_path: Path) -> None:
     paths = {"PYTHONPATH": f"{Path(__file__).parents[1]}:{Path(__file__).parents[2]}"}
     output = run_command(sys.executable, __file__, tmp_path, **paths)

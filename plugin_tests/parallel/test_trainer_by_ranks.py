@@ -122,7 +122,8 @@ def test_a_resumed_training_by_two_processes_goes_on_with_the_same_bits(
     assert all(torch.equal(weights[name], weight) for name, weight in other_weights.items())
 
 
-@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("killed", [0, 1])
 def test_a_training_goes_on_from_the_checkpoint_before_the_one_that_a_killed_rank_was_saving(
     killed: int, tmp_path: Path
 ) -> None:
