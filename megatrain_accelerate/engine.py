@@ -455,8 +455,8 @@ class Engine:
         for unit in self.runtime.units:
             if not unit.is_on_device:
                 held.update(unit.bytes_by_kind())
-            elif unit.shared is not None:  # what was filled at adoption stays in the file that all ranks map
-                held.update({kind: size for kind, size in unit.bytes_by_kind().items() if kind in ("weights", "residuals")})
+            elif unit.shared is not None:
+                held.update({kind: size for kind, size in unit.bytes_by_kind().items() if kind in unit.shared.mapped})
         if self.runtime.activations.pool.size_bytes:
             held["activations"] = self.runtime.activations.pool.size_bytes
         return dict(held)

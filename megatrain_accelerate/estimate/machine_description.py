@@ -158,6 +158,12 @@ def describe_machine(options: MachineOptions, config: MegatrainConfig) -> Machin
         ConfigError: there is no GPU here and none is described, a description isn't complete or is of this machine's
             host, a memory is too small or larger than the GPU's, or nothing says how fast several machines' network is.
     """
+    for option, value, count, needs in (
+        ("--peer-link", options.peer_bytes, options.gpus, "--gpus"),
+        ("--network", options.network_bytes, options.machines, "--machines"),
+    ):
+        if value is not None and count == 1:
+            raise ConfigError(f"{option} is between several, and {needs} is 1: raise {needs}, or leave {option} out")
     is_this_one = options.gpu is None and options.dense_flops is None
     found = _this_machine(options, config) if is_this_one else _described(options, config)
     if options.gpus > 1:
@@ -248,11 +254,11 @@ def _this_machine(options: MachineOptions, config: MegatrainConfig) -> MachineDe
 
 
 def known_gpu(name: str) -> KnownGpu | None:
-    """The GPU of a name, in whatever case, with or without spaces, makers and ``GB``; or None."""
+    """The GPU of a name, its maker's or torch's, in whatever case; or None."""
 
     def plain(name: str) -> str:
-        kept = re.sub("NVIDIA|GEFORCE|GB", "", re.sub("[^A-Z0-9]", "", name.upper()))
-        return "A10080" if kept == "A100" else kept
+        kept = re.sub("NVIDIA|GEFORCE|HBM[0-9]E?|SXM[0-9]|GB", "", re.sub("[^A-Z0-9]", "", name.upper()))
+        return {"A100": "A10080", "H10080": "H100", "GH200480": "GH200"}.get(kept, kept)
 
     return next((gpu for gpu in KNOWN_GPUS if plain(gpu.name) == plain(name)), None)
 
@@ -277,7 +283,7 @@ def _described(options: MachineOptions, config: MegatrainConfig) -> MachineDescr
         raise ConfigError(
             f"--gpus is {gpus}, and the memory that {gpu.name} shares with its host is that of one GPU; leave it out"
         )
-    sockets = 1 if gpu.host_dram_bytes == DESKTOP_DRAM else -(-gpus // GPUS_OF_A_SOCKET)
+    sockets = {DESKTOP_DRAM: 1, GRACE_DRAM: gpus}.get(gpu.host_dram_bytes, -(-gpus // GPUS_OF_A_SOCKET))
     dram_bytes = sockets * gpu.host_dram_bytes
     # Copies to all GPUs together are no faster than the memory that they read.
     link_bytes = min(gpu.link_bytes, dram_bytes / (gpus * H2D_SHARE))

@@ -7,6 +7,7 @@ costs the bytes of a reduce-scatter in bf16.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from megatrain_accelerate.transfer.streams import Streams
 from megatrain_accelerate.units import MIB
 
 # The name of torch 2.13, which warns of the older one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 _BUCKET_BYTES = 64 * MIB
 """At most so much of gradients that stay on the device is exchanged at a time."""

@@ -48,7 +48,7 @@ def open_huge_file() -> int | None:
         ours.settimeout(_SECONDS)
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             subprocess.run(
-                [sys.executable, "-I", "-S", "-c", _HELPER, str(theirs.fileno()), tempfile.gettempdir()],
+                [sys.executable or "python3", "-I", "-S", "-c", _HELPER, str(theirs.fileno()), tempfile.gettempdir()],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

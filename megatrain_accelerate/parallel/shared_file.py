@@ -23,6 +23,11 @@ _LENGTH = 1 << 44
 """16 TiB, more than any host has: the file takes memory only where somebody wrote to it."""
 
 
+def _identity(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
+
+
 @contextlib.contextmanager
 def _explained(rank: int) -> Iterator[None]:
     try:
@@ -50,12 +55,12 @@ class SharedFile:
                 huge = open_huge_file()
                 self._descriptor = os.memfd_create("megatrain", os.MFD_CLOEXEC) if huge is None else huge
                 os.ftruncate(self._descriptor, _LENGTH)
-            ranks.broadcast((os.getpid(), self._descriptor, os.fstat(self._descriptor).st_ino))
+            ranks.broadcast((os.getpid(), self._descriptor, _identity(self._descriptor)))
         else:
-            process, descriptor, inode = ranks.broadcast(None)
+            process, descriptor, identity = ranks.broadcast(None)
             with _explained(ranks.rank):
                 self._descriptor = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-                if os.fstat(self._descriptor).st_ino != inode:
+                if _identity(self._descriptor) != identity:
                     raise OSError(f"process {process} is another one here")
         ranks.meet("sharing host memory")  # only then may the first rank close its descriptor
         self._close = weakref.finalize(self, os.close, self._descriptor)

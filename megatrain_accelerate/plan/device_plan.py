@@ -202,7 +202,7 @@ class DevicePlan:
         leaves room for as many at once."""
         open_forwards = self._runtime.open_forwards
         if open_forwards:
-            self._note_rows(inputs)
+            self._note_rows(row_size(inputs))
             if open_forwards >= self._made.forwards_at_once:
                 self._note(forwards_at_once=open_forwards + 1, planned=BatchExtent())
             nothing = frozenset[int]()
@@ -216,36 +216,36 @@ class DevicePlan:
             self._place(self.placement)
             self._is_displaced = False
         if self._runtime.ranks is None:
-            self._plan_alone(model, inputs, BatchExtent.of(inputs))
+            self._plan_alone(model, inputs, BatchExtent.of(inputs), row_size(inputs))
         else:
             self._plan_together(self._runtime.ranks, model, inputs)
         if self.show and self._table is not None:
             say(self._table, file=sys.stderr)
         self._table = None
 
-    def _plan_alone(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent) -> None:
+    def _plan_alone(self, model: nn.Module, inputs: Mapping[str, Any], extent: BatchExtent, *sizes: int) -> None:
         """Takes over the plan of an interrupted training, if there is one; plans if the extent isn't covered."""
         if self._resumed is not None:
             record, self._resumed = PlanRecord.of_data(self._resumed), None
             self._take_over(model, record)
-        self._note_rows(inputs)
+        self._note_rows(*sizes)
         self._plan_for(model, inputs, extent)
 
     def _plan_together(self, ranks: Ranks, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """One plan for all ranks, by the one with the largest batch, within the smallest budget. All decide alike whether to
         plan, from what all told."""
-        told = ranks.gather((BatchExtent.of(inputs), self._made.planned, self._resumed is not None))
-        extents = [extent for extent, _, _ in told]
+        told = ranks.gather((BatchExtent.of(inputs), row_size(inputs), self._made.planned, self._resumed is not None))
+        extents, sizes = [extent for extent, *_ in told], [size for _, size, *_ in told]
         extent = functools.reduce(BatchExtent.union, extents)
-        if all(planned.covers(extent) and not resumes for _, planned, resumes in told):
-            self._note_rows(inputs)
+        self._note_rows(*sizes)  # before anything is compiled
+        if all(planned.covers(extent) and not resumes for *_, planned, resumes in told):
             return
         planner = max(range(ranks.size), key=lambda rank: (extents[rank].elements, extents[rank].length))
         self._measure_together()  # before free memory is asked for: collectives make their buffers when they first run
         self._smallest_budget_bytes = min(ranks.gather(self._budget_bytes()))
         try:
             if ranks.rank == planner:
-                self._plan_alone(model, inputs, extent)
+                self._plan_alone(model, inputs, extent, *sizes)
             elif self.measures and self._resumed is None and not self._made.plans:
                 # It compiles its layers while the planner does. A failure recurs in the forward.
                 with contextlib.suppress(Exception):
@@ -253,14 +253,18 @@ class DevicePlan:
         finally:
             self._smallest_budget_bytes = None
         compiled = self._runtime.compiled
-        own = self._made, self.placement, self.record, compiled.pays, self._compiles_after, self._table
+        own_way = compiled.pays, self._compiles_after
+        own = self._made, self.placement, self.record, *own_way, self._table
         made, placement, self.record, compiled.pays, self._compiles_after, self._table = ranks.broadcast(own, planner)
         if ranks.rank != planner:
+            if own_way != (compiled.pays, self._compiles_after):  # what was measured is of layers that ran in another way
+                self._measured_steps.clear()
+                self._foreseen.clear()
             self._resumed = None
             self._made = made
             take_way_of(self._runtime, made)
             self._place(placement)
-            self._note_rows(inputs)
+            self._note_rows(*sizes)
 
     def _measure_together(self) -> None:
         """Called by all ranks at once, before one of them plans: each measures the machine, and the exchange."""
@@ -309,14 +313,13 @@ class DevicePlan:
     def _note(self, **changes: Any) -> None:
         self._made = dataclasses.replace(self._made, **changes)
 
-    def _note_rows(self, inputs: Mapping[str, Any]) -> None:
-        """Where lengths vary, each graph of a compiled layer is made for any of them."""
-        size = row_size(inputs)
-        rows = self._made.rows.after(size)
+    def _note_rows(self, *sizes: int) -> None:
+        """Where lengths vary, by batch or by rank, each graph of a compiled layer is made for any of them."""
+        rows = functools.reduce(RowSizes.after, sizes, self._made.rows)
         if rows != self._made.rows:
             self._note(rows=rows)
             self.record = self.record and self._made.as_data()
-        self._runtime.compiled.sizes_vary = rows.vary or size != rows.first
+        self._runtime.compiled.sizes_vary = rows.vary or any(size != rows.first for size in sizes)
 
     def _batch_to_plan_for(
         self, model: nn.Module, inputs: Mapping[str, Any], seen: BatchExtent

@@ -104,7 +104,7 @@ class UnitSizes:
     step_bytes: int = STEP_BYTES
     """Memory traffic of its optimizer step, a parameter."""
     staying_bytes: int = 0
-    """What stays on the host when the unit moves: of several ranks weights and residuals, in the file that all map."""
+    """What stays on the host when the unit moves: of several ranks what was written to the file that all map."""
 
     @classmethod
     def of_unit(cls, unit: HostUnit, is_summed: bool, is_shared: bool = False) -> UnitSizes:
@@ -112,6 +112,7 @@ class UnitSizes:
         layout = unit.layout
         residual_bytes = 2 * layout.split_elements
         moment_bytes = unit.moment_bytes // max(1, layout.state_elements)
+        filled_bytes = layout.weight_bytes + residual_bytes  # at adoption
         return cls(
             weight_bytes=layout.weight_bytes,
             gradient_bytes=layout.gradient_bytes,
@@ -122,14 +123,14 @@ class UnitSizes:
             # Moments are read and written, those of 8 bytes a parameter where the traffic is :data:`STEP_BYTES`. The step with
             # 8-bit ones has 14 bytes of it, but the memory isn't what it waits for: it is no faster.
             step_bytes=STEP_BYTES + (2 * (moment_bytes - 8) if moment_bytes >= 4 else 0),
-            staying_bytes=layout.weight_bytes + residual_bytes if is_shared else 0,
+            staying_bytes=max(filled_bytes, unit.shared.mapped_bytes if unit.shared else 0) if is_shared else 0,
         )
 
     @property
     def host_bytes(self) -> int:
         """Host memory of a unit that lives there, less what it doesn't give back."""
         gradient_bytes = 0 if self.gradients_pass else self.gradient_bytes
-        return self.state_bytes + gradient_bytes + self.sum_bytes - self.staying_bytes
+        return max(0, self.state_bytes + gradient_bytes + self.sum_bytes - self.staying_bytes)
 
     def of_part(self, part: ExpertPart) -> UnitSizes:
         """The sizes of a part of experts, of which all have these."""

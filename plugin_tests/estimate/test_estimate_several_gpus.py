@@ -24,6 +24,7 @@ from megatrain_accelerate.estimate.machine_description import (
     MachineOptions,
     describe_machine,
     host_step_parameters,
+    known_gpu,
 )
 from megatrain_accelerate.plan.machine import Machine
 from megatrain_accelerate.plan.placement import Placement
@@ -96,6 +97,28 @@ def test_gpus_share_the_hosts_step_and_its_memory() -> None:
     links = [described(gpus, gpu="RTX5090").machine.h2d_bytes for gpus in (1, 4)]
     assert links == [pytest.approx(H2D_SHARE * 63e9), pytest.approx(DESKTOP_DRAM / 4)], "copies read the host's memory"
     assert described(8).machine.h2d_bytes == described(1).machine.h2d_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA A100-PCIE-40GB", None),
+    ],
+)
+def test_gpus_are_known_by_the_names_that_torch_has_for_them(name: str, known: str | None) -> None:
+    assert getattr(known_gpu(name), "name", None) == known
+
+
+def test_what_several_would_have_is_refused_for_one() -> None:
+    for options in ({"peer_bytes": 1e11}, {"network_bytes": 1e10}):
+        with pytest.raises(ConfigError, match="is between several"):
+            described(1, **options)
 
 
 def test_gradients_are_exchanged_over_nvlink_where_the_gpu_has_it_and_else_over_its_link() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -23,9 +24,12 @@ def huge_bytes() -> int:
 
 def test_shared_memory_has_huge_pages_that_others_map_too_and_leaves_no_mount() -> None:
     mounts, before = Path("/proc/self/mounts").read_text(), huge_bytes()
-    file = open_huge_file()
-    if file is None:
+    mount = ["unshare", "-m" if os.geteuid() == 0 else "-Urm", "mount", "-t", "tmpfs", "none", "/tmp"]
+    if shutil.which("unshare") is None or subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("this system lets nobody mount")
+    file = open_huge_file()
+    assert file is not None
+    assert not os.get_inheritable(file)
     os.ftruncate(file, 1 << 40)
     memory = mmap.mmap(file, SIZE, flags=mmap.MAP_SHARED, offset=2**30)
     memory.madvise(mmap.MADV_HUGEPAGE)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from engine_runs import Training, attach, masters_of
 from plain_torch import tiny_model, token_batches
@@ -24,6 +25,8 @@ from megatrain_accelerate.units import GIB
 MIB = 2**20
 BUDGETS = (300.0, 262.0)
 """MiB, of each rank."""
+SECONDS = 1e-6
+"""That an exchange is said to take."""
 LENGTHS = ((16, 16, 40, 16), (24, 16, 16, 96))
 """Of each rank's batches: the second has the first and the last of the largest, the first one the third."""
 
@@ -44,14 +47,17 @@ def planned(run: Training) -> dict[str, Any]:
         "where": [layer.unit.is_on_device for layer in run.engine.runtime.layers],
         "tile": run.engine.runtime.token_tile,
         "piece": run.engine.runtime.batch_cut.size,
+        "lengths vary": run.engine.runtime.compiled.sizes_vary,
+        "exchange": plan.model_sizes().exchange_bytes,
     }
 
 
 def main() -> None:
     """What each rank does: writes down its plans."""
-    device_plan.seconds_of = lambda *_: 1e-6  # between GPUs; on one CPU it is so slow that nothing would live on the device
+    device_plan.seconds_of = lambda *_: SECONDS  # between GPUs; on one CPU it is so slow that nothing would live on the device
     rank, found = join_ranks(), []
     run = training(rank)
+    sizes = repr(dataclasses.replace(run.engine.device_plan.model_sizes(), exchange_bytes=1e11))
     for length in LENGTHS[rank]:
         run.step(token_batches(1, length=length)[0])
         found.append(planned(run))
@@ -63,10 +69,7 @@ def main() -> None:
     again.engine.device_plan.expect_steps(10, None, record)
     again.step(token_batches(1, length=8 + rank)[0])  # the rank that made the plan has the larger batch
     resumed = planned(again)
-    # Which was learnt before: there was one batch since.
-    resumed["lengths vary"] = again.engine.runtime.compiled.sizes_vary
     again.engine.close()
-    sizes = repr(dataclasses.replace(again.engine.device_plan.model_sizes(), exchange_bytes=1e11))
     exchange = run.engine.device_plan._fixed_bytes_by_kind()["exchange"]
     own = {
         "plans": found,
@@ -87,9 +90,11 @@ def test_ranks_run_by_the_plan_of_the_largest_batch_in_the_smallest_budget(tmp_p
     assert all(0 < plan["predicted"] <= min(BUDGETS) * MIB for plan in plans)
     assert plans[0]["predicted"] < plans[-1]["predicted"], "the longest batch needs more"
     assert plans[0] == plans[1], "a batch that is covered changes nothing"
+    assert plans[0]["lengths vary"], "those of the two ranks do"
+    assert plans[0]["exchange"] == pytest.approx(2 * 64 * MIB / SECONDS), "a bucket goes out in shares and back as means"
     assert any(plans[0]["where"]), "there is room for some layers"
     assert first["record"]
-    assert first["resumed"] == plans[-1] | {"lengths vary": True}
+    assert first["resumed"] == plans[-1]
     with torch.device("meta"):
         model = tiny_model().to(torch.bfloat16).train()
     config, machine = MegatrainConfig(), Machine(1e9, 1e9, 1e9, 1e9, 1e9)
