@@ -82,7 +82,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, PlainRun]]:
     return runs_of(4, tmp_path_factory.mktemp("four"))
 
 
-@pytest.fixture(params=["two", "three", pytest.param("four", marks=pytest.mark.long)])
+@pytest.fixture(params=["two", *(pytest.param(more, marks=pytest.mark.long) for more in ("three", "four"))])
 def runs(request: pytest.FixtureRequest) -> list[dict[str, PlainRun]]:
     found: list[dict[str, PlainRun]] = request.getfixturevalue(request.param)
     return found
