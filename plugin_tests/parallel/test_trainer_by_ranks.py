@@ -20,6 +20,7 @@ compute_environment: LOCAL_MACHINE
 distributed_type: {kind}
 num_processes: {processes}
 num_machines: 1
+main_process_port: 0
 mixed_precision: 'no'
 use_cpu: true
 """
