@@ -253,7 +253,7 @@ class Engine:
             parts = self._planned_bytes([unit.layout for unit in self.runtime.units])
             more = {kind: parts[kind] for kind in ("gradients", "moments")}
             more["residuals"] = parts["residuals"] - sum(unit.residuals.nbytes for unit in self.runtime.units)
-            remedy = settings_that_take_less(self.config, accumulates=self._rank_count > 1)
+            remedy = settings_that_take_less(self.config, keeps_gradients=self._rank_count > 1)
             require_host_bytes(more, self.config.host_memory_gib, remedy=remedy, ranks=self._rank_count)
             self._begin_training()
 
@@ -313,7 +313,8 @@ class Engine:
         parts["residuals"] *= self._holds_masters
         own = anonymous_bytes(p for group in groups for _, p in group if p.device.type == "cpu")
         remedy = BF16_REMEDY if fp32_sums else ""
-        remedy += settings_that_take_less(self.config, accumulates=fp32_sums or self._rank_count > 1) if training else ""
+        keeps_gradients = fp32_sums or self._rank_count > 1
+        remedy += settings_that_take_less(self.config, keeps_gradients=keeps_gradients) if training else ""
         freed = own + self._freed_bytes
         require_host_bytes(parts, self.config.host_memory_gib, freed=freed, remedy=remedy, ranks=self._rank_count)
         self.parameter_count = sum(layout.parameter_count for layout in layouts)
@@ -456,7 +457,7 @@ class Engine:
             if not unit.is_on_device:
                 held.update(unit.bytes_by_kind())
             elif unit.shared is not None:
-                held.update({kind: size for kind, size in unit.bytes_by_kind().items() if kind in unit.shared.mapped})
+                held.update(unit.shared.mapped)
         if self.runtime.activations.pool.size_bytes:
             held["activations"] = self.runtime.activations.pool.size_bytes
         return dict(held)

@@ -139,7 +139,7 @@ class Forecaster:
         """The settings that change numbers the least of those with which the states fit the host memory, and what they take;
         None if there are none."""
         keeps_gradients = self.micro_batches > 1 or self.engine.ranks > 1
-        for changes in leaner_settings(self.config, accumulates=keeps_gradients):
+        for changes in leaner_settings(self.config, keeps_gradients=keeps_gradients):
             needed = self.engine.store_bytes(self.plan.adds_on_host, **changes) + self._overhead_bytes
             if needed <= self.host_bytes:
                 return changes, needed

@@ -176,8 +176,7 @@ class DevicePlan:
 
     @functools.cached_property
     def _ranks(self) -> int:
-        ranks = self._runtime.ranks
-        return 1 if ranks is None else ranks.size
+        return self._runtime.sums.ranks
 
     def make_room(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Before a forward without gradients: what lives on the device leaves it until the next training forward if this one

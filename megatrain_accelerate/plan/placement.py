@@ -123,7 +123,7 @@ class UnitSizes:
             # Moments are read and written, those of 8 bytes a parameter where the traffic is :data:`STEP_BYTES`. The step with
             # 8-bit ones has 14 bytes of it, but the memory isn't what it waits for: it is no faster.
             step_bytes=STEP_BYTES + (2 * (moment_bytes - 8) if moment_bytes >= 4 else 0),
-            staying_bytes=max(filled_bytes, unit.shared.mapped_bytes if unit.shared else 0) if is_shared else 0,
+            staying_bytes=max(filled_bytes, sum(unit.shared.mapped.values()) if unit.shared else 0) if is_shared else 0,
         )
 
     @property

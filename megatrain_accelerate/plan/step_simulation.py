@@ -146,8 +146,13 @@ class StepTime:
     @property
     def bound_by(self) -> str:
         """The resource that is at work longest."""
-        busy = {"compute": self.compute, "H2D": self.h2d, "D2H": self.d2h, "host step": self.host_step}
-        busy["network"] = self.network
+        busy = {
+            "compute": self.compute,
+            "H2D": self.h2d,
+            "D2H": self.d2h,
+            "host step": self.host_step,
+            "network": self.network,
+        }
         return max(busy, key=busy.__getitem__)
 
 

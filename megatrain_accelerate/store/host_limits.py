@@ -113,10 +113,10 @@ def anonymous_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors if not files.holds(tensor))
 
 
-def leaner_settings(config: MegatrainConfig, *, accumulates: bool) -> list[dict[str, Any]]:
+def leaner_settings(config: MegatrainConfig, *, keeps_gradients: bool) -> list[dict[str, Any]]:
     """Sets of changed settings that take less host memory. The first is empty; those that change numbers least come first.
 
-    ``accumulates``: whether several backwards come before a step, which gradients that pass don't allow.
+    ``keeps_gradients``: whether they may not pass, since several backwards come before a step, or several processes train.
     """
     dtypes, found = list(_MOMENT_BYTES), []
     for moments in dtypes[dtypes.index(config.moments_dtype) :]:
@@ -124,14 +124,14 @@ def leaner_settings(config: MegatrainConfig, *, accumulates: bool) -> list[dict[
             wanted: dict[str, Any] = {"host_gradients": gradients, "moments_dtype": moments}
             changes = {name: value for name, value in wanted.items() if value != getattr(config, name)}
             with contextlib.suppress(ConfigError):  # the settings exclude each other
-                if not (dataclasses.replace(config, **changes).passes_gradients and accumulates):
+                if not (dataclasses.replace(config, **changes).passes_gradients and keeps_gradients):
                     found.append(changes)
     return found
 
 
-def settings_that_take_less(config: MegatrainConfig, *, accumulates: bool) -> str:
+def settings_that_take_less(config: MegatrainConfig, *, keeps_gradients: bool) -> str:
     """For :func:`require_host_bytes`: a sentence of those among the :func:`leaner_settings` that change one setting."""
-    single = [changes for changes in leaner_settings(config, accumulates=accumulates) if len(changes) == 1]
+    single = [changes for changes in leaner_settings(config, keeps_gradients=keeps_gradients) if len(changes) == 1]
     found = []
     if {"host_gradients": "passing"} in single:
         found.append("host_gradients: passing (2 bytes a parameter less; needs max_grad_norm=0)")

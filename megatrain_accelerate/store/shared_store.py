@@ -41,8 +41,8 @@ class SharedUnit:
         self.share = layout.share_of(self.ranks.rank, self.ranks.size)
         self._store, self._index = store, index
         self._places = {kind: (store.file.reserve(size), size) for kind, size in sizes.items()}
-        self.mapped: set[str] = set()
-        """Kinds of memory that were on the host at any time: what was written there stays, wherever the unit moves."""
+        self.mapped: dict[str, int] = {}
+        """Bytes of the kinds of memory that were on the host at any time: they stay there, wherever the unit moves."""
         self._steps = 0
 
     def refuse_written(self, name: str) -> None:
@@ -55,13 +55,9 @@ class SharedUnit:
 
     def map(self, kind: str) -> mmap.mmap:
         """The mapping of one kind of its memory."""
-        self.mapped.add(kind)
-        return self._store.file.map(*self._places[kind])
-
-    @property
-    def mapped_bytes(self) -> int:
-        """What they take."""
-        return sum(self._places[kind][1] for kind in self.mapped)
+        offset, size = self._places[kind]
+        self.mapped[kind] = size
+        return self._store.file.map(offset, size)
 
     def note_applied(self) -> None:
         """Called by the step worker when this rank's share has been stepped."""

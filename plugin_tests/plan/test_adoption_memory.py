@@ -317,7 +317,7 @@ def test_a_run_that_just_fits_is_accepted_and_one_byte_more_is_refused(monkeypat
 def test_a_refusal_names_the_settings_that_would_take_less(
     settings: dict[str, object], accumulates: bool, named: list[str]
 ) -> None:
-    said = settings_that_take_less(MegatrainConfig.from_mapping(nested(settings)), accumulates=accumulates)
+    said = settings_that_take_less(MegatrainConfig.from_mapping(nested(settings)), keeps_gradients=accumulates)
     texts = ("host_gradients: passing", "moments_dtype: bf16", "moments_dtype: int8")
     assert [text for text in texts if text in said] == named
     assert bool(said) == bool(named)
