@@ -35,7 +35,7 @@ from megatrain_accelerate.layers.runtime import StreamingRuntime
 from megatrain_accelerate.layers.token_tiles import TokenTiles
 from megatrain_accelerate.loss.lazy_logits import TiledHead, find_head
 from megatrain_accelerate.optim.host_step import ENGINE_CLOSED, HostStep
-from megatrain_accelerate.parallel.this_run import ranks_of_run
+from megatrain_accelerate.parallel.lifeline import ranks_of_run
 from megatrain_accelerate.plan.adoption import Adoption, compute_dtypes
 from megatrain_accelerate.plan.device_plan import DevicePlan
 from megatrain_accelerate.plan.evaluation_weights import is_next_token

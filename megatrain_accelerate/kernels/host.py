@@ -5,21 +5,18 @@ pattern exactly. ``csrc/split_master.h`` defines it, and says where its half tha
 ``master.to(torch.bfloat16)``.
 
 **What is bit-equal to torch.** Weights, ``exp_avg`` and ``exp_avg_sq`` equal those of ``torch.optim.AdamW`` and
-``torch.optim.Adam`` with ``foreach=False, fused=False`` on fp32 CPU tensors, for any number of steps and any length, up
-to one operation: the square root. Measured with torch 2.13 on x86-64, whose AVX2 and AVX-512 kernels agree with each
-other bit for bit, with no difference between the vectorised body and the tail:
+``torch.optim.Adam`` with ``foreach=False, fused=False`` on fp32 CPU tensors, up to one operation: the square root.
+Measured with torch 2.13 on x86-64, whose AVX2 and AVX-512 kernels agree bit for bit, in vectors and tails:
 
 - ``lerp_``, ``addcmul_`` and ``add(alpha=)`` use one fused multiply-add each, ``addcdiv_`` and ``div`` none; division
   by a scalar is a true division; scalars are computed in double and rounded to float once;
-- ``sqrt`` goes to MKL, which returns a neighbour of the nearest float (1 ulp off) for some arguments; how many (1 to
-  20% were seen) depends on the processor. Here it is the correctly rounded one of IEEE 754, as in torch's own
-  ``fused=True`` kernel. With ``Tensor.sqrt`` replaced by an IEEE square root all three are equal. Without that the
-  moments are equal under AdamW (they don't depend on the weight; under Adam's L2 penalty they do), and the weights
-  whose square roots were off differ by about an ulp.
+- ``sqrt`` goes to MKL, which is 1 ulp off for some arguments (1 to 20% were seen, by the processor). Here it is the
+  correctly rounded one of IEEE 754, as in torch's own ``fused=True`` kernel; with ``Tensor.sqrt`` replaced by such a
+  one all three are equal. Without that the moments are equal under AdamW (under Adam's L2 penalty they depend on the
+  weight), and the weights whose square roots were off differ by about an ulp.
 
-With ``ATEN_CPU_CAPABILITY=default`` (no FMA) torch differs from its own AVX2 results, and so from these.
-
-Results don't depend on the number of threads, on chunk boundaries or on the instruction set.
+With ``ATEN_CPU_CAPABILITY=default`` (no FMA) torch differs from its own AVX2 results, and so from these. Results
+don't depend on the number of threads, on chunk boundaries or on the instruction set.
 """
 
 from __future__ import annotations
@@ -155,12 +152,13 @@ class HostKernels:
             raise KernelError(
                 f"this machine can't run {instruction_set!r} kernels; the best it has is {INSTRUCTION_SETS[best]!r}"
             )
-        self._handle: int | None = self._library.megatrain_create(self.threads, chosen)
-        if self._handle is None:
+        handle = self._library.megatrain_create(self.threads, chosen)
+        if handle is None:
             raise KernelError(
                 f"could not start {self.threads} threads for the host kernels; lower megatrain_config.host_threads "
                 "or raise the limit of threads (`ulimit -u`, the container's pids limit)"
             )
+        self._handle: ctypes.c_void_p | None = ctypes.c_void_p(handle)
         self._finalizer = weakref.finalize(self, self._library.megatrain_destroy, self._handle)
 
     def close(self) -> None:
@@ -191,10 +189,10 @@ class HostKernels:
         dtype = torch.float32 if residual is None else torch.bfloat16
         exp_avg, exp_avg_sq = moments.exp_avg, moments.exp_avg_sq
         moment_dtypes = (torch.bfloat16 if exp_avg.dtype == torch.bfloat16 else torch.float32), exp_avg.dtype
-        scales: list[int | None] = [None, None]
+        scales = [ctypes.c_void_p(), ctypes.c_void_p()]
         if isinstance(moments, Int8Moments):
             moment_dtypes = torch.int8, torch.uint8
-            scales = [moments.exp_avg_scale.data_ptr(), moments.exp_avg_sq_scale.data_ptr()]
+            scales = [ctypes.c_void_p(scale.data_ptr()) for scale in (moments.exp_avg_scale, moments.exp_avg_sq_scale)]
             if first_element % BLOCK_ELEMENTS:
                 raise KernelError(
                     f"first_element is {first_element}; runs of 8-bit moments begin at multiples of {BLOCK_ELEMENTS}"
@@ -210,7 +208,7 @@ class HostKernels:
             *scales,
             8 * exp_avg.itemsize,
             arguments.constants,
-            first_element & 0xFFFFFFFF,
+            first_element,
             arguments.rounding_seed,
             weight=(weight, dtype),
             residual=(residual, torch.int16),
@@ -261,11 +259,11 @@ class HostKernels:
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Copies (N) ``src`` to (N) ``dst``, of one dtype, on all threads."""
-        self._call("fill", dst.element_size(), dst=(dst, dst.dtype), src=(src, dst.dtype))
+        self._call("fill", ctypes.c_int64(dst.element_size()), dst=(dst, dst.dtype), src=(src, dst.dtype))
 
     def zero(self, tensor: torch.Tensor) -> None:
         """Fills a tensor of any dtype with zero bytes, on all threads: also the way to touch new memory first."""
-        self._call("fill", tensor.element_size(), tensor=(tensor, tensor.dtype), source=(None, tensor.dtype))
+        self._call("fill", ctypes.c_int64(tensor.element_size()), tensor=(tensor, tensor.dtype), source=(None, tensor.dtype))
 
     def stream_probe(
         self, hi: torch.Tensor, residual: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor
@@ -281,9 +279,12 @@ class HostKernels:
         )
 
     def _call(self, function: str, *others: Any, **tensors: tuple[torch.Tensor | None, torch.dtype]) -> Any:
-        """Hands over the tensors, null for what there isn't, their common length and the other arguments."""
-        count = self._check(**tensors)
-        pointers = (None if tensor is None else tensor.data_ptr() for tensor, _ in tensors.values())
+        """Hands over the tensors, null for what there isn't, their common length and the other arguments.
+
+        Integers among these become C's of 32 bits.
+        """
+        count = ctypes.c_int64(self._check(**tensors))
+        pointers = (ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor, _ in tensors.values())
         return getattr(self._library, f"megatrain_{function}")(self._handle, *pointers, count, *others)
 
     def _check(self, **tensors: tuple[torch.Tensor | None, torch.dtype]) -> int:
@@ -316,13 +317,8 @@ def memory_fence() -> None:
     _library().megatrain_fence()
 
 
-@functools.cache
-def _library() -> Any:
-    return _load_library()
-
-
 def _load_library() -> Any:
-    """Opens the library and declares its functions; the loader keeps one copy a process.
+    """Opens the library; the loader keeps one copy a process.
 
     Raises ``KernelError`` where the file is missing, can't be loaded, or is of another version than this file.
     """
@@ -330,7 +326,6 @@ def _load_library() -> Any:
         raise KernelError(f"the compiled host kernels are missing: no file {LIBRARY_PATH}. Remedy: {_REBUILD}")
     try:
         library = ctypes.CDLL(str(LIBRARY_PATH))
-        library.megatrain_interface_version.restype = ctypes.c_int
         version = library.megatrain_interface_version()
     except (OSError, AttributeError) as error:
         raise KernelError(f"the compiled host kernels can't be loaded: {error}. Remedy: {_REBUILD}") from error
@@ -339,23 +334,9 @@ def _load_library() -> Any:
             f"the compiled host kernels have interface version {version}, this package needs {_INTERFACE_VERSION}: "
             f"they are from another build. Remedy: {_REBUILD}"
         )
-    pointer, count, number, bits = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint32
-    arguments: dict[str, list[Any]] = {
-        "best_instruction_set": [],
-        "fence": [],
-        "create": [number, number],
-        "destroy": [pointer],
-        # The kernels, tensors, their length and other arguments.
-        "adamw": [pointer, *[pointer] * 6, count, pointer, pointer, number, AdamConstants, bits, bits],
-        "stream_probe": [pointer, *[pointer] * 5, count],
-        "accumulate": [pointer, *[pointer] * 3, count, number, number],
-        "square_sum": [pointer, *[pointer] * 2, count, number],
-        "split": [pointer, *[pointer] * 3, count],
-        "join": [pointer, *[pointer] * 3, count],
-        "fill": [pointer, *[pointer] * 2, count, count],
-    }
-    results = {"best_instruction_set": number, "create": pointer, "square_sum": ctypes.c_double}
-    for name, types in arguments.items():
-        function = getattr(library, f"megatrain_{name}")
-        function.argtypes, function.restype = types, results.get(name)
+    library.megatrain_create.restype = ctypes.c_void_p
+    library.megatrain_square_sum.restype = ctypes.c_double
     return library
+
+
+_library = functools.cache(_load_library)

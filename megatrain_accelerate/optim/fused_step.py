@@ -34,9 +34,8 @@ from megatrain_accelerate.store.segments import (
     segments_of_share,
     step_on_device,
 )
-from megatrain_accelerate.store.shared_store import StepOfAll
 from megatrain_accelerate.store.unit import HostUnit
-from megatrain_accelerate.transfer.meter import Cause
+from megatrain_accelerate.transfer.meter import Cause, UpdateGate
 from megatrain_accelerate.transfer.parts import Streamed
 
 UNFUSED_OPTIONS = ("amsgrad", "differentiable")
@@ -273,13 +272,14 @@ class FusedStep(HostStep):
 
     def _submit(
         self,
+        gate: UpdateGate,
         unit: HostUnit,
         group: ResidentGroup | None,
         steps: list[Step],
         before: Callable[[], bool] | None = None,
         experts: ExpertRange | None = None,
-    ) -> Any:
-        """Hands a unit's step to the worker, or that of some of its experts; returns the ticket."""
+    ) -> None:
+        """Hands a unit's step to the worker, or that of some of its experts; the gate is closed until it is over."""
         segments, parameters = plan_segments(steps), sum(state.parameter.numel() for state, _ in steps)
         if experts is not None:
             segments = segments_of_experts(segments, unit, experts)
@@ -310,7 +310,7 @@ class FusedStep(HostStep):
         unit.version += 1
         of_all = None if shared is None else shared.next_step(unit.name)
         own = self.runtime.worker.submit(f"step ({unit.name})", work)
-        return own if of_all is None else StepOfAll(own, of_all)
+        gate.close_until(own, *([] if of_all is None else [of_all]))
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> None:
@@ -352,7 +352,7 @@ class FusedStep(HostStep):
         def submit(units: Sequence[UnitInOrder]) -> None:
             for unit, resident, pieces in units:
                 for gate, experts in pieces:
-                    gate.close_until(self._submit(unit, resident, steps_of(unit), experts=experts))
+                    self._submit(gate, unit, resident, steps_of(unit), experts=experts)
 
         on_host = [found for found in runtime.in_forward_order() if not found[0].is_on_device and steps_of(found[0])]
         # The worker has something to do while the launches for the device are prepared, which wait for nothing else.
@@ -452,6 +452,6 @@ class FusedStep(HostStep):
             return finite
 
         if steps:
-            layer.gate.close_until(self._submit(layer.unit, None, steps, before=gradients_are_finite))
+            self._submit(layer.gate, layer.unit, None, steps, before=gradients_are_finite)
             self._stepped_in_backward |= {id(state.parameter): arguments for state, arguments in steps}
         return bool(steps)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import os
 import select
 import sys
@@ -15,6 +16,8 @@ import threading
 import time
 from multiprocessing.util import Finalize
 from types import TracebackType
+
+import torch.distributed as dist
 
 from megatrain_accelerate.parallel.ranks import Ranks
 from megatrain_accelerate.parallel.shared_file import SharedFile
@@ -37,9 +40,7 @@ class Lifeline:
 
     def __init__(self, ranks: Ranks) -> None:
         self._rank = ranks.rank
-        file = SharedFile(ranks)
-        self._notices = file.rows(_Notice)
-        file.close()
+        self._notices = SharedFile(ranks).rows(_Notice)
         self._processes = ranks.gather(os.getpid())
         others = [rank for rank in range(ranks.size) if rank != ranks.rank]
         self._watched = {os.pidfd_open(self._processes[rank]): rank for rank in others}
@@ -88,3 +89,18 @@ class Lifeline:
         print(f"megatrain: {cause}. Rank {self._rank} ends, too; resume from the last checkpoint", file=sys.stderr, flush=True)
         self._tell(cause)  # for those who learn of this rank's end first
         os._exit(1)
+
+
+def ranks_of_run() -> Ranks | None:
+    """Those of this training, or None with one process. The first call is one that all ranks make together."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    return _made(dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=1)
+def _made(world: dist.ProcessGroup) -> Ranks:
+    """``world``: the group of all, which a script may end and make anew."""
+    ranks = Ranks()
+    Lifeline(ranks)  # its thread keeps it alive
+    return ranks

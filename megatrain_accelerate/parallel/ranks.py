@@ -7,8 +7,6 @@ Everything that must happen in the same order on all ranks goes through here or 
 from __future__ import annotations
 
 import datetime
-import time
-from collections.abc import Callable, MutableSequence, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megatrain_accelerate.errors import RankError, UnsupportedError
-from megatrain_accelerate.kernels.host import memory_fence
 
 MEETING_SECONDS = 1800.0
 """How long a rank waits for another that is alive, which may be saving: ``ddp_timeout`` of the Trainer's arguments."""
-_POLL_SECONDS = 50e-6
-_POLLS_WITHOUT_SLEEP = 200
 
 
 class Ranks:
@@ -71,44 +66,3 @@ class Ranks:
                 + ", ".join(f"rank {rank} is at {place!r}" for rank, place in enumerate(places))
                 + "; every process must run the same script on the same model"
             )
-
-
-class StepCounters:
-    """How many steps of each unit each rank has applied to its share, in memory that all ranks map.
-
-    ``rows`` has one of 64-bit integers for each rank. Writer of a rank's row: its step worker. Readers: everybody. A counter
-    is written after the weights that it tells of, and fences keep others from seeing that the other way round.
-    """
-
-    def __init__(self, rows: Sequence[MutableSequence[int]], ranks: Ranks) -> None:
-        self._rows, self._own = rows, rows[ranks.rank]
-
-    def count(self, unit: int) -> None:
-        """This rank has applied one more step to its share of the unit."""
-        memory_fence()
-        self._own[unit] += 1
-
-    def have_reached(self, unit: int, steps: int) -> bool:
-        """Whether all ranks have applied so many steps to the unit."""
-        reached = all(row[unit] >= steps for row in self._rows)
-        memory_fence()
-        return reached
-
-    def wait(self, unit: int, steps: int, name: str) -> None:
-        """Blocks until :meth:`have_reached`. A ``RankError`` names the rank that didn't come."""
-        wait_until(lambda: self.have_reached(unit, steps), lambda: self._missing(unit, steps, name))
-
-    def _missing(self, unit: int, steps: int, name: str) -> str:
-        late = [rank for rank, row in enumerate(self._rows) if row[unit] < steps]
-        return f"ranks {late} haven't applied step {steps} of {name}"
-
-
-def wait_until(is_so: Callable[[], bool], missing: Callable[[], str]) -> None:
-    """Blocks until ``is_so()``; a ``RankError`` that says what is ``missing`` after :data:`MEETING_SECONDS`."""
-    end, polls = time.monotonic() + MEETING_SECONDS, 0
-    while not is_so():
-        polls += 1
-        if polls > _POLLS_WITHOUT_SLEEP:
-            time.sleep(_POLL_SECONDS)
-            if time.monotonic() > end:
-                raise RankError(f"{missing()} after {MEETING_SECONDS:.0f} s; every process must take every step")

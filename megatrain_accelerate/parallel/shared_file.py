@@ -63,7 +63,7 @@ class SharedFile:
                 if _identity(self._descriptor) != identity:
                     raise OSError(f"process {process} is another one here")
         ranks.meet("sharing host memory")  # only then may the first rank close its descriptor
-        self._close = weakref.finalize(self, os.close, self._descriptor)
+        weakref.finalize(self, os.close, self._descriptor)  # mappings stay as long as anybody holds them
 
     def reserve(self, size_bytes: int) -> int:
         """The offset of a new range of ``size_bytes``, at the beginning of a page (of 4 KiB)."""
@@ -81,7 +81,3 @@ class SharedFile:
         """A mapping, of whole pages, that all ranks write to and read from. It is zero where nobody wrote."""
         whole_pages = round_up(max(size_bytes, 1), mmap.PAGESIZE)
         return mmap.mmap(self._descriptor, whole_pages, flags=mmap.MAP_SHARED, offset=offset)
-
-    def close(self) -> None:
-        """Closes the descriptor; mappings stay as long as anybody holds them."""
-        self._close()

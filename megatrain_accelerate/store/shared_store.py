@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 
-from megatrain_accelerate.errors import UnsupportedError
+from megatrain_accelerate.errors import RankError, UnsupportedError
+from megatrain_accelerate.kernels.host import memory_fence
 from megatrain_accelerate.parallel.order_check import OrderCheck
-from megatrain_accelerate.parallel.ranks import Ranks, StepCounters
+from megatrain_accelerate.parallel.ranks import MEETING_SECONDS, Ranks
 from megatrain_accelerate.parallel.shared_file import SharedFile
 from megatrain_accelerate.store.layout import FlatLayout
-from megatrain_accelerate.store.step_worker import Ticket
+
+_POLL_SECONDS = 50e-6
+_POLLS_WITHOUT_SLEEP = 200
 
 
 class SharedStore:
@@ -20,7 +24,8 @@ class SharedStore:
     def __init__(self, ranks: Ranks, units: int) -> None:
         self.ranks = ranks
         self.file = SharedFile(ranks)
-        self.counters = StepCounters(self.file.rows(ctypes.c_int64 * units), ranks)
+        self.steps = self.file.rows(ctypes.c_int64 * units)
+        """How many steps of each unit each rank has applied to its share: a row for each rank, written by its step worker."""
         self.order = OrderCheck(self.file, ranks)
         self._units = 0
         self.is_loading = False
@@ -61,43 +66,38 @@ class SharedUnit:
 
     def note_applied(self) -> None:
         """Called by the step worker when this rank's share has been stepped."""
-        self._store.counters.count(self._index)
+        memory_fence()  # others see the weights before the number that tells of them
+        self._store.steps[self.ranks.rank][self._index] += 1
 
-    def next_step(self, name: str) -> SharesOfAll:
+    def next_step(self, name: str) -> StepOfAll:
         """The step of the unit that is about to be taken; called once for each, on every rank."""
         self._steps += 1
-        return SharesOfAll(self._store.counters, self._index, self._steps, name)
+        return StepOfAll(self._store.steps, self._index, self._steps, name)
 
 
-class SharesOfAll:
-    """A step of a unit, of which every rank applies its share."""
+class StepOfAll:
+    """A step of a unit, of which every rank applies its share. ``rows``: :attr:`SharedStore.steps`."""
 
-    def __init__(self, counters: StepCounters, unit: int, steps: int, name: str) -> None:
-        self._counters, self._unit, self._steps, self._name = counters, unit, steps, name
-
-    @property
-    def are_applied(self) -> bool:
-        """Whether all ranks have applied theirs."""
-        return self._counters.have_reached(self._unit, self._steps)
-
-    def wait(self) -> None:
-        """Blocks until all ranks have applied theirs. A ``RankError`` where one doesn't."""
-        self._counters.wait(self._unit, self._steps, self._name)
-
-
-class StepOfAll(Ticket):
-    """What the readers of a unit wait for: the step of this rank's share (``own``), then the others'."""
-
-    def __init__(self, own: Ticket, of_all: SharesOfAll) -> None:
-        super().__init__(own.name)
-        self._own, self._of_all = own, of_all
+    def __init__(self, rows: Sequence[Sequence[int]], unit: int, steps: int, name: str) -> None:
+        self._rows, self._unit, self._steps, self._name = rows, unit, steps, name
 
     @property
     def is_done(self) -> bool:
-        return self._own.is_done and self._of_all.are_applied
+        """Whether all ranks have applied theirs."""
+        done = all(row[self._unit] >= self._steps for row in self._rows)
+        memory_fence()  # what is read from now on isn't older
+        return done
 
     def wait(self) -> None:
-        """Blocks until the step is over. Raises ``StepWorkerError`` where that of this rank's share failed, ``RankError``
-        where another rank doesn't step its own."""
-        self._own.wait()
-        self._of_all.wait()
+        """Blocks until all ranks have applied theirs. A ``RankError`` names those that didn't in :data:`MEETING_SECONDS`."""
+        end, polls = time.monotonic() + MEETING_SECONDS, 0
+        while not self.is_done:
+            polls += 1
+            if polls > _POLLS_WITHOUT_SLEEP:
+                time.sleep(_POLL_SECONDS)
+                if time.monotonic() > end:
+                    late = [rank for rank, row in enumerate(self._rows) if row[self._unit] < self._steps]
+                    raise RankError(
+                        f"ranks {late} haven't applied step {self._steps} of {self._name} after {MEETING_SECONDS:.0f} s; "
+                        "every process must take every step"
+                    )

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from megatrain_accelerate.store.shared_store import StepOfAll
 from megatrain_accelerate.store.step_worker import Ticket
 from megatrain_accelerate.transfer.streams import Streams
 
@@ -86,25 +87,24 @@ class UpdateGate:
     """What readers of a memory wait for while the step worker uses it. That of a unit in ``parts`` is open if theirs are."""
 
     def __init__(self, parts: Sequence[UpdateGate] = ()) -> None:
-        self._ticket: Ticket | None = None
+        self._steps: Sequence[Ticket | StepOfAll] = ()
         self._parts = parts
 
-    def close_until(self, ticket: Ticket) -> None:
-        self._ticket = ticket
+    def close_until(self, *steps: Ticket | StepOfAll) -> None:
+        self._steps = steps
         for part in self._parts:
-            part.close_until(ticket)
+            part.close_until(*steps)
 
     @property
     def is_open(self) -> bool:
-        if self._ticket is not None and not self._ticket.is_done:
-            return False
-        return not self._parts or all(part.is_open for part in self._parts)
+        return all(step.is_done for step in self._steps) and all(part.is_open for part in self._parts)
 
     def wait(self) -> None:
-        """Blocks until the memory is valid; raises if the worker failed."""
-        if self._ticket is not None:
-            self._ticket.wait()
-            self._ticket = None
+        """Blocks until the memory is valid. Raises ``StepWorkerError`` where this rank's step failed, ``RankError`` where
+        another rank doesn't take its own."""
+        for step in self._steps:
+            step.wait()
+        self._steps = ()
         for part in self._parts:
             part.wait()
 

@@ -12,8 +12,8 @@
 //   denominator = sqrt(v) / correction2_sqrt + eps
 //   weight = weight + (-step_size * m) / denominator    param.addcdiv_(exp_avg, denominator, value=-step_size)
 //
-// Each constant is computed in double by Python and rounded to float once, as torch does. The square root here is the
-// correctly rounded one of IEEE 754; see the docstring of kernel.py on MKL's.
+// Each constant is computed in double by Python and rounded to float once, as torch does. The square root is the correctly
+// rounded one of IEEE 754; see the docstring of host.py on MKL's.
 //
 // Moments are kept in fp32, in bf16, or as 8-bit codes (adamw_int8_moments.h); the arithmetic is fp32.
 //
@@ -32,7 +32,7 @@
 
 namespace megatrain {
 
-// The constants of one step, handed over by value. kernel.py has the same fields in the same order.
+// The constants of one step, handed over by value. host.py has the same fields in the same order.
 struct AdamConstants {
   float gradient_factor;   // clip factor, negative when maximizing
   float decay;             // 1 - lr * weight_decay, or 1
@@ -83,45 +83,29 @@ MEGATRAIN_INLINE uint32_t rounding_bits(uint32_t element, uint32_t seed) {
 constexpr int64_t kPrefetchedElements = 256;
 constexpr int64_t kPrefetchDistance = 2048;
 
+// In fp32 (float), or in bf16 (uint16_t).
 template <class Element>
-MEGATRAIN_INLINE void prefetch_elements(const Element* array, int64_t first) {
-  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
-  for (int64_t i = first; i < first + kPrefetchedElements; i += kLine) {
-    __builtin_prefetch(array + i, 1);
-  }
-}
-
 struct FloatMoments {
-  float* m;
-  float* v;
+  Element* m;
+  Element* v;
 
   MEGATRAIN_INLINE void prefetch(int64_t first) const {
-    prefetch_elements(m, first);
-    prefetch_elements(v, first);
+    constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
+    for (int64_t i = first; i < first + kPrefetchedElements; i += kLine) {
+      __builtin_prefetch(m + i, 1);
+      __builtin_prefetch(v + i, 1);
+    }
   }
-  MEGATRAIN_INLINE float load_m(int64_t i) const { return m[i]; }
-  MEGATRAIN_INLINE float load_v(int64_t i) const { return v[i]; }
-  MEGATRAIN_INLINE void store(int64_t i, float new_m, float new_v, Rounding) const {
-    m[i] = new_m;
-    v[i] = new_v;
-  }
-};
-
-struct Bf16Moments {
-  uint16_t* m;
-  uint16_t* v;
-
-  MEGATRAIN_INLINE void prefetch(int64_t first) const {
-    prefetch_elements(m, first);
-    prefetch_elements(v, first);
-  }
-  MEGATRAIN_INLINE float load_m(int64_t i) const { return bf16_to_float(m[i]); }
-  MEGATRAIN_INLINE float load_v(int64_t i) const { return bf16_to_float(v[i]); }
   // A number that bf16 holds, zero and infinity among them, stays as it is.
   MEGATRAIN_INLINE void store(int64_t i, float new_m, float new_v, Rounding rounding) const {
-    const uint32_t random = rounding_bits(rounding.first_element + static_cast<uint32_t>(i), rounding.seed);
-    m[i] = static_cast<uint16_t>((bits_of(new_m) + (random & 0xffffu)) >> 16);
-    v[i] = static_cast<uint16_t>((bits_of(new_v) + (random >> 16)) >> 16);
+    if constexpr (sizeof(Element) == sizeof(float)) {
+      m[i] = new_m;
+      v[i] = new_v;
+    } else {
+      const uint32_t random = rounding_bits(rounding.first_element + static_cast<uint32_t>(i), rounding.seed);
+      m[i] = static_cast<Element>((bits_of(new_m) + (random & 0xffffu)) >> 16);
+      v[i] = static_cast<Element>((bits_of(new_v) + (random >> 16)) >> 16);
+    }
   }
 };
 
@@ -144,12 +128,11 @@ struct AdamJob {
       }
       MEGATRAIN_NO_OVERLAP
       for (int64_t i = first; i < last; ++i) {
-        float m = moments.load_m(i);
-        float v = moments.load_v(i);
-        const float weight = weights.load(i);
-        const float new_weight = adam_element<kL2>(c, weight, gradients.load(i), m, v);
+        float m = to_float(moments.m[i]);
+        float v = to_float(moments.v[i]);
+        const float weight = adam_element<kL2>(c, weights.load(i), gradients.load(i), m, v);
         moments.store(i, m, v, rounding);
-        weights.store(i, new_weight);
+        weights.store(i, weight);
       }
     }
   }

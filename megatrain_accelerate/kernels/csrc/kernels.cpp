@@ -1,10 +1,11 @@
-// The C interface of the host kernels, called by kernel.py through ctypes. Pointers are to contiguous host memory that
-// doesn't overlap, counts are elements; kernel.py has checked both.
+// The C interface of the host kernels, called by host.py through ctypes. Pointers are to contiguous host memory that
+// doesn't overlap, counts are elements; host.py has checked both.
 #include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <exception>
 #include <numeric>
+#include <type_traits>
 #include <vector>
 
 #include "adamw_int8_moments.h"
@@ -68,16 +69,6 @@ double square_sum(Kernels* kernels, Values values, int64_t count) {
   return std::accumulate(partial_sums.begin(), partial_sums.end(), 0.0);
 }
 
-template <class Weights, class Gradients, class Moments>
-void adamw(Kernels* kernels, Weights weights, Gradients gradients, Moments moments, int64_t count,
-           const AdamConstants& constants, Rounding rounding) {
-  if (constants.l2 != 0.0f) {
-    kernels->run(AdamJob<Weights, Gradients, Moments, true>{weights, gradients, moments, constants, rounding}, count);
-  } else {
-    kernels->run(AdamJob<Weights, Gradients, Moments, false>{weights, gradients, moments, constants, rounding}, count);
-  }
-}
-
 // With a null source the bytes become zero.
 struct FillJob {
   char* destination;
@@ -133,14 +124,18 @@ MEGATRAIN_EXPORT void megatrain_adamw(Kernels* kernels, void* weight, int16_t* l
   static_assert(kGrain % kMomentBlock == 0, "a block has one thread");
   const auto step = [&](auto weights, auto gradients) {
     const auto step_with = [&](auto moments) {
-      adamw(kernels, weights, gradients, moments, count, constants, {first_element, seed});
+      const auto run = [&](auto has_l2) {
+        using Job = AdamJob<decltype(weights), decltype(gradients), decltype(moments), has_l2.value>;
+        kernels->run(Job{weights, gradients, moments, constants, {first_element, seed}}, count);
+      };
+      constants.l2 != 0.0f ? run(std::true_type()) : run(std::false_type());
     };
     if (moment_bits == 8) {
       step_with(Int8Moments{static_cast<int8_t*>(m), static_cast<uint8_t*>(v), m_scale, v_scale});
     } else if (moment_bits == 16) {
-      step_with(Bf16Moments{static_cast<uint16_t*>(m), static_cast<uint16_t*>(v)});
+      step_with(FloatMoments<uint16_t>{static_cast<uint16_t*>(m), static_cast<uint16_t*>(v)});
     } else {
-      step_with(FloatMoments{static_cast<float*>(m), static_cast<float*>(v)});
+      step_with(FloatMoments<float>{static_cast<float*>(m), static_cast<float*>(v)});
     }
   };
   if (lo == nullptr) {

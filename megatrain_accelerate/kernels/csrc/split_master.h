@@ -48,7 +48,8 @@ MEGATRAIN_INLINE uint16_t master_hi(uint32_t bits) { return static_cast<uint16_t
 // lo = bits - (hi << 16) modulo 2**32 lies in [-32768, 32767], so its low 16 bits, which are those of `bits`, are all.
 MEGATRAIN_INLINE int16_t master_lo(uint32_t bits) { return static_cast<int16_t>(bits & 0xffffu); }
 
-MEGATRAIN_INLINE float bf16_to_float(uint16_t bits) { return float_of(static_cast<uint32_t>(bits) << 16); }
+MEGATRAIN_INLINE float to_float(float value) { return value; }
+MEGATRAIN_INLINE float to_float(uint16_t bf16) { return float_of(static_cast<uint32_t>(bf16) << 16); }
 
 // Round to nearest, ties to even, as torch rounds float -> bfloat16; a NaN becomes the quiet NaN 0x7fc0.
 MEGATRAIN_INLINE uint16_t float_to_bf16(float value) {
@@ -68,7 +69,7 @@ struct FloatArray {
 struct Bf16Array {
   uint16_t* bits;
 
-  MEGATRAIN_INLINE float load(int64_t i) const { return bf16_to_float(bits[i]); }
+  MEGATRAIN_INLINE float load(int64_t i) const { return to_float(bits[i]); }
   MEGATRAIN_INLINE void store(int64_t i, float value) const { bits[i] = float_to_bf16(value); }
 };
 
