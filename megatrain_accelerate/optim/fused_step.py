@@ -30,8 +30,8 @@ from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.segments import (
     apply_segments,
     plan_segments,
+    segments_between,
     segments_of_experts,
-    segments_of_share,
     step_on_device,
 )
 from megatrain_accelerate.store.unit import HostUnit
@@ -283,9 +283,9 @@ class FusedStep(HostStep):
         segments, parameters = plan_segments(steps), sum(state.parameter.numel() for state, _ in steps)
         if experts is not None:
             segments = segments_of_experts(segments, unit, experts)
-            parameters = sum(segment.elements for segment in segments)
         if (shared := unit.shared) is not None:
-            segments = segments_of_share(segments, shared.share)
+            segments = segments_between(segments, shared.share.begin, shared.share.end)
+        if experts is not None or shared is not None:
             parameters = sum(segment.elements for segment in segments)
         kernels, meter = self.runtime.kernels, self.runtime.meter
         readers_finished_event = group.announce_push() if group is not None else None

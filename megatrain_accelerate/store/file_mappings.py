@@ -11,9 +11,12 @@ import bisect
 import contextlib
 import ctypes
 import mmap
+import operator
 from collections.abc import Iterable, Sequence
 
 import torch
+
+from megatrain_accelerate.units import round_up
 
 _MADV_WILLNEED = 3
 _MADV_PAGEOUT = 21  # Linux 5.4: gives clean pages back; what was written to is kept
@@ -26,28 +29,25 @@ class FileMappings:
     """The files that this process has mapped at the moment when this is made; none where the system doesn't tell."""
 
     def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        self._files: list[PageRange] = []
         with contextlib.suppress(OSError), open("/proc/self/maps") as file:
             for line in file:
                 addresses, _, _, _, inode, *_ = line.split()
                 if inode != "0":
-                    start, _, end = addresses.partition("-")
-                    self._starts.append(int(start, 16))
-                    self._ends.append(int(end, 16))
+                    start, end = (int(address, 16) for address in addresses.split("-"))
+                    self._files.append((start, end))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory is a file's."""
-        place = bisect.bisect_right(self._starts, tensor.data_ptr()) - 1
-        return place >= 0 and tensor.data_ptr() < self._ends[place]
+        place = bisect.bisect_right(self._files, tensor.data_ptr(), key=operator.itemgetter(0)) - 1
+        return place >= 0 and tensor.data_ptr() < self._files[place][1]
 
     def pages(self, tensors: Iterable[torch.Tensor]) -> list[PageRange]:
         """The pages of those tensors that lie in files, adjacent ones as one range. A page that two tensors share counts."""
         found: list[PageRange] = []
         inside = (tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.nbytes and self.holds(tensor))
         for start, size in sorted((tensor.data_ptr(), tensor.nbytes) for tensor in inside):
-            first = start // mmap.PAGESIZE * mmap.PAGESIZE
-            end = -(-(start + size) // mmap.PAGESIZE) * mmap.PAGESIZE
+            first, end = start // mmap.PAGESIZE * mmap.PAGESIZE, round_up(start + size, mmap.PAGESIZE)
             if found and first <= found[-1][1]:
                 found[-1] = (found[-1][0], max(end, found[-1][1]))
             else:

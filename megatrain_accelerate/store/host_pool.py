@@ -21,20 +21,11 @@ GRANULE_BYTES = 64 * KIB
 """Blocks are multiples of it: no part is so small that its copy costs more to issue than to run."""
 
 
-class _Range(NamedTuple):
-    """Bytes ``start`` to ``end`` of a segment."""
-
-    segment: int
-    start: int
-    end: int
-
-
 class HostBlock(NamedTuple):
     """Bytes of the pool, in one part or several. Owner: who took it, until :meth:`HostPool.give_back`."""
 
-    ranges: list[_Range]
     parts: list[torch.Tensor]
-    """The parts in order, uint8; together exactly the bytes that were asked for."""
+    """The parts in order, uint8; together exactly the bytes that were asked for. Each begins at a granule."""
 
 
 class HostPool:
@@ -59,7 +50,8 @@ class HostPool:
         self._segments: list[HostMemory] = []
         self.buffers: list[torch.Tensor] = []
         """Each segment as a whole: blocks are views of it."""
-        self._free: list[_Range] = []
+        self._free: list[torch.Tensor] = []
+        """Whole granules of the buffers."""
         self._pending: collections.deque[tuple[Any, HostBlock]] = collections.deque()
 
     @property
@@ -68,7 +60,7 @@ class HostPool:
 
     @property
     def _free_bytes(self) -> int:
-        return sum(place.end - place.start for place in self._free)
+        return sum(part.numel() for part in self._free)
 
     @property
     def used_bytes(self) -> int:
@@ -87,17 +79,14 @@ class HostPool:
                 self._reclaim(wait)
         if self._free_bytes < wanted:
             self._grow(wanted - self._free_bytes)
-        block = HostBlock([], [])
-        while wanted:
-            segment, start, end_of_free = self._free.pop(0)
-            end = min(end_of_free, start + wanted)
-            if end < end_of_free:
-                self._free.insert(0, _Range(segment, end, end_of_free))
-            part = self.buffers[segment][start : min(end, start + size_bytes)]
-            block.ranges.append(_Range(segment, start, end))
+        block = HostBlock([])
+        while size_bytes:
+            free = self._free.pop(0)
+            part, rest = free[:size_bytes], free[round_up(size_bytes, GRANULE_BYTES) :]
+            if rest.numel():
+                self._free.insert(0, rest)
             block.parts.append(part)
             size_bytes -= part.numel()
-            wanted -= end - start
         return block
 
     def give_back(self, block: HostBlock, event: Any) -> None:
@@ -113,15 +102,14 @@ class HostPool:
             elif not event.query():
                 self._pending.append((event, block))
                 continue
-            self._free += block.ranges
-        self._merge_free()
-
-    def _merge_free(self) -> None:
-        merged: list[_Range] = []
-        for place in sorted(self._free):
-            if merged and merged[-1].segment == place.segment and merged[-1].end == place.start:
-                place = _Range(place.segment, merged.pop().start, place.end)
-            merged.append(place)
+            self._free += [part.as_strided((round_up(part.numel(), GRANULE_BYTES),), (1,)) for part in block.parts]
+        merged: list[torch.Tensor] = []
+        for part in sorted(self._free, key=torch.Tensor.data_ptr):
+            # Only what doesn't begin a segment: two of these may be neighbours, too.
+            if merged and part.storage_offset() and merged[-1].data_ptr() + merged[-1].numel() == part.data_ptr():
+                before = merged.pop()
+                part = before.as_strided((before.numel() + part.numel(),), (1,))
+            merged.append(part)
         self._free = merged
 
     def _grow(self, missing_bytes: int) -> None:
@@ -137,7 +125,7 @@ class HostPool:
         buffer = memory.tensor(0, (size,), torch.uint8)
         self._kernels.zero(buffer)
         memory.register()
-        self._free.append(_Range(len(self._segments), 0, size))
+        self._free.append(buffer)
         self._segments.append(memory)
         self.buffers.append(buffer)
 

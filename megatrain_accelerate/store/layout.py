@@ -112,12 +112,9 @@ class FlatLayout:
         """What of the trained parameters one of several ranks steps: whole 128-element blocks, as equally as they go."""
         blocks = self.state_elements // ALIGNMENT_ELEMENTS
         begin, end = (ALIGNMENT_ELEMENTS * (place * blocks // ranks) for place in (rank, rank + 1))
-        return Share(begin, end, self._gradient_bytes_before(begin), self._gradient_bytes_before(end))
-
-    def _gradient_bytes_before(self, element: int) -> int:
-        """Bytes of the gradients before an element of the states: those in bf16 come first."""
-        in_bf16 = min(element, self.split_elements)
-        return 2 * in_bf16 + 4 * (element - in_bf16)
+        # Gradients in bf16 come first.
+        begin_byte, end_byte = (4 * element - 2 * min(element, self.split_elements) for element in (begin, end))
+        return Share(begin, end, begin_byte, end_byte)
 
     def views(self, buffer: torch.Tensor, trainable_only: bool = False) -> list[torch.Tensor]:
         """Views of ``buffer`` (uint8, one dimension, at least ``weight_bytes`` long) as the entries' tensors."""

@@ -10,7 +10,7 @@ import torch
 from megatrain_accelerate.kernels.device import ParameterStep, StepKernels
 from megatrain_accelerate.kernels.host import AdamArguments, HostKernels
 from megatrain_accelerate.kernels.moments import Int8Moments
-from megatrain_accelerate.store.layout import ALIGNMENT_ELEMENTS, ExpertRange, Share
+from megatrain_accelerate.store.layout import ALIGNMENT_ELEMENTS, ExpertRange
 from megatrain_accelerate.store.parameter import ParameterState
 from megatrain_accelerate.store.unit import HostUnit
 
@@ -65,17 +65,12 @@ def segments_of_experts(segments: Sequence[Segment], unit: HostUnit, experts: Ex
         begin, end = experts.elements(state.entry)
         if isinstance(state.moments, Int8Moments) and state.entry.spec.numel // experts.count % ALIGNMENT_ELEMENTS:
             begin, end = (0, 0) if experts.first else (0, state.entry.spec.numel)
-        of_part += _between(segments, begin_of_parameter + begin, begin_of_parameter + end)
+        of_part += segments_between(segments, begin_of_parameter + begin, begin_of_parameter + end)
     return of_part
 
 
-def segments_of_share(segments: Sequence[Segment], share: Share) -> list[Segment]:
-    """What of a unit's segments lies in a rank's share of it; those of all shares are the whole."""
-    return _between(segments, share.begin, share.end)
-
-
-def _between(segments: Sequence[Segment], begin: int, end: int) -> list[Segment]:
-    """What of the segments lies in the elements ``begin`` to ``end`` of the unit's states."""
+def segments_between(segments: Sequence[Segment], begin: int, end: int) -> list[Segment]:
+    """What of the segments lies in the elements ``begin`` to ``end`` of the unit's states, as a rank's share of it does."""
     parts = []
     for segment in segments:
         first = max(begin, segment.state_offset)
@@ -112,16 +107,13 @@ def apply_segments(unit: HostUnit, segments: Sequence[Segment], kernels: HostKer
         first = segment.state_offset
         elements = slice(first, first + segment.elements)
         weights = slice(segment.weight_offset, segment.weight_offset + segment.elements * segment.dtype.itemsize)
-        of_sum = None
-        if segment.is_sum:
-            assert unit.gradient_residuals is not None
-            of_sum = unit.gradient_residuals[elements]
+        assert unit.gradient_residuals is not None or not segment.is_sum
         kernels.adamw(
             unit.weights[weights].view(segment.dtype),
             unit.residuals[elements] if segment.dtype == torch.bfloat16 else None,
             unit.moments.run(first, segment.elements),
             unit.gradients[weights].view(segment.dtype),
             segment.arguments,
-            of_sum,
+            unit.gradient_residuals[elements] if segment.is_sum and unit.gradient_residuals is not None else None,
             first,
         )

@@ -108,16 +108,9 @@ class HostUnit:
                 self._adopt(state)
 
     def _size_of(self, kind: str) -> int:
-        if kind == "moments":
-            return self.moment_bytes
-        elements, dtype = self._flat(kind)
-        return dtype.itemsize * elements
-
-    def _flat(self, kind: str) -> tuple[int, torch.dtype]:
-        """Length and dtype of the flat tensor of a kind that isn't the moments."""
-        if kind.endswith("residuals"):
-            return self.layout.split_elements, torch.int16
-        return self.layout.weight_bytes if kind == "weights" else self.layout.gradient_bytes, torch.uint8
+        layout = self.layout
+        sizes = {"weights": layout.weight_bytes, "gradients": layout.gradient_bytes, "moments": self.moment_bytes}
+        return sizes.get(kind, 2 * layout.split_elements)
 
     def _allocate(self, kind: str, touch: bool = True) -> HostMemory | DeviceMemory:
         size_bytes = self._size_of(kind)
@@ -134,18 +127,15 @@ class HostUnit:
         memory = self.memory[kind] = self._allocate(kind, touch)
         self._bind(kind)
         if self.shared is not None and self.device is None:
-            self._touch_share(kind)
-        return memory
-
-    def _touch_share(self, kind: str) -> None:
-        """Makes the pages of what this rank alone writes to, on all its threads: zero, as they are."""
-        assert self.shared is not None
-        share = self.shared.share
-        if kind == "gradients" and self.gradients is not None:
-            self._host_kernels.zero(self.gradients[share.bytes])
-        elif kind == "moments" and self.moments is not None:
-            for part in self.moments.run(share.begin, share.end - share.begin):
+            # Pages of what this rank alone writes to are made on all its threads: zero, as they are.
+            share, own = self.shared.share, list[torch.Tensor]()
+            if kind == "gradients" and self.gradients is not None:
+                own = [self.gradients[share.bytes]]
+            elif kind == "moments" and self.moments is not None:
+                own = list(self.moments.run(share.begin, share.end - share.begin))
+            for part in own:
                 self._host_kernels.zero(part)
+        return memory
 
     def _bind(self, kind: str) -> None:
         """Makes the unit's views of one kind of its memory, and its parameters'."""
@@ -153,8 +143,8 @@ class HostUnit:
         if kind == "moments":
             self.moments = moments_within(tensor, elements, 0, (elements,), moments_dtype)
         else:
-            length, dtype = self._flat(kind)
-            setattr(self, kind, tensor(0, (length,), dtype))
+            dtype = torch.int16 if kind.endswith("residuals") else torch.uint8
+            setattr(self, kind, tensor(0, (self._size_of(kind) // dtype.itemsize,), dtype))
         for state in self.states:
             spec, weight_offset, offset = state.entry.spec, state.entry.weight_offset, state.entry.state_offset
             if kind == "weights":
@@ -371,11 +361,6 @@ class UnitRange:
     def __init__(self, whole: HostUnit, experts: ExpertRange) -> None:
         self.whole, self.experts = whole, experts
         self.layout = experts.layout(whole.layout)
-        self._places: list[tuple[bool, int, int, int]] = []
-        for entry, of_range in zip(whole.layout.entries, self.layout.entries, strict=True):
-            begin, end = (entry.spec.dtype.itemsize * place for place in experts.elements(entry))
-            place = (entry.spec.trainable, entry.weight_offset + begin, of_range.weight_offset, end - begin)
-            self._places.append(place)
 
     @property
     def version(self) -> int:
@@ -393,11 +378,13 @@ class UnitRange:
     def pieces(self, of_unit: torch.Tensor, of_slot: torch.Tensor, trainable_only: bool) -> list[tuple[torch.Tensor, ...]]:
         """For each parameter, or each that is trained, views of the range's bytes in ``of_unit``, flat weights or gradients of
         all experts, and in ``of_slot``, a slot's buffer; both uint8."""
-        return [
-            (of_unit[there : there + size], of_slot[here : here + size])
-            for trainable, there, here, size in self._places
-            if trainable or not trainable_only
-        ]
+        found: list[tuple[torch.Tensor, ...]] = []
+        for entry, own in zip(self.whole.layout.entries, self.layout.entries, strict=True):
+            if entry.spec.trainable or not trainable_only:
+                begin, end = (entry.spec.dtype.itemsize * place for place in self.experts.elements(entry))
+                here = of_slot[own.weight_offset : own.weight_offset + end - begin]
+                found.append((of_unit[entry.weight_offset + begin : entry.weight_offset + end], here))
+        return found
 
     def of(self, entry: FlatEntry, tensor: torch.Tensor) -> torch.Tensor:
         """The range's part of a parameter's tensor, or of a gradient's."""

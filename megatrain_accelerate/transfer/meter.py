@@ -32,7 +32,7 @@ def named_range(name: str) -> contextlib.AbstractContextManager[object]:
     return record_function(name) if torch.autograd._profiler_enabled() else _NO_RANGE
 
 
-class Cause(enum.Enum):
+class Cause(str, enum.Enum):
     """What the compute stream stood still for."""
 
     H2D = "h2d"
@@ -43,8 +43,6 @@ class Cause(enum.Enum):
     """The host optimizer hadn't applied a step yet."""
     BACKWARD_END = "backward_end"
     """The last gradients of a backward were still on their way."""
-
-    __hash__ = object.__hash__  # enum's own is a function of Python
 
 
 @dataclasses.dataclass
@@ -77,10 +75,7 @@ class Counters:
 
     def add(self, cause: Cause, amount: float, what: str = "wait_ms") -> None:
         """Adds to the counter of that name that the cause has."""
-        vars(self)[_COUNTER_NAMES[cause, what]] += amount
-
-
-_COUNTER_NAMES = {(cause, what): f"{cause.value}_{what}" for cause in Cause for what in ("wait_ms", "copy_ms", "copied_bytes")}
+        vars(self)[cause + "_" + what] += amount
 
 
 class UpdateGate:
@@ -97,7 +92,8 @@ class UpdateGate:
 
     @property
     def is_open(self) -> bool:
-        return all(step.is_done for step in self._steps) and all(part.is_open for part in self._parts)
+        found = [step.is_done for step in self._steps] + [part.is_open for part in self._parts]
+        return all(found)
 
     def wait(self) -> None:
         """Blocks until the memory is valid. Raises ``StepWorkerError`` where this rank's step failed, ``RankError`` where
@@ -219,6 +215,5 @@ class _Timed:
         self._pair[1].record(self._stream)
         with meter._lock:
             meter._pending.append((*self._pair, self._add))
-            is_long = len(meter._pending) > 4096
-        if is_long:
+        if len(meter._pending) > 4096:
             meter.harvest()

@@ -37,10 +37,6 @@ class Prefetcher:
         self.slots: list[WeightSlot] = []
         self.own_slots: dict[int, WeightSlot] = {}
         """Slots of single layers, on the device or held, by the layer's index."""
-        self._on_device: set[int] = set()
-        """Layers whose units live on the device, each the slot of its own: they need no copy."""
-        self._slot_of: dict[int, WeightSlot] = {}
-        """The slot that was last filled for a layer, by its index; what it holds by now its ``holder`` tells."""
         self._held: list[int] = []
         """Layers that have a slot of :meth:`hold`, in the order in which they got it."""
         self._last_copied_event = streams.event()
@@ -81,7 +77,7 @@ class Prefetcher:
     @property
     def all_on_device(self) -> bool:
         """Whether all layers' units live on the device."""
-        return len(self._on_device) == len(self._layers)
+        return len(self.own_slots) - len(self._held) == len(self._layers)
 
     def drop_own_slots(self) -> None:
         """Gives up the slots of single layers, and what of their memory nobody else holds. No copy may be in flight."""
@@ -90,7 +86,7 @@ class Prefetcher:
 
     def close(self) -> None:
         """Gives up all slots. Nothing may be fetched afterwards."""
-        for held in (self.slots, self.own_slots, self._held, self._slot_of, self.at_address):
+        for held in (self.slots, self.own_slots, self._held, self.at_address):
             held.clear()
 
     def hold(self, index: int) -> None:
@@ -143,8 +139,8 @@ class Prefetcher:
         """
         if len(self.own_slots) < len(self._layers):
             return {}
-        for index, slot in self.own_slots.items():
-            if slot.holder != (index, self._layers[index].unit.version) and index not in self._on_device:
+        for index in self.own_slots:
+            if self._slot_of(self._layers[index]) is None:
                 return {}
         if not self._last_copied_event.query():
             # RAW: copies are made in the order in which they were issued.
@@ -158,9 +154,7 @@ class Prefetcher:
         layer's own step failed.
         """
         layer.refresh_if_written()
-        slot = self._slot_of.get(layer.index)
-        if slot is None or slot.holder != (layer.index, layer.unit.version):
-            slot = self.own_slots[layer.index] if layer.index in self._on_device else None
+        slot = self._slot_of(layer)
         if slot is None:
             if not layer.gate.is_open:
                 self._refused_at.setdefault(layer.index, time.perf_counter())
@@ -190,7 +184,7 @@ class Prefetcher:
         slot = self.leases.get(layer.index)
         if slot is None:
             return None
-        if slot.holder == (layer.index, layer.unit.version) or layer.index in self._on_device:
+        if slot is self._slot_of(layer):
             slot.last_used = next(self._clock)
             return slot
         self._end_lease(layer.index)
@@ -220,14 +214,15 @@ class Prefetcher:
 
     def _note_slots(self) -> None:
         """Called when there are others."""
-        slots = (*self.slots, *self.own_slots.values())
-        self.at_address = {slot.address: slot for slot in slots}
-        current = {slot.holder[0]: slot for slot in slots if slot.holder is not None and not self._is_stale(slot)}
-        self._on_device = {index for index in self.own_slots if self._layers[index].unit.is_on_device}
-        self._slot_of = {index: slot for index, slot in current.items() if self.own_slots.get(index, slot) is slot}
+        self.at_address = {slot.address: slot for slot in (*self.slots, *self.own_slots.values())}
 
-    def _is_stale(self, slot: WeightSlot) -> bool:
-        return slot.holder is None or self._layers[slot.holder[0]].unit.version != slot.holder[1]
+    def _slot_of(self, layer: Fetched) -> WeightSlot | None:
+        """The slot that has the layer's weights of now, or will once its copy is over; of one with its own slot, that."""
+        own, holder = self.own_slots.get(layer.index), (layer.index, layer.unit.version)
+        for slot in self.slots if own is None else (own,):
+            if slot.holder == holder:
+                return slot
+        return own if own is not None and layer.unit.is_on_device else None
 
     def _victim(self, layer: Fetched, wanted: set[int]) -> WeightSlot:
         """The slot to overwrite: the layer's own, a stale one, else the least recently used; none in use or wanted.
@@ -235,18 +230,14 @@ class Prefetcher:
         Raises a StateError if all are in use by layers that run.
         """
         slots = [self.own_slots[layer.index]] if layer.index in self.own_slots else self.slots
-        found, least = None, (True, 0)
-        for slot in slots:
-            if slot.users:
-                continue
-            holder = slot.holder
-            if holder is None or self._layers[holder[0]].unit.version != holder[1]:
-                return slot
-            rank = (holder[0] in wanted, slot.last_used)
-            if found is None or rank < least:
-                found, least = slot, rank
-        if found is not None:
-            return found
+
+        def rank(slot: WeightSlot) -> tuple[bool, int]:
+            if slot.holder is None or slot.holder[1] != self._layers[slot.holder[0]].unit.version:
+                return False, -1
+            return slot.holder[0] in wanted, slot.last_used
+
+        if free := [slot for slot in slots if not slot.users]:
+            return min(free, key=rank)
         leased = [index for index, slot in self.leases.items() if slot in slots and slot.users == 1]
         if not leased:
             raise StateError(
@@ -260,23 +251,21 @@ class Prefetcher:
 
     def prefetch(self, upcoming: Sequence[int]) -> None:
         """Issues the copies of layers that will run, for as many of them as have room."""
-        layers, slot_of, own_slots = self._layers, self._slot_of, self.own_slots
         room = sum([not slot.users for slot in self.slots])
         wanted: set[int] = set()
         """Layers for which there is a shared slot."""
         missing = []
         for index in upcoming:
             # A held layer takes no room: its copy may begin as soon as its step is applied.
-            if index not in own_slots and index not in wanted:
+            if index not in self.own_slots and index not in wanted:
                 if len(wanted) == room:
                     continue
                 wanted.add(index)
             # Of a write since a layer's last use `acquire` learns.
-            slot = slot_of.get(index)
-            if (slot is None or slot.holder != (index, layers[index].unit.version)) and index not in self._on_device:
+            if self._slot_of(self._layers[index]) is None:
                 missing.append(index)
         for index in dict.fromkeys(missing):
-            layer = layers[index]
+            layer = self._layers[index]
             if not layer.gate.is_open:
                 self._refused_at.setdefault(index, time.perf_counter())
                 break  # its copy is issued when it is next, right after its step
@@ -307,6 +296,5 @@ class Prefetcher:
             slot.params_copied_event.record(h2d_stream)
         self._last_copied_event = slot.params_copied_event
         slot.holder = (layer.index, layer.unit.version)
-        self._slot_of[layer.index] = slot
         self._meter.counters.h2d_bytes += size_bytes
         self._meter.counters.weight_fetches += 1
