@@ -15,8 +15,8 @@ from megatrain_accelerate.layers.resident import ResidentGroup
 from megatrain_accelerate.layers.runtime import StreamingRuntime, UnitInOrder
 from megatrain_accelerate.optim.host_step import HostStep, narrowed_to
 from megatrain_accelerate.optim.moment_states import (
+    MOMENT_KEYS,
     RESIDUAL_KEY,
-    expose,
     own_copies,
     shown_in_fp32,
     shows,
@@ -61,11 +61,8 @@ def _adam_arguments(group: dict[str, Any], step: int, clip_factor: float, is_ada
 
 
 def refuse_unfused(groups: Iterable[dict[str, Any]]) -> None:
-    """Groups may be edited or loaded after the optimizer was prepared, with options that the fused kernel hasn't.
-
-    Raises:
-        UnsupportedError: one has such an option.
-    """
+    """Raises an ``UnsupportedError`` for groups that were edited or loaded since the optimizer was prepared, and have options
+    that the fused kernel hasn't."""
     for group in groups:
         for option in UNFUSED_OPTIONS:
             if group.get(option):
@@ -125,9 +122,8 @@ class FusedStep(HostStep):
 
     @property
     def _optimizer(self) -> Optimizer:
-        optimizer = self.optimizer
-        assert optimizer is not None, "only the optimizer itself asks for what is its own"
-        return optimizer
+        assert self.optimizer is not None, "only the optimizer itself asks for what is its own"
+        return self.optimizer
 
     def hold(self, parameters: Sequence[torch.Tensor]) -> None:
         """See :meth:`HostStep.hold`; those that are new get moments, with the first step if the optimizer has none of them."""
@@ -164,13 +160,15 @@ class FusedStep(HostStep):
         self._show(entry, state)
 
     def _show(self, entry: dict[str, Any], state: ParameterState) -> None:
-        expose(entry, state)
-        self._shown[id(state.parameter)] = {key: id(view) for key, view in views_of(state).items()}
+        """Puts the store's views into the optimizer's state of a parameter, in the place of moments of any kind."""
+        for key in MOMENT_KEYS:
+            entry.pop(key, None)
+        entry.update(views := views_of(state))
+        self._shown[id(state.parameter)] = {key: id(view) for key, view in views.items()}
 
     def set_schedule(self, schedule: str, then: str | None = None) -> None:
-        """Chooses when the arithmetic runs, from the next backward on: ``deferred``, ``backward`` or
-        ``serial``; and by ``then`` from the next :meth:`step` on, if it is another.
-        """
+        """Chooses when the arithmetic runs, from the next backward on: ``deferred``, ``backward`` or ``serial``; and by
+        ``then`` from the next :meth:`step` on, if it is another."""
         self.schedule, self._then = schedule, then
 
     @property
@@ -189,10 +187,8 @@ class FusedStep(HostStep):
             own_copies(entries, self.runtime.config.host_memory_gib)
 
     def forget_backward(self) -> int:
-        """Steps that were taken in a backward that no ``step()`` followed don't count any more; the worker must be idle.
-
-        Returns how many parameters were stepped so: the weights are those after it.
-        """
+        """Steps that were taken in a backward that no ``step()`` followed don't count any more, but the weights stay those
+        after them. Returns how many parameters were stepped so. The worker must be idle."""
         count = len(self._stepped_in_backward)
         self._stepped_in_backward = {}
         return count
@@ -202,16 +198,13 @@ class FusedStep(HostStep):
         return {**state_dict, "state": shown_in_fp32(state_dict["state"], self.runtime.config.host_memory_gib)}
 
     def load(self, optimizer: Optimizer, state_dict: dict[str, Any], own_load: Callable[[dict[str, Any]], None]) -> None:
-        """Loads moments, steps and residuals into the store, and all else by the optimizer's own way.
-
-        Raises:
-            UnsupportedError: a loaded group has an option that the kernel hasn't.
-        """
+        """Loads moments, steps and residuals into the store, and all else by the optimizer's own way; see
+        :func:`refuse_unfused`."""
         refuse_unfused(state_dict["param_groups"])
         self.forget_backward()
         # torch's own way would cast the moments to the weights' dtype and device, and hold a second copy.
         loaded = [(key, p, state_dict["state"].get(key) or {}) for key, p in self.by_key(optimizer, state_dict)]
-        outside = {key: without_residual(entry) for key, p, entry in loaded if self.is_outside(p) and not self.is_retired}
+        outside = {} if self.is_retired else {key: without_residual(e) for key, p, e in loaded if not self.runtime.state_of(p)}
         own_load({"state": outside, "param_groups": state_dict["param_groups"]})
         if not self.is_retired:
             self._make_moments({id(parameter) for _, parameter, entry in loaded if entry})
@@ -237,10 +230,8 @@ class FusedStep(HostStep):
             entry.update({key: view for key, view in views.items() if id(entry.get(key)) == shown.get(key)})
 
     def _entry(self, states: dict[Any, dict[str, Any]], state: ParameterState) -> dict[str, Any]:
-        """What the optimizer's ``states`` have for a parameter now; the store follows where somebody emptied or changed it.
-
-        Costs a few look-ups where nobody did. Otherwise it waits for the steps that still write the moments.
-        """
+        """What the optimizer's ``states`` have for a parameter now. Where somebody emptied or changed it the store follows,
+        behind the steps that still write the moments; else it costs a few look-ups."""
         entry = states[state.parameter]
         if id(state.parameter) not in self.parameter_ids:  # put into a group by hand
             self.hold([state.parameter])
@@ -316,13 +307,9 @@ class FusedStep(HostStep):
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> None:
         """Fixes the step's settings and gradients, and hands the arithmetic to the worker.
 
-        ``own_step``, the optimizer's original one, steps the parameters of other modules.
-
-        Raises:
-            StateError, StepWorkerError: see :meth:`HostStep.begin_step`; or layers were stepped in backward with other
-                settings than those of now, or gradients that should have passed are still there.
-            NonFiniteGradientError: see :meth:`HostStep.allows`.
-            UnsupportedError: a group has an option by now that the kernel hasn't.
+        ``own_step``, the optimizer's original one, steps the parameters of other modules. Raises what :meth:`begin_step`,
+        :meth:`allows` and :func:`refuse_unfused` do, and a StateError where layers were stepped in backward with other
+        settings than those of now, or gradients that should have passed are still there.
         """
         runtime = self.runtime
         self.begin_step()

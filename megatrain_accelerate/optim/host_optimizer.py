@@ -34,12 +34,9 @@ logger = logging.getLogger(__name__)
 def adopt_optimizer(optimizer: Optimizer, runtime: StreamingRuntime, schedule: str) -> HostStep:
     """Makes ``optimizer`` step on the host store of ``runtime``. Its identity, groups and defaults stay.
 
-    Args:
-        optimizer: any ``torch.optim.Optimizer`` over trained parameters of the model, and others that don't stream.
-        schedule: ``deferred``, ``backward`` or ``serial``; other optimizers than Adam and AdamW are always serial.
-
-    Raises:
-        UnsupportedError: it holds trained parameters of another streamed model, or can't work with the settings.
+    It may also hold parameters that don't stream; an UnsupportedError for trained ones of another streamed model, or an
+    optimizer that can't work with the settings. ``schedule``: ``deferred``, ``backward`` or ``serial``; other optimizers than
+    Adam and AdamW are always serial.
     """
     runtime.drain()  # steps of an optimizer before this one still write the moments
     optimizer.__class__ = getattr(type(optimizer), "_megatrain_original_class", type(optimizer))
@@ -141,11 +138,8 @@ def _drop_bound_step(optimizer: Optimizer) -> None:
 
 
 class MasterStep(HostStep):
-    """Any other torch optimizer: its own ``step()``, on fp32 masters on the host. Serial, and not fused.
-
-    Raises:
-        UnsupportedError: see :class:`HostStep`; or a setting is for the fused kernel only.
-    """
+    """Any other torch optimizer: its own ``step()``, on fp32 masters on the host, serial. An ``UnsupportedError`` as that of
+    :class:`HostStep`, or for a setting that only the fused kernel has."""
 
     def __init__(self, optimizer: Optimizer, runtime: StreamingRuntime) -> None:
         name = type(optimizer).__name__
@@ -168,7 +162,7 @@ class MasterStep(HostStep):
         """``id`` of each parameter whose master was stepped, or came with a checkpoint."""
         super().__init__(optimizer, runtime)
         for parameter in self.parameters(optimizer):
-            if self.is_outside(parameter) and id(parameter) not in self._trained_before:
+            if runtime.state_of(parameter) is None and id(parameter) not in self._trained_before:
                 continue
             entry = optimizer.state.get(parameter) or {}
             self._restore(parameter, entry.pop(RESIDUAL_KEY, None))
@@ -186,11 +180,8 @@ class MasterStep(HostStep):
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
         """Shows the optimizer fp32 masters and gradients in the place of the weights, and writes back what it made.
 
-        Parameters of other modules are stepped as they are. Takes 8 bytes a streamed parameter of host
-        memory while it runs, besides the optimizer's own state.
-
-        Raises:
-            StateError, StepWorkerError: see :meth:`HostStep.begin_step`.
+        Parameters of other modules are stepped as they are. Takes 8 bytes a streamed parameter of host memory while it runs,
+        besides the optimizer's own state. Raises what :meth:`begin_step` and :meth:`allows` do.
         """
         runtime = self.runtime
         self.begin_step()
@@ -230,10 +221,8 @@ class MasterStep(HostStep):
         return result
 
     def saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A ``state_dict()`` of the optimizer with the low bits of the masters; the given one stays as it is.
-
-        Not of masters that were never stepped, where the optimizer would take an entry for a state that it made.
-        """
+        """A ``state_dict()`` of the optimizer with the low bits of the masters; the given one stays as it is. Not of masters
+        that were never stepped, where the optimizer would take an entry for a state that it made."""
         entries = dict(state_dict["state"])
         for key, parameter in self.by_key(optimizer, state_dict):
             state = self.runtime.state_of(parameter)
@@ -242,11 +231,8 @@ class MasterStep(HostStep):
         return {**state_dict, "state": entries}
 
     def load(self, optimizer: Optimizer, state_dict: dict[str, Any], own_load: Callable[[dict[str, Any]], None]) -> None:
-        """Loads the optimizer's states as they were saved, and the masters' low bits.
-
-        torch casts states to the dtype and device of the parameters: they are shown as what the step works on, fp32 on the
-        host.
-        """
+        """Loads the optimizer's states as they were saved, and the masters' low bits. torch casts states to the dtype and
+        device of the parameters, which are shown as what the step works on, fp32 on the host."""
         entries, residuals = dict(state_dict["state"]), {}
         for key, _ in self.by_key(optimizer, state_dict):
             if RESIDUAL_KEY in (entry := entries.get(key) or {}):

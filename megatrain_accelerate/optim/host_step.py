@@ -74,7 +74,8 @@ class HostStep(UnitStepper):
         it was prepared wait for that to be done anew; those that have left the model wait on the host for a gradient.
         Raises ``UnsupportedError`` where some are trained ones of another streamed model; none is held then.
         """
-        outside = [p for p in parameters if self.is_outside(p) and p.requires_grad and id(p) not in self._trained_before]
+        waiting = [p for p in parameters if p.requires_grad and id(p) not in self._trained_before]
+        outside = [p for p in waiting if self.runtime.state_of(p) is None]
         self._refuse_another_models(outside)
         device = self.runtime.streams.device
         for parameter in outside:
@@ -84,10 +85,6 @@ class HostStep(UnitStepper):
                 parameter.grad = gradient if gradient is None else gradient.to(device)
         was_trained = {id(p) for p in parameters if id(p) in self._trained_before and p.grad is None}
         self.parameter_ids |= was_trained | {id(p) for p in parameters if self.runtime.trains(p)}
-
-    def is_outside(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter isn't in the model's store."""
-        return self.runtime.state_of(parameter) is None
 
     def _refuse_another_models(self, parameters: Sequence[torch.Tensor]) -> None:
         if strangers := len(streamed_among(parameters)):
@@ -103,10 +100,10 @@ class HostStep(UnitStepper):
         return self._why_retired is not None
 
     def retire(self, why: str, copies: bool = False) -> None:
-        """No step is begun from here any more. All steps that were taken must be applied.
+        """No step is begun from here any more; all that were taken must be applied. ``why``: TAKEN_OVER or ENGINE_CLOSED.
 
-        What the optimizer needs to go on elsewhere stays in its ``state``; with ``copies`` the store goes
-        on without it, and the ``state`` is to be its own. ``why``: :data:`TAKEN_OVER` or :data:`ENGINE_CLOSED`.
+        What the optimizer needs to go on elsewhere stays in its ``state``; with ``copies`` this is to be its own, since the
+        store goes on without it.
         """
         self._why_retired = why
         self.runtime.steppers.remove(self)
@@ -140,11 +137,8 @@ class HostStep(UnitStepper):
     ) -> tuple[list[tuple[ParameterState, dict[str, Any]]], list[torch.nn.Parameter]]:
         """(place, group) of every parameter of the model that has a gradient, and those of other modules, in group order.
 
-        Brings foreign gradient tensors into the store, and other modules' states beside their parameters.
-
-        Raises:
-            UnsupportedError: a parameter has a gradient that was frozen when the model was prepared, or that is another
-                streamed model's.
+        Brings foreign gradient tensors into the store, and other modules' states beside their parameters. An UnsupportedError
+        for a gradient of a parameter that was frozen when the model was prepared, or of another streamed model's.
         """
         found, outside = [], []
         for group in optimizer.param_groups:
@@ -182,10 +176,8 @@ class HostStep(UnitStepper):
         return norm, factors
 
     def allows(self, norm: float) -> bool:
-        """Whether a step with this global norm may be taken; counts it, and warns where not.
-
-        Raises ``NonFiniteGradientError`` where too many steps in a row had a non-finite norm.
-        """
+        """Whether a step with this global norm may be taken; counts it, and warns where not. A ``NonFiniteGradientError``
+        where it is the last of too many in a row."""
         if math.isfinite(norm):
             self._nonfinite_in_a_row = 0
             self.runtime.steps_taken += 1

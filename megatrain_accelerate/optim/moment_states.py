@@ -24,6 +24,7 @@ RESIDUAL_KEY = "master_residual"
 
 _INT8_KEYS = ("exp_avg_int8", "exp_avg_sq_int8", "exp_avg_scale", "exp_avg_sq_scale")
 _FLOAT_KEYS = ("exp_avg", "exp_avg_sq")
+MOMENT_KEYS = (*_FLOAT_KEYS, *_INT8_KEYS)
 
 
 def _keyed(moments: Moments | None) -> Iterable[tuple[str, torch.Tensor]]:
@@ -32,26 +33,15 @@ def _keyed(moments: Moments | None) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def views_of(state: ParameterState, promised: Moments | None = None) -> dict[str, Any]:
-    """The store's views of a parameter's moments and residual, by their keys in an optimizer's state.
-
-    Where there are no moments, the ``promised`` ones stand for them.
-    """
+    """The store's views of a parameter's moments (or those that are ``promised``) and residual, by their keys in an
+    optimizer's state."""
     views: dict[str, Any] = dict(_keyed(state.moments or promised))
     return views if state.residual is None else {**views, RESIDUAL_KEY: state.residual}
 
 
-def expose(entry: dict[str, Any], state: ParameterState) -> None:
-    """Puts the store's views into an optimizer's state of a parameter, in the place of moments of any kind."""
-    for key in (*_FLOAT_KEYS, *_INT8_KEYS):
-        entry.pop(key, None)
-    entry.update(views_of(state))
-
-
 def shows(entry: dict[str, Any], state: ParameterState) -> bool:
-    """Whether the moments and the residual in an optimizer's state of a parameter are the store's views, and nobody else's.
-
-    Asked of every parameter at every step, and so by identity.
-    """
+    """Whether the moments and the residual in an optimizer's state of a parameter are the store's views, and nobody else's: by
+    identity, since it is asked of every parameter at every step."""
     if entry.get(RESIDUAL_KEY) is not state.residual:
         return False
     moments = state.moments
@@ -61,10 +51,8 @@ def shows(entry: dict[str, Any], state: ParameterState) -> bool:
 
 
 def take_over(state: ParameterState, values: dict[str, Any]) -> None:
-    """Sets a parameter's moments from an optimizer's state for it, of any of the three kinds; zero if that is empty.
-
-    Where there are moments of two kinds, those that the store hasn't are the ones that somebody put there.
-    """
+    """Sets a parameter's moments from an optimizer's state for it, of any of the three kinds; zero if that is empty. Where it
+    has two kinds, somebody put the one there that the store hasn't."""
     ours, coded = state.moments, _coded(values)
     assert ours is not None
     if not values:
@@ -82,10 +70,8 @@ def take_over(state: ParameterState, values: dict[str, Any]) -> None:
 
 
 def take_residual(state: ParameterState, residual: Any) -> bool:
-    """Sets the low bits of a parameter's master from an optimizer's state; tells whether these were some.
-
-    An optimizer that loaded them before it was adopted has cast them to something else.
-    """
+    """Sets the low bits of a parameter's master from an optimizer's state; tells whether these were some: an optimizer that
+    loaded them before it was adopted has cast them to something else."""
     if state.residual is None or residual is None or residual.dtype != torch.int16:
         return False
     state.residual.copy_(residual)
@@ -98,11 +84,8 @@ def without_residual(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def own_copies(entries: Iterable[dict[str, Any] | None], host_memory_gib: float | None) -> None:
-    """Puts copies in the place of the store's views, so that the entries are those of an optimizer of its own.
-
-    Where the host has no room for them the entries are emptied instead, with a warning: two optimizers' moments mustn't end
-    the training of the one that is used.
-    """
+    """Puts copies in the place of the store's views, so that the entries are those of an optimizer of its own. Without room on
+    the host they are emptied, with a warning: two optimizers' moments mustn't end the training of the one that is used."""
     filled = [entry for entry in entries if entry]
     wanted = _tensor_bytes(filled)
     free = available_host_bytes(host_memory_gib) if wanted else 0
@@ -144,11 +127,9 @@ def saved_bytes(entries: dict[Any, dict[str, Any]], host_memory_gib: float | Non
 
 
 def shown_in_fp32(entries: dict[Any, dict[str, Any]], host_memory_gib: float | None) -> dict[Any, dict[str, Any]]:
-    """The per-parameter part of a ``state_dict()`` with 8-bit moments decoded: 8 bytes a parameter of host memory.
-
-    Where these aren't free the codes stay, which this package loads under any ``moments_dtype`` and nobody else does: a
-    checkpoint mustn't end the run that it is to save. ``entries`` aren't changed.
-    """
+    """The per-parameter part of a ``state_dict()``, which stays as it is, with 8-bit moments decoded: 8 bytes a parameter of
+    host memory. Where these aren't free the codes stay, which only this package loads (under any ``moments_dtype``): a
+    checkpoint mustn't end the run that it is to save."""
     wanted = _bytes_of_coded(entries, torch.float32)
     free = available_host_bytes(host_memory_gib) if wanted else 0
     if wanted > free:

@@ -1,9 +1,8 @@
 """Activations to host memory in forward and back in backward, when the link has time for them and the device no room.
 
-A *recording* collects what one run of a layer saves for its backward: storages of the device, each once. When the layer's
-forward has been issued they are copied out on the d2h stream; in backward, one run ahead, back on the h2d stream into new
-memory. The idea of offloading saved tensors is that of vDNN (Rhu et al., arXiv 1602.08124) and of
-``torch.autograd.graph.save_on_cpu``, which waits for each copy.
+A *recording* has the storages of the device that one run of a layer saves for its backward, each once. When the layer's
+forward has been issued the d2h stream copies them out, and in backward, one run ahead, the h2d stream back into new memory:
+the idea of vDNN (Rhu et al., arXiv 1602.08124) and ``torch.autograd.graph.save_on_cpu``, which waits for each copy.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ class _Arrival:
 
 
 class _Parcel:
-    """One storage on its way to the host and back.
+    """One storage, over which ``source`` is a tensor, on its way to the host and back.
 
     Owner: the :class:`ParcelPlace` objects that autograd holds in the place of tensors; with the last of them it gives its
-    host memory back. Writer of the host memory: the d2h stream; reader: the h2d stream. ``source`` is a tensor over it.
+    host memory back. Writer of the host memory: the d2h stream; reader: the h2d stream.
     """
 
     def __init__(self, source: torch.Tensor, label: str, offloader: ActivationOffloader) -> None:
@@ -91,17 +90,13 @@ class ParcelPlace:
 
     def tensor(self) -> torch.Tensor:
         """The tensor, on the device again. Raises what :meth:`ActivationOffloader.on_device` does."""
-        offloader = self.parcel.offloader
-        storage = offloader.on_device(self.parcel)
-        empty = torch.empty(0, dtype=self.dtype, device=offloader.device)
-        return empty.set_(storage, self.offset, self.shape, self.stride)
+        storage = self.parcel.offloader.on_device(self.parcel)
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, self.offset, self.shape, self.stride)
 
 
 class Recording:
-    """What one run of a layer, which the ``label`` names, saves for backward and may leave the device.
-
-    The storages of the tensors that ``stay`` don't, since others hold them anyway.
-    """
+    """What one run of a layer, which the ``label`` names, saves for backward and may leave the device: not the storages of the
+    tensors that ``stay``, since others hold them anyway."""
 
     def __init__(self, offloader: ActivationOffloader, label: str, stay: Iterable[torch.Tensor]) -> None:
         self.label = label
@@ -125,10 +120,9 @@ class Recording:
         storage = tensor.untyped_storage()
         if storage.nbytes() < MIN_OFFLOADED_BYTES or storage.data_ptr() in self._stay:
             return None
-        key = (storage.data_ptr(), tensor._version)
-        parcel = self._open.get(key)
-        if parcel is None:
-            parcel = self._open[key] = _Parcel(tensor.detach(), self.label, self._offloader)
+        if (key := (storage.data_ptr(), tensor._version)) not in self._open:
+            self._open[key] = _Parcel(tensor.detach(), self.label, self._offloader)
+        parcel = self._open[key]
         return ParcelPlace(parcel, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def seal(self) -> list[_Parcel]:
@@ -154,17 +148,13 @@ class _Departure:
     parcels: list[_Parcel]
 
 
-def _of_run(recordings: Sequence[tuple[int, Recording]], run: int) -> list[Recording]:
-    return [recording for number, recording in recordings if number in (run, EVERY_RUN)]
-
-
 class ActivationOffloader:
     """Moves recordings between device and host. One object per engine.
 
-    On the device a run's storages are given up by the launching thread, not by the clock: :attr:`spacing` runs later compute
-    is made to wait for their copy and the references go, and so it is when another run's have come after them. So the peak,
-    two runs' storages, doesn't depend on timing, and no kernel is issued into memory that a copy still reads. What is still
-    there when backward comes isn't copied back. In backward storages come back ``spacing`` calls ahead.
+    The launching thread, and no clock, gives up a run's storages on the device: :attr:`spacing` runs later, or when another
+    run's have come after them, compute is made to wait for their copy and the references go. So the peak, two runs' storages,
+    doesn't depend on timing, and no kernel is issued into memory that a copy still reads. In backward storages come back
+    ``spacing`` calls ahead; what is still there isn't copied.
     """
 
     def __init__(self, pool: HostPool, streams: Streams, meter: Meter) -> None:
@@ -217,10 +207,9 @@ class ActivationOffloader:
             arrival.is_waited_for = True
 
     def send(self, recording: Recording, tape: Tape, position: int, run: int = EVERY_RUN) -> None:
-        """Issues the copies of what was recorded in a run whose kernels were all issued.
+        """Issues the copies of what was recorded in a run whose kernels were all issued. A HostMemoryError without room.
 
-        Backward asks for it by the call's place on its forward pass and the number of the run, in forward order. Raises a
-        HostMemoryError if no host memory is left.
+        Backward asks for it by the call's place on its forward pass and the number of the run, in forward order.
         """
         parcels = recording.seal()
         self._recordings.setdefault(tape, {}).setdefault(position, []).append((run, recording))
@@ -250,10 +239,8 @@ class ActivationOffloader:
         self._meter.counters.d2h_bytes += sum(parcel.size_bytes for parcel in parcels)
 
     def bring_back(self, tape: Tape, position: int, run: int) -> None:
-        """Starts the copies back for one run of a call (see :meth:`send`), and for what backward comes to next.
-
-        Backward takes a call's runs from the last.
-        """
+        """Starts the copies back for one run of a call (see :meth:`send`), and for what backward, which takes a call's runs
+        from the last, comes to next."""
         if not self._recordings:
             return
         self._drop_strays()
@@ -262,16 +249,13 @@ class ActivationOffloader:
             self.leaving.remove(departure)
             self.give_up(departure)
         calls = self._recordings.get(tape, {})
-        wanted = _of_run(calls.get(position, []), run)
-        if run:
-            wanted += _of_run(calls.get(position, []), run - 1)
-        else:
-            for before in near[-2::-1]:
-                recordings = calls.get(before, [])
-                wanted += _of_run(recordings, max((number for number, _ in recordings), default=0))
-        for recording in wanted:
-            away = [parcel for parcel in recording.parcels() if parcel.on_device is None]
-            if away:
+        runs = [(position, run), (position, run - 1)]
+        if not run:
+            runs[1:] = [(before, max((number for number, _ in calls.get(before, [])), default=0)) for before in near[-2::-1]]
+        for recording in [
+            recording for place, wanted in runs for number, recording in calls.get(place, []) if number in (wanted, EVERY_RUN)
+        ]:
+            if away := [parcel for parcel in recording.parcels() if parcel.on_device is None]:
                 with named_range(f"megatrain::bring_back_activations ({recording.label})"):
                     self._bring_back(away)
 

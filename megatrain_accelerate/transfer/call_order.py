@@ -19,10 +19,8 @@ class Tape:
 
     def open_forward(self) -> OpenForward:
         """What tells whether the graph of a call is alive; the same for all calls of the pass."""
-        found = self._open_forward() if self._open_forward is not None else None
-        if found is None:
-            found = OpenForward()
-            self._open_forward = weakref.ref(found)
+        if self._open_forward is None or (found := self._open_forward()) is None:
+            self._open_forward = weakref.ref(found := OpenForward())
         return found
 
 
@@ -32,8 +30,8 @@ class CallOrder:
     A wrong prediction costs a copy, never a result: the prefetcher fetches what is really asked for.
 
     Before the first pass layers are expected in index order. A pass begins when the layer that began the last one runs again,
-    unless it is the only layer. For parts of layers ``leader`` is the order of the layers, and a pass begins with one of
-    theirs: a layer may call its parts several times, so that the first part again tells nothing.
+    unless it is the only layer. Of parts of layers, which a layer may call several times, it begins with one of the layers,
+    whose order is the ``leader``.
     """
 
     def __init__(self, layer_count: int, leader: CallOrder | None = None) -> None:
@@ -46,16 +44,15 @@ class CallOrder:
 
     def record(self, index: int) -> tuple[Tape, int]:
         """Notes a forward call; returns the pass's tape and the call's position on it."""
-        if self._leader is not None:
-            begins = self._led_by is not self._leader._tape
+        leading = None if self._leader is None else self._leader._tape
+        if leading is not None:
+            begins = self._led_by is not leading
         else:
             begins = self._ended or (self._tape.calls[:1] == [index] and not self._is_only_layer)
         if begins or not self._tape.calls:
             self._ended = False
-            if self._tape.calls:
-                self._expected = self._tape.calls
-            self._tape = Tape()
-            self._led_by = None if self._leader is None else self._leader._tape
+            self._expected = self._tape.calls or self._expected
+            self._tape, self._led_by = Tape(), leading
         self._tape.calls.append(index)
         return self._tape, len(self._tape.calls) - 1
 

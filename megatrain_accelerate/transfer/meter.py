@@ -1,8 +1,8 @@
 """Counters of what the engine moved and waited for, for the telemetry, and ranges of a profile.
 
-The GPU's own clock tells how long it stood still: a pair of timing events on the compute stream, one on either side of a
-wait. Work that is queued before the pair delays both alike, so a thread that is blocked while the GPU still has kernels
-to run doesn't count as an idle GPU. Events are used again, and read when they are over; nothing is waited for.
+The GPU's own clock tells how long it stood still: a pair of timing events on the compute stream, around a wait. Work that is
+queued before delays both alike, so a thread that is blocked while the GPU still has kernels to run counts as no idle GPU.
+Events are used again, and read when they are over; nothing is waited for.
 """
 
 from __future__ import annotations
@@ -136,13 +136,11 @@ class Meter:
         with _Timed(self, compute_stream, add):
             compute_stream.wait_event(event)
 
-    def blocked_by(self, cause: Cause) -> contextlib.AbstractContextManager[None]:
+    def blocked_by(self, cause: Cause) -> _Timed:
         """Accounts for the GPU's idle time while the body blocks the launching thread."""
         return _Timed(self, self._streams.compute_stream, lambda ms: self.counters.add(cause, ms))
 
-    def copying(
-        self, direction: Cause, copied_bytes: int, beside_compute: bool = False
-    ) -> contextlib.AbstractContextManager[None]:
+    def copying(self, direction: Cause, copied_bytes: int, beside_compute: bool = False) -> _Timed:
         """Times the copies that the body issues; to be entered on their stream, behind what the stream waits for.
 
         Those ``beside_compute`` are the step worker's; others hold up compute in the CPU stand-in.
@@ -158,8 +156,8 @@ class Meter:
         return _Timed(self, streams.h2d_stream if direction is Cause.H2D else streams.d2h_stream, add)
 
     def wait_for_step(self, name: str, gate: UpdateGate) -> None:
-        """Blocks the launching thread until the step worker is done with a memory; accounts for that, and for the GPU's idle
-        time. Raises if the worker failed."""
+        """Blocks the launching thread until the gate is open, and accounts for that and the GPU's idle time; see
+        :meth:`UpdateGate.wait`."""
         if gate.is_open:
             gate.wait()
             return

@@ -17,15 +17,10 @@ from megatrain_accelerate.transfer.streams import Streams, WeightSlot
 class Prefetcher:
     """Owner of the weight slots.
 
-    The shared slots take turns; a layer that is *held* has a slot of its own for a while, so that it is copied once a step; a
-    layer whose unit lives on the device is its own slot and is never copied. A copy is issued on the h2d stream as soon as its
-    slot's last reader was issued and its layer's step is applied; the launching thread never waits for a copy, and waits for a
-    step only when the layer itself is next.
-
-    Args:
-        layers: all that are streamed, by index; maybe none.
-        slots: number of shared slots, at least 2.
-        streams, meter: the engine's; the meter counts bytes and stalls.
+    The shared ``slots`` (a number, at least 2) take turns; a layer that is *held* has a slot of its own for a while, so that
+    it is copied once a step; a layer whose unit lives on the device is its own slot and is never copied. A copy is issued on
+    the h2d stream as soon as its slot's last reader was issued and its layer's step is applied; the launching thread never
+    waits for a copy, and waits for a step only when the layer itself is next. ``layers``: all that are streamed, by index.
     """
 
     def __init__(self, layers: Sequence[Fetched], slots: int, streams: Streams, meter: Meter) -> None:
@@ -70,8 +65,7 @@ class Prefetcher:
 
     @property
     def look_ahead(self) -> int:
-        """How many calls to name as upcoming: one for each shared slot, and the layers with slots of their own, which may lie
-        between them."""
+        """How many calls to name as upcoming: one for each slot, since layers with slots of their own may lie between."""
         return self.slot_count + len(self.own_slots)
 
     @property
@@ -90,10 +84,8 @@ class Prefetcher:
             held.clear()
 
     def hold(self, index: int) -> None:
-        """Gives a layer that has none a slot of its own until :meth:`let_go`. Copies and kernels may be in flight.
-
-        Raises a torch.OutOfMemoryError if there is no room for it.
-        """
+        """Gives a layer that has none a slot of its own until :meth:`let_go`, or raises a torch.OutOfMemoryError. Copies and
+        kernels may be in flight."""
         with torch.inference_mode(False):
             slot = self._new_slot(self._layers[index].unit.layout.weight_bytes)
         # WAR: kernels that were issued before may still use the memory under its former owner's name.
@@ -103,7 +95,7 @@ class Prefetcher:
         self._note_slots()
 
     def let_go(self, size_bytes: int | None = None) -> int:
-        """Takes slots of :meth:`hold` back, the latest first, until ``size_bytes`` are free; by default all of them.
+        """Takes slots of :meth:`hold` back, the latest first, until ``size_bytes`` are free, by default all of them.
 
         Returns the bytes that became free.
         """
@@ -137,22 +129,16 @@ class Prefetcher:
         copy into a slot is ordered behind what the stream has that is current then, so a script that changes streams has to
         join them.
         """
-        if len(self.own_slots) < len(self._layers):
+        if len(self.own_slots) < len(self._layers) or None in map(self._slot_of, self._layers):
             return {}
-        for index in self.own_slots:
-            if self._slot_of(self._layers[index]) is None:
-                return {}
         if not self._last_copied_event.query():
             # RAW: copies are made in the order in which they were issued.
             self._meter.compute_waits_for(self._last_copied_event, Cause.H2D, 0.0)
         return self.own_slots
 
     def acquire(self, layer: Fetched, upcoming: Sequence[int]) -> WeightSlot:
-        """Makes the layer's weights usable by kernels issued from now on, and starts the next copies.
-
-        ``upcoming`` are the indices of the layers that are expected next, nearest first. Raises a StepWorkerError if the
-        layer's own step failed.
-        """
+        """Makes the layer's weights usable by kernels issued from now on, and starts the copies of the ``upcoming`` layers, by
+        index, nearest first. Raises a StepWorkerError if the layer's own step failed."""
         layer.refresh_if_written()
         slot = self._slot_of(layer)
         if slot is None:
@@ -191,11 +177,8 @@ class Prefetcher:
         return None
 
     def lease(self, layer: Fetched, upcoming: Sequence[int]) -> WeightSlot:
-        """As :meth:`acquire`, from the first of a layer's saved tensors that a backward reads to the last one.
-
-        A lease is a cache and no promise: where every slot is in use the one that was read least recently ends early, and
-        the next saved tensor takes a new one.
-        """
+        """As :meth:`acquire`, from the first of a layer's saved tensors that a backward reads to the last one. A cache and no
+        promise: where every slot is in use the one that was read least recently ends early, and is taken anew."""
         slot = self.leases[layer.index] = self.acquire(layer, upcoming)
         return slot
 

@@ -9,8 +9,8 @@ h2d_stream      weights, host to device, one copy a layer;           compute of 
 d2h_stream      gradients, device to host, as many                   compute of the layer that follows in backward
 =============== ==================================================== =============================================
 
-Streams are made here only. Events live on the objects that they protect. No slot is freed or allocated within a step; events
-order its reuse, so ``record_stream`` isn't needed.
+Events live on the objects that they protect. No slot is freed or allocated within a step; events order its reuse, so
+``record_stream`` isn't needed.
 """
 
 from __future__ import annotations
@@ -83,12 +83,11 @@ class _Slot:
 
     def views(self, layout: FlatLayout) -> list[torch.Tensor]:
         """The buffer as the layout's tensors, in entry order. Made once for each layout."""
-        views = self._views.get(layout.key)
-        if views is None:
+        if layout.key not in self._views:
             # Views made in inference mode could never require a gradient.
             with torch.inference_mode(False):
-                views = self._views[layout.key] = [view.data for view in layout.views(self.buffer, self.trainable_only)]
-        return views
+                self._views[layout.key] = [view.data for view in layout.views(self.buffer, self.trainable_only)]
+        return self._views[layout.key]
 
 
 class WeightSlot(_Slot):
@@ -146,21 +145,20 @@ class WeightSlot(_Slot):
     def view(self, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
         """A tensor in the buffer, by its place. Made once for each."""
         key = (dtype, shape, stride, offset)
-        found = self._at.get(key)
-        if found is None:
+        if key not in self._at:
             with torch.inference_mode(False), torch.no_grad():
                 # Not a view of the buffer, which would hold another one: each counts as one use of the memory.
                 found = torch.empty(0, dtype=dtype, device=self.buffer.device)
                 self._at[key] = found.set_(self.buffer.untyped_storage(), offset, shape, stride)
-        return found
+        return self._at[key]
 
 
 class GradientSlot(_Slot):
     """One layer's gradients on the device until they are on the host.
 
     Owner: the gradient offloader. Writer: the compute stream. Reader: the d2h stream. May be written again once
-    ``grads_copied_event`` is over. Layout: the trainable prefix of the layer's flat layout. It has room for ``size_bytes``
-    of gradients, of ``parameter_count`` parameters at most.
+    ``grads_copied_event`` is over. Layout: the trainable prefix of the layer's flat layout, of ``size_bytes`` and
+    ``parameter_count`` parameters at most.
     """
 
     trainable_only = True
